@@ -34,7 +34,7 @@ def test_policies_on_random_forests(
     batch = random_batch(seed, page_size, requests, spare=20)
     check(
         batch, policy=policy, device=device, page_size=page_size, grow=1, kv_dtype=kv_dtype,
-        sinks=sinks, dtype=dtype, on_device=on_device and kv_dtype is not None,
+        sinks=sinks, dtype=dtype, scales_on_device=on_device and kv_dtype is not None,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_each_way_to_an_output(
 
     plan = check(
         star(40, 600, [90, 300], spare=5), device=device, grow=5, group=group, kv_dtype=kv_dtype,
-        logit_cap=logit_cap, sinks=torch.float32, on_device=kv_dtype is not None,
+        logit_cap=logit_cap, sinks=torch.float32, scales_on_device=kv_dtype is not None,
     )  # fmt: skip
     assert shapes_of(plan) == [0, 1]
     assert (len(plan.reduce_query) > 0) == (chunks > 8)

@@ -4,8 +4,7 @@ On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels ru
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,24 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attention_checks
+from attention_checks import DEVICES, TOLERANCE, Batch
 from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import Plan, PlanCapacity, PlanError, plan_grouping
+from deft_backend.planner import Plan, PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-class Batch(NamedTuple):
-    """Page tables of a random forest, as tensors on the CPU."""
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    num_pages: int
 
 
 def random_batch(
@@ -40,92 +30,10 @@ def random_batch(
     return Batch(torch.from_numpy(made.page_table), torch.from_numpy(made.seq_lens), made.num_pages)
 
 
-def check(
-    batch: Batch,
-    *,
-    policy: str = "auto",
-    dtype: torch.dtype = torch.float16,
-    device: str = "cpu",
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 64,
-    page_size: int = 1,
-    logit_cap: float = 0.0,
-    grow: int = 0,
-    sm_scale: float | None = None,
-    values: float = 1.0,
-    layout: str = "apart",
-    kv_dtype: torch.dtype | None = None,
-    on_device: bool = False,
-    sinks: torch.dtype | None = None,
-    group: Callable[[PrefixForest, Target], Grouping] | None = None,
-) -> Plan:
-    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
-
-    `group` makes the grouping instead of `policy`, `values` scales V, and `layout` is the memory
-    layout of K and V. A cache of 8 bits has scales, on the device if `on_device`.
-    """
-    query_heads, kv_heads = heads
-    generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    requests = len(batch.seq_lens)
-    q = normal(requests, query_heads, head_dim)
-    pages = (batch.num_pages, page_size, kv_heads)
-    if layout == "apart":
-        k_cache, v_cache = normal(*pages, head_dim), normal(*pages, head_dim)
-    elif layout == "interleaved":  # K and V of a head are contiguous
-        k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
-    else:  # V has heads first, and gaps between pages, unlike K
-        k_cache = normal(*pages, head_dim)
-        wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
-        v_cache = wide[:, 1:].transpose(1, 2)
-    v_cache *= values
-    k_scale, v_scale = 1.0, 1.0
-    if kv_dtype is not None:
-        k_scale, v_scale = 0.0125, 0.5
-        k_cache = (k_cache / k_scale).clamp(-448, 448).to(kv_dtype)
-        v_cache = (v_cache / v_scale).to(kv_dtype)
-    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
-    sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
-    if sink is not None:
-        sink = sink.to(device, sinks)
-    attention = TreeAttention(
-        num_query_heads=query_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        page_size=page_size,
-        max_batch=max(1, requests),
-        policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
-    )
-    forest = forest_from_page_tables(
-        batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
-    )
-    if group is None:
-        plan = attention.plan(forest)
-    else:
-        plan = plan_grouping(group(forest, attention.target), forest, attention.target)
-        attention.use(plan, forest)
-    # Fill with NaN: elements read before they are written, or never written, become visible.
-    attention.poison_workspace()
-    out = torch.full_like(q, float("nan"))
-    lens = (batch.seq_lens + grow).to(device)
-    table = batch.page_table.to(device)
-    given = {name: torch.tensor([s], device=device) for name, s in scales.items()}
-    attention.run(
-        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, out=out,
-        sinks=sink, **(given if on_device else scales),
-    )  # fmt: skip
-    reference = reference_attention(
-        q, k_cache, v_cache, table, lens, logit_cap=logit_cap, sm_scale=sm_scale, sinks=sink,
-        **scales,
-    )  # fmt: skip
-    assert out.isfinite().all()
-    assert relative_error(out, reference) <= TOLERANCE[dtype]
+def check(batch: Batch, **given: Any) -> Plan:
+    """The plan of an attention whose result was right."""
+    plan = attention_checks.check(batch, **given).last_plan
+    assert plan is not None
     return plan
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_gluon_kernels import emulated, launched
 from test_query_tokens import drafts, tree_bits
 
+import attention_checks
 import gluon_emulator
-from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend import TreeAttention
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_MASKED_TILE,
@@ -52,63 +52,27 @@ def use_gluon(attention: TreeAttention, lookahead: int, programs: int, query_tok
 
 
 def check(
-    seed: int, requests: int, query_tokens: int = 1, *, page_size: int = 1, lookahead: int = 2,
-    heads: tuple[int, int] = (4, 1), head_dim: int = 64, chunk: int = 128, grow: int = 0,
-    kv_dtype: torch.dtype = torch.float16, programs: int = 3, longest: int = 200,
-    logit_cap: float = 0.0, is_tree: bool = False, ragged: bool = False, sinks: bool = False,
-    own_rows: bool = True, wide_v: bool = False, in_graph: bool = False,
+    seed: int, requests: int, query_tokens: int = 1, *, lookahead: int = 2, chunk: int = 128,
+    programs: int = 3, longest: int = 200, is_tree: bool = False, ragged: bool = False,
+    wide_v: bool = False, in_graph: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    batch = drafts(seed, requests, page_size, query_tokens, longest=longest, spare=grow)
+    def prepare(attention: TreeAttention) -> None:
+        attention._current.policy = DeftFlatten(chunk)
+        use_gluon(attention, lookahead, programs, query_tokens)
+
+    batch = drafts(
+        seed, requests, given.get("page_size", 1), query_tokens, longest, given.get("grow", 0)
+    )
     random = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    counts, start = [query_tokens] * requests, None
-    if ragged:
-        counts = random.integers(0, query_tokens + 1, requests).tolist()
-        start = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32)
-    bits = tree_bits(seed, requests, query_tokens) if is_tree else None
-    q = torch.randn(sum(counts), heads[0], head_dim, generator=generator).half()
-    shape = (2, batch.num_pages, page_size, heads[1], head_dim)
-    k_cache, v_cache = torch.randn(shape, generator=generator).to(kv_dtype)
-    if wide_v:  # other strides than K's
-        v_cache = torch.cat([v_cache, v_cache], dim=2)[:, :, : heads[1]]
-    attention = TreeAttention(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=torch.float16,
-        device="cpu", page_size=page_size, max_batch=requests, policy="deft-flatten",
-        kv_dtype=kv_dtype, query_tokens=query_tokens,
-    )  # fmt: skip
-    attention._current.policy = DeftFlatten(chunk)
-    use_gluon(attention, lookahead, programs, query_tokens)
-    table, lens = batch.page_table, batch.seq_lens
-    attention.plan(forest_from_page_tables(table, lens, page_size), query_tokens=query_tokens)
-    attention.poison_workspace()
-    given: dict[str, Any] = {"logit_cap": logit_cap, "query_start": start, "ancestors": bits}
-    if sinks:
-        given["sinks"] = torch.randn(heads[0], generator=generator)
-    expected = reference_attention(
-        q.double(), k_cache.double(), v_cache.double(), table, lens + grow, **given
-    )
-    rows, held = None, table
-    if not own_rows:
-        rows = torch.randperm(requests, generator=generator)
-        held = torch.empty_like(table)
-        held[rows] = table
-    out = torch.full_like(q, float("nan"))
     launched.clear()
-    attention.run(
-        q,
-        k_cache,
-        v_cache,
-        held,
-        lens + grow,
-        table_rows=rows,
-        out=out,
-        static_launch=in_graph,
-        **given,
-    )
+    attention = attention_checks.check(
+        batch, query_tokens, policy="deft-flatten", prepare=prepare, static_launch=in_graph,
+        tree=tree_bits(seed, requests, query_tokens) if is_tree else None,
+        counts=random.integers(0, query_tokens + 1, requests).tolist() if ragged else None,
+        layout="V by head" if wide_v else "apart", **{"heads": (4, 1), **given},
+    )  # fmt: skip
     begin, end = attention.last_plan.items_of(2)
     assert launched["hopper_masked_tile_attention"] == (begin < end or in_graph)
-    assert out.isfinite().all()
-    assert relative_error(out, expected) <= 1e-3
 
 
 @settings(max_examples=30)
@@ -156,7 +120,7 @@ def test_several_query_tokens(**drawn: Any) -> None:
     heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
     head_dim=st.sampled_from([64, 128]),
     logit_cap=st.sampled_from([0.0, 5.0]),
-    sinks=st.booleans(),
+    sinks=st.sampled_from([None, torch.float32]),
     wide_v=st.booleans(),
 )
 def test_caches_of_eight_bits(**drawn: Any) -> None:

@@ -1,9 +1,4 @@
-"""Requests of several query tokens, chains and trees, against float64 attention.
-
-Outputs and workspaces hold NaN before: a read before a write, and a row that nobody writes, show.
-"""
-
-from typing import NamedTuple
+"""Requests of several query tokens, chains and trees, against float64 attention."""
 
 import numpy as np
 import pytest
@@ -11,31 +6,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention_checks import DEVICES, Batch, check
 from benchmarks.random_batches import random_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import (
-    reference_attention,
-    relative_error,
     seen_tokens,
 )
 from deft_backend.forest import build_forest, forest_of_blocks
 from deft_backend.shapes.query_blocks import QueryBlocks
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-
-
-class Drafts(NamedTuple):
-    """A batch whose requests end with query tokens, as tensors on the CPU."""
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    num_pages: int
-
 
 def drafts(
     seed: int, requests: int, page_size: int, query_tokens: int, longest: int = 60, spare: int = 0
-) -> Drafts:
+) -> Batch:
     """A random forest; each request has `query_tokens` more tokens, on pages of its own."""
     made = random_batch(seed, requests, page_size, longest=longest)
     own = -(-(query_tokens + spare) // page_size) + 1
@@ -48,7 +31,7 @@ def drafts(
         table[row, full:] = np.arange(used, used + more)
         used += more
     lens = made.seq_lens + query_tokens
-    return Drafts(torch.from_numpy(table), torch.from_numpy(lens), used)
+    return Batch(torch.from_numpy(table), torch.from_numpy(lens), used)
 
 
 def tree_bits(seed: int, requests: int, query_tokens: int) -> torch.Tensor:
@@ -69,70 +52,6 @@ def tree_bits(seed: int, requests: int, query_tokens: int) -> torch.Tensor:
     held = torch.full((requests, query_tokens, words + 2), -1)
     held[:, :, :words] = torch.from_numpy(packed)
     return held[:, :, :words]
-
-
-def check(
-    batch: Drafts,
-    query_tokens: int,
-    *,
-    most: int | None = None,
-    policy: str = "auto",
-    on_device: bool = False,
-    dtype: torch.dtype = torch.float16,
-    device: str = "cpu",
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 64,
-    page_size: int = 1,
-    tree: torch.Tensor | None = None,
-    counts: list[int] | None = None,
-    grow: int = 0,
-    logit_cap: float = 0.0,
-    with_sinks: bool = False,
-) -> TreeAttention:
-    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
-
-    `counts` are the requests' query tokens if they differ; `most` is the attention's limit.
-    """
-    requests = len(batch.seq_lens)
-    generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + query_tokens)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    rows = requests * query_tokens if counts is None else sum(counts)
-    q = normal(rows, heads[0], head_dim)
-    k_cache, v_cache = normal(2, batch.num_pages, page_size, heads[1], head_dim)
-    attention = TreeAttention(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
-        device=device, page_size=page_size, max_batch=requests, policy=policy,
-        query_tokens=query_tokens if most is None else most,
-    )  # fmt: skip
-    table = batch.page_table.to(device)
-    attention.poison_workspace()
-    if on_device:
-        lens = (batch.seq_lens + grow).to(device)
-        attention.plan_on_device(table, lens, query_tokens=query_tokens)
-    else:
-        forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
-        attention.plan(forest, query_tokens=query_tokens)
-        lens = (batch.seq_lens + grow).to(device)
-    start = None
-    if counts is not None:
-        start = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32, device=device)
-    bits = None if tree is None else tree.to(device)
-    sinks = torch.linspace(-2, 3, heads[0], device=device) if with_sinks else None
-    out = torch.full_like(q, float("nan"))
-    attention.run(
-        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, out=out,
-        logit_cap=logit_cap, sinks=sinks,
-    )  # fmt: skip
-    reference = reference_attention(
-        q, k_cache, v_cache, table, lens, query_start=start, ancestors=bits, logit_cap=logit_cap,
-        sinks=sinks,
-    )  # fmt: skip
-    assert out.isfinite().all()
-    assert relative_error(out, reference) <= TOLERANCE[dtype]
-    return attention
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -210,14 +129,16 @@ def test_float32_soft_cap_and_fewer_query_tokens_than_the_most() -> None:
 def test_sinks(policy: str) -> None:
     """Outputs written directly, merged by leaves and merged by stage 2."""
     batch = drafts(13, 5, 4, 6, longest=90)
-    check(batch, 6, policy=policy, heads=(6, 2), page_size=4, with_sinks=True, dtype=torch.float32)
+    check(
+        batch, 6, policy=policy, heads=(6, 2), page_size=4, sinks=torch.float32, dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_a_request_that_is_all_query_tokens(on_device: bool) -> None:
     """A draft without a prompt, and a padding request."""
     table = torch.arange(24, dtype=torch.int32).reshape(3, 8)
-    batch = Drafts(table, torch.tensor([5, 0, 8], dtype=torch.int32), 24)
+    batch = Batch(table, torch.tensor([5, 0, 8], dtype=torch.int32), 24)
     check(batch, 5, on_device=on_device, counts=[5, 0, 5])
     check(batch, 5, on_device=on_device)
 
@@ -225,7 +146,7 @@ def test_a_request_that_is_all_query_tokens(on_device: bool) -> None:
 def test_query_tokens_of_equal_pages_are_read_apart() -> None:
     """Page tables that claim to share query tokens: each request still sees its own."""
     table = torch.arange(12, dtype=torch.int32).repeat(4, 1)
-    batch = Drafts(table, torch.tensor([12, 12, 9, 10], dtype=torch.int32), 12)
+    batch = Batch(table, torch.tensor([12, 12, 9, 10], dtype=torch.int32), 12)
     for on_device in (False, True):
         check(batch, 4, on_device=on_device, tree=tree_bits(5, 4, 4))
 

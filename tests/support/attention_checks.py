@@ -1,0 +1,130 @@
+"""Attention of a batch against float64: plan, let it grow, run into poisoned memory, compare.
+
+Outputs and workspaces hold NaN before: a read before a write, and a row that nobody writes, show.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import plan_grouping
+from deft_backend.policies import Grouping, Target
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+class Batch(NamedTuple):
+    """Page tables of a batch, as tensors on the CPU."""
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_pages: int
+
+
+def check(
+    batch: Batch,
+    query_tokens: int = 1,
+    *,
+    most: int | None = None,
+    policy: str = "auto",
+    on_device: bool = False,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    page_size: int = 1,
+    tree: torch.Tensor | None = None,
+    counts: list[int] | None = None,
+    own_rows: bool = True,
+    logit_cap: float = 0.0,
+    grow: int = 0,
+    sm_scale: float | None = None,
+    values: float = 1.0,
+    layout: str = "apart",
+    kv_dtype: torch.dtype | None = None,
+    scales_on_device: bool = False,
+    sinks: torch.dtype | None = None,
+    static_launch: bool = False,
+    group: Callable[[PrefixForest, Target], Grouping] | None = None,
+    prepare: Callable[[TreeAttention], None] = lambda attention: None,
+) -> TreeAttention:
+    """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
+
+    `counts` are the requests' query tokens if they differ, `tree` their ancestors; `most` is the
+    attention's limit. `group` makes the grouping instead of `policy`, `values` scales V, and
+    `layout` is the memory layout of K and V. A cache of 8 bits has scales. Without `own_rows` the
+    page table holds the requests in another order. `prepare` gets the attention before it plans.
+    """
+    query_heads, kv_heads = heads
+    requests = len(batch.seq_lens)
+    generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim + query_tokens)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    q = normal(requests * query_tokens if counts is None else sum(counts), query_heads, head_dim)
+    pages = (batch.num_pages, page_size, kv_heads)
+    k_cache = normal(*pages, head_dim)
+    if layout == "apart":
+        v_cache = normal(*pages, head_dim)
+    elif layout == "interleaved":  # K and V of a head are contiguous
+        k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
+    else:  # V has heads first, and gaps between pages, unlike K
+        wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
+        v_cache = wide[:, 1:].transpose(1, 2)
+    v_cache *= values
+    scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+    if kv_dtype is not None:
+        scales = {"k_scale": 0.0125, "v_scale": 0.5}
+        k_cache = (k_cache / scales["k_scale"]).clamp(-448, 448).to(kv_dtype)
+        v_cache = (v_cache / scales["v_scale"]).to(kv_dtype)
+    sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
+    attention = TreeAttention(
+        num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+        kv_dtype=kv_dtype, device=device, page_size=page_size, max_batch=max(1, requests),
+        query_tokens=query_tokens if most is None else most,
+        policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
+    )  # fmt: skip
+    prepare(attention)
+    table, lens = batch.page_table.to(device), (batch.seq_lens + grow).to(device)
+    attention.poison_workspace()
+    if on_device:
+        attention.plan_on_device(table, lens, query_tokens=query_tokens)
+    else:
+        forest = forest_from_page_tables(
+            batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
+        )
+        if group is None:
+            attention.plan(forest, query_tokens=query_tokens)
+        else:
+            plan = plan_grouping(group(forest, attention.target), forest, attention.target)
+            attention.use(plan, forest)
+    given: dict[str, Any] = {
+        "logit_cap": logit_cap, "sm_scale": sm_scale,
+        "ancestors": None if tree is None else tree.to(device),
+        "sinks": None if sink is None or sinks is None else sink.to(device, sinks),
+    }  # fmt: skip
+    if counts is not None:
+        starts = [0, *np.cumsum(counts).tolist()]
+        given["query_start"] = torch.tensor(starts, dtype=torch.int32, device=device)
+    rows, held = None, table
+    if not own_rows:
+        rows = torch.randperm(requests, generator=generator).to(device)
+        held = torch.empty_like(table)
+        held[rows] = table
+    out = torch.full_like(q, float("nan"))
+    on_gpu = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
+    attention.run(
+        q, k_cache, v_cache, held, lens, table_rows=rows, out=out, static_launch=static_launch,
+        **given, **(on_gpu if scales_on_device else scales),
+    )  # fmt: skip
+    expected = reference_attention(q, k_cache, v_cache, table, lens, **given, **scales)
+    assert out.isfinite().all()
+    assert relative_error(out, expected) <= TOLERANCE[dtype]
+    return attention
