@@ -243,8 +243,12 @@ def kernel_configuration(
         # If the batch fits one tile, each node is one item. One program on each SM then uses the
         # memory's whole bandwidth. With two programs, the GPU would place the first ones, which
         # have the items, in pairs (docs/kernel-log.md).
+        programs = sms * max(1, per_sm)
+        if height < 64 and not hopper:
+            # Twice what the SMs hold: the GPU deals the second half to the SMs that end first.
+            programs *= 2
         plain = TileConfig(
-            height, block, segments, warps, stages, sms * max(1, per_sm),
+            height, block, segments, warps, stages, programs,
             programs_for_one_tile=sms if height >= 64 else None,
         )  # fmt: skip
         gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None

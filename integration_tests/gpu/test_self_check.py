@@ -84,7 +84,9 @@ def test_a_wrong_row_is_found(
         run_plan(config, plan, step, *rest, **named)
         step.out[1] = step.out[0]
 
-    monkeypatch.setattr(tree_attention, "run_plan", wrong)
+    monkeypatch.setattr(
+        self_check, "first_failure", _after(monkeypatch, tree_attention, "run_plan", wrong)
+    )
     found = failure()
     assert found is not None
     assert "row 1 is off by" in found
@@ -105,7 +107,9 @@ def test_a_kernel_that_does_not_compile(
             broken.warmup(torch.float32, grid=(1,))
         launch(self, *given, **named)
 
-    monkeypatch.setattr(self_check, "first_failure", _after(monkeypatch, "launch", no_kernel))
+    monkeypatch.setattr(
+        self_check, "first_failure", _after(monkeypatch, Kernel, "launch", no_kernel)
+    )
     found = failure()
     assert found is not None
     assert "no_such_operation" in found
@@ -121,12 +125,14 @@ def test_a_device_with_64_kib_of_shared_memory(
     report("self-check", "64 KiB of shared memory", {"raised": "OutOfResources"})
 
 
-def _after(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any) -> Callable[..., Any]:
-    """The check with a fault in `Kernel` that the warm-up did not have."""
+def _after(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any
+) -> Callable[..., Any]:
+    """The check with a fault that the warm-up did not have."""
     check = self_check.first_failure
 
     def checked(*given: Any) -> Any:
-        monkeypatch.setattr(Kernel, name, fault)
+        monkeypatch.setattr(owner, name, fault)
         return check(*given)
 
     return checked

@@ -273,7 +273,8 @@ def test_caches_of_eight_bits(
     ):
         assert tile.lookahead == 0
         found = resources(launch, dtype, major)
-        assert found.fit(major) >= tile.programs // SMS, (launch.kernel._name, found)
+        waves = 2 if tile.height < 64 else 1
+        assert found.fit(major) >= tile.programs // SMS // waves, (launch.kernel._name, found)
         assert found.stack == 0, (launch.kernel._name, found)
     launches_of.cache_clear()
 
@@ -368,7 +369,8 @@ def test_kernels_on_ampere() -> None:
     launches = launches_of(config, kind_of(128, torch.float16, 16))
     for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
         found = resources(first, torch.float16, 8)
-        assert found.fit(8) >= tile.programs // SMS, (first.kernel._name, found)
+        waves = 2 if tile.height < 64 else 1  # the GPU deals the second half of small programs
+        assert found.fit(8) >= tile.programs // SMS // waves, (first.kernel._name, found)
 
 
 OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges")
