@@ -142,6 +142,11 @@ class Settings:
         "and the batch shares enough, tree attention computes it. GQA groups of many query heads "
         "lower the number.",
     )  # fmt: skip
+    mla: bool = _setting(
+        False, _SWITCH,
+        "SGLang: try tree attention for MLA models on Hopper. No server has been checked with it "
+        "yet. Otherwise they decode on the host's backend.",
+    )  # fmt: skip
     fallback_backend: str | None = _setting(
         None, (str, "the name of one of the host's attention backends"),
         "The host's backend that runs everything that tree attention does not cover. Unset: the "

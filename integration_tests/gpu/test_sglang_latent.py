@@ -21,7 +21,7 @@ SHAPES = ("latent-16", "latent-8")
 """The heads of DeepSeek-V2-Lite or of a rank of V3, and those of a rank of Kimi K2."""
 
 # The prompts are short: take every batch that shares something.
-OURS = Variant("deft", settings={"DEFT_MIN_SAVED_MS": "0"})
+OURS = Variant("deft", settings={"DEFT_MLA": "1", "DEFT_MIN_SAVED_MS": "0"})
 FLEET = Fleet("sglang", COMMON, {"host": Variant("fa3")}, dict.fromkeys(SHAPES, OURS))
 
 

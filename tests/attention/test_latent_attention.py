@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.support.strategies import Batch, batches
 
 VALUE, ROPE = 64, 16  # of the tests on the CPU
 SCALE = 0.11
+RECORD = Path(__file__).parents[2] / "docs/results/mla-h100.json"
 
 
 class Counted:
@@ -176,3 +179,27 @@ def test_flash_attention_in_a_graph(heads: int, tokens: int, page_size: int) -> 
             replay()
             assert not out.isnan().any()
             assert relative_error(out[:real], want) < 1e-2
+
+
+def test_the_costs_decide_recorded_batches_as_measured() -> None:
+    """Where a row says that the host's kernel was faster, the host decodes; nowhere else."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = [row for row in record["rows"] if (row["query_tokens"], row["page_size"]) == (1, 64)]
+    measured, decided = [], []
+    for row in rows:
+        if "deft" not in row["us"]:
+            continue
+        requests, shared = row["requests"], row["shared"] // 64
+        own = shared + torch.arange(requests * row["own"] // 64).view(requests, -1)
+        table = torch.cat([torch.arange(shared).expand(requests, -1), own], 1).int()
+        forest = forest_from_page_tables(
+            table, torch.full((requests,), row["shared"] + row["own"]), page_size=64
+        )
+        attention = LatentAttention(
+            num_query_heads=row["heads"], dtype=torch.float32, device="cpu",
+            kernel=plain_latent_attention, page_size=64, max_batch=requests,
+        )  # fmt: skip
+        decided.append(attention.loses(attention.plan(forest), forest))
+        measured.append(row["us"]["deft"] >= row["us"]["host"])
+    assert decided == measured
+    assert set(measured) == {True, False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.settings.config import Settings
 from tests.support.sglang_fakes import (
     EAGER,
     Tree,
@@ -212,6 +214,15 @@ def test_a_model_runner_gets_latent_attention(host: Any) -> None:
     attention, division = latent_attention(runner(), 4)
     assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
     assert list(division.tree) == [0, 1]
+
+
+def test_a_model_runner_is_refused_unless_asked(host: Any) -> None:
+    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang.start.layers import Unsupported
+
+    made = runner(req_to_token_pool=SimpleNamespace(size=4))
+    with pytest.raises(Unsupported, match="DEFT_MLA=1"):
+        factory._create(made, None, Settings(), ExitStack())
 
 
 @pytest.mark.parametrize(

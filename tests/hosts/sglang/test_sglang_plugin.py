@@ -174,6 +174,7 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
+        (MLA, "DEFT_MLA=1 tries tree attention for them"),
         ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
         ({**MLA, "kv_cache_dtype": "fp8_e4m3"}, "MLA over a KV cache of kind fp8_e4m3"),
         (
@@ -200,7 +201,8 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     assert "torch_native" in record.message
 
 
-def test_servers_with_latent_vectors_are_served(arguments: Any) -> None:
+def test_servers_with_latent_vectors_are_served_where_asked(arguments: Any, monkeypatch) -> None:
+    monkeypatch.setenv("DEFT_MLA", "1")
     made = make_arguments(**MLA)
     arguments.resolve(resolve_as_host, made)
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
@@ -667,6 +669,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_PLANNER", planner)
+    monkeypatch.setenv("DEFT_SHORT_EXTENDS", "4")
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
@@ -708,7 +711,10 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         assert hasattr(own, "deft") == works
         assert (id(runner) in page_table_fence._readers) == (works and fences)
         assert (id(runner) in tree_graphs._controllers) == (works and planner == "host")
-        assert (observe_batch._observers != observers) == (works and planner == "host")
+        # Short extends observe batches with every planner, and the host planner does as well.
+        added = {"host": 2, "device": 1}[planner] * works
+        assert observe_batch._observers[: len(observers)] == observers
+        assert len(observe_batch._observers) == len(observers) + added
         assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
     finally:
         tree_graphs.remove(runner)

@@ -20,6 +20,10 @@ from deft_backend.shapes.latent_limits import gains_nothing
 logger = logging.getLogger("deft_backend")
 
 NAME = "deft"
+MLA_IS_OFF = (
+    "MLA models decode on the host's backend: DEFT_MLA=1 tries tree attention for them, which no "
+    "server has been checked with yet"
+)
 HOST_DECODE = "_deft_host_decode"
 """The mark: an attribute of the host's arguments that names its own decode backend."""
 
@@ -67,7 +71,11 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if decode is None:  # placeholder model: the host resolves no backends for it
         return result
     try:
-        reason = unsupported(server_args) or _sized_with_graphs(server_args)
+        reason = (
+            unsupported(server_args)
+            or _latent_is_off(server_args, settings)
+            or _sized_with_graphs(server_args)
+        )
     except Exception as error:
         reason = f"this SGLang is not supported ({error!r})"
     if reason is not None:
@@ -139,6 +147,11 @@ def _refused_latent(server_args: Any) -> str | None:
     if versions.decodes_per_rank(server_args):
         return "DP attention keeps all heads on each rank, so sharing would gain nothing for MLA"
     return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), 1)
+
+
+def _latent_is_off(server_args: Any, settings: Settings) -> str | None:
+    """Why the settings rule out this server's MLA model, or None."""
+    return MLA_IS_OFF if versions.uses_mla(server_args) and not settings.mla else None
 
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")

@@ -26,7 +26,7 @@ from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of
-from deft_backend.hosts.sglang.start.arguments import NAME
+from deft_backend.hosts.sglang.start.arguments import MLA_IS_OFF, NAME
 from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 from deft_backend.hosts.sglang.start.layers import (
     Unsupported,
@@ -208,6 +208,8 @@ def _create_latent(
     The CPU plans, because it must know which batches share enough: the host's own graphs decode
     all others.
     """
+    if not settings.mla:
+        raise Unsupported(MLA_IS_OFF)
     if settings.policy != AUTO or settings.planner == "device":
         raise Unsupported(
             "MLA is planned on the host by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
