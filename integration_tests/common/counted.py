@@ -29,6 +29,7 @@ def expected_series(state: dict[str, Any]) -> Series:
         ("deft_verified_tokens_total", {}, state["verified_tokens"]),
         ("deft_verified_drafts_total", {}, state["verified_drafts"]),
         ("deft_accepted_tokens_total", {}, state["accepted_tokens"]),
+        ("deft_compile_seconds_total", {}, state["compile_seconds"]),
         ("deft_short_extends_total", {}, state["short_extends"]),
     ]
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
