@@ -279,7 +279,7 @@ class LatentAttention:
             check_operand(name, tensor, expected, shape.dtype, self.device)
         if page_table.dtype != torch.int32:
             raise AttentionError(f"page_table has dtype {page_table.dtype}; expected int32")
-        cache = cache.reshape(-1, shape.page_size, 1, shape.latent_dim)
+        cache = cache.view(-1, shape.page_size, 1, shape.latent_dim)
         check_operand("cache", cache, tuple(cache.shape), shape.dtype, self.device)
         if tokens == 0:
             return out

@@ -27,7 +27,10 @@ REFERENCES: Mapping[str, Variant] = {
 
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
-    **{f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS},
+    **{
+        f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name, "DEFT_PLANNER": "device"})
+        for name in PAPERS
+    },
     "lora": Variant("deft", against="host-lora", lora=True),
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(

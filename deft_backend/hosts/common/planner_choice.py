@@ -36,6 +36,16 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def untried(settings: Settings, capability: tuple[int, int] | None) -> str | None:
+    """Why device plans of the policy need ``DEFT_PLANNER=device`` on this GPU, or None."""
+    if capability is None or settings.policy != DEFT_FLATTEN or settings.planner == "device":
+        return None
+    return (
+        f"no GPU has run device plans of DEFT_POLICY={DEFT_FLATTEN} inside a CUDA graph yet; "
+        "DEFT_PLANNER=device tries them"
+    )
+
+
 def selects_device_planner(
     settings: Settings, adapter: Adapter, capability: tuple[int, int] | None,
     *, verifies: bool = False,
@@ -69,9 +79,9 @@ def selects_device_planner(
         )
     if settings.planner == "host":
         return not host_plans
-    # No GPU has run deft-flatten's device plans inside a CUDA graph yet, so they need to be named.
-    tried = settings.policy != DEFT_FLATTEN
-    return settings.planner == "device" or not adapter.waits or (capability == HOPPER and tried)
+    if settings.planner == "device" or not adapter.waits:
+        return True
+    return capability == HOPPER and untried(settings, capability) is None
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:

@@ -13,6 +13,7 @@ from deft_backend.hosts.common.planner_choice import (
     Adapter,
     planned_on_device,
     selects_device_planner,
+    untried,
 )
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.policies import POLICY_NAMES
@@ -64,6 +65,14 @@ def test_both_adapters_plan_every_policy_on_the_device_on_hopper() -> None:
             planned = selects_device_planner(settings, adapter, HOPPER)
             tried = policy != "deft-flatten" or planner == "device"
             assert planned == ((planner != "host" and tried) or not adapter.waits)
+
+
+def test_a_policy_that_no_gpu_has_tried_needs_its_planner_named() -> None:
+    flatten = Settings(policy="deft-flatten")
+    assert "DEFT_PLANNER=device tries them" in str(untried(flatten, HOPPER))
+    assert untried(flatten, CPU) is None
+    assert untried(Settings(policy="deft-flatten", planner="device"), HOPPER) is None
+    assert untried(Settings(policy="fasttree"), HOPPER) is None
 
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(

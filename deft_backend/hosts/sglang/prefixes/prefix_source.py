@@ -54,7 +54,7 @@ class PrefixSource:
         The token being decoded is always in a leaf, even if the tree owns it.
 
         - `tree_cache`: the host's prefix cache.
-        - `requests` [B] of: in batch order.
+        - `requests` [B]: the host's requests, in batch order.
         - `seq_lens` [B] int: tokens of each request, the one being decoded included.
         """
         if tree_cache is not self._tree_cache:

@@ -19,6 +19,7 @@ from deft_backend.hosts.common.planner_choice import (
     capability_of,
     planned_on_device,
     selects_device_planner,
+    untried,
 )
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import warm_up_host_planner
@@ -168,6 +169,9 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens = draft_tokens(runner.server_args)
     on_device = _plans_on_device(runner, settings, query_tokens)
+    reason = untried(settings, capability_of(device_of(runner))) if on_device else None
+    if reason is not None:
+        raise Unsupported(reason)
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.

@@ -21,6 +21,7 @@ from deft_backend.hosts.common.planner_choice import (
     capability_of,
     planned_on_device,
     selects_device_planner,
+    untried,
 )
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.short_extends import ShortExtends
@@ -54,7 +55,7 @@ class Unsupported(Exception):
 class LayerGroup(NamedTuple):
     """The layers of a metadata builder, as the host describes them."""
 
-    host: Any  # [AttentionBackend]; the host's backend that tree attention surrounds
+    host: Any  # a class; the host's backend that tree attention surrounds
     spec: Any  # of the layers' caches, with the block size that kernels see
     layer_names: list[str]
     vllm_config: Any
@@ -106,6 +107,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
     _refuse(_unsupported_shape(layers, shape, layer))
+    _refuse(untried(settings, capability_of(device)))
     # Everything in a specification that the group depends on. The rest is checked already, or
     # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)

@@ -82,7 +82,7 @@ def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch
       layers side by side).
     - `head_dim`: D.
 
-    Returns: k_cache, v_cache : [pages, page_size, Hkv, D].
+    Returns `k_cache` and `v_cache`: [pages, page_size, Hkv, D].
     """
     paged = kv_cache.transpose(1, 2)
     return paged[..., :head_dim], paged[..., head_dim:]
