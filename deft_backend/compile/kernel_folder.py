@@ -93,7 +93,7 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
 
     - `folder`: Made if need be. If it holds other files, it must hold a manifest.
 
-    Returns: How many kernels the folder holds. Raises KernelFolderError if the folder holds files
+    Returns how many kernels the folder holds. Raises KernelFolderError if the folder holds files
     that `deft warm` did not write. Raises OSError if it cannot be written.
     """
     create_private(folder)

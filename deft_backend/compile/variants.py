@@ -74,7 +74,7 @@ class Variant:
 def recorded() -> Iterator[dict[Variant, None]]:
     """Record the variants of all launches in the ``with`` block, which run nothing.
 
-    Returns: In the order of their first launch.
+    Yields a dict, in the order of the first launches.
     """
     global recorder
     variants: dict[Variant, None] = {}

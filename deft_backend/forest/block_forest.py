@@ -16,7 +16,7 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
     - `blocks`: query blocks of each request.
     - `private_tokens`: last tokens of each request that no shared node may hold.
 
-    Returns: `forest` itself if `blocks` is 1 and `private_tokens` is 0.
+    Returns `forest` itself if `blocks` is 1 and `private_tokens` is 0.
     """
     if blocks == 1 and private_tokens == 0:
         return forest

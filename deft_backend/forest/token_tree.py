@@ -20,7 +20,7 @@ def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) ->
     - `first_child`, `next_sibling` [B, n] int64: indices of tokens within their request, -1 for
       none. Token 0 is the root.
 
-    Returns: Bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
+    Returns words: bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
 
     Token 0 has the children 1 and 2, and token 3 follows token 2:
 

@@ -53,7 +53,7 @@ def list_items(
     - `tile_queries`, `tile_segments` [T] int64: queries and segments that each tile shape holds;
       the masked tile is the last.
 
-    Returns: For each item its group, the range of the group's queries, the range of the grouping's
+    Returns for each item its group, the range of the group's queries, the range of the grouping's
     segments, and its tile shape. Items are in the order of ITEM_ORDER. Within a shape the longest
     item is first, and equally long items keep the policy's order.
     """

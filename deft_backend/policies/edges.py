@@ -96,7 +96,7 @@ def cut_ranges(
       them.
     - `unit`: tokens of a unit, the KV block as a rule. A range's last unit may be shorter.
 
-    Returns: As in :class:`~deft_backend.policies.Grouping`, with one segment for each group.
+    Returns fields of :class:`~deft_backend.policies.Grouping`, with one segment for each group.
     """
     count = len(ranges.node)
     chunks = np.empty(count, dtype=np.int64)

@@ -166,7 +166,7 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
 
     - `ranks`: See :class:`Publisher`; :func:`rank_labels` of the state file.
 
-    Returns: None, with one line in the log, if the host's page cannot show them.
+    Returns None, with one line in the log, if the host's page cannot show them.
     """
     if not page_of_files():
         logger.warning("deft: %s is not set; %s", MULTIPROCESS, _NOT_SERVED)
