@@ -171,6 +171,8 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
 
 def extends_of(group: GroupAttention | None, vllm_config: Any) -> Extends | None:
     """The short extends of a group, or None."""
+    if group is None:  # a draft model's builder may hold a copy of the server's configuration
+        return None
     found: Extends | None = server_of(vllm_config).extends.get(group)
     return found
 
