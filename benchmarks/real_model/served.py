@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deft_backend.cli.ab import compare
+from deft_backend.tools.ab.comparison import compare
 from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.sides import started_sides
 from deft_backend.tools.harness.workload import Request, Workload

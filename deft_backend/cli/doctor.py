@@ -1,9 +1,11 @@
 """`deft doctor`: show the installation, the kernel that would run, and the missing parts."""
 
+from __future__ import annotations
+
 import json
 import time
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,10 +22,11 @@ from deft_backend.cli.checks import (
 from deft_backend.cli.errors import fail
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
-from deft_backend.costs.cost_model import CostModel
-from deft_backend.costs.table_lookup import TableInUse, table_in_use
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import SHORT_DTYPES
+
+if TYPE_CHECKING:
+    from deft_backend.costs.table_lookup import TableInUse
 
 CANNOT_WORK = 1
 
@@ -97,6 +100,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
 
         from deft_backend.costs.device_tables import table_key
         from deft_backend.costs.gpu_facts import gpu_facts
+        from deft_backend.costs.table_lookup import table_in_use
         from deft_backend.files.folders import tables_directory
         from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
@@ -194,6 +198,8 @@ def _entry(shape: HeadShape) -> dict[str, Any]:
 
 def _table(used: TableInUse) -> dict[str, Any]:
     """The cost table in use, and a remedy if another one would be better."""
+    from deft_backend.costs.cost_model import CostModel
+
     if used.tuned:
         return {"table": f"tuned: {used.path}"}
     scaled = " (scaled)" if used.model.source != CostModel.load(used.path).source else ""

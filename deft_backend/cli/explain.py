@@ -1,8 +1,10 @@
 """`deft explain`: draw a tree in the terminal, with its groups and the bytes that they move."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,10 +12,12 @@ from rich.console import Console
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.shapes import parse_heads
 from deft_backend.files.folders import state_directory
-from deft_backend.forest import ForestError, PrefixForest
-from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
 from deft_backend.settings.config import Settings, SettingsError
-from deft_backend.tools.watch.server_target import reference_target
+from deft_backend.settings.policy_names import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from deft_backend.forest import PrefixForest
+    from deft_backend.policies import Target
 
 _SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -54,6 +58,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw what requests share and the policy's groups; count the bytes that a step reads."""
+    from deft_backend.forest import ForestError
+    from deft_backend.policies import PolicyError, get_policy
     from deft_backend.telemetry.state_reader import StateError
     from deft_backend.tools.explain import explain as explain_grouping
     from deft_backend.tools.explain import render
@@ -168,4 +174,6 @@ def _target(heads: str, head_dim: int, dtype: str) -> Target:
         raise fail(f"--heads is {heads!r}; expected query heads that are a multiple of KV heads")
     if dtype not in _SIZES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
+    from deft_backend.tools.watch.server_target import reference_target
+
     return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])

@@ -7,7 +7,7 @@ import typer
 
 from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, stderr
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
-from deft_backend.policies import POLICY_NAMES, PolicyError, get_policy
+from deft_backend.settings.policy_names import POLICY_NAMES
 
 HostOption = Annotated[
     str | None, typer.Option("--host", help="sglang or vllm; default: whichever is installed.")
@@ -38,6 +38,12 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     return host
 
 
+def check_policy(policy: str | None) -> None:
+    """Refuse an unknown policy, by the names alone: importing the policies loads a compiler."""
+    if policy is not None and policy not in POLICY_NAMES:
+        raise fail(f"there is no policy {policy!r}; expected one of {', '.join(POLICY_NAMES)}")
+
+
 def serve(
     host_args: Annotated[
         list[str] | None,
@@ -66,9 +72,7 @@ def serve(
 
     extra = host_arguments(host_args)
     checked_settings()
-    with reported(PolicyError):
-        if policy is not None:
-            get_policy(policy)
+    check_policy(policy)
     served, extra = served_model(model, revision, extra)
     host = chosen_host(host, needed=not dry_run)
     if not dry_run:

@@ -14,8 +14,6 @@ from rich.table import Table
 from deft_backend.cli.errors import fail, reported, stderr
 from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
-from deft_backend.costs.table_key import TableKey
-from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
@@ -24,6 +22,7 @@ from deft_backend.shapes.kernel_limits import TILE_NAMES
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.gpu_facts import GpuFacts
+    from deft_backend.costs.table_key import TableKey
     from deft_backend.tools.tuning.search import SearchResult
 
 FAILED = 1  # exit code if there is no GPU to measure on, or too little free memory on it
@@ -102,6 +101,7 @@ def _measure(key: TableKey, path: Path) -> None:
     if not key.gpu:
         raise fail("deft tune measures on an NVIDIA GPU, and this machine has none")
     from deft_backend.attention import AttentionError
+    from deft_backend.costs.table_lookup import save_table, table_in_use
     from deft_backend.tools.tuning.measure import tune as run
 
     # Drop the warning that this GPU has no table yet: this run writes it.
@@ -151,6 +151,8 @@ def _comparison(best: SearchResult) -> str:
 
 
 def _show(key: TableKey, folder: Path) -> None:
+    from deft_backend.costs.table_lookup import table_in_use
+
     used = table_in_use(key, folder, _facts())
     console = Console()
     console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)

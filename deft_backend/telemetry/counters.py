@@ -54,9 +54,12 @@ class Counters:
 
     @property
     def saved(self) -> float | None:
-        """Share of the KV reads that tree attention saved, 0 to 1; None without a read."""
-        guided = self.kv_bytes_query_guided
-        return 1.0 - self.kv_bytes_read / guided if guided else None
+        """Share of the KV reads that tree attention saved, 0 to 1; None without a read.
+
+        Also None in verifications in which several query blocks of a request each read its context.
+        """
+        read, guided = self.kv_bytes_read, self.kv_bytes_query_guided
+        return 1.0 - read / guided if guided >= read and guided else None
 
     def __sub__(self, before: Counters) -> Counters:
         grown = {name: getattr(self, name) - getattr(before, name) for name in _FIGURES}

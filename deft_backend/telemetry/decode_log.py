@@ -64,6 +64,9 @@ def describe(stretch: Counters) -> str:
      'planning 0.4 ms a plan']
     >>> describe(Counters(short_extends=3))
     '3 short extends through tree attention'
+    >>> verified = Counters(3, 3, kv_bytes_read=8000, kv_bytes_query_guided=2000)
+    >>> describe(verified).split("; ")[-1]
+    'KV read 8.0 kB of contexts that hold 2.0 kB: each query block of a request reads its context'
     """
     steps = []
     if stretch.steps_tree:
@@ -78,7 +81,10 @@ def describe(stretch: Counters) -> str:
     if stretch.acceptance_length is not None:
         parts.append(f"acceptance length {stretch.acceptance_length:.2f}")
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
-    if guided:
+    if read > guided:  # a verification's request can have several query blocks
+        held = f"KV read {size(read)} of contexts that hold {size(guided)}"
+        parts.append(f"{held}: each query block of a request reads its context")
+    elif guided:
         share = f"{100 * read / guided:.0f} %"
         parts.append(f"KV read {size(read)} of {size(guided)} query by query ({share})")
     if stretch.plans and stretch.plan_seconds:  # another thread counts both, one after the other

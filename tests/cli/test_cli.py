@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from benchmarks.e2e.counted_server import written_state
 from deft_backend.attention import TreeAttention, self_check
 from deft_backend.attention.self_check import Case, Outcome, Shape
-from deft_backend.cli import ab as ab_module
-from deft_backend.cli import checks
+from deft_backend.cli import ab_run, checks
 from deft_backend.cli.app import app
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
@@ -78,7 +77,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*arguments: Any, **named: Any) -> None:
         raise AssertionError("a server would have been started")
 
-    monkeypatch.setattr(ab_module, "compare", started)
+    monkeypatch.setattr(ab_run, "compare", started)
 
 
 @pytest.mark.parametrize(
@@ -395,11 +394,11 @@ def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
 def test_a_report_that_cannot_be_written_is_said_before_the_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deft_backend.cli.ab_choices import make_report_folder
+    from deft_backend.cli.ab_run import make_report_folder
 
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr("deft_backend.cli.ab.both_answer", lambda urls: None)
+    monkeypatch.setattr("deft_backend.cli.ab_run.both_answer", lambda urls: None)
     options = ["--quick"] if kind == "quick" else ["--urls", "127.0.0.1:9", "127.0.0.1:9"]
     code, _, err = run("ab", *options, "--out", str(file))
     assert code == 2

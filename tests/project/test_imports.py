@@ -205,6 +205,12 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     assert loaded_by(names, {"numba", "llvmlite", "numpy", "torch", "triton"}) == ""
 
 
+def test_the_command_starts_without_a_compiler() -> None:
+    """Each `deft` command loads what it needs: Numba alone takes a third of a second."""
+    heavy = {"numba", "llvmlite", "numpy", "torch", "triton"}
+    assert loaded_by(["deft_backend.cli.app"], heavy) == ""
+
+
 def test_what_needs_no_tensor_loads_without_torch() -> None:
     """In the process that measures servers, a CUDA context would take GPU memory from them."""
     names = [module_name(path) for path in modules(PACKAGE)]

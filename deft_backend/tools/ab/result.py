@@ -31,8 +31,12 @@ class KvRead:
 
     @property
     def saved(self) -> float | None:
-        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read."""
-        return 1.0 - self.read / self.query_by_query if self.query_by_query else None
+        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read.
+
+        Also None if several query blocks of a request each read its context, in verifications.
+        """
+        guided = self.query_by_query
+        return 1.0 - self.read / guided if guided >= self.read and guided else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import CLOSE, Agreement, agreement
 from deft_backend.tools.ab.progress import Progress
-from deft_backend.tools.ab.sides import RunningServer, Side
+from deft_backend.tools.ab.sides import RunningServer
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.replay import Replayed, replay
@@ -98,12 +98,6 @@ async def run_side(
         eight_bits, server.command, await asyncio.to_thread(acceptance_length, server.url),
     )  # fmt: skip
     return side, any(run.interrupted for run in runs)
-
-
-def silent_side(side: Side, first: SideRun, why: str) -> SideRun:
-    """The run of a second server that answered nothing."""
-    nothing = tuple(Replayed((), 0.0, died=why) for _ in first.runs)
-    return SideRun(side.name, "", first.offers, nothing, (), ())
 
 
 async def _with_margins(

@@ -4,9 +4,7 @@ import random
 from dataclasses import dataclass
 
 from deft_backend.tools.traces.arrivals import BLOCK_TOKENS, Arrival
-from deft_backend.tools.traces.recorded_trees import TraceError
-
-MOST_TOKENS = 10**7  # of any text in a made trace
+from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, TraceError
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from functools import cached_property
 
 ROOT = 0  # id of the node that holds the prompt
 
+MOST_TOKENS = 10**7  # of any text in a trace
+
 
 class TraceError(ValueError):
     """The trace file is wrong; the message names the file, the tree, the node and the field."""

@@ -157,9 +157,9 @@ def _steps(counters: Counters, now: Stretch | None) -> Text:
 
 def _reads(counters: Counters, now: Stretch | None) -> Text:
     part = counters.saved
-    if part is None:
-        return Text("nothing yet")
     read, guided = counters.kv_bytes_read, counters.kv_bytes_query_guided
+    if part is None:
+        return Text(f"{size(read)} of contexts that hold {size(guided)}" if read else "nothing yet")
     text = Text(f"{size(read)} instead of {size(guided)} · ")
     text.append(f"{percent(part)} saved", style="bold green" if part >= 0.005 else "default")
     recent = None if now is None else now.counters.saved

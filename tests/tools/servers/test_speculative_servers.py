@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from deft_backend.cli import models
-from deft_backend.cli.ab_choices import Drafting
+from deft_backend.cli.ab_run import Drafting
 from deft_backend.tools.servers.model_files import ModelFilesError
 from deft_backend.tools.servers.speculation import acceptance_length, speculative_arguments
 

@@ -1,39 +1,59 @@
-"""What `deft ab`'s options name, checked before a server starts."""
+"""What `deft ab` does: check the options, compare two servers, print and write the report."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from deft_backend.cli.errors import fail
-from deft_backend.cli.models import named_model
-from deft_backend.files.folders import create_private
-from deft_backend.policies import get_policy
+import typer
+from rich.console import Console
+
+from deft_backend.cli.ab_table import print_result
+from deft_backend.cli.errors import checked_settings, fail, reported, say
+from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.models import named_model, served_model
+from deft_backend.cli.serve import check_policy, chosen_host
+from deft_backend.files.folders import create_private, state_directory
+from deft_backend.tools.ab import sizes
+from deft_backend.tools.ab.comparison import both_answer, compare
+from deft_backend.tools.ab.progress import Progress
+from deft_backend.tools.ab.report import write_report
+from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
+from deft_backend.tools.ab.trace_workload import trace_workload
 from deft_backend.tools.ab.workloads import CHOICES, WORKLOADS
+from deft_backend.tools.harness.client import Offers, ServerError, base_url
+from deft_backend.tools.harness.server_counters import ServerCounters
 from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
+from deft_backend.tools.servers.command import (
+    BACKEND,
+    BACKEND_NAMES,
+    StartError,
+    use_gpu,
+    vllm_is_cpu_build,
+)
+from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.servers.model_files import ModelFilesError
+from deft_backend.tools.servers.speculation import NGRAM, speculative_arguments
 from deft_backend.tools.traces.arrivals import load_arrivals
-from deft_backend.tools.traces.made_arrivals import MOST_TOKENS
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, TraceError
+from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import load_thought_trees
 
-if TYPE_CHECKING:
-    from deft_backend.tools.harness.client import Offers
+FAULTS = 1
+"""Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
 
 DRAFT_TOKENS = 4  # draft tokens of a verification, unless the user gives a number
 
 
 def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
-    """Names of workloads, each once.
-
-    Raises WorkloadError if one is unknown.
-    """
+    """Names of workloads, each once; raises WorkloadError if one is unknown."""
     for name in asked or ():
         if name not in CHOICES:
             raise WorkloadError(
@@ -45,10 +65,7 @@ def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
 def chosen_tree(
     trace: Path | None, index: int, scale: float, names: Sequence[str]
 ) -> ThoughtTree | None:
-    """The tree of a trace in DeFT's format.
-
-    Raises TraceError if the file is wrong or has no such tree.
-    """
+    """The tree of a trace in DeFT's format; raises TraceError if the file has no such tree."""
     if trace is None:
         if scale != 1.0 or index:
             raise fail("--scale and --index belong to --trace, which is missing")
@@ -61,16 +78,12 @@ def chosen_tree(
     return trees[index]
 
 
-def check_backends(policy: str | None, baseline: str | None, host: str) -> None:
-    """Refuse a baseline that is not the host's; raises PolicyError for an unknown policy."""
-    from deft_backend.tools.servers.command import BACKEND, BACKEND_NAMES
-
+def check_baseline(baseline: str | None, host: str) -> None:
+    """Refuse a baseline that is not the host's."""
     if baseline is not None and not baseline.strip():
         raise fail(f"--baseline is {baseline!r}; expected a backend of the host")
     if baseline in (BACKEND, BACKEND_NAMES[host]):
         raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
-    if policy is not None:
-        get_policy(policy)
 
 
 class Drafting(NamedTuple):
@@ -85,8 +98,6 @@ class Drafting(NamedTuple):
 
     def arguments(self, host: str, extra: Sequence[str]) -> list[str]:
         """The host's options, with those for drafts before them: the user's own override these."""
-        from deft_backend.tools.servers.speculation import speculative_arguments
-
         if self.draft is None:
             return list(extra)
         tokens = DRAFT_TOKENS if self.tokens is None else self.tokens
@@ -94,8 +105,6 @@ class Drafting(NamedTuple):
 
     def _drafter(self, draft: str) -> str:
         """The method, or the draft model as the host names it; fails before a server starts."""
-        from deft_backend.tools.servers.speculation import NGRAM
-
         if draft == NGRAM:
             return draft
         try:
@@ -138,9 +147,6 @@ class Asked:
 
 def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Workload]]:
     """Read and check what the user named; the requests wait for the server's tokenizer."""
-    from deft_backend.tools.ab import sizes
-    from deft_backend.tools.ab.trace_workload import trace_workload
-
     names: list[str] = []
     if asked.workloads or not asked.arrivals:
         names = chosen_workloads(asked.workloads)
@@ -194,12 +200,6 @@ def _refuse_idle_options(asked: Asked, names: Sequence[str]) -> None:
             raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
-def report_folder(out: Path | None) -> Path:
-    """The folder of the report: the user's, or one with the time in its name."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return out or Path("reports") / f"ab-{stamp}"
-
-
 def make_report_folder(folder: Path) -> None:
     """Make the report's folder before anything runs: a run may take hours."""
     with written_into(folder):
@@ -218,3 +218,73 @@ def written_into(folder: Path) -> Iterator[None]:
             f"cannot write the report into {folder}: {error.strerror or error}; name a folder "
             "with --out"
         ) from None
+
+
+def run_asked(asked: Asked) -> None:
+    """Compare, print, write the report and exit."""
+    settings = checked_settings()
+    console = Console()
+    folder = asked.out or Path("reports") / f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    with reported(WorkloadError, TraceError, ServerError), Progress(console) as progress:
+        if asked.urls is not None:
+            _refuse_options(asked)
+            state_folder = state_directory(settings)
+            urls = base_url(asked.urls[0]), base_url(asked.urls[1])
+            on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
+            build = asked_workloads(asked, on_gpu=on_gpu)
+            both_answer(urls)
+            model, sides = asked.model, running_sides(urls, state_folder)
+        else:
+            model = None
+            name, host, extra, on_gpu = _server(asked)
+            build = asked_workloads(asked, on_gpu=on_gpu)
+            sides = started_sides(
+                name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
+                host_arguments=extra,
+            )  # fmt: skip
+            say(console, f"deft ab · {name}")
+        make_report_folder(folder)
+        with (
+            reported(StartError, DriverStubError, AbError),
+            unwound(console, "no server of this command is left") as stopped,
+        ):
+            result = compare(sides, build, model, progress, exact=asked.exact)
+            progress.stop()
+            print_result(result, console)
+            with written_into(folder):
+                page, data = write_report(result, folder, shlex.join(["deft", *sys.argv[1:]]))
+    say(console, f"report  {page}")
+    say(console, f"data    {data}")
+    if stopped.number is not None:
+        raise typer.Exit(128 + stopped.number)
+    if result.faults:
+        raise typer.Exit(FAULTS)
+
+
+def _refuse_options(asked: Asked) -> None:
+    """Refuse options that only servers started by this command can take."""
+    given = {
+        "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
+        "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
+        "host options behind '--'": asked.extra or None,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise fail(f"{name} cannot change servers that already run; leave it out with --urls")
+
+
+def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
+    """Model, host, the host's options, and whether it runs on a GPU."""
+    host = chosen_host(asked.host, needed=False)
+    check_policy(asked.policy)
+    check_baseline(asked.baseline, host)
+    served, extra = served_model(asked.model, asked.revision, list(asked.extra))
+    served.check()
+    chosen_host(host, compared=True)
+    on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
+    return served.name, host, asked.drafting.arguments(host, extra), on_gpu
+
+
+def _on_cpu(url: str, folder: Path) -> bool:
+    state = ServerCounters(url, folder).state()
+    return state is not None and state.device.startswith("cpu")
