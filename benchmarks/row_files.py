@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deft_backend.files.json_file import read_json
+from deft_backend.files.json_fields import read_json
 
 
 class RowsError(ValueError):

@@ -12,7 +12,7 @@ from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, Tra
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.serving_rows import read_rows
 from benchmarks.row_files import RowsError, make_folder, write_rows
-from deft_backend.files.json_file import read_json
+from deft_backend.files.json_fields import read_json
 from deft_backend.files.provenance import provenance
 
 LEVEL_MIB = 64.0

@@ -25,7 +25,7 @@ from benchmarks.e2e.served_workloads import HostsOwn, Mixed, Together, Tree, Wor
 from benchmarks.e2e.tree_replay import longest_path, recorded_trees
 from benchmarks.e2e.tree_shapes import Beams, Rollouts, Sessions, TreeShape
 from benchmarks.e2e.tree_traffic import TreeTraffic
-from deft_backend.tools.servers.host_options import value_of
+from deft_backend.tools.servers.command import value_of
 
 MANY_IDS = 250_000
 """A batch with more token ids than this has fewer repeats."""

@@ -23,8 +23,7 @@ from benchmarks.e2e.serving_rows import Row
 from benchmarks.token_client.client import Client
 from benchmarks.token_client.send_requests import send_requests
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.thought_requests import thought_name, thought_requests
-from deft_backend.tools.harness.workload import Workload
+from deft_backend.tools.harness.workload import Workload, thought_name, thought_requests
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import load_trace
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.faults.table import BOTH, FAULTS, Fault
 from benchmarks.row_files import RowsError
-from deft_backend.files.json_file import read_json
+from deft_backend.files.json_fields import read_json
 
 Row = dict[str, Any]
 

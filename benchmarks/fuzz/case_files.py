@@ -13,7 +13,7 @@ from benchmarks.fuzz.attention_settings import AttentionSetting
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.plan_cases import PlanFuzzer
 from benchmarks.fuzz.plan_settings import PlanSetting
-from deft_backend.files.json_file import read_json
+from deft_backend.files.json_fields import read_json
 
 MOST_FILES = 20
 """Most files that one run writes. Hundreds of failing seeds have a common cause."""

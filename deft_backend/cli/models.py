@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.tools.servers.host_options import value_of
+from deft_backend.tools.servers.command import value_of
 from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
 
 _TINY = Path("models") / "tiny-llama"

@@ -66,9 +66,9 @@ def serve(
         StartError,
         check_port,
         server_command,
+        value_of,
     )
     from deft_backend.tools.servers.driver_stub import DriverStubError
-    from deft_backend.tools.servers.host_options import value_of
 
     extra = host_arguments(host_args)
     checked_settings()

@@ -1,13 +1,16 @@
-"""Fields of a JSON object, each with the type and the limits that its reader expects."""
+"""JSON files and their fields, each with the type and the limits that its reader expects."""
 
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from deft_backend.files.private_files import parsed
 
 LARGEST = (1 << 63) - 1  # largest whole number of a field, unless its reader expects a smaller one
 
@@ -19,6 +22,20 @@ _short.maxstring = _short.maxother = _MOST_SHOWN
 
 class FieldError(ValueError):
     """A field is missing or impossible; the message names it and what the reader expected."""
+
+
+def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
+    """The content of a JSON file.
+
+    - `error`: the error to raise, with a message, if the file cannot be read or holds no JSON.
+    - `what`: the kind of file, for the message, for example "the trace ".
+    """
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise error(f"cannot read {what}{path}: {cause.strerror or cause}") from cause
+    except ValueError as cause:
+        raise error(f"{path}: expected JSON; {cause}") from cause
 
 
 def shown(value: Any) -> str:

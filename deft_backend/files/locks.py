@@ -15,20 +15,11 @@ POLL_SECONDS = 0.02
 
 @contextmanager
 def locked(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a file in the ``with`` block.
+    """Hold the lock of a file in the ``with`` block, after at most `seconds` for another holder.
 
-    Parameters
-    ----------
-    path : Path
-        Made if need be, and never deleted: a holder of a deleted file would exclude nobody.
-    seconds : float
-        How long to wait for another holder.
-
-    Yields
-    ------
-    bool
-        Whether nobody else holds the lock. True, too, if the file cannot be made or locked: the
-        lock saves repeated work, and nothing may depend on it.
+    The file is made if it is missing, and never deleted: a holder of a deleted file would exclude
+    nobody. Yields whether nobody else holds the lock. That is also True if the file cannot be made
+    or locked: the lock saves repeated work, and nothing may depend on it.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from deft_backend.hosts.windows import TESTED
 from tools.host_matrix import __main__ as command
 from tools.host_matrix import environment, version_choice
-from tools.host_matrix.requirements import pins_a_stub, requirements_of
+from tools.host_matrix.environment import pins_a_stub, requirements_of
 from tools.host_matrix.rows import put, row_of
 from tools.host_matrix.suite import Outcome, run_suite
 

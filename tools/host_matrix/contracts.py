@@ -43,26 +43,11 @@ def contracts(
     """Check a host's versions for every module, class, method and field that the plugin uses.
 
     Downloads each version's wheel without its dependencies and reads its source. Installs and
-    imports nothing. docs/host-versions.md explains what to do about a missing member.
+    imports nothing. docs/host-versions.md explains what to do about a missing member. Without
+    `versions`, it checks the window of supported versions and the newest release.
 
-    Parameters
-    ----------
-    host : str, optional
-        One host only.
-    versions : sequence of str
-        Default: the window of supported versions, and the newest release.
-    wheel : Path, optional
-        Read this wheel instead of downloading one.
-
-    Returns
-    -------
-    int
-        1 if a version in the window of supported versions lacks a member, else 0.
-
-    Raises
-    ------
-    WheelError
-        If a wheel cannot be had or read.
+    Returns 1 if a version in the window lacks a member, else 0. Raises WheelError if a wheel cannot
+    be downloaded or read.
     """
     if wheel is not None and versions:
         raise WheelError("--wheel and --version exclude each other: the wheel's name has a version")

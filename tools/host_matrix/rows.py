@@ -19,7 +19,6 @@ Row = dict[str, Any]
 
 
 def row_of(host: str, suite: str, environment: Path, outcome: Outcome) -> Row:
-    """Make the row of a run."""
     found = installed_versions(environment, "torch", "triton")
     return {
         "host": host,
@@ -37,13 +36,7 @@ def row_of(host: str, suite: str, environment: Path, outcome: Outcome) -> Row:
 
 
 def version_of(host: str, environment: Path) -> str:
-    """The host's version in an environment.
-
-    Raises
-    ------
-    NoEnvironmentError
-        If the host is not installed there.
-    """
+    """The host's version in an environment; raises NoEnvironmentError if it is not installed."""
     found = installed_versions(environment, DISTRIBUTIONS[host], host)
     version = found[DISTRIBUTIONS[host]] or found[host]
     if version is None:

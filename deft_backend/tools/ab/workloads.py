@@ -3,8 +3,7 @@
 import math
 import random
 
-from deft_backend.tools.harness.thought_requests import thought_requests
-from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
+from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, thought_requests
 from deft_backend.tools.traces.invented_text import passage, question
 from deft_backend.tools.traces.recorded_trees import ThoughtTree
 

@@ -2,8 +2,6 @@
 
 import re
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +24,7 @@ from deft_backend.telemetry.state_reader import (
     running_servers,
     settled_counters,
 )
+from deft_backend.tools.servers.get_page import get_page
 
 _SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -62,7 +61,8 @@ class ServerCounters:
         """The counters, once a server without other traffic has come to rest."""
         path = self._file()
         if path is None:
-            return self._from_metrics()
+            page = get_page(f"{self._url}/metrics")
+            return None if page is None else counters_of_page(page)
         try:
             return settled_counters(path, timeout=5.0)
         except StateError:  # other clients use the server
@@ -80,14 +80,6 @@ class ServerCounters:
             else:
                 time.sleep(0.1)
         return None
-
-    def _from_metrics(self) -> Counters | None:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self._url}/metrics", timeout=10) as response:
-                return counters_of_page(response.read().decode(errors="replace"))
-        except (urllib.error.URLError, OSError, ValueError):
-            return None
 
 
 def counters_of_page(page: str) -> Counters | None:

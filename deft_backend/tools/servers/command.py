@@ -192,3 +192,14 @@ def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]
 def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
     arguments += ["--enforce-eager"]  # compiling takes more time than it saves
     extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last value of an option, from ``--option value`` or ``--option=value``; None: none."""
+    value = None
+    for at, word in enumerate(arguments):
+        if word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+        elif word == option and at + 1 < len(arguments):
+            value = arguments[at + 1]
+    return value

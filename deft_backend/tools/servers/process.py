@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 from deft_backend.files.folders import create_private
 from deft_backend.files.private_files import open_private
 from deft_backend.tools.servers.command import ServerCommand, StartError
+from deft_backend.tools.servers.get_page import get_page
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25
@@ -104,7 +103,8 @@ class ServerProcess:
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < self._timeout:
             self.check_alive()
-            if _answers(f"{self.url}/health") or _answers(f"{self.url}/v1/models"):
+            pages = (f"{self.url}/health", f"{self.url}/v1/models")
+            if any(get_page(page, 5.0) is not None for page in pages):
                 self.check_alive()  # our server answered, not another one on the same port
                 return
             if self._progress:
@@ -119,16 +119,6 @@ class ServerProcess:
         with self.log.open(errors="replace") as lines:
             last = "".join(deque(lines, maxlen=_LAST_LINES)).rstrip()
         return f"The log is {self.log}; it ends with:\n{last or '(nothing)'}"
-
-
-def _answers(url: str) -> bool:
-    # Ignore proxies in the environment: they cannot reach this machine's loopback interface.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
 
 
 def _tree(pid: int) -> list[int]:

@@ -2,9 +2,9 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from contextlib import suppress
+
+from deft_backend.tools.servers.get_page import get_page
 
 NGRAM = "ngram"  # drafts from n-grams of the context; any other name is a draft model
 
@@ -39,11 +39,11 @@ def acceptance_length(url: str) -> float | None:
     A verification gives the accepted draft tokens and one token of the target. The server counts
     them itself: vLLM in ``/metrics``, SGLang in ``/server_info``.
     """
-    length = _of_metrics(_get(f"{url}/metrics") or "")
+    length = _of_metrics(get_page(f"{url}/metrics") or "")
     if length is not None:
         return length
     with suppress(ValueError, KeyError, TypeError):
-        states = json.loads(_get(f"{url}/server_info") or "")["internal_states"]
+        states = json.loads(get_page(f"{url}/server_info") or "")["internal_states"]
         lengths = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
         return sum(map(float, lengths)) / len(lengths) if lengths else None
     return None
@@ -55,12 +55,3 @@ def _of_metrics(page: str) -> float | None:
     for name, value in _SERIES.findall(page):
         totals[name] += float(value)
     return 1.0 + totals["accepted_tokens"] / totals["drafts"] if totals["drafts"] else None
-
-
-def _get(url: str) -> str | None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=10) as response:
-            return str(response.read().decode())
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return None

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deft_backend.files.json_fields import shown
-from deft_backend.files.json_file import read_json
+from deft_backend.files.json_fields import read_json, shown
 from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.recorded_trees import (
     ROOT,
