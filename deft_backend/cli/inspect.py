@@ -1,7 +1,5 @@
 """`deft inspect`: a page that draws the forest that a server decodes, live."""
 
-import threading
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,8 +10,6 @@ from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings, SettingsError
 
 PAGE_PORT = 8765
-
-_LOOK_SECONDS = 2.0
 
 
 def inspect(
@@ -61,32 +57,10 @@ def inspect(
     console = Console()
     say(console, f"the forest of the server on port {server}: {page.url}")
     say(console, "Ctrl-C ends the page; the server goes on")
-    closed = threading.Event()
-    threading.Thread(target=_tell_end, args=(folder, server, console, closed), daemon=True).start()
     try:
         page.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         pass
     finally:
-        closed.set()
         inspector.close()
         page.server_close()
-
-
-def _tell_end(
-    folder: Path, port: int, console: Console, closed: threading.Event,
-    seconds: float = _LOOK_SECONDS,
-) -> None:  # fmt: skip
-    """Print a line when the server has ended, until the page closes."""
-    from deft_backend.tools.watch.engines import ENDED, find_engines
-
-    told = False
-    while not closed.wait(seconds):
-        ended = all(engine.status == ENDED for engine in find_engines(folder, port))
-        if ended and not told:
-            say(
-                console,
-                f"the server on port {port} has ended. The page keeps its last batch, and shows "
-                "the next server on this port",
-            )
-        told = ended

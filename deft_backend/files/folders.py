@@ -1,7 +1,6 @@
 """The package's folders on this machine: their paths and their creation."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from deft_backend.settings.config import Settings
@@ -12,58 +11,49 @@ _USERS_TRITON_CACHE = os.environ.get(TRITON_CACHE)
 """As the process began. PyTorch's compiler sets the variable later, to a folder for each GPU."""
 
 
-def cache_directory(env: Mapping[str, str] | None = None) -> Path:
+def cache_directory() -> Path:
     """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
 
     The user's cache is ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    - `env`: Variables by name; default: the process's environment.
-
     Raises SettingsError if ``DEFT_CACHE_DIR`` is not a directory. It reads no other setting.
     """
-    env = os.environ if env is None else env
     name = "DEFT_CACHE_DIR"
-    return _cache_directory(Settings.from_env({name: env.get(name, "")}), env)
+    return _cache_directory(Settings.from_env({name: os.environ.get(name, "")}))
 
 
-def state_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
-    """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache folder.
-
-    `settings` give both folders; `env` only serves to find the user's cache.
-    """
+def state_directory(settings: Settings) -> Path:
+    """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache."""
     if settings.state_dir is not None:
         return settings.state_dir
-    return _cache_directory(settings, os.environ if env is None else env) / "servers"
+    return _cache_directory(settings) / "servers"
 
 
-def tables_directory(env: Mapping[str, str] | None = None) -> Path:
+def tables_directory() -> Path:
     """The folder of `deft tune`'s cost tables; raises like :func:`cache_directory`."""
-    return cache_directory(env) / "tables"
+    return cache_directory() / "tables"
 
 
-def kernels_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
-    """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else `kernels` in the cache.
-
-    Both settings come from `settings`. The function reads `env` only to find the user's cache.
-    """
+def kernels_directory(settings: Settings) -> Path:
+    """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else in the cache."""
     if settings.kernel_cache is not None:
         return settings.kernel_cache
-    return _cache_directory(settings, os.environ if env is None else env) / "kernels"
+    return _cache_directory(settings) / "kernels"
 
 
-def compiled_directory(settings: Settings, env: Mapping[str, str] | None = None) -> Path:
+def compiled_directory(settings: Settings) -> Path:
     """Where servers compile kernels: the user's ``TRITON_CACHE_DIR``, else `triton` in the cache.
 
-    All ranks of a server have the same folder. `env` serves as in :func:`kernels_directory`.
+    All ranks of a server have the same folder.
     """
     if _USERS_TRITON_CACHE:
         return Path(_USERS_TRITON_CACHE)
-    return _cache_directory(settings, os.environ if env is None else env) / "triton"
+    return _cache_directory(settings) / "triton"
 
 
-def driver_stub_directory(env: Mapping[str, str] | None = None) -> Path:
+def driver_stub_directory() -> Path:
     """The folder of the driver stand-in; raises like :func:`cache_directory`."""
-    return cache_directory(env) / "driver-stub" / "1"
+    return cache_directory() / "driver-stub" / "1"
 
 
 def create_private(folder: Path) -> None:
@@ -80,10 +70,10 @@ def create_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _cache_directory(settings: Settings, env: Mapping[str, str]) -> Path:
+def _cache_directory(settings: Settings) -> Path:
     if settings.cache_dir is not None:
         return settings.cache_dir
-    cache = env.get("XDG_CACHE_HOME", "")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     # By the XDG specification, a relative path is invalid and must be ignored.
     root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return root / "deft-backend"

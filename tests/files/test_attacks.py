@@ -267,7 +267,7 @@ def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path: Path) -> 
         (b"GET http://[ HTTP/1.1", b"400"),
         (b"GET /../../etc/passwd HTTP/1.1", b"404"),
         (b"GET /state.json?engine=99999999999999999999&known=-5 HTTP/1.1", b"200"),
-        (b"DELETE / HTTP/1.1", b"405"),
+        (b"DELETE / HTTP/1.1", b"501"),
         (b"GET " + b"/" * 70_000 + b" HTTP/1.1", b"414"),
         (b"nonsense", b"400"),
     ],

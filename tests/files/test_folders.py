@@ -17,30 +17,44 @@ from deft_backend.files.folders import (
 from deft_backend.settings.config import Settings, SettingsError
 
 
-def test_every_folder_follows_the_cache_folder() -> None:
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEFT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_folder_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for env, cache in (
         ({"DEFT_CACHE_DIR": "/d", "XDG_CACHE_HOME": "/c"}, Path("/d")),
         ({"XDG_CACHE_HOME": "/c"}, Path("/c/deft-backend")),
         ({"XDG_CACHE_HOME": "relative"}, Path.home() / ".cache" / "deft-backend"),
         ({}, Path.home() / ".cache" / "deft-backend"),
     ):
-        assert cache_directory(env) == cache
-        settings = Settings.from_env(env)
-        assert state_directory(settings, env) == cache / "servers"
-        assert tables_directory(env) == cache / "tables"
-        assert driver_stub_directory(env) == cache / "driver-stub" / "1"
+        with monkeypatch.context() as context:
+            for name, value in env.items():
+                context.setenv(name, value)
+            assert cache_directory() == cache
+            assert state_directory(Settings.from_env(env)) == cache / "servers"
+            assert tables_directory() == cache / "tables"
+            assert driver_stub_directory() == cache / "driver-stub" / "1"
 
 
 def test_the_state_has_a_setting_of_its_own() -> None:
     chosen = Settings.from_env({"DEFT_STATE_DIR": "/d", "DEFT_CACHE_DIR": "/c"})
-    assert state_directory(chosen, {}) == Path("/d")
+    assert state_directory(chosen) == Path("/d")
 
 
-def test_a_cache_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_a_cache_folder_that_is_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another setting that is wrong is not read.
+    monkeypatch.setenv("DEFT_POLICY", "best")
+    assert tables_directory().is_absolute()
     file = tmp_path / "file"
     file.write_text("")
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(file))
     with pytest.raises(SettingsError, match=f"DEFT_CACHE_DIR is '{file}'; expected a directory"):
-        cache_directory({"DEFT_CACHE_DIR": str(file)})
+        cache_directory()
 
 
 @pytest.fixture

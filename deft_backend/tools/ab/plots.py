@@ -11,7 +11,6 @@ from deft_backend.tools.harness.replay import Replayed
 
 _COLOURS = ("#9aa5b1", "#1f6feb")
 _BINS = 60
-_POINTS = 400  # points of a distribution that are drawn, at most
 
 
 def kv_plot(result: AbResult, side: int) -> str:
@@ -74,17 +73,16 @@ def _distributions(
     axes: Any, values: Sequence[Sequence[float]], names: Sequence[str], title: str
 ) -> None:
     """Share of requests at or below each time; a logarithmic axis where times differ much."""
+    from matplotlib.ticker import PercentFormatter
+
     every = [1e3 * value for side in values for value in side]
     for side, name, colour in zip(values, names, _COLOURS, strict=True):
-        ordered = sorted(1e3 * value for value in side)
-        step = max(1, len(ordered) // _POINTS)
-        places = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []
-        shares = [100 * (at + 1) / len(ordered) for at in places]
-        shown = [ordered[at] for at in places]
-        axes.step(shown, shares, where="post", color=colour, label=name, linewidth=1.8)
+        if side:
+            axes.ecdf([1e3 * value for value in side], color=colour, label=name, linewidth=1.8)
     if every and min(every) > 0 and max(every) > 20 * min(every):
         _logarithmic(axes, decades=math.log10(max(every) / min(every)))
-    axes.set_ylim(0, 101)
+    axes.set_ylim(0, 1.01)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     axes.set_xlabel("ms")
     axes.set_ylabel("% of answers")
     axes.set_title(title, loc="left", fontweight="bold")
@@ -102,17 +100,14 @@ def _logarithmic(axes: Any, decades: float) -> None:
 
 def _flow(axes: Any, runs: Sequence[Replayed], names: Sequence[str]) -> None:
     """Tokens that arrive in each second, of all answers."""
-    width = max(max((run.seconds for run in runs), default=0.0) / _BINS, 0.1)
+    end = max(0.1 * _BINS, *(run.seconds for run in runs))
     for run, name, colour in zip(runs, names, _COLOURS, strict=True):
-        counts = [0] * (math.ceil(run.seconds / width) + 1)
-        for outcome in run.outcomes:
-            if outcome.answer is not None:
-                for at in outcome.answer.arrivals:
-                    counts[min(len(counts) - 1, int((outcome.sent + at) / width))] += 1
-        rates = [count / width for count in counts]
-        axes.step([at * width for at in range(len(rates))], rates, where="post", color=colour,
+        times = [
+            o.sent + at for o in run.outcomes if o.answer is not None for at in o.answer.arrivals
+        ]
+        rates = [_BINS / end] * len(times)
+        axes.hist(times, _BINS, range=(0.0, end), weights=rates, histtype="step", color=colour,
                   label=name, linewidth=1.4)  # fmt: skip
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_title("tokens a second over time", loc="left", fontweight="bold")
 

@@ -106,64 +106,40 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "deft"
     sys_version = ""
 
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # every other method
-            return self._refuse_method
-        raise AttributeError(name)
-
     def log_message(self, format: str, *arguments: Any) -> None:
         """No line for each request: the page asks once a second."""
 
-    def _answer(self, *, body: bool) -> None:
-        if not self._is_ours():
+    def do_GET(self) -> None:
+        if not self.server.accepts(self.headers.get("Host")):
+            self._send(403, b"the Host header names another machine; open the address that "
+                            b"'deft inspect' printed\n")  # fmt: skip
             return
         try:
             parts = urlsplit(self.path)
         except ValueError:  # such as "//["
-            self._send(400, b"no path\n", body=body)
+            self._send(400, b"no path\n")
             return
         if parts.path == "/":
-            self._send(200, page(), "text/html; charset=utf-8", body=body)
+            self._send(200, page(), "text/html; charset=utf-8")
         elif parts.path == "/state.json":
             asked = parse_qs(parts.query)
             content = self.server.state(_number(asked, "engine", 0), _number(asked, "known", -1))
-            self._send(200, json.dumps(content).encode(), "application/json", body=body)
+            self._send(200, json.dumps(content).encode(), "application/json")
         else:
-            self._send(404, b"not found; there are / and /state.json\n", body=body)
+            self._send(404, b"not found; there are / and /state.json\n")
 
-    def _refuse_method(self) -> None:
-        if self._is_ours():
-            self._send(405, b"this page only answers GET and HEAD\n", allow="GET, HEAD")
-
-    def _is_ours(self) -> bool:
-        if self.server.accepts(self.headers.get("Host")):
-            return True
-        self._send(403, b"the Host header names another machine; open the address that "
-                        b"'deft inspect' printed\n")  # fmt: skip
-        return False
-
-    def _send(
-        self, status: int, content: bytes, kind: str = "text/plain; charset=utf-8", *,
-        body: bool = True, allow: str = "",
-    ) -> None:  # fmt: skip
+    def _send(self, status: int, content: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
             "Content-Security-Policy": content_policy(), "X-Content-Type-Options": "nosniff",
             "Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer",
-            "Connection": "close", **({"Allow": allow} if allow else {}),
+            "Connection": "close",
         }  # fmt: skip
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if body:
-            self.wfile.write(content)
+        self.wfile.write(content)
 
 
 def _number(asked: Mapping[str, list[str]], name: str, default: int) -> int:

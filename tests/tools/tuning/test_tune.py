@@ -28,9 +28,7 @@ from deft_backend.costs.shipped_tables import (
 )
 from deft_backend.costs.table_key import TableKey, read_key
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
-from deft_backend.files.folders import tables_directory
 from deft_backend.policies import Target
-from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import DTYPE_BYTES
 from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
 from deft_backend.tools.tuning import machine as machine_module
@@ -555,15 +553,6 @@ def test_trials_run_the_batch_that_they_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tables_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/deft-backend/tables")
-    assert tables_directory({}) == Path.home() / ".cache" / "deft-backend" / "tables"
-    assert tables_directory({"DEFT_CACHE_DIR": "/d", "XDG_CACHE_HOME": "/c"}) == Path("/d/tables")
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(SettingsError, match="DEFT_CACHE_DIR"):
-        tables_directory({"DEFT_CACHE_DIR": str(file)})
-    # A server's setting must not break the library's plans.
-    assert tables_directory({"DEFT_POLICY": "best", "XDG_CACHE_HOME": "/c"}).is_absolute()
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     cpu = torch.device("cpu")
     assert cost_model_on(cpu, 32, 8, 128, torch.float16) is default_cost_model()
