@@ -119,7 +119,7 @@ class SGLangDialect:
 
     def whole(self, content: Any) -> list[Answer]:
         beams = content["meta_info"].get("beam_results") or [content]
-        return [Answer(index=i, ids=list(beam["output_ids"])) for i, beam in enumerate(beams)]
+        return [Answer(ids=list(beam["output_ids"])) for beam in beams]
 
     def gap_body(self, prompt: Ids, token: int) -> dict[str, Any]:
         return {**self.batch_body([prompt], 1, logprobs=True), "token_ids_logprob": [token]}

@@ -80,7 +80,6 @@ class Fake:
             "temperature",
             "stream",
             "logprobs",
-            "n",
         }
         if self.dead:
             return self._drop(request)
@@ -93,21 +92,21 @@ class Fake:
         fault = next(found, NO_FAULT)
         if isinstance(fault, int):
             return web.json_response({"error": "made-up fault"}, status=fault)
-        answers = [self._answer(prompt, tokens)] * body.get("n", 1)
+        answer = self._answer(prompt, tokens)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
         if not body.get("stream"):
             margins = [9.0] * (tokens - 1) + [self.margin]
             top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
-        return await self._stream(request, answers, usage, fault, bool(extra), "logprobs" in body)
+        return await self._stream(request, answer, usage, fault, bool(extra), "logprobs" in body)
 
     async def _stream(
-        self, request: web.Request, answers: list[str], usage: dict[str, int], fault: Any,
+        self, request: web.Request, answer: str, usage: dict[str, int], fault: Any,
         extra: bool, logprobs: bool,
     ) -> web.StreamResponse:  # fmt: skip
         response = web.StreamResponse()
         await response.prepare(request)
-        for at in range(0, len(answers[0]), self.piece_tokens):
+        for at in range(0, len(answer), self.piece_tokens):
             if fault == "empty":
                 break
             if at == 1 and fault == "cut":
@@ -122,19 +121,18 @@ class Fake:
                 await self._piece(response, {"error": "made-up fault in the stream"})
                 break
             await asyncio.sleep(self.token_seconds)
-            for index, answer in enumerate(answers):
-                text = answer[at : at + self.piece_tokens]
-                choice: dict[str, Any] = {"index": index, "text": text}
-                if extra:
-                    choice["token_ids"] = list(map(ord, text))
-                if logprobs:
-                    # The second choice is far away where the salt does not change the answer.
-                    gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
-                    choice["logprobs"] = {
-                        "tokens": list(text), "token_logprobs": [-0.1] * len(text),
-                        "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
-                    }  # fmt: skip
-                await self._piece(response, {"choices": [choice]})
+            text = answer[at : at + self.piece_tokens]
+            choice: dict[str, Any] = {"index": 0, "text": text}
+            if extra:
+                choice["token_ids"] = list(map(ord, text))
+            if logprobs:
+                # The second choice is far away where the salt does not change the answer.
+                gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
+                choice["logprobs"] = {
+                    "tokens": list(text), "token_logprobs": [-0.1] * len(text),
+                    "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
+                }  # fmt: skip
+            await self._piece(response, {"choices": [choice]})
         if extra:
             await self._piece(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")

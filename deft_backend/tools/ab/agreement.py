@@ -1,11 +1,10 @@
 """Compare the answers of two servers, by token ids or by text."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from deft_backend.tools.harness.answers import Answer, first_difference, nearest
+from deft_backend.tools.harness.answers import Answer, first_difference
 from deft_backend.tools.harness.replay import Replayed
 
 CLOSE = 0.15
@@ -52,9 +51,6 @@ def agreement(
 ) -> Agreement:
     """Compare the answers that both servers gave, by token ids, else by text.
 
-    An answer of a request with several is compared with the nearest of the other server's answers.
-    A difference has the name of the second server's answer.
-
     - `after`: for each request, the earlier one that it continues. Requests that continue a
       different answer had different prompts, so their answers are not compared.
     """
@@ -63,25 +59,24 @@ def agreement(
     differ: set[str] = set()
     equal = not_compared = tokens = 0
     gaps: list[float] = []
-    for name in given[0]:
+    for name, one in given[0].items():
         if name not in given[1]:
             continue
         if (after or {}).get(name) in differ:
             differ.add(name)
-            not_compared += len(given[1][name])
+            not_compared += 1
             continue
-        for one, other in _pairs(given[0][name], given[1][name]):
-            at = _differs(one, other)
-            known = len(other.arrivals) if at is None else at
-            tokens += known
-            pairs = zip(one.logprobs[:known], other.logprobs[:known], strict=False)
-            gaps += [abs(a - b) for a, b in pairs]
-            if at is None:
-                equal += 1
-            else:
-                differ.add(name)
-                named = f"{name} #{other.index}" if other.index else name
-                differences.append(_difference(named, one, other, at))
+        other = given[1][name]
+        at = _differs(one, other)
+        known = len(other.arrivals) if at is None else at
+        tokens += known
+        pairs = zip(one.logprobs[:known], other.logprobs[:known], strict=False)
+        gaps += [abs(a - b) for a, b in pairs]
+        if at is None:
+            equal += 1
+        else:
+            differ.add(name)
+            differences.append(_difference(name, one, other, at))
     return Agreement(
         equal + len(differences), equal, tuple(differences), not_compared, tokens,
         max(gaps, default=None),
@@ -102,30 +97,8 @@ def _told(answer: Answer, at: int) -> Told:
     return answer.tokens[at], answer.logprobs[at]
 
 
-def _by_request(run: Replayed) -> dict[str, list[Answer]]:
-    given: dict[str, list[Answer]] = {}
-    for outcome in run.outcomes:
-        if outcome.answer is not None:
-            given.setdefault(outcome.name, []).append(outcome.answer)
-    return given
-
-
-def _pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    """Each answer of the second server, and each of the first that the second never gave."""
-    pairs = [(nearest(answer, first, _agreed), answer) for answer in second]
-    if len(first) == 1:
-        return pairs
-    for answer in first:
-        other = nearest(answer, second, _agreed)
-        known = any(a is answer and b is other for a, b in pairs)
-        if not known and _differs(answer, other) is not None:
-            pairs.append((answer, other))
-    return pairs
-
-
-def _agreed(one: Answer, other: Answer) -> float:
-    at = _differs(one, other)
-    return math.inf if at is None else at
+def _by_request(run: Replayed) -> dict[str, Answer]:
+    return {o.name: o.answer for o in run.outcomes if o.answer is not None}
 
 
 def _differs(first: Answer, second: Answer) -> int | None:

@@ -142,7 +142,7 @@ class AbResult:
     def to_json(self) -> dict[str, Any]:
         """Plain data: figures, each request's times, and the tokens that differ; no prompts."""
         return {
-            "schema": 3,
+            "schema": 4,
             "same": self.same,
             "exact": self.exact,
             "interrupted": self.interrupted,
@@ -198,7 +198,7 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
 def _outcome_json(o: Outcome) -> dict[str, Any]:
     arrivals = [] if o.answer is None else [round(at, 5) for at in o.answer.arrivals]
     return {
-        "name": o.name, "index": o.index, "due": round(o.at, 4), "sent": round(o.sent, 4),
+        "name": o.name, "due": round(o.at, 4), "sent": round(o.sent, 4),
         "status": o.status, "detail": o.detail, "prompt_tokens": o.prompt_tokens,
         "arrivals": arrivals,
     }  # fmt: skip

@@ -105,14 +105,13 @@ async def _with_margins(
 ) -> Agreement:
     """Ask how close the two likeliest tokens were, where the answers do not tell."""
     requests = {request.name: request for request in workload.requests}
-    answers = {(o.name, o.index): o.answer for o in run.outcomes}
+    answers = {outcome.name: outcome.answer for outcome in run.outcomes}
     client, first = servers
     asked = []
     async with ServerClient(first.url, seconds=60.0) as other:
         other.model = first.offers.model
         for at, difference in enumerate(compared.differences):
-            name, _, index = difference.name.partition(" #")
-            request, answer = requests[name], answers[name, int(index or 0)]
+            request, answer = requests[difference.name], answers[difference.name]
             margin = difference.margin
             if margin is None and at < MARGINS and request.after is None and answer is not None:
                 known = _complete(answer, difference.position)

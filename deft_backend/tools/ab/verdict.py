@@ -105,10 +105,9 @@ def _first_token(w: ComparedWorkload) -> float:
 
 
 def _ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
-    """Logarithms of second over first, for each answer that both gave."""
+    """Logarithms of second over first, for each request that both answered."""
     first, second = (
-        {(o.name, o.index): o.answer for o in run.outcomes if o.answer is not None}
-        for run in w.runs
+        {o.name: o.answer for o in run.outcomes if o.answer is not None} for run in w.runs
     )
     pairs = [(time_of(first[key]), time_of(second[key])) for key in first if key in second]
     return [math.log(after / before) for before, after in pairs if before and after]

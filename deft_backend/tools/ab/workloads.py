@@ -33,14 +33,14 @@ def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
 
 
 def parallel_samples(samples: int, characters: int, max_tokens: int) -> Workload:
-    """Several answers to one prompt. They are greedy, so all of them must be equal."""
+    """Several requests with one prompt. They are greedy, so all answers must be equal."""
     notes = passage(characters, 2)
     prompt = notes + question(0, notes)
     return Workload(
         "parallel-samples",
-        f"one prompt of {len(prompt)} characters, n = {samples}",
+        f"{samples} samples of one prompt of {len(prompt)} characters",
         (prompt,),
-        (Request("samples", prompt, max_tokens, n=samples),),
+        tuple(Request(f"sample {at}", prompt, max_tokens) for at in range(samples)),
     )
 
 

@@ -1,7 +1,6 @@
 """An answer as a client receives it, and the comparison of two answers to one prompt."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,9 +17,7 @@ three times bfloat16's 0.26, none of a soak's 26,281 tokens was wrong
 class Answer:
     """One greedy answer. A list holds one element for each token, or is empty."""
 
-    # Name of the request, and which of its answers this is.
-    request: str = ""
-    index: int = 0
+    request: str = ""  # name of the request
     # Token ids, and their texts. Servers without a tokenizer give no texts.
     ids: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
@@ -74,21 +71,3 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
     """Index of the first element that differs; None if one sequence is a prefix of the other."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), None)
-
-
-def nearest(
-    answer: Answer, others: Sequence[Answer], agreed: Callable[[Answer, Answer], float]
-) -> Answer:
-    """Of several answers to the same prompt, the one that agrees longest with `answer`.
-
-    Answers of one request with ``n`` above 1 are greedy, so all of them would be equal if there
-    were no ties. Which of them takes which branch of a tie depends on when each started. So an
-    answer's index names no branch; of equally near answers, the one with the same index is taken.
-
-    - `others`: at least one.
-    - `agreed`: how far two answers agree; infinitely if they are equal.
-    """
-    same = next((other for other in others if other.index == answer.index), others[0])
-    if len(others) == 1 or agreed(same, answer) == math.inf:
-        return same
-    return max(others, key=lambda other: (agreed(other, answer), other is same))

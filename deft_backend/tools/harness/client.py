@@ -130,10 +130,9 @@ class ServerClient:
         return True
 
     async def ask(
-        self, prompt: str, tokens: int, n: int = 1,
-        on_tokens: Callable[[int], None] = lambda count: None,
-    ) -> tuple[list[Answer], int | None]:  # fmt: skip
-        """Greedy answers of `tokens` tokens, and the prompt's tokens by the server's count.
+        self, prompt: str, tokens: int, on_tokens: Callable[[int], None] = lambda count: None
+    ) -> tuple[Answer, int | None]:
+        """A greedy answer of `tokens` tokens, and the prompt's tokens by the server's count.
 
         Raises NotAnswered.
         """
@@ -143,13 +142,7 @@ class ServerClient:
         }  # fmt: skip
         if self.logprobs:
             body["logprobs"] = 2
-        if n > 1:
-            body["n"] = n
-        if n > 1 and "ignore_eos" in _FIELDS[self.level]:
-            # vLLM refuses several answers at temperature 0; top_k 1 is as greedy. A server that
-            # ignores it hardly samples at 0.01. But SGLang's log-probabilities follow it.
-            body |= {"temperature": 1.0 if self.logprobs else 0.01, "top_k": 1}
-        reader = StreamReader(n, on_tokens)
+        reader = StreamReader(on_tokens)
         async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
                 if line.startswith(b"data: [DONE]"):

@@ -26,11 +26,9 @@ _CHECK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer, or what became of it."""
+    """A request's answer, or what became of it."""
 
-    # The request, and which of its answers.
-    name: str
-    index: int
+    name: str  # the request's
     # Seconds from the start: when it was due, and when it was sent.
     at: float
     sent: float
@@ -84,7 +82,7 @@ class _Run:
 
     async def all(self) -> Replayed:
         requests = self._workload.requests
-        tasks: list[asyncio.Task[list[Outcome]]] = []
+        tasks: list[asyncio.Task[Outcome]] = []
         try:
             for prompt in self._workload.warm:
                 assert isinstance(prompt, str)
@@ -106,19 +104,19 @@ class _Run:
         return self._replayed(requests, tasks)
 
     def _replayed(
-        self, requests: Sequence[Request], tasks: Sequence[asyncio.Task[list[Outcome]]]
+        self, requests: Sequence[Request], tasks: Sequence[asyncio.Task[Outcome]]
     ) -> Replayed:
         outcomes: list[Outcome] = []
         for at, request in enumerate(requests):
             task = tasks[at] if at < len(tasks) else None
             if task is not None and task.done() and not task.cancelled():
-                outcomes += task.result()
+                outcomes.append(task.result())
             else:  # cancelled before its first step
-                outcomes += self._lost(request, SKIPPED, "the run was interrupted")
+                outcomes.append(self._lost(request, SKIPPED, "the run was interrupted"))
         ends = [o.sent + o.answer.arrivals[-1] for o in outcomes if o.answer is not None]
         return Replayed(tuple(outcomes), max(ends, default=0.0), self._died, self._stopped)
 
-    async def _one(self, request: Request) -> list[Outcome]:
+    async def _one(self, request: Request) -> Outcome:
         sent: float | None = None
         text: str | None = None
         try:
@@ -138,10 +136,8 @@ class _Run:
                 why = f"{tokens:,} tokens, and the context holds {self._context:,}"
                 return self._lost(request, TOO_LONG, why)
             sent = time.perf_counter() - self._began
-            answers, counted = await self._client.ask(
-                prompt, request.max_tokens, request.n, self._on_tokens
-            )
-            text = prompt + answers[0].text
+            answer, counted = await self._client.ask(prompt, request.max_tokens, self._on_tokens)
+            text = prompt + answer.text
         except NotAnswered as error:
             if error.status in (LOST, FAILED):
                 await self._check(error)
@@ -154,24 +150,15 @@ class _Run:
             future = self._ended.get(request.name)
             if future is not None and not future.done():
                 future.set_result(text)
-        return [
-            Outcome(
-                request.name, index, request.at, sent, ANSWERED, "", request.max_tokens, answer,
-                counted,
-            )
-            for index, answer in enumerate(answers)
-        ]  # fmt: skip
+        return Outcome(
+            request.name, request.at, sent, ANSWERED, "", request.max_tokens, answer, counted
+        )
 
     def _lost(
         self, request: Request, status: str, detail: str, sent: float | None = None
-    ) -> list[Outcome]:
-        return [
-            Outcome(
-                request.name, index, request.at, request.at if sent is None else sent, status,
-                detail, request.max_tokens,
-            )
-            for index in range(request.n)
-        ]  # fmt: skip
+    ) -> Outcome:
+        sent = request.at if sent is None else sent
+        return Outcome(request.name, request.at, sent, status, detail, request.max_tokens)
 
     async def _check(self, error: NotAnswered) -> None:
         """Whether the server has died; requests that ask at the same time share one question."""

@@ -79,9 +79,9 @@ def _broken(error: Exception) -> Exception:
 class StreamReader:
     """Collects the pieces of a stream; `ended`: the server said that it is complete."""
 
-    def __init__(self, n: int, on_tokens: Callable[[int], None]) -> None:
+    def __init__(self, on_tokens: Callable[[int], None]) -> None:
         self._sent = time.perf_counter()
-        self._answers = [Answer(sent=self._sent, index=at) for at in range(n)]
+        self._answer = Answer(sent=self._sent)
         self._on_tokens = on_tokens
         self._prompt: int | None = None
         self._completion: int | None = None
@@ -94,8 +94,8 @@ class StreamReader:
         usage = content.get("usage") or {}
         self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
         self._completion = _whole(usage.get("completion_tokens"), self._completion)
+        answer = self._answer
         for choice in content.get("choices") or []:
-            answer = self._answers[choice.get("index") or 0]
             self.ended |= choice.get("finish_reason") is not None
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
             answer.ids.extend(ids)
@@ -105,7 +105,7 @@ class StreamReader:
             answer.logprobs.extend(likely.get("token_logprobs") or [])
             answer.top.extend(likely.get("top_logprobs") or [])
             fresh = len(texts) or len(ids)
-            if not fresh and len(self._answers) == 1 and usage.get("completion_tokens"):
+            if not fresh and usage.get("completion_tokens"):
                 fresh = int(usage["completion_tokens"]) - len(answer.arrivals)
             elif not fresh and text:
                 fresh = 1
@@ -115,21 +115,19 @@ class StreamReader:
                 answer.arrivals.extend([now] * fresh)
                 self._on_tokens(fresh)
 
-    def end(self, tokens: int) -> tuple[list[Answer], int | None]:
-        """The answers; raises if the stream ended without a token, or in the middle."""
-        for answer in self._answers:
-            if not self.ended and len(answer.arrivals) < tokens:
-                said = f"the stream ended after {len(answer.arrivals)} of {tokens} tokens"
-                raise NotAnswered(LOST, f"{said}, without an end mark")
-            if not answer.arrivals:
-                raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
-        if len(self._answers) == 1 and self._completion:
-            # If pieces carry no counts, the last piece's count is right. Tokens of one piece share
-            # its time.
-            arrivals = self._answers[0].arrivals
-            missing = int(self._completion) - len(arrivals)
-            arrivals.extend([arrivals[-1]] * max(0, missing))
-        return self._answers, self._prompt
+    def end(self, tokens: int) -> tuple[Answer, int | None]:
+        """The answer; raises if the stream ended without a token, or in the middle."""
+        arrivals = self._answer.arrivals
+        if not self.ended and len(arrivals) < tokens:
+            said = f"the stream ended after {len(arrivals)} of {tokens} tokens"
+            raise NotAnswered(LOST, f"{said}, without an end mark")
+        if not arrivals:
+            raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
+        # If pieces carry no counts, the last piece's count is right. Tokens of one piece share its
+        # time.
+        missing = (self._completion or 0) - len(arrivals)
+        arrivals.extend([arrivals[-1]] * max(0, missing))
+        return self._answer, self._prompt
 
 
 def _whole(value: Any, before: int | None) -> int | None:

@@ -25,7 +25,6 @@ class Request:
     # behind the earlier request's prompt and answer.
     prompt: Prompt | Callable[[], str]
     max_tokens: int  # tokens to decode, exactly (the end-of-sequence token is ignored)
-    n: int = 1  # answers to the prompt
     # Name of the request whose answer this request continues; it starts when that answer ends.
     after: str | None = None
     at: float = 0.0  # seconds from the start until it is sent
@@ -68,7 +67,7 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens to decode, over all requests."""
-        return sum(request.max_tokens * request.n for request in self.requests)
+        return sum(request.max_tokens for request in self.requests)
 
     def arriving(self, rate: float | None, seed: int) -> Workload:
         """The same requests at random times, `rate` a second; without a rate, all at once.

@@ -55,7 +55,7 @@ def test_every_workload_decodes_what_was_asked_for(name: str) -> None:
     (workload,) = make_workloads([name], SMALL)
     assert workload.name == name
     assert all(1 <= request.max_tokens <= SMALL.max_tokens for request in workload.requests)
-    assert workload.tokens == sum(r.max_tokens * r.n for r in workload.requests)
+    assert workload.tokens == sum(r.max_tokens for r in workload.requests)
 
 
 def test_few_shot_branches_share_the_warm_prompt_and_then_differ() -> None:
@@ -64,9 +64,9 @@ def test_few_shot_branches_share_the_warm_prompt_and_then_differ() -> None:
     assert len({r.prompt for r in workload.requests}) == len(workload.requests) == 5
 
 
-def test_parallel_samples_are_one_request() -> None:
-    (request,) = parallel_samples(7, 600, 24).requests
-    assert request.n == 7
+def test_parallel_samples_have_one_prompt() -> None:
+    requests = parallel_samples(7, 600, 24).requests
+    assert (len(requests), {request.prompt for request in requests}) == (7, {requests[0].prompt})
 
 
 def test_document_questions_share_two_levels() -> None:
