@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from benchmarks.kernel.tree_workloads import VERIFY, Workload
 from deft_backend.forest import PrefixForest, forest_from_paths
-from deft_backend.tools.explain import seen_from_parents
 from deft_backend.tools.traces.recorded_trees import TokenTree, TraceError
 from deft_backend.tools.traces.trace_files import load_trace
 from deft_backend.tools.traces.tree_forests import forest_from_levels
@@ -89,10 +88,18 @@ def _shared(context: int, requests: int, tokens: int) -> PrefixForest:
 
 
 def seen_by(parents: tuple[int, ...] | None, query_tokens: int) -> npt.NDArray[np.bool_]:
-    """[query tokens, query tokens]: which of them each sees. Without parents they are a chain."""
+    """[query tokens, query tokens]: which of them each sees. Without parents they are a chain.
+
+    >>> seen_by((-1, 0, 0), 3).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
     if parents is None:
         return np.tri(query_tokens, dtype=np.bool_)
-    return seen_from_parents(parents)
+    seen = np.eye(query_tokens, dtype=np.bool_)
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            seen[token] |= seen[parent]
+    return seen
 
 
 def bits_of(seen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

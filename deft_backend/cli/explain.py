@@ -98,20 +98,6 @@ def explain(
     console = Console()
     console.print(f"[bold]{title}[/bold] · policy [cyan]{name}[/cyan]", highlight=False)
     render(explanation, console)
-    if trace is not None:
-        _draw_token_tree(trace, target, console)
-
-
-def _draw_token_tree(trace: Path, target: Target, console: Console) -> None:
-    """For a trace of token trees, also draw the tree as one request verifies it."""
-    from deft_backend.tools.explain import draw_token_tree, seen_from_parents
-    from deft_backend.tools.traces.recorded_trees import TokenTree
-    from deft_backend.tools.traces.trace_files import load_trace
-
-    recorded = load_trace(trace)
-    if isinstance(recorded, TokenTree):
-        console.print("[bold]the same tree as the query tokens of one request[/bold]")
-        console.print(draw_token_tree(seen_from_parents(recorded.parents), target.gqa_group))
 
 
 def _described(

@@ -1,10 +1,6 @@
 """Explain a plan: its groups, and the bytes that it moves."""
 
-from deft_backend.tools.explain.drawing import (
-    draw_token_tree,
-    render,
-    seen_from_parents,
-)
+from deft_backend.tools.explain.drawing import render
 from deft_backend.tools.explain.explanation import (
     Explanation,
     PlanLoads,
@@ -19,8 +15,6 @@ __all__ = [
     "NodeFacts",
     "PlanLoads",
     "count_plan_loads",
-    "draw_token_tree",
     "explain",
     "render",
-    "seen_from_parents",
 ]

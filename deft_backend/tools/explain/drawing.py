@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.tree import Tree
 
 from deft_backend.forest import VIRTUAL_ROOT
-from deft_backend.shapes.query_blocks import QueryBlocks
 from deft_backend.tools.explain.explanation import Explanation
 
 MAX_NODES = 60  # nodes drawn by default
@@ -122,53 +119,3 @@ def _totals(explanation: Explanation) -> Table:
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-MAX_TOKENS = 60  # query tokens drawn by default
-
-BoolArray = npt.NDArray[np.bool_]
-
-
-def seen_from_parents(parents: tuple[int, ...]) -> BoolArray:
-    """[n, n] bool: which query tokens each sees, itself and its ancestors; -1 is no parent.
-
-    >>> seen_from_parents((-1, 0, 0)).astype(int).tolist()
-    [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
-    """
-    seen = np.eye(len(parents), dtype=np.bool_)
-    for token, parent in enumerate(parents):
-        if parent >= 0:
-            seen[token] |= seen[parent]
-    return seen
-
-
-def draw_token_tree(seen: BoolArray, gqa_group: int = 1, max_tokens: int = MAX_TOKENS) -> Tree:
-    """A drawing of the query tokens of one request, for a terminal.
-
-    Each query token stands below its parent: the ancestor that sees most tokens. Each line says
-    how many query tokens see the token.
-
-    - `seen`: which query tokens each sees.
-    - `gqa_group`: Query heads that share a KV head; it decides how many query blocks read the
-      context.
-    - `max_tokens`: Query tokens to draw; a last line counts the rest.
-    """
-    tokens = len(seen)
-    blocks = QueryBlocks.of(tokens, gqa_group).blocks
-    pairs = int(seen.sum())
-    root = Tree(
-        f"{tokens} query tokens in {blocks} query block{'s' if blocks > 1 else ''} · "
-        f"{pairs:,} of {tokens * tokens:,} pairs seen · {-(-tokens // 64)} × 64 bits a token",
-        highlight=False,
-    )
-    above = seen & ~np.eye(tokens, dtype=np.bool_)
-    depth = above.sum(axis=1)
-    seen_by = seen.sum(axis=0)
-    drawn: dict[int, Tree] = {}
-    for token in np.argsort(depth, kind="stable").tolist()[:max_tokens]:
-        ancestors = np.flatnonzero(above[token])
-        parent = int(ancestors[depth[ancestors].argmax()]) if len(ancestors) else -1
-        drawn[token] = drawn.get(parent, root).add(f"token {token} · seen by {seen_by[token]}")
-    if tokens > max_tokens:
-        root.add(f"… {tokens - max_tokens} more")
-    return root

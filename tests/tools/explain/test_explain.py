@@ -4,13 +4,16 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from rich.console import Console
+from typer.testing import CliRunner
 
+from deft_backend.cli.app import app
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.planner import plan_grouping
 from deft_backend.planner.encoding import OPEN_END
@@ -241,3 +244,17 @@ def test_render_shortens_large_forests_and_empty_leaves() -> None:
 
 def test_render_of_an_empty_batch() -> None:
     assert "batch of 0" in _rendered(build_forest([], [], []))
+
+
+def test_the_documented_token_tree_is_drawn_as_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    trace, _, drawing = page.partition('```json\n{"Tree_Structure"')[2].partition("\n```")
+    path = tmp_path / "tokens.json"
+    path.write_text('{"Tree_Structure"' + trace)
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(app, ["explain", "--trace", str(path)])
+    assert result.exit_code == 0, result.output
+    expected = drawing.split("```\n")[1].splitlines()
+    found = [line.rstrip() for line in result.output.splitlines()]
+    cut = expected.index("…")
+    assert found[:cut] == expected[:cut]
