@@ -15,8 +15,7 @@ from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from deft_backend.tools.watch.batches import BatchView, Rate
-    from deft_backend.tools.watch.top_view import Row
+    from deft_backend.tools.watch.batches import Follower, Row
 
 RECENT = 3600.0  # seconds for which an ended server stays in the view
 
@@ -75,28 +74,21 @@ class _Watched:
     def __init__(self, folder: Path, port: int | None) -> None:
         self._folder = folder
         self._port = port
-        self._known: dict[Path, tuple[BatchView, Rate]] = {}
+        self._known: dict[Path, Follower] = {}
 
     def rows(self, wait: float = 0.0) -> list[Row]:
         """All running engines, and those that ended recently."""
-        from deft_backend.tools.watch.batches import BatchView, Rate
+        from deft_backend.tools.watch.batches import Follower
         from deft_backend.tools.watch.engines import ENDED, find_engines
-        from deft_backend.tools.watch.top_view import Row
 
         rows = []
         for engine in find_engines(self._folder, self._port):
             if engine.status == ENDED and engine.since > RECENT:
                 continue
-            if engine.path not in self._known:
-                self._known[engine.path] = BatchView(_ASK_SECONDS), Rate()
-            batches, rate = self._known[engine.path]
-            shown = batches.wait(engine, wait) if wait else batches.look(engine)
-            now = None
-            if engine.reading is not None:
-                now = rate.add(time.monotonic(), engine.reading.pid, engine.counters)
-            rows.append(Row(engine, shown, now))
+            follower = self._known.setdefault(engine.path, Follower(_ASK_SECONDS))
+            rows.append(follower.look(engine, wait))
         return rows
 
     def close(self) -> None:
-        for batches, _ in self._known.values():
-            batches.close()
+        for follower in self._known.values():
+            follower.close()

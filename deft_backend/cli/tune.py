@@ -20,9 +20,11 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.shapes.kernel_limits import TILE_NAMES
 
 if TYPE_CHECKING:
+    import torch
+
     from deft_backend.costs import CostModel
-    from deft_backend.costs.gpu_facts import GpuFacts
     from deft_backend.costs.table_key import TableKey
+    from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.tools.tuning.search import SearchResult
 
 FAILED = 1  # exit code if there is no GPU to measure on, or too little free memory on it
@@ -75,24 +77,22 @@ def _key(shape: HeadShape, page_size: int) -> TableKey:
 
     from deft_backend.costs.device_tables import table_key
 
-    device = torch.device("cpu")
-    if _has_gpu():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return table_key(device, *shape[:3], getattr(torch, shape.dtype), page_size)
+    return table_key(_device(), *shape[:3], getattr(torch, shape.dtype), page_size)
 
 
-def _facts() -> GpuFacts | None:
-    import torch
-
+def _in_use(key: TableKey, folder: Path) -> TableInUse:
     from deft_backend.costs.gpu_facts import gpu_facts
+    from deft_backend.costs.table_lookup import table_in_use
 
-    return gpu_facts(torch.device("cuda", torch.cuda.current_device())) if _has_gpu() else None
+    return table_in_use(key, folder, gpu_facts(_device()))
 
 
-def _has_gpu() -> bool:
+def _device() -> torch.device:
     import torch
 
-    return torch.version.cuda is not None and torch.cuda.is_available()
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _measure(key: TableKey, path: Path) -> None:
@@ -101,7 +101,7 @@ def _measure(key: TableKey, path: Path) -> None:
     if not key.gpu:
         raise fail("deft tune measures on an NVIDIA GPU, and this machine has none")
     from deft_backend.attention import AttentionError
-    from deft_backend.costs.table_lookup import save_table, table_in_use
+    from deft_backend.costs.table_lookup import save_table
     from deft_backend.tools.tuning.measure import tune as run
 
     # Drop the warning that this GPU has no table yet: this run writes it.
@@ -110,7 +110,7 @@ def _measure(key: TableKey, path: Path) -> None:
     console.print(f"{key.gpu}: {key.shape}", highlight=False)
     began = time.perf_counter()
     with reported(SettingsError):
-        before = table_in_use(key, tables_directory(), _facts()).model
+        before = _in_use(key, tables_directory()).model
     try:
         with console.status("starting") as status, reported(AttentionError):
             tuned = run(key, before, lambda title: status.update(title))
@@ -130,9 +130,7 @@ def _measure(key: TableKey, path: Path) -> None:
     for title, seconds in tuned.seconds.items():
         console.print(f"  {title}: {seconds:.1f} s", highlight=False)
     errors = ", ".join(f"{name} {error:.1%}" for name, error in tuned.errors.items())
-    console.print(
-        f"{tuned.variants} kernel variants; errors of the fits: {errors}", highlight=False
-    )
+    console.print(f"errors of the fits: {errors}", highlight=False)
     _print(tuned.model, console)
     console.print(_comparison(tuned.best), highlight=False, soft_wrap=True)
     console.print(
@@ -151,9 +149,7 @@ def _comparison(best: SearchResult) -> str:
 
 
 def _show(key: TableKey, folder: Path) -> None:
-    from deft_backend.costs.table_lookup import table_in_use
-
-    used = table_in_use(key, folder, _facts())
+    used = _in_use(key, folder)
     console = Console()
     console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)
     for said in (used.damage, used.notice):

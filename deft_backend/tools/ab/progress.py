@@ -44,8 +44,7 @@ class Progress:
                 self._noted.add(note)
                 self._bars.print(f"[dim]• {note}[/dim]", highlight=False)
         self._bars.print(f"[bold]{side}[/bold]: {_TITLES[side]}", highlight=False)
-        label = self._label("starting the server")
-        self._start = self._bars.add_task(label, total=None, unit="")
+        self._start = self._bars.add_task(_label("starting the server"), total=None, unit="")
         return lambda seconds: self._bars.refresh()
 
     def started(self, side: str) -> None:
@@ -64,9 +63,9 @@ class Progress:
 
     def replaying(self, workload: Workload) -> Callable[[int], None]:
         """A workload begins; the caller passes numbers of new tokens to the returned function."""
-        label, tokens = self._label(workload.name), workload.tokens
-        task = self._bars.add_task(label, total=tokens, unit="tokens")
+        task = self._bars.add_task(_label(workload.name), total=workload.tokens, unit="tokens")
         return lambda count: self._bars.advance(task, count)
 
-    def _label(self, text: str) -> str:
-        return text.ljust(20)
+
+def _label(text: str) -> str:
+    return text.ljust(20)

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from deft_backend.tools.traces.invented_text import passage
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError, lay_out
+from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, lay_out
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,6 @@ class ThoughtTreeShape:
     # Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
     # byte-level tokenizers.
     characters_a_token: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "width", "keep", "prompt_tokens", "shortest"):
-            if getattr(self, name) < 1:
-                raise TraceError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.longest < self.shortest:
-            raise TraceError(f"longest is {self.longest}; expected at least {self.shortest}")
 
 
 def generate_thought_tree(shape: ThoughtTreeShape, seed: int = 0) -> ThoughtTree:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ class Tuned:
     model: CostModel
     errors: dict[str, float]  # Relative error of each fit
     seconds: dict[str, float]  # time of each part
-    variants: int  # Kernel variants that Triton compiled or found in its cache
     best: SearchResult  # how the plans of the table compare with those of the table before
 
 
@@ -84,7 +82,7 @@ def measure(
         yield
         seconds[title] = time.perf_counter() - began
 
-    with part("compiling the kernels"), _compilations() as variants:
+    with part("compiling the kernels"):
         for work in every_variant(machine, grid):
             machine.launch(work)()
         if torch.cuda.is_available():
@@ -112,7 +110,7 @@ def measure(
         # Only what `auto` plans with can differ: its tile costs and the bandwidth.
         kept = replace(model, tiles=before.tiles, bandwidth_gb_s=before.bandwidth_gb_s)
         best = search(Trials(machine, grid.trials), [kept, model])
-    return Tuned(best.model, errors, seconds, len(variants), best)
+    return Tuned(best.model, errors, seconds, best)
 
 
 def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
@@ -129,21 +127,3 @@ def source_of(key: TableKey) -> str:
         f"deft tune on {origin['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
         f"deft-backend {key.package} ({origin['commit']}), {origin['date']}"
     )
-
-
-@contextmanager
-def _compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles or finds in its cache during the `with` block."""
-    from triton import knobs
-
-    names: list[str] = []
-
-    def listen(*, src: Any, **others: Any) -> None:
-        names.append(str(getattr(src, "name", "kernel")))
-
-    before = knobs.compilation.listener
-    knobs.compilation.listener = listen
-    try:
-        yield names
-    finally:
-        knobs.compilation.listener = before

@@ -1,5 +1,7 @@
 """The last batch of an engine and its rates, for views that look again and again."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -139,3 +141,34 @@ class Rate:
             readings.popleft()
         began, _, before = readings[0]
         return Stretch(counters - before, now - began) if now > began else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine at one time."""
+
+    engine: Engine
+    batch: ShownBatch
+    now: Stretch | None
+
+
+class Follower:
+    """What a view remembers of one engine between two looks.
+
+    - `seconds`: between two questions for the batch of a server with the device planner.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._batches = BatchView(seconds)
+        self._rate = Rate()
+
+    def look(self, engine: Engine, wait: float = 0.0) -> Row:
+        """The engine now; waits at most `wait` seconds for a server that was just asked."""
+        batch, now = self._batches.wait(engine, wait), None
+        if engine.reading is not None:
+            now = self._rate.add(time.monotonic(), engine.reading.pid, engine.counters)
+        return Row(engine, batch, now)
+
+    def close(self) -> None:
+        """Take back a question that is still open."""
+        self._batches.close()

@@ -13,7 +13,7 @@ from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.telemetry.state_reader import StateReading
 from deft_backend.tools.explain.structure import describe_items
-from deft_backend.tools.watch.batches import BatchView, Rate
+from deft_backend.tools.watch.batches import Follower
 from deft_backend.tools.watch.engines import Engine, find_engines
 from deft_backend.tools.watch.server_target import server_target
 
@@ -54,7 +54,7 @@ class Inspector:
                 return {**base, "status": "missing", "since": 0.0, "batch": None}
             chosen = self._present[min(max(engine, 0), len(names) - 1)]
             followed = self._engines.setdefault(chosen.path, _Followed())
-            return {**base, **followed.state(chosen, known, now)}
+            return {**base, **followed.state(chosen, known)}
 
     def close(self) -> None:
         with self._lock:
@@ -62,33 +62,31 @@ class Inspector:
                 followed.close()
 
 
-class _Followed:
+class _Followed(Follower):
     """One engine with its last batch."""
 
     def __init__(self) -> None:
-        self._batches = BatchView(_ASK_SECONDS)
-        self._rate = Rate()
+        super().__init__(_ASK_SECONDS)
         self._digest: bytes | None = None
         self._serial = 0
         self._batch: dict[str, Any] | None = None
 
-    def state(self, engine: Engine, known: int, now: float) -> dict[str, Any]:
-        reading = engine.reading
+    def state(self, engine: Engine, known: int) -> dict[str, Any]:
+        row, reading = self.look(engine), engine.reading
         content: dict[str, Any] = {
             "status": engine.status, "since": engine.since, "problem": engine.problem,
             "processes": engine.processes, "batch": None,
         }  # fmt: skip
         if reading is None:
             return content
-        stretch = self._rate.add(now, reading.pid, engine.counters)
         names = ("pid", "host", "host_version", "backend", "policy", "device", "num_layers")
         content["server"] = {name: getattr(reading, name) for name in names}
         content["counters"] = engine.counters.as_json()
         content["saved"] = engine.counters.saved
-        content["now"] = stretch and {
-            "steps_a_second": stretch.steps_a_second, "saved": stretch.counters.saved,
+        content["now"] = row.now and {
+            "steps_a_second": row.now.steps_a_second, "saved": row.now.counters.saved,
         }  # fmt: skip
-        shown = self._batches.look(engine)
+        shown = row.batch
         if shown.forest is None:
             self._batch = self._digest = None
             content["problem"] = shown.problem
@@ -102,9 +100,6 @@ class _Followed:
         assert self._batch is not None
         content["batch"] = {"serial": self._serial} if known == self._serial else self._batch
         return content
-
-    def close(self) -> None:
-        self._batches.close()
 
     def _describe(self, forest: PrefixForest, rids: Sequence[str], reading: StateReading) -> None:
         arrays = (forest.order, forest.seq_lens, forest.parent, forest.start, forest.length)

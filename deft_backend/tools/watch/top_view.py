@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,8 +12,8 @@ from rich.text import Text
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.decode_log import size
-from deft_backend.tools.watch.batches import ShownBatch, Stretch, shared_prefixes
-from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, Engine
+from deft_backend.tools.watch.batches import Row, ShownBatch, Stretch, shared_prefixes
+from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE
 
 PREFIXES = 3  # shared prefixes shown for each engine
 
@@ -22,15 +21,6 @@ REASONS = 3  # reasons of steps on the host's kernel shown for each engine
 
 _COLOURS = {DECODING: "green", IDLE: "cyan", SILENT: "yellow", ENDED: "dim", UNREADABLE: "red"}
 _HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One engine at one time."""
-
-    engine: Engine
-    batch: ShownBatch
-    now: Stretch | None
 
 
 def view(
@@ -100,16 +90,16 @@ def _panel(row: Row) -> Panel:
 
 
 def _figures(row: Row) -> Table:
-    counters, engine = row.engine.counters, row.engine
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
-    for name, value in _lines(row, engine, counters):
+    for name, value in _lines(row):
         table.add_row(name, value)
     return table
 
 
-def _lines(row: Row, engine: Engine, counters: Counters) -> Iterable[tuple[str, Text]]:
+def _lines(row: Row) -> Iterable[tuple[str, Text]]:
+    engine, counters = row.engine, row.engine.counters
     if engine.status == IDLE:
         said = (
             f"no step for {lasting(engine.since)}; the batch below was the last"

@@ -273,6 +273,7 @@ def test_bad_input(tmp_path: Path) -> None:
             (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
             (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
             (["--speed", "2"], "--speed and --limit belong to --trace"),
+            ([*trace, "--speed", "0"], "--speed is 0.0; expected a number above 0"),
             ([*trace, "--speed", "2", "--rate", "3"], "--rate replaces them; omit one"),
             ([*trace, "--scale", "1e300"], "Invalid value for '--scale'"),
             ([*long, "--scale", "999"], "has 10,229,760 tokens; expected at most 10,000,000"),

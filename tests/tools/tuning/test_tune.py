@@ -626,7 +626,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
         assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
         found = SearchResult(measured, 0.9, 1, 30, 19)
-        return measure_module.Tuned(measured, {"small tile": 0.01}, {"part": 1.0}, 7, found)
+        return measure_module.Tuned(measured, {"small tile": 0.01}, {"part": 1.0}, found)
 
     monkeypatch.setattr(measure_module, "tune", tune)
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}

@@ -22,12 +22,13 @@ from deft_backend.telemetry.state import ServerState, StateWriter
 from deft_backend.tools.watch.batches import (
     BatchView,
     Rate,
+    Row,
     SharedPrefix,
     ShownBatch,
     shared_prefixes,
 )
 from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, find_engines
-from deft_backend.tools.watch.top_view import Row, view
+from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
 
 WRITTEN = 1_800_000_000.0
