@@ -76,7 +76,10 @@ def router(program: str, policy: str, urls: Sequence[str], log: Path) -> Iterato
     command = [
         program, *(["launch"] if "sglang" in program else []),
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics),
-        "--policy", policy, "--worker-startup-check-interval", "1", "--worker-urls", *urls,
+        "--policy", policy, "--worker-startup-check-interval", "1",
+        # A busy CPU answers late; a router that gives up its servers would wait for good.
+        "--health-check-timeout-secs", "120", "--health-failure-threshold", "20",
+        "--worker-urls", *urls,
     ]  # fmt: skip
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -31,6 +31,7 @@ class Group:
     settings: dict[str, str] = field(default_factory=dict)
     cpu_speculation: bool = False
     """Let it speculate on the CPU, with stand-ins for what the host's wheel lacks."""
+    model: Path = MODEL
     cli: bool = False
     """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
 
@@ -135,7 +136,7 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(
-        str(MODEL), free_port(), backend=backend, host_arguments=flags, environment=settings,
+        str(group.model), free_port(), backend=backend, host_arguments=flags, environment=settings,
         gpu=False,
     )  # fmt: skip
     if group.cli:

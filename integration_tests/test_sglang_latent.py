@@ -1,0 +1,63 @@
+"""A model with multi-head latent attention (MLA): every token is that of the model itself."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration_tests.common.answers import PREFIX, TOPICS, check
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import EAGER, MODEL, Server
+from integration_tests.sglang_server import Ask, Group, running
+
+pytestmark = pytest.mark.xdist_group("latent")
+
+CONFIG = {
+    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048, "rope_theta": 10000.0, "attention_bias": False,
+    "tie_word_embeddings": False, "scale_emb": 1.0, "scale_depth": 1.4, "dim_model_base": 64,
+    "torch_dtype": "float32", "vocab_size": 320, "bos_token_id": 256, "eos_token_id": 257,
+}  # fmt: skip
+"""MiniCPM3 in small: SGLang computes its attention over latent vectors on the CPU, too."""
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights, so large that answers depend on every part of the KV cache."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.md"))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    random = torch.Generator().manual_seed(0)
+    for weight in (each for each in model.parameters() if each.ndim == 2):
+        torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5, generator=random)
+    with torch.no_grad():
+        model.lm_head.weight[128:] = 0  # half of a character has no text of its own
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PlainModel]]:
+    """A server that decodes MLA over plans, and the model in PyTorch."""
+    folder = tmp_path_factory.mktemp("latent")
+    write_checkpoint(folder / "model")
+    group = Group(settings={**EAGER, "DEFT_MLA": "1"}, model=folder / "model")
+    with running("deft", group, folder / "run") as server:
+        yield server, PlainModel(folder / "model")
+
+
+def test_a_tree_of_requests(latent: tuple[Server, PlainModel]) -> None:
+    """Two levels, several samples of a prompt, and requests that end one by one."""
+    server, model = latent
+    middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
+    asks = [Ask(m + f"they found {t}", 4 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])]
+    check(server, model, [*asks, Ask(PREFIX + "It said:", n=3), Ask("Alone, from the first word.")])
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert state["kv_bytes_read"] < state["kv_bytes_query_guided"]
