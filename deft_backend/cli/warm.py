@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -24,7 +24,10 @@ from deft_backend.files.folders import create_private, kernels_directory
 from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
+    import torch
+
     from deft_backend.hosts.common.described_server import DescribedServer
+    from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.kernels import Gpu
 
 _PAGE_SIZES = {"sglang": 1, "vllm": 16}
@@ -34,17 +37,6 @@ _KV_CACHES = {
     "sglang": ("auto", "fp8_e4m3", "fp8_e5m2"), "vllm": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
 }  # fmt: skip
 """KV caches that the kernels read, in each host's own words."""
-
-
-class _Server(NamedTuple):
-    """A server's arguments, in its host's own words."""
-
-    host: str
-    page_size: int
-    max_batch: int
-    kv_cache_dtype: str
-    draft_tokens: int | None
-    draft_trees: bool
 
 
 def warm(
@@ -111,48 +103,58 @@ def warm(
     host = chosen_host(host, needed=False)
     if host == "sglang" and page_size not in (None, 1):
         raise fail(f"--page-size is {page_size}; SGLang's adapter works with pages of 1 token")
-    server = _Server(
-        host, page_size or _PAGE_SIZES[host], max_batch, kv_cache_dtype, draft_tokens, draft_trees
-    )
-    layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
-    _check(server)
-    _fill(folder, out, shape, layers, server, target, threads, settings)
-
-
-def _check(server: _Server) -> None:
-    """Refuse arguments that the host does not accept."""
-    known = _KV_CACHES[server.host]
-    name = server.kv_cache_dtype
-    if name not in known:
+    if kv_cache_dtype not in _KV_CACHES[host]:
         raise fail(
-            f"--kv-cache-dtype is {name!r}; expected one of {', '.join(known)}: pass the server's, "
-            "or auto for a KV cache in the model's dtype"
+            f"--kv-cache-dtype is {kv_cache_dtype!r}; expected one of "
+            f"{', '.join(_KV_CACHES[host])}: pass the server's, or auto for a KV cache in the "
+            "model's dtype"
         )
-    if server.draft_tokens is not None or server.draft_trees:
-        _check_drafts(server)
+    layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
+    drafts = _drafts(host, draft_tokens, draft_trees)
+
+    import torch
+
+    from deft_backend.hosts.common.described_server import DescribedServer
+    from deft_backend.hosts.common.warm_up import LayerKind
+    from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+
+    eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+    # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
+    sinks = torch.bfloat16 if host == "sglang" else getattr(torch, shape.dtype)
+    described = DescribedServer(
+        host, *shape[:3], getattr(torch, shape.dtype), page_size or _PAGE_SIZES[host], max_batch,
+        kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
+        drafts=drafts,
+        layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
+    )  # fmt: skip
+    _fill(folder, out, described, target, threads, settings)
 
 
-def _check_drafts(server: _Server) -> None:
+def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
+    """What the server verifies; refuses arguments that the host does not accept."""
+    from deft_backend.hosts.common.described_server import drafts_of
     from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
 
-    tokens = server.draft_tokens
+    if tokens is None and not trees:
+        return None
     if tokens is None:
         raise fail(
             "--draft-trees is given without --draft-tokens; pass --draft-tokens with the server's "
             "--speculative-num-draft-tokens"
         )
-    if server.draft_trees and server.host == "vllm":
+    if trees and host == "vllm":
         raise fail("--draft-trees is given, but vLLM verifies chains only; leave it out")
-    if server.host == "sglang" and tokens == 1:
+    if host == "sglang" and tokens == 1:
         raise fail(
             "--draft-tokens is 1; SGLang counts the token before the drafts, so pass 2 or more"
         )
-    most = MAX_QUERY_TOKENS - (server.host == "vllm")
+    most = MAX_QUERY_TOKENS - (host == "vllm")
     if tokens > most:
         raise fail(
             f"--draft-tokens is {tokens}; expected at most {most}, the most that the kernels "
             "verify for a request: start the server with fewer, and pass their number"
         )
+    return drafts_of(host, tokens, trees=trees)
 
 
 def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:
@@ -186,8 +188,8 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path, out: Path | None, shape: HeadShape, layers: ModelLayers, server: _Server,
-    target: str | None, threads: int | None, settings: Settings,
+    folder: Path, out: Path | None, described: DescribedServer, target: str | None,
+    threads: int | None, settings: Settings,
 ) -> None:  # fmt: skip
     """Compile for a server and write the folder."""
     from triton import knobs
@@ -199,7 +201,6 @@ def _fill(
     from deft_backend.policies import PolicyError
 
     gpu = _gpu(target)
-    described = _described(shape, layers, server)
     try:
         check_fillable(folder)
     except KernelFolderError as error:
@@ -208,9 +209,9 @@ def _fill(
         variants = described.variants(gpu, settings)
     console = Console()
     console.print(
-        f"{len(variants)} kernels for {gpu.name}: heads {shape.query_heads}/{shape.kv_heads} of "
-        f"{shape.head_dim}, {shape.dtype}, pages of {server.page_size} on {server.host}"
-        f"{_more(described, server)}",
+        f"{len(variants)} kernels for {gpu.name}: heads {described.num_query_heads}/"
+        f"{described.num_kv_heads} of {described.head_dim}, {_name(described.dtype)}, pages of "
+        f"{described.page_size} on {described.host}{_more(described)}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     # A cache of its own: what the folder gets does not depend on what this machine has compiled.
@@ -229,33 +230,11 @@ def _fill(
     console.print(f"{folder} holds {held} kernels", highlight=False, soft_wrap=True)
 
 
-def _described(shape: HeadShape, layers: ModelLayers, server: _Server) -> DescribedServer:
-    import torch
-
-    from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
-    from deft_backend.hosts.common.warm_up import LayerKind
-    from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
-
-    dtype = getattr(torch, shape.dtype)
-    eight_bits = EIGHT_BIT_CACHES.get(server.kv_cache_dtype)
-    drafts = None
-    if server.draft_tokens is not None:
-        drafts = drafts_of(server.host, server.draft_tokens, trees=server.draft_trees)
-    # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
-    sinks = torch.bfloat16 if server.host == "sglang" else dtype
-    return DescribedServer(
-        server.host, *shape[:3], dtype, server.page_size, server.max_batch,
-        kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
-        drafts=drafts,
-        layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
-    )  # fmt: skip
-
-
-def _more(described: DescribedServer, server: _Server) -> str:
+def _more(described: DescribedServer) -> str:
     """What the server has besides its shape, for the line about its kernels."""
     parts = []
     if described.kv_dtype is not None:
-        parts.append(f"KV cache in {server.kv_cache_dtype}")
+        parts.append(f"KV cache in {_name(described.kv_dtype)}")
     if described.drafts is not None:
         form = "trees" if described.drafts.trees else "chains"
         parts.append(f"{form} of {described.query_tokens} query tokens")
@@ -263,3 +242,7 @@ def _more(described: DescribedServer, server: _Server) -> str:
     parts += ["sinks"] if layer.sinks is not None else []
     parts += ["soft cap"] if layer.soft_cap else []
     return "".join(f", {part}" for part in parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -115,7 +115,7 @@ def test_a_servers_arguments_are_options(
         form = "trees" if server.drafts.trees else "chains"
         assert f"on {host}, {form} of {server.drafts.query_tokens} query tokens" in said
     else:
-        assert f"on {host}, KV cache in {arguments[1]}" in said
+        assert f"on {host}, KV cache in {str(server.kv_dtype).removeprefix('torch.')}" in said
 
 
 @pytest.mark.parametrize(
