@@ -22,11 +22,11 @@ from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import named_model, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private, state_directory
-from deft_backend.tools.ab import sizes
 from deft_backend.tools.ab.comparison import both_answer, compare
 from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.report import write_report
 from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
+from deft_backend.tools.ab.sizes import Sizes, default_sizes, make_workloads
 from deft_backend.tools.ab.trace_workload import trace_workload
 from deft_backend.tools.ab.workloads import CHOICES, WORKLOADS
 from deft_backend.tools.harness.client import Offers, ServerError, base_url
@@ -170,13 +170,12 @@ def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Wo
         poisson(1, asked.rate, asked.seed)  # refuses an impossible rate now
     if asked.speed is not None and not 0 < asked.speed < float("inf"):
         raise fail(f"--speed is {asked.speed}; expected a number above 0")
-    chosen = sizes.chosen_sizes(asked.sizes, on_gpu=on_gpu, quick=asked.quick)
+    default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
+    sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))
 
     def build(offers: Offers) -> list[Workload]:
         ratio = offers.characters_a_token
-        made = sizes.make_workloads(
-            names, chosen, characters_a_token=ratio, tree=tree, scale=asked.scale
-        )
+        made = make_workloads(names, sizes, characters_a_token=ratio, tree=tree, scale=asked.scale)
         workloads = [workload.arriving(asked.rate, asked.seed) for workload in made]
         if arrivals and asked.trace is not None:
             workloads.append(

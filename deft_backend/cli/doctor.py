@@ -26,6 +26,8 @@ from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
 if TYPE_CHECKING:
+    import torch
+
     from deft_backend.costs.table_lookup import TableInUse
 
 CANNOT_WORK = 1
@@ -105,7 +107,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
         return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+    device = _device()
     entries = []
     for shape in shapes:
         query_heads, kv_heads, head_dim, name = shape
@@ -137,7 +139,7 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     except ImportError:
         return []  # the installation above shows the error
     until = time.monotonic() + CHECK_SECONDS
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+    device = _device()
     if device.type == "cpu":  # the interpreter takes a second for a small batch
         shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
     shapes = sorted(shapes, key=lambda shape: shape[2:] != _COMMON[0])  # the commonest first
@@ -206,6 +208,12 @@ def _table(used: TableInUse) -> dict[str, Any]:
     entry = {"table": f"shipped: {used.path.name}{scaled}"}
     said = used.damage or used.notice
     return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
 
 
 def _on_gpu() -> bool:

@@ -1,8 +1,8 @@
 """The sizes of `deft ab`'s workloads, chosen by the machine and by the user."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from deft_backend.tools.ab.workloads import (
     ROLLOUTS,
@@ -13,13 +13,12 @@ from deft_backend.tools.ab.workloads import (
     tree_of_thoughts,
     unshared,
 )
-from deft_backend.tools.harness.workload import Workload, WorkloadError
+from deft_backend.tools.harness.workload import Workload
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Concurrent requests, tokens of their shared prefix, and tokens that each decodes."""
 
     branches: int
@@ -34,18 +33,6 @@ def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
 
 
-def chosen_sizes(
-    asked: tuple[int | None, int | None, int | None], *, on_gpu: bool, quick: bool
-) -> Sizes:
-    """The sizes that the user named, in the order of :class:`Sizes`; the default for the others."""
-    default = default_sizes(on_gpu=on_gpu, quick=quick)
-    return Sizes(
-        asked[0] or default.branches,
-        asked[1] or default.prefix_tokens,
-        asked[2] or default.max_tokens,
-    )
-
-
 def make_workloads(
     names: Sequence[str],
     sizes: Sizes,
@@ -56,16 +43,15 @@ def make_workloads(
 ) -> list[Workload]:
     """The workloads of these names, in the order given.
 
+    - `sizes`: at least 1 each.
     - `names`: names from :data:`~deft_backend.tools.ab.workloads.CHOICES`.
     - `characters_a_token`: converts tokens to characters of the invented text.
     - `tree`: a recorded tree of thoughts; None for an invented one.
     - `scale`: multiplies the lengths of the recorded tree.
 
-    Raises WorkloadError if a name is unknown or a size is impossible.
+    Raises WorkloadError if the recorded tree cannot be replayed.
     """
     count, answer = sizes.branches, sizes.max_tokens
-    if count < 1 or sizes.prefix_tokens < 1 or answer < 1:
-        raise WorkloadError(f"{sizes}: expected numbers of at least 1")
     characters = max(1, round(sizes.prefix_tokens * characters_a_token))
     if tree is None:
         shape = ThoughtTreeShape(

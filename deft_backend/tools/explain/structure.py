@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -45,37 +46,20 @@ def rejoin_chunks(grouping: Grouping) -> list[int]:
     A group continues another group if it has the same queries and request, and starts where the
     other ends.
     """
-    begins: dict[tuple[int, int, bytes], int] = {}
-    single = np.diff(grouping.segment_ptr) == 1
-    keys: list[tuple[int, int, bytes] | None] = []
-    for g in range(grouping.num_groups):
-        key = None
-        if single[g]:
-            s = int(grouping.segment_ptr[g])
-            key = (
-                int(grouping.request[s]),
-                int(grouping.start[s]),
-                grouping.group_queries(g).tobytes(),
-            )
-            if grouping.end[s] > grouping.start[s]:  # an empty range continues nothing
-                begins[key] = g
-        keys.append(key)
-
-    number = [-1] * grouping.num_groups
-    follows: dict[int, int] = {}
-    for g, key in enumerate(keys):
-        if key is not None:
-            end = int(grouping.end[grouping.segment_ptr[g]])
-            after = begins.get((key[0], end, key[2]))
-            if after is not None and after != g:
-                follows[g] = after
-    heads = set(range(grouping.num_groups)) - set(follows.values())
-    for count, head in enumerate(sorted(heads)):
-        at: int | None = head
-        while at is not None:
-            number[at] = count
-            at = follows.get(at)
-    return number
+    ranges: dict[tuple[int, bytes], list[tuple[int, int, int]]] = {}
+    for g in np.flatnonzero(np.diff(grouping.segment_ptr) == 1).tolist():
+        at = grouping.segment_ptr[g]
+        start, end = int(grouping.start[at]), int(grouping.end[at])
+        if end > start:  # an empty range continues nothing
+            key = int(grouping.request[at]), grouping.group_queries(g).tobytes()
+            ranges.setdefault(key, []).append((start, end, g))
+    first = list(range(grouping.num_groups))
+    for chunks in ranges.values():
+        for (_, end, before), (start, _, g) in pairwise(sorted(chunks)):
+            if start == end:
+                first[g] = first[before]
+    numbers = {g: number for number, g in enumerate(sorted(set(first)))}
+    return [numbers[g] for g in first]
 
 
 class NodesOfRanges:

@@ -16,8 +16,8 @@ from deft_backend.tools.harness.streamed_request import (
     REFUSED,
     TOO_LONG,
     NotAnswered,
-    Sent,
     StreamReader,
+    sent,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class ServerClient:
         if self.logprobs:
             body["logprobs"] = 2
         reader = StreamReader(on_tokens)
-        async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
+        async with sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
                     reader.ended = True
@@ -156,13 +156,8 @@ class ServerClient:
 
         - `ahead`: tokens that the server decodes before that token.
         """
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": ahead + 1, "temperature": 0.0,
-            "logprobs": 2,
-        }  # fmt: skip
         try:
-            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
-                content = json.loads(await response.read())
+            content = await self._whole(prompt, ahead + 1, logprobs=2)
             likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
             return float(likely[-1] - likely[-2])
         except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
@@ -182,12 +177,15 @@ class ServerClient:
         raise ServerError(f"{self.url}/v1/completions does not answer: {said}")
 
     async def _count(self, sample: str) -> int | None:
-        body = {"model": self.model, "prompt": sample, "max_tokens": 1, "temperature": 0.0}
         try:
-            async with Sent(self._open(), f"{self.url}/v1/completions", body) as response:
-                return int(json.loads(await response.read())["usage"]["prompt_tokens"])
+            return int((await self._whole(sample, 1))["usage"]["prompt_tokens"])
         except (NotAnswered, KeyError, TypeError, ValueError):
             return None
+
+    async def _whole(self, prompt: str, tokens: int, **fields: Any) -> Any:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
+        async with sent(self._open(), f"{self.url}/v1/completions", body | fields) as response:
+            return json.loads(await response.read())
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server lists under ``/v1/models``.

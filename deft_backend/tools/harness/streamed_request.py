@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from deft_backend.tools.harness.answers import Answer
@@ -33,29 +34,20 @@ class NotAnswered(RuntimeError):
         self.status = status
 
 
-class Sent:
-    """A posted request; errors inside the block become :class:`NotAnswered`."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> None:
-        self._request = session.post(url, json=body)
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
-            self._response = await self._request.__aenter__()
-            if self._response.status != 200:
-                said = (await self._response.text())[:300]
-                await self._request.__aexit__(None, None, None)
-                raise _refused(self._response.status, said)
-        except NotAnswered:
-            raise
-        except Exception as error:
-            raise _broken(error) from error
-        return self._response
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        await self._request.__aexit__(kind, error, trace)
-        if isinstance(error, Exception) and not isinstance(error, NotAnswered):
-            raise _broken(error) from error
+@asynccontextmanager
+async def sent(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Post a request; errors, also those inside the block, become :class:`NotAnswered`."""
+    try:
+        async with session.post(url, json=body) as response:
+            if response.status != 200:
+                raise _refused(response.status, (await response.text())[:300])
+            yield response
+    except NotAnswered:
+        raise
+    except Exception as error:
+        raise _broken(error) from error
 
 
 def _refused(status: int, said: str) -> NotAnswered:
