@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.errors import checked_settings, fail, reported
 from deft_backend.cli.shapes import parse_heads
 from deft_backend.files.folders import state_directory
-from deft_backend.settings.config import Settings, SettingsError
 from deft_backend.settings.policy_names import POLICY_NAMES
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def explain(
     for option, value in shape.items():
         if value is not None and server:
             raise fail(f"{option} describes a tree or a trace; leave it out with --server")
-    with reported(TraceError, ForestError, PolicyError, StateError, SettingsError):
+    with reported(TraceError, ForestError, PolicyError, StateError):
         if server:
             forest, target, layers, title, used = _from_server(port)
         else:
@@ -140,7 +139,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     )
     from deft_backend.tools.watch.server_target import server_target
 
-    folder = state_directory(Settings.from_env())
+    folder = state_directory(checked_settings())
     path = only_server(folder) if port is None else state_file(folder, port)
     state = read_state(path)
     forest = state.forest

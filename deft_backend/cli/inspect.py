@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import fail, reported, say, stderr
+from deft_backend.cli.errors import checked_settings, fail, reported, say, stderr
 from deft_backend.files.folders import state_directory
-from deft_backend.settings.config import Settings, SettingsError
 
 PAGE_PORT = 8765
 
@@ -30,8 +29,8 @@ def inspect(
     from deft_backend.tools.watch.page_server import PageServer
     from deft_backend.tools.watch.snapshot import Inspector
 
-    with reported(SettingsError, StateError):
-        folder = state_directory(Settings.from_env())
+    folder = state_directory(checked_settings())
+    with reported(StateError):
         if server is None:
             server = int(only_server(folder).name.split("-")[0])
         elif not find_engines(folder, server):

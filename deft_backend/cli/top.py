@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import reported
+from deft_backend.cli.errors import checked_settings
 from deft_backend.files.folders import state_directory
-from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
     from deft_backend.tools.watch.batches import Follower, Row
@@ -42,8 +41,7 @@ def top(
     """
     from deft_backend.tools.watch.top_view import row_json, view
 
-    with reported(SettingsError):
-        folder = state_directory(Settings.from_env())
+    folder = state_directory(checked_settings())
     watched = _Watched(folder, port)
     console = Console()
     if as_json or once:

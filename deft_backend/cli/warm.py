@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.errors import checked_settings, fail, reported
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shapes import (
@@ -21,7 +21,6 @@ from deft_backend.cli.shapes import (
     model_layers,
 )
 from deft_backend.files.folders import create_private, kernels_directory
-from deft_backend.settings.config import Settings, SettingsError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.kernels import Gpu
+    from deft_backend.settings.config import Settings
 
 _PAGE_SIZES = {"sglang": 1, "vllm": 16}
 """Each host's page size on a GPU, unless its arguments say otherwise."""
@@ -93,9 +93,8 @@ def warm(
 
     A GPU is needed only if --target names none.
     """
-    with reported(SettingsError):
-        settings = Settings.from_env()
-        folder = out or kernels_directory(settings)
+    settings = checked_settings()
+    folder = out or kernels_directory(settings)
     shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
     if dtype is None and shape.dtype == "float32":  # hosts serve such checkpoints in 16 bits
         raise fail("the model's dtype is float32; pass --dtype with the server's, fp16 or bf16")

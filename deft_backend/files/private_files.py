@@ -10,7 +10,6 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,10 @@ def write_private(path: Path, content: str | bytes) -> None:
     Raises OSError if it cannot be written. No part of it stays behind.
     """
     data = content.encode() if isinstance(content, str) else content
-    replace_private(path, lambda handle: _write_all(handle, data))
-
-
-def replace_private(path: Path, write: Callable[[int], None]) -> None:
-    """As :func:`write_private`; `write` gets the descriptor of the new file and closes it."""
     create_private(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        write(handle)
+        _write_all(handle, data)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

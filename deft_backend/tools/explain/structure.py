@@ -100,21 +100,13 @@ def describe_nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts,
     for group, *ranged in segments:
         for node in nodes.touched(*ranged):
             readers[node].append(group)
-    parent, start = forest.parent.tolist(), forest.start.tolist()
-    queries, leaves = forest.num_queries.tolist(), forest.is_leaf.tolist()
-    requests, lengths = forest.request.tolist(), forest.length.tolist()
-    return tuple(
-        NodeFacts(
-            parent=parent[node],
-            request=requests[node],
-            start=start[node],
-            tokens=lengths[node],
-            queries=queries[node],
-            leaf=leaves[node],
-            chunks=tuple(dict.fromkeys(readers[node])),
-        )
-        for node in range(forest.num_nodes)
-    )
+    columns = (
+        forest.parent, forest.request, forest.start, forest.length, forest.num_queries,
+        forest.is_leaf,
+    )  # fmt: skip
+    chunks = [tuple(dict.fromkeys(groups)) for groups in readers]
+    rows = zip(*(column.tolist() for column in columns), chunks, strict=True)
+    return tuple(NodeFacts(*row) for row in rows)
 
 
 @dataclass(frozen=True)

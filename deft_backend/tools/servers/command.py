@@ -137,18 +137,8 @@ def server_command(
     on_gpu = use_gpu() if gpu is None else gpu
     if host == "vllm" and gpu is None:
         on_gpu = on_gpu and not vllm_is_cpu_build()
-    module, named = _MODULES[host]
-    arguments = [
-        sys.executable,
-        "-m",
-        module,
-        named,
-        model,
-        "--host",
-        LOOPBACK,
-        "--port",
-        str(port),
-    ]
+    place = ["--host", LOOPBACK, "--port", str(port)]
+    arguments = [sys.executable, "-m", *_MODULES[host], model, *place]
     if backend is not None:
         name = BACKEND_NAMES[host] if backend == BACKEND else backend
         arguments += ["--attention-backend", name]

@@ -98,10 +98,7 @@ def measure(
     model = CostModel(
         source=source_of(key),
         head_dim=key.head_dim,
-        query_rows=times.query_rows,
-        tokens=times.tokens,
-        time_ms=times.time_ms,
-        launch_ms=times.launch_ms,
+        **vars(times),
         bandwidth_gb_s=float(np.round(bandwidth)),
         fasttree=fasttree,
         tiles=tiles,

@@ -131,13 +131,7 @@ def batch_json(forest: PrefixForest, rids: Sequence[str], reading: StateReading)
         ],
         "order": forest.order.tolist(),
         "nodes": np.stack(columns, axis=1).tolist() if forest.num_nodes else [],
-        "items": [
-            {
-                "tile": item.tile, "queries": item.queries, "tokens": item.tokens,
-                "nodes": item.nodes, "direct": item.direct,
-            }
-            for item in describe_items(forest, plan)
-        ],
+        "items": [vars(item) for item in describe_items(forest, plan)],
         "share": forest.share,
         "stored": forest.tokens_stored,
         "attended": forest.tokens_attended,
