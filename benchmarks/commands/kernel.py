@@ -25,7 +25,7 @@ from benchmarks.commands.kernel_choice import (
 )
 from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, reported, say, stderr
-from deft_backend.policies import POLICY_NAMES, PolicyError
+from deft_backend.settings.policy_names import POLICY_NAMES
 
 if TYPE_CHECKING:
     from benchmarks.kernel.kernel_rows import Row
@@ -154,6 +154,7 @@ def kernel(
     from benchmarks.kernel.tree_workloads import WorkloadChoiceError, cases_of, parse_heads
     from benchmarks.row_files import RowsError
     from deft_backend.forest import ForestError
+    from deft_backend.policies import PolicyError
     from deft_backend.tools.traces.recorded_trees import TraceError
 
     one_of("--dtype", dtype, ("fp16", "bf16"))

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.policies import PolicyError
 
 
 def planning_host(
@@ -23,6 +22,7 @@ def planning_host(
 ) -> None:
     """Time the host planner on one core: one row for each batch size, page size and order."""
     from benchmarks.planning.host_planning import FAN_OUTS, measure_batches
+    from deft_backend.policies import PolicyError
 
     if unknown := set(requests or ()) - set(FAN_OUTS):
         raise fail(f"--requests is {min(unknown)}; expected one of {', '.join(map(str, FAN_OUTS))}")
@@ -44,6 +44,7 @@ def planning_device(
     import torch
 
     from benchmarks.planning.device_planning import measure_batches
+    from deft_backend.policies import PolicyError
 
     if not torch.cuda.is_available():
         raise fail(

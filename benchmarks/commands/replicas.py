@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.replicas import Trace, measure
 from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import say
 from deft_backend.files.provenance import provenance
@@ -27,6 +26,8 @@ def replicas(
     out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/replicas.json"),
 ) -> None:
     """KV read by one server, and by two behind a router: in turns, and by prefix."""
+    from benchmarks.replicas import Trace, measure
+
     console = Console()
     trace = Trace(prefixes=prefixes, branches=branches, together=together)
     host = installed_hosts()[0]
