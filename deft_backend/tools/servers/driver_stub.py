@@ -84,15 +84,24 @@ def ensure_driver_stub() -> Path:
     try:
         create_private(folder)
         reason = unsafe_folder(folder)
+        if reason is not None:
+            raise DriverStubError(
+                f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a "
+                "folder that is yours alone"
+            )
+        if not is_private(library):
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                built = _compile(_needed_compiler(), Path(work))
+                built.chmod(0o700)
+                os.replace(built, library)  # atomic: another process sees all of it or nothing
     except OSError as error:
-        raise _not_written(library, error) from error
-    if reason is not None:
         raise DriverStubError(
-            f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a folder "
-            "that is yours alone"
-        )
-    if is_private(library):
-        return folder
+            f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
+        ) from error
+    return folder
+
+
+def _needed_compiler() -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CC")
@@ -102,20 +111,7 @@ def ensure_driver_stub() -> Path:
             f"an NVIDIA driver ({reason}). Install one (Debian/Ubuntu: 'apt-get install gcc'; "
             "Fedora: 'dnf install gcc'), or set CC to its path"
         )
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            built = _compile(compiler, Path(work))
-            built.chmod(0o700)
-            os.replace(built, library)  # atomic: another process sees all of it or nothing
-    except OSError as error:
-        raise _not_written(library, error) from error
-    return folder
-
-
-def _not_written(library: Path, error: OSError) -> DriverStubError:
-    return DriverStubError(
-        f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
-    )
+    return compiler
 
 
 def _compile(compiler: list[str], work: Path) -> Path:
