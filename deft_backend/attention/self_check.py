@@ -179,32 +179,33 @@ def _largest_error(
         fit = MOST_BYTES // page_bytes // requests * attention.page_size
         longest = max(1, min(longest, fit))
     table, lens, pages = _random_forest(seed, requests, attention.page_size, tokens, longest)
-    draw = torch.Generator().manual_seed(seed)
+    # Drawn where they are used: a CPU takes longer to draw the caches than a GPU to read them.
+    draw = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw)
+        return torch.randn(*shape, generator=draw, device=device)
 
     held = np.zeros((requests, max(table.shape[1], tensors.table_columns)), dtype=np.int64)
     held[:, : table.shape[1]] = table
     page_table = torch.from_numpy(held).to(device, tensors.table_dtype)
     seq_lens = torch.from_numpy(lens).to(device, tensors.lens_dtype)
-    q = normal(requests * tokens, heads, attention.head_dim).to(device, dtype)
+    q = normal(requests * tokens, heads, attention.head_dim).to(dtype)
     caches = []
     for like in (tensors.k_cache, tensors.v_cache):
         page = (attention.page_size, attention.num_kv_heads, attention.head_dim)
-        shape = (pages, *(page if like is None else like.shape[1:]))
-        cache = torch.empty(shape, dtype=attention.kv_dtype, device=device)
+        cache = normal(pages, *(page if like is None else like.shape[1:])).to(attention.kv_dtype)
         if like is not None:
-            cache = torch.empty_strided(
-                shape, like.stride(), dtype=attention.kv_dtype, device=device
+            strided = torch.empty_strided(
+                cache.shape, like.stride(), dtype=attention.kv_dtype, device=device
             )
-        caches.append(cache.copy_(normal(*shape).to(attention.kv_dtype)))
+            cache = strided.copy_(cache)
+        caches.append(cache)
     rows = torch.arange(requests, device=device).to(tensors.rows_dtype)
     k_scale, v_scale = (1.0, 1.0) if attention.kv_dtype == dtype else (0.5, 2.0)
     given: tuple[float | torch.Tensor, ...] = (k_scale, v_scale)
     if attention.kv_dtype != dtype:  # hosts hold the scales on the device
         given = (attention.unit_scale * k_scale, attention.unit_scale * v_scale)
-    sinks = None if case.sinks is None else normal(heads).to(device, case.sinks)
+    sinks = None if case.sinks is None else normal(heads).to(case.sinks)
     start, bits = None, None
     if case.ragged:
         start = torch.arange(requests + 1, dtype=torch.int32, device=device) * tokens
