@@ -100,13 +100,14 @@ async def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     import aiohttp
 
     end = time.monotonic() + 120
-    async with aiohttp.ClientSession() as session:
+    # A router may hold a request until a server answers; ask again instead of waiting for good.
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while time.monotonic() < end and process.poll() is None:
             try:
                 async with session.get(f"{url}/v1/models") as response:
                     if response.status == 200:
                         return
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, asyncio.TimeoutError):
                 pass
             await asyncio.sleep(0.5)
     raise RuntimeError(f"the router does not answer; its log is {log}: {log.read_text()[-2000:]}")
