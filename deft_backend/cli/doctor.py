@@ -186,9 +186,11 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
             style="yellow", soft_wrap=True,
         )  # fmt: skip
     if any(entry["error"] is None and entry["failure"] is None for entry in ran):
+        kept = (
+            "Compiled kernels are kept: run the check again" if _on_gpu() else "Use an idle machine"
+        )
         console.print(
-            f"• {CHECK_SECONDS} s passed before all cases had run. Compiled kernels are kept: run "
-            "the check again for the rest",
+            f"• {CHECK_SECONDS} s passed before all cases had run. {kept} for the rest",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
 
