@@ -83,8 +83,8 @@ def test_the_base_class_names_arguments_that_are_passed_on() -> None:
 )
 def test_what_a_layer_must_not_have(changes: dict[str, Any], reason: str | None) -> None:
     given = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2, **changes}
-    found = layer_of(constructor, (), given).reason
-    assert found == reason if reason is None else reason in found
+    refused = layer_of(constructor, (), given).reason
+    assert refused == reason if reason is None else reason in refused
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
@@ -132,12 +132,8 @@ def test_caches_of_other_kinds_are_refused() -> None:
     ],
 )
 def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str | None) -> None:
-    found = unsupported_server(make_config(**changes))
-    assert found is None if reason is None else reason in found
-
-
-def test_chains_of_drafts_are_served() -> None:
-    assert unsupported_server(make_config(speculative_config=speculating(4))) is None
+    refused = unsupported_server(make_config(**changes))
+    assert refused is None if reason is None else reason in refused
 
 
 def test_a_window_over_generated_tokens_is_the_hosts() -> None:
@@ -238,40 +234,31 @@ def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | No
 
 
 @pytest.mark.parametrize(
-    ("words", "port"),
+    ("words", "content", "port"),
     [
-        ("api_server --port 8123 --model m", 8123),
-        ("vllm serve m --port=81", 81),
-        ("vllm serve m", 8000),
-        ("vllm serve m --port", 8000),
-        ("vllm serve --portal 5", 8000),
-        ("vllm serve m --port 30000 --port 8001", 8001),
+        ("api_server --port 8123 --model m", None, 8123),
+        ("vllm serve m --port=81", None, 81),
+        ("vllm serve m", None, 8000),
+        ("vllm serve m --port", None, 8000),
+        ("vllm serve --portal 5", None, 8000),
+        ("vllm serve m --port 30000 --port 8001", None, 8001),
+        ("vllm serve m --config FILE", "port: 8123\nmax-model-len: 9", 8123),
+        ("vllm serve m --config FILE --port 8124", "port: 8123", 8124),
+        ("vllm serve m --config FILE", "port: '8123'", 8123),
+        ("vllm serve m --config FILE", "max-model-len: 9", 8000),
+        ("vllm serve m --config FILE", "port: high", 8000),
+        ("vllm serve m --config FILE", "- port", 8000),
+        ("vllm serve m --config FILE", "{", 8000),
+        ("vllm serve m --config FILE", None, 8000),  # the file does not exist
     ],
 )
-def test_the_port_is_read_from_the_command_line(words: str, port: int) -> None:
-    assert port_of(words.split()) == port
-
-
-@pytest.mark.parametrize(
-    ("content", "words", "port"),
-    [
-        ("port: 8123\nmax-model-len: 9", "", 8123),
-        ("port: 8123", "--port 8124", 8124),
-        ("port: '8123'", "", 8123),
-        ("max-model-len: 9", "", 8000),
-        ("port: high", "", 8000),
-        ("- port", "", 8000),
-        ("{", "", 8000),
-        (None, "", 8000),
-    ],
-)
-def test_the_port_may_be_in_the_servers_file(
-    tmp_path: Path, content: str | None, words: str, port: int
+def test_the_port_is_read_from_the_command_line_and_its_file(
+    tmp_path: Path, words: str, content: str | None, port: int
 ) -> None:
     path = tmp_path / "server.yaml"
     if content is not None:
         path.write_text(content)
-    assert port_of(["vllm", "serve", "m", "--config", str(path), *words.split()]) == port
+    assert port_of(words.replace("FILE", str(path)).split()) == port
 
 
 @pytest.mark.parametrize(("longest", "columns"), [(2000, [125, 128]), (2048, [128])])
