@@ -202,12 +202,12 @@ def kernel_configuration(
     tile_heights = (small_height, *TILE_HEIGHTS[1:])
     if device.type == "cpu" and gpu is None:
         # The interpreter's time is Python's, for each operation and not for each element. So it
-        # runs one program with large blocks.
+        # runs one program with large blocks. Stage 2 merges few at once: tests see it loop.
         interpreted = tuple(
             TileConfig(height, 256, segments, 1, 1, 1)
             for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True)
         )
-        reduce = ReduceConfig(16, 16, 1, 1)
+        reduce = ReduceConfig(8, 16, 1, 1)
         return KernelConfiguration(
             interpreted, reduce, few=reduce, sms=1, overlapped=False, interpreted=True
         )

@@ -151,10 +151,11 @@ def test_query_tokens_of_equal_pages_are_read_apart() -> None:
         check(batch, 4, on_device=on_device, tree=tree_bits(5, 4, 4))
 
 
-def test_one_query_token_with_rows_of_its_own() -> None:
-    """Requests of one token or none: rows lie where `query_start` says."""
-    batch = drafts(9, 5, 1, 1)
-    check(batch, 1, counts=[1, 0, 1, 1, 0])
+def test_fewer_query_tokens_than_the_plan_has() -> None:
+    """Rows lie where `query_start` says, also of requests with one token or none."""
+    check(drafts(9, 5, 1, 1), 1, counts=[1, 0, 1, 1, 0])
+    for tree in (None, tree_bits(9, 4, 5)):
+        check(drafts(9, 4, 1, 5), 5, counts=[2, 5, 4, 1], tree=tree)
 
 
 def test_rows_of_no_request_stay_as_they_are() -> None:

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.warm_up import LayerKind, StepTensors
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
 from deft_backend.hosts.vllm.plugin import asks_for_us
 from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
@@ -261,20 +261,26 @@ def test_the_port_is_read_from_the_command_line_and_its_file(
     assert port_of(words.replace("FILE", str(path)).split()) == port
 
 
-@pytest.mark.parametrize(("longest", "columns"), [(2000, [125, 128]), (2048, [128])])
-def test_a_server_compiles_for_every_width_of_its_page_table(
-    longest: int, columns: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("longest", "columns", "drafts"),
+    [(2000, [125, 128], None), (2048, [128], Drafts(5, ragged=True))],
+)
+def test_a_server_compiles_for_the_steps_that_it_will_see(
+    longest: int, columns: list[int], drafts: Drafts | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM may make a page table wider, to a multiple of 16 pages."""
+    """vLLM may make a page table wider, to a multiple of 16 pages.
+
+    Requests of a verification may have different numbers of tokens.
+    """
     warmed_up: list[StepTensors] = []
     monkeypatch.setenv("DEFT_PLANNER", "device")
     monkeypatch.setattr(
         factory, "warm_up_attention", lambda attention, tensors, **kwargs: warmed_up.append(tensors)
     )
-    config = make_config()
+    config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest
     assert tree_layers(config).builder(make_spec()).deft_group is not None
-    assert [tensors.table_columns for tensors in warmed_up] == [columns]
+    assert [(each.table_columns, each.drafts) for each in warmed_up] == [(columns, drafts)]
 
 
 def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
