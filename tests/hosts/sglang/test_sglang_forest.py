@@ -271,23 +271,15 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
         assert relative_error(out, expected) < 1e-5
 
 
-def test_leaves_that_grew_much_are_balanced_anew() -> None:
-    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
+@pytest.mark.parametrize(("private", "growth"), [(1, 256), (3998, 1000)])
+def test_leaves_that_grew_much_are_balanced_anew(private: int, growth: int) -> None:
+    """Short leaves may grow by 256 tokens, long leaves by a quarter of their tokens."""
+    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=private)
     planner, attention = make_planner()
     step(planner, requests, lens)
-    step(planner, requests, lens + 256)
+    step(planner, requests, lens + growth)
     assert len(attention.forests) == 1
-    step(planner, requests, lens + 257)
-    assert len(attention.forests) == 2
-
-
-def test_long_leaves_may_grow_by_a_share() -> None:
-    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=3998)
-    planner, attention = make_planner()
-    step(planner, requests, lens)
-    step(planner, requests, lens + 1000)  # a quarter of their tokens
-    assert len(attention.forests) == 1
-    step(planner, requests, lens + 1001)
+    step(planner, requests, lens + growth + 1)
     assert len(attention.forests) == 2
 
 
@@ -309,28 +301,22 @@ def test_thresholds(settings: Settings, reason: str | None) -> None:
     assert len(attention.forests) == (reason is None)
 
 
-def test_on_a_gpu_the_gain_must_be_worth_it() -> None:
-    """The KV reads saved must take the GPU's memory longer than the least gain."""
-    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
-    state = make_state()
-    gain = default_cost_model().transfer_ms(1000 * state.token_bytes * state.num_layers)
-    above, below = 1.01 * gain, 0.99 * gain
-    for cost, reason in ((above, f"saves less than DEFT_MIN_SAVED_MS={above:g}"), (below, None)):
-        planner = DecodePlanner(FakeAttention(), tree_source(), EAGER, state, least_gain_ms=cost)
-        assert step(planner, requests, lens).host_reason == reason
-
-
-def test_the_gain_is_told_by_this_gpus_bandwidth() -> None:
+@pytest.mark.parametrize(
+    ("least", "slower", "refused"),
+    [(1.01, 1, True), (0.99, 1, False), (1.5, 2, False), (1.5, 1, True), (2.01, 2, True)],
+)
+def test_on_a_gpu_the_gain_must_be_worth_it(least: float, slower: float, refused: bool) -> None:
+    """The KV reads saved must take this GPU's memory longer than the least gain."""
     requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
     state, shipped = make_state(), default_cost_model()
-    gain = shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
-    slower = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / 2)
-    little = f"saves less than DEFT_MIN_SAVED_MS={1.5 * gain:g}"
-    for costs, reason in ((slower, None), (shipped, little)):
-        planner = DecodePlanner(
-            FakeAttention(), tree_source(), EAGER, state, least_gain_ms=1.5 * gain, costs=costs
-        )
-        assert step(planner, requests, lens).host_reason == reason
+    least_gain = least * shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
+    measured = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / slower)
+    costs = measured if slower > 1 else None
+    planner = DecodePlanner(
+        FakeAttention(), tree_source(), EAGER, state, least_gain_ms=least_gain, costs=costs
+    )
+    reason = f"saves less than DEFT_MIN_SAVED_MS={least_gain:g}" if refused else None
+    assert step(planner, requests, lens).host_reason == reason
 
 
 def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
