@@ -1,7 +1,6 @@
 """Reports a server's counters: in its state file, its log and its ``/metrics``."""
 
 import logging
-from collections.abc import Mapping
 
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import LOG_LEVELS, Settings
@@ -33,26 +32,17 @@ def start(
     - `publishes`: whether the host makes its ``/metrics`` from values that its processes publish.
     """
     try:
-        _start(state, settings, {"pp": pp_rank, "dp": dp_rank}, log, publishes)
+        ranks = {"pp": pp_rank, "dp": dp_rank}
+        suffix = "".join(f"-{kind}{rank}" for kind, rank in ranks.items() if rank is not None)
+        writer = StateWriter(state, state_directory(settings), suffix)
+        publish = publisher(rank_labels(writer.path)) if publishes else None
+        if publish is not None:
+            writer.listeners.append(publish)
+        if log is not None and LOG_LEVELS[settings.log] <= logging.INFO:
+            writer.listeners.append(log)
+        writer.start()
     except Exception as error:
         logger.warning(
             "deft: the server's counters cannot be reported (%r); decoding goes on", error
         )
         logger.debug("deft: reporting failed", exc_info=True)
-
-
-def _start(
-    state: ServerState,
-    settings: Settings,
-    ranks: Mapping[str, int | None],
-    log: DecodeLog | None,
-    publishes: bool,
-) -> None:
-    suffix = "".join(f"-{kind}{rank}" for kind, rank in ranks.items() if rank is not None)
-    writer = StateWriter(state, state_directory(settings), suffix)
-    publish = publisher(rank_labels(writer.path)) if publishes else None
-    if publish is not None:
-        writer.listeners.append(publish)
-    if log is not None and LOG_LEVELS[settings.log] <= logging.INFO:
-        writer.listeners.append(log)
-    writer.start()

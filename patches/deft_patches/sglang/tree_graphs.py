@@ -16,9 +16,7 @@ Harmless to runners without a controller: the wrappers only call the host's meth
 
 from typing import Any, Protocol
 
-from deft_patches.graph_runner import (
-    checked_graph_runner,
-)
+from deft_patches.graph_runner import checked_graph_runner
 from deft_patches.wrapping import wrap
 
 LABEL = "deft"
@@ -79,16 +77,10 @@ def _capture_one_shape(
 
 def _resolve_variant(original: Any, runner: Any, forward_batch: Any) -> str | None:
     label: str | None = original(runner, forward_batch)
-    return _labelled(label) if _taken(runner, forward_batch) else label
-
-
-def _taken(runner: Any, forward_batch: Any) -> bool:
     controller = _controllers.get(id(runner.model_runner))
-    return (
-        controller is not None
-        and forward_batch.forward_mode.is_decode()
-        and controller.takes(forward_batch)
-    )
+    if controller is None or not forward_batch.forward_mode.is_decode():
+        return label
+    return _labelled(label) if controller.takes(forward_batch) else label
 
 
 def _labelled(label: str | None) -> str:

@@ -10,9 +10,9 @@ import torch
 
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables, forest_from_paths
-from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
-from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource, TreeError
+from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
+from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES

@@ -12,9 +12,8 @@ import torch
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.sglang.prefixes import page_table
 from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
-from deft_backend.hosts.sglang.prefixes.plain_tree import TreeError
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource, tree_reader
-from deft_backend.hosts.sglang.prefixes.unified_tree import UnifiedTreeSource
+from deft_backend.hosts.sglang.prefixes.radix_trees import TreeError, UnifiedTreeSource
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
 from sglang_fakes import (
     EAGER,

@@ -13,8 +13,7 @@ import torch
 
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
-from deft_backend.hosts.sglang.prefixes.plain_tree import RadixTreeSource
-from deft_backend.hosts.sglang.prefixes.unified_tree import UnifiedTreeSource
+from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, UnifiedTreeSource
 from deft_backend.hosts.sglang.versions import place_of, tree_paths
 
 logger = logging.getLogger("deft_backend")

@@ -23,7 +23,7 @@ from deft_backend.hosts.common.planner_choice import (
 )
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import warm_up_host_planner
-from deft_backend.hosts.sglang.prefixes.cross_check import disagreement
+from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of

@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import AttentionError, LatentAttention, plain_latent_attention
+from deft_backend.attention import (
+    AttentionError,
+    LatentAttention,
+    LatentCall,
+    plain_latent_attention,
+)
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.start.layers import Unsupported, device_of, unsupported_layer
-from deft_backend.hosts.sglang.step.latent_kernel import sglang_latent_attention
 from deft_backend.shapes.latent_limits import ROPE_DIM, VALUE_DIM
 
 _POOL = "MLATokenToKVPool"
@@ -94,3 +98,28 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
     The host's page table names rows, whatever the server's page size is.
     """
     return cache.view(len(cache), 1, 1, cache.shape[-1])
+
+
+def sglang_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """SGLang's MLA kernel, FlashAttention-3: the attention and its log-sum-exps."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    values = call.q_nope.shape[-1]
+    attend: Any = flash_attn_with_kvcache
+    out, lse, *_ = attend(
+        q=call.q_rope,
+        k_cache=call.cache[..., values:],
+        v_cache=call.cache[..., :values],
+        qv=call.q_nope,
+        page_table=call.page_table,
+        cache_seqlens=call.batch.end,
+        cache_batch_idx=call.batch.table_rows,
+        cache_leftpad=call.batch.begin,
+        cu_seqlens_q=call.batch.query_start,
+        max_seqlen_q=call.max_query_tokens,
+        softmax_scale=call.sm_scale,
+        causal=call.causal,
+        num_splits=call.most_splits,
+        return_softmax_lse=True,
+    )
+    return out, lse
