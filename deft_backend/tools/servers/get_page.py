@@ -1,6 +1,6 @@
 """Read a page of a server."""
 
-import urllib.error
+import http.client
 import urllib.request
 
 
@@ -13,5 +13,5 @@ def get_page(url: str, seconds: float = 10.0) -> str | None:
     try:
         with opener.open(url, timeout=seconds) as response:
             return str(response.read().decode(errors="replace")) if response.status == 200 else None
-    except (urllib.error.URLError, OSError, ValueError):
+    except (http.client.HTTPException, OSError, ValueError):
         return None
