@@ -23,7 +23,7 @@ CONFIG = {
     "tie_word_embeddings": False, "scale_emb": 1.0, "scale_depth": 1.4, "dim_model_base": 64,
     "torch_dtype": "float32", "vocab_size": 320, "bos_token_id": 256, "eos_token_id": 257,
 }  # fmt: skip
-"""MiniCPM3 in small: SGLang computes its attention over latent vectors on the CPU, too."""
+"""A small MiniCPM3. SGLang computes its attention over latent vectors on the CPU."""
 
 
 def write_checkpoint(folder: Path) -> None:
