@@ -1,7 +1,5 @@
 """`deft ab` as a user runs it: two real servers, one after the other, and the report."""
 
-from pathlib import Path
-
 import pytest
 
 from integration_tests.common.ab import deft_ab
@@ -10,7 +8,7 @@ from integration_tests.common.server import MODEL
 
 
 @pytest.mark.timeout(600)
-def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
+def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     """The model is a hub name with a revision: `deft` and the host find the same snapshot."""
     hub = write_hub_cache(tmp_path / "hub", MODEL)
     data, printed = deft_ab(

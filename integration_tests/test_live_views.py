@@ -8,15 +8,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
-from integration_tests.common.server import ROOT, Server
+from integration_tests.common.server import ROOT
 from integration_tests.sglang_server import Ask
 
 pytestmark = pytest.mark.rare
@@ -24,12 +21,12 @@ pytestmark = pytest.mark.rare
 DEFT = (sys.executable, "-m", "deft_backend")
 
 
-def environment(server: Server) -> dict[str, str]:
+def environment(server):
     folder = server.process.command.environment["DEFT_STATE_DIR"]
     return {**os.environ, "DEFT_STATE_DIR": folder, "COLUMNS": "80"}
 
 
-def deft(server: Server, *arguments: str) -> str:
+def deft(server, *arguments):
     done = subprocess.run(
         [*DEFT, *arguments], capture_output=True, text=True, env=environment(server), cwd=ROOT,
         timeout=300, check=False,
@@ -39,7 +36,7 @@ def deft(server: Server, *arguments: str) -> str:
 
 
 @contextmanager
-def decoding(server: Server) -> Iterator[Callable[[], bool]]:
+def decoding(server):
     """Six requests that share a prefix, in the background; gives whether they still decode."""
     asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=40) for topic in TOPICS]
     traffic = threading.Thread(target=server.complete, args=(asks,))
@@ -48,7 +45,7 @@ def decoding(server: Server) -> Iterator[Callable[[], bool]]:
     traffic.join()
 
 
-def until(found: Callable[[], Any], goes_on: Callable[[], bool]) -> Any:
+def until(found, goes_on):
     while goes_on():
         value = found()
         if value:
@@ -58,7 +55,7 @@ def until(found: Callable[[], Any], goes_on: Callable[[], bool]) -> Any:
 
 
 @on("default")
-def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
+def test_top_and_inspect_show_the_batch_that_decodes(server):
     """Both show six requests and the prefix that they share, and no word of it."""
     port = server.process.command.port
     # Six requests that arrive at once may each compute a prefix that the cache does not hold.
@@ -74,13 +71,13 @@ def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
         url = re.search(r"http://127\.0\.0\.1:\d+/", said)
         assert url is not None, said
 
-        def state() -> dict[str, Any]:
+        def state():
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(f"{url[0]}state.json", timeout=60) as answer:
-                content: dict[str, Any] = json.loads(answer.read())
+                content = json.loads(answer.read())
                 return content
 
-        def whole() -> dict[str, Any] | None:
+        def whole():
             found = state()
             batch = found["batch"]
             return found if batch and len(batch["requests"]) == len(TOPICS) else None
@@ -109,9 +106,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server: Server) -> None:
 
 
 @on("default")
-def test_ab_replays_a_trace_on_two_running_servers(
-    server: Server, baseline: Server, tmp_path: Path
-) -> None:
+def test_ab_replays_a_trace_on_two_running_servers(server, baseline, tmp_path):
     """Every answer of the trace is the same; too long requests are counted, on both alike."""
     trace = tmp_path / "trace.jsonl"
     deft(

@@ -17,23 +17,22 @@ from integration_tests.common.answers import (
     check_policy,
     on,
 )
-from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask
 
 
 @on("default", "no-overlap", "chunked-pages", "no-radix", smoke=["default"])
-def test_shared_prefix(server: Server, reference) -> None:
+def test_shared_prefix(server, reference):
     check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
 
 
 @on("default", "chunked-pages", "device-planner")
-def test_equal_prompts_and_prompts_that_are_prefixes(server: Server, reference) -> None:
+def test_equal_prompts_and_prompts_that_are_prefixes(server, reference):
     whole = PREFIX + "Nobody came."
     check(server, reference, [Ask(whole), Ask(whole), Ask(whole[:-7]), Ask(PREFIX)])
 
 
 @on("default", "no-overlap", "chunked-pages")
-def test_forked(server: Server, reference) -> None:
+def test_forked(server, reference):
     check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4)])
 
 
@@ -41,30 +40,30 @@ def test_forked(server: Server, reference) -> None:
     "default", "no-overlap", "chunked-pages", "device-planner",
     smoke=["default", "device-planner"],
 )  # fmt: skip
-def test_levels(server: Server, reference) -> None:
+def test_levels(server, reference):
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:5]]
     check(server, reference, [*asks, Ask(PREFIX + "Alone.")])
 
 
 @on("default", "chunked-pages")
-def test_unshared(server: Server, reference) -> None:
+def test_unshared(server, reference):
     check(server, reference, [Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:4]])
 
 
 @on("default", "chunked-pages")
-def test_single(server: Server, reference) -> None:
+def test_single(server, reference):
     check(server, reference, [Ask(PREFIX)])
 
 
 @on("default", "no-overlap")
-def test_different_lengths_leave_one_by_one(server: Server, reference) -> None:
+def test_different_lengths_leave_one_by_one(server, reference):
     asks = [Ask(PREFIX + f"A list of {t}:", tokens=2 + 3 * i) for i, t in enumerate(TOPICS[:5])]
     check(server, reference, asks)
 
 
 @on("default", "no-overlap", "chunked-pages", "device-planner")
-def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
+def test_requests_join_and_others_are_aborted(server, reference):
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=8) for topic in TOPICS[:2]]
@@ -74,7 +73,7 @@ def test_requests_join_and_others_are_aborted(server: Server, reference) -> None
 
 
 @on("device-planner")
-def test_second_turns_and_samples_are_short_extends(server: Server, reference) -> None:
+def test_second_turns_and_samples_are_short_extends(server, reference):
     """Requests whose prompts are cached but for a few tokens; samples of a prompt but for one."""
     first = [Ask(PREFIX + f"Who saw {topic}?", tokens=4) for topic in TOPICS[:4]]
     check(server, reference, first)
@@ -85,7 +84,7 @@ def test_second_turns_and_samples_are_short_extends(server: Server, reference) -
 
 
 @on("two-ranks")
-def test_every_rank_plans_for_itself(server: Server, reference) -> None:
+def test_every_rank_plans_for_itself(server, reference):
     """Two ranks hold half of the heads each: the answers equal those of one rank with all heads."""
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:4]]
@@ -97,7 +96,7 @@ def test_every_rank_plans_for_itself(server: Server, reference) -> None:
 
 
 @on("retracting")
-def test_retracted_requests_come_back(server: Server, reference) -> None:
+def test_retracted_requests_come_back(server, reference):
     """The host retracts requests while they decode, and prefills them again later."""
     asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=20) for topic in TOPICS]
     check(server, reference, asks)
@@ -107,7 +106,7 @@ def test_retracted_requests_come_back(server: Server, reference) -> None:
 
 
 @on("default", "no-overlap", "chunked-pages", smoke=["default"])
-def test_fewer_bytes_are_read(server: Server, reference) -> None:
+def test_fewer_bytes_are_read(server, reference):
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=10) for topic in TOPICS]
@@ -130,7 +129,7 @@ def test_fewer_bytes_are_read(server: Server, reference) -> None:
     assert len(forest["rids"]) == len(forest["order"]) == len(forest["leaf"])
 
 
-def _has_state(server: Server) -> bool:
+def _has_state(server):
     try:
         server.state()
     except FileNotFoundError:
@@ -139,7 +138,7 @@ def _has_state(server: Server) -> bool:
 
 
 @on("device-planner", smoke=["device-planner"])
-def test_the_device_plans_every_step(server: Server, reference) -> None:
+def test_the_device_plans_every_step(server, reference):
     """Requests with and without sharing, and some that the host retracts and prefills again."""
     asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]
     check(server, reference, [*asks, Ask("Once upon a time", tokens=16)])
@@ -153,7 +152,7 @@ def test_the_device_plans_every_step(server: Server, reference) -> None:
 
 
 @on("no-radix")
-def test_without_a_radix_tree_the_kernels_still_run(server: Server, reference) -> None:
+def test_without_a_radix_tree_the_kernels_still_run(server, reference):
     """Without a cache nothing is shared: every request is a leaf, and the answers are the same."""
     check(server, reference, [Ask(PREFIX + topic) for topic in TOPICS[:3]])
     state = server.state()
@@ -162,7 +161,7 @@ def test_without_a_radix_tree_the_kernels_still_run(server: Server, reference) -
 
 
 @on(*POLICY_GROUPS, rare=RARE_POLICIES)
-def test_every_policy(server: Server, reference, request: pytest.FixtureRequest) -> None:
+def test_every_policy(server, reference, request):
     middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
     asks += [asks[0], Ask("Alone.", tokens=6)]
@@ -170,7 +169,7 @@ def test_every_policy(server: Server, reference, request: pytest.FixtureRequest)
 
 
 @on("default", "policy-fasttree")
-def test_beam_search(server: Server, baseline: Server) -> None:
+def test_beam_search(server, baseline):
     """Beams fork in every step: each beam has the host's tokens, in the host's order."""
     width = 12
     if importlib.util.find_spec("sglang.srt.beam_search") is None:

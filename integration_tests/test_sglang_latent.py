@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import EAGER, MODEL, Server
+from integration_tests.common.server import EAGER, MODEL
 from integration_tests.sglang_server import Ask, Group, running
 
 pytestmark = pytest.mark.xdist_group("latent")
@@ -26,7 +24,7 @@ CONFIG = {
 """A small MiniCPM3. SGLang computes its attention over latent vectors on the CPU."""
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder):
     """Random weights, so large that answers depend on every part of the KV cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,7 +41,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, PlainModel]]:
+def latent(tmp_path_factory):
     """A server that decodes MLA over plans, and the model in PyTorch."""
     folder = tmp_path_factory.mktemp("latent")
     write_checkpoint(folder / "model")
@@ -52,7 +50,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         yield server, PlainModel(folder / "model")
 
 
-def test_a_tree_of_requests(latent: tuple[Server, PlainModel]) -> None:
+def test_a_tree_of_requests(latent):
     """Two levels, several samples of a prompt, and requests that end one by one."""
     server, model = latent
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]

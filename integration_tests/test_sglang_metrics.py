@@ -2,7 +2,6 @@
 
 from integration_tests.common.answers import on
 from integration_tests.common.counted import check_metrics, logged_steps
-from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask
 
 PREFIX = (
@@ -12,7 +11,7 @@ PREFIX = (
 
 
 @on("no-overlap")
-def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
+def test_metrics_and_log_say_what_was_counted(server):
     """Group no-overlap: --enable-metrics --decode-log-interval 4."""
     # One request with several choices: on few cores, several requests may each decode alone.
     server.complete([Ask(PREFIX + "Of ships it says", tokens=12, n=5)])

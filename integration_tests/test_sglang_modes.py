@@ -4,7 +4,6 @@ The reference is the model itself, which no control request reaches.
 """
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ from integration_tests.common.control import (
     while_decoding,
 )
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Server
+from integration_tests.common.server import MODEL
 from integration_tests.sglang_server import Ask, in_shared_memory
 
 
 @on("small-cache")
-def test_evicted_documents_are_computed_again(server: Server, model: PlainModel) -> None:
+def test_evicted_documents_are_computed_again(server, model):
     """Six documents, more than the cache holds, then the first one again."""
     documents = [f"{topic} " * 20 + PREFIX[:120] for topic in TOPICS]
     for document in [*documents, documents[0]]:
@@ -36,10 +35,10 @@ def test_evicted_documents_are_computed_again(server: Server, model: PlainModel)
 
 @on("small-cache")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_paused_requests_go_on(server: Server, model: PlainModel, mode: str) -> None:
+def test_paused_requests_go_on(server, model, mode):
     asks = [Ask(PREFIX + f"It paused at {t}, and", tokens=16) for t in TOPICS[:3]]
 
-    def pause() -> None:
+    def pause():
         assert ask_to(server, "pause_generation", {"mode": mode}) == 200
         assert ask_to(server, "continue_generation") == 200
 
@@ -47,10 +46,10 @@ def test_paused_requests_go_on(server: Server, model: PlainModel, mode: str) -> 
 
 
 @on("small-cache")
-def test_the_cache_is_flushed(server: Server, model: PlainModel) -> None:
+def test_the_cache_is_flushed(server, model):
     """The host refuses to flush while requests decode, and flushes when they have ended."""
     asks = [Ask(PREFIX + f"They flushed {t}:", tokens=12) for t in TOPICS[:3]]
-    statuses: list[int] = []
+    statuses = []
     check_while_decoding(
         server, model, asks, lambda: statuses.append(ask_to(server, "flush_cache"))
     )
@@ -60,7 +59,7 @@ def test_the_cache_is_flushed(server: Server, model: PlainModel) -> None:
 
 
 @on("small-cache")
-def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
+def test_every_request_is_aborted(server, model):
     """Aborts of all requests, three times; requests that come later get their answers."""
     for topic in TOPICS[:3]:
         asks = [Ask(PREFIX + f"Stop {topic} {i}", tokens=24) for i in range(4)]
@@ -73,7 +72,7 @@ def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
 
 @pytest.mark.rare
 @on("small-cache")
-def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_path: Path) -> None:
+def test_weights_change_between_rollouts(server, model, tmp_path):
     """As an RL trainer does: samples, new weights, samples, and the old weights.
 
     The host's CPU engine cannot release its memory: `integration_tests/gpu` tests that.
@@ -93,7 +92,7 @@ def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_
 
 @pytest.mark.rare
 @on("small-cache")
-def test_weights_come_as_tensors(server: Server, model: PlainModel, tmp_path: Path) -> None:
+def test_weights_come_as_tensors(server, model, tmp_path):
     asks = [Ask(PREFIX + f"By {topic}", tokens=6) for topic in TOPICS[:3]]
     other = changed_weights(MODEL, tmp_path)
     load_tensors(server, other)
@@ -102,7 +101,7 @@ def test_weights_come_as_tensors(server: Server, model: PlainModel, tmp_path: Pa
     check(server, model, asks)
 
 
-def load_tensors(server: Server, folder: Path) -> None:
+def load_tensors(server, folder):
     for path, body in (
         ("begin_weight_update", None),
         ("update_weights_from_tensor", in_shared_memory(folder)),
@@ -113,7 +112,7 @@ def load_tensors(server: Server, folder: Path) -> None:
 
 @pytest.mark.rare
 @on("stages")
-def test_every_stage_plans_for_its_layers(server: Server, model: PlainModel) -> None:
+def test_every_stage_plans_for_its_layers(server, model):
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6) for t in TOPICS[:3]]
     check(server, model, [*asks, Ask(PREFIX, n=3)])
     first, second = (server.state(name) for name in ("tp0-pp0", "tp0-pp1"))
@@ -122,7 +121,7 @@ def test_every_stage_plans_for_its_layers(server: Server, model: PlainModel) -> 
 
 @pytest.mark.rare
 @on("engines")
-def test_every_engine_plans_for_its_requests(server: Server, model: PlainModel) -> None:
+def test_every_engine_plans_for_its_requests(server, model):
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6, n=2) for t in TOPICS[:4]]
     check(server, model, asks)
     assert all(server.state(name)["steps_tree"] > 0 for name in ("tp0-dp0", "tp0-dp1"))
@@ -130,12 +129,10 @@ def test_every_engine_plans_for_its_requests(server: Server, model: PlainModel) 
 
 @pytest.mark.rare
 @on("small-cache")
-def test_the_hosts_own_client_while_others_are_aborted(
-    server: Server, baseline: Server, tmp_path: Path
-) -> None:
+def test_the_hosts_own_client_while_others_are_aborted(server, baseline, tmp_path):
     """``sglang.bench_serving`` with evictions, pauses, flushes and aborts; both servers agree."""
 
-    def pause_and_flush() -> None:
+    def pause_and_flush():
         assert ask_to(server, "pause_generation", {"mode": "retract"}) == 200
         ask_to(server, "flush_cache")  # the host refuses where requests wait
         assert ask_to(server, "continue_generation") == 200

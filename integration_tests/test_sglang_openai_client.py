@@ -7,17 +7,14 @@ import pytest
 from integration_tests.common.answers import on
 from integration_tests.common.control import ask_to
 from integration_tests.common.openai_traffic import Round, check_openai_client
-from integration_tests.common.server import Server
 
 
 @pytest.mark.rare
 @on("small-cache")
-def test_the_openai_package_with_evictions_pauses_and_flushes(
-    server: Server, baseline: Server
-) -> None:
+def test_the_openai_package_with_evictions_pauses_and_flushes(server, baseline):
     """Each mode of ``pause_generation``; the last one aborts every request in flight."""
 
-    def pause(mode: str) -> None:
+    def pause(mode):
         assert ask_to(server, "pause_generation", {"mode": mode}) == 200
         ask_to(server, "flush_cache")  # the host refuses where requests wait
         time.sleep(0.2)
@@ -36,6 +33,6 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(
     assert evicted(server) > before
 
 
-def evicted(server: Server) -> float:
+def evicted(server):
     """Tokens that the host evicted from its prefix cache, by its own count."""
     return sum(server.metrics("sglang:evicted_tokens_total").values())

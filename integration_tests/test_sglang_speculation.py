@@ -1,26 +1,23 @@
 """Speculation: greedy answers equal the host's without it, and as many drafts are accepted."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check, check_joins_and_aborts, on
-from integration_tests.common.server import Server
 from integration_tests.sglang_server import GROUPS, Ask, running
 
 
 @on("chain", "tree")
-def test_answers(server: Server, reference) -> None:
+def test_answers(server, reference):
     check_answers(server, reference, most=3)
 
 
 @on("lookup", "chain-pages")
 @pytest.mark.rare
-def test_answers_with_n_grams_and_with_larger_pages(server: Server, reference) -> None:
+def test_answers_with_n_grams_and_with_larger_pages(server, reference):
     check_answers(server, reference, most=5)
 
 
-def check_answers(server: Server, reference, most: int) -> None:
+def check_answers(server, reference, most):
     """Requests that share a prefix, one that ends early, and one alone.
 
     A verification accepts at most `most` draft tokens of a request.
@@ -38,16 +35,14 @@ def check_answers(server: Server, reference, most: int) -> None:
 
 
 @on("chain", "tree")
-def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
+def test_requests_join_and_others_are_aborted(server, reference):
     first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
     check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
 
 
 @pytest.fixture
-def host(
-    server: Server, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def host(server, request, tmp_path_factory):
     """The host's own backend, with the flags of the test's group."""
     group = request.node.callspec.params["server"]
     folder = tmp_path_factory.mktemp(f"host-{group}")
@@ -57,7 +52,7 @@ def host(
 
 @on("chain", "tree")
 @pytest.mark.rare
-def test_as_many_drafts_are_accepted(server: Server, host: Server) -> None:
+def test_as_many_drafts_are_accepted(server, host):
     """One request after another: the drafts of each verification then depend on nothing else."""
     prompts = [f"{PREFIX}Of {topic} it is told" for topic in TOPICS[:3]]
     before = server.state()
@@ -71,7 +66,7 @@ def test_as_many_drafts_are_accepted(server: Server, host: Server) -> None:
     assert host.state()["steps_host"]["observed"] > 0
 
 
-def drafts(server: Server, prompt: str) -> tuple[int, int]:
+def drafts(server, prompt):
     """Verifications and accepted drafts of a request, by the host's own count."""
     sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
     found = server.post("generate", {"text": prompt, "sampling_params": sampling})["meta_info"]

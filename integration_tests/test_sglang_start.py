@@ -3,11 +3,10 @@
 import pytest
 
 from deft_backend.tools.servers.command import StartError
-from integration_tests.common.server import Server
 from integration_tests.sglang_server import Ask, Group, running
 
 
-def test_a_wrong_setting_stops_the_server(tmp_path) -> None:
+def test_a_wrong_setting_stops_the_server(tmp_path):
     """The message names the variable, its value and the allowed values."""
     group = Group(settings={"DEFT_POLICY": "fastest"})
     with pytest.raises(StartError) as refused, running("deft", group, tmp_path):
@@ -17,7 +16,7 @@ def test_a_wrong_setting_stops_the_server(tmp_path) -> None:
     assert "auto" in message
 
 
-def test_another_backend_is_left_alone_and_observed(baseline: Server) -> None:
+def test_another_backend_is_left_alone_and_observed(baseline):
     """The baseline runs the host's own backend; its steps are counted query by query."""
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
     state = baseline.state()

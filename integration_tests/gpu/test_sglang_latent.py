@@ -1,13 +1,10 @@
 """On a Hopper GPU: with an MLA model, every token is that of the host's own backend."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.e2e.served_model import Model, write_model
+from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
@@ -26,11 +23,9 @@ FLEET = Fleet("sglang", COMMON, {"host": Variant("fa3")}, dict.fromkeys(SHAPES, 
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, tuple[Server, Server], Model]]:
+def served(request, tmp_path_factory):
     """A shape, a server with tree attention and the host's own, and their model."""
-    shape: str = request.param
+    shape = request.param
     folder = tmp_path_factory.mktemp(shape)
     model = write_model(folder / "model", shape, "random", "bfloat16")
     with running(FLEET, [shape, "host"], 1, model, Path(), folder) as found:
@@ -43,7 +38,7 @@ def served(
         yield shape, (ours, theirs), model
 
 
-def test_every_token_is_the_hosts(served: tuple[str, tuple[Server, Server], Model]) -> None:
+def test_every_token_is_the_hosts(served):
     """Two rounds of a forest whose requests join, end and hang up."""
     shape, pair, model = served
     check_every_token(FLEET, shape, pair, model)

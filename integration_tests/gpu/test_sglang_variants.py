@@ -6,16 +6,13 @@ Servers run with the overlap scheduler and CUDA graphs. If the environment names
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.e2e.checked_answers import check
 from benchmarks.e2e.kept_answers import ask, compare
-from benchmarks.e2e.served_model import Model
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import ask_to, changed_weights
-from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import (
     check_adapters,
     check_every_token,
@@ -35,23 +32,19 @@ on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 
 
 @on_each
-def test_every_token_is_the_hosts(variant: str, pair: tuple[Server, Server], model: Model) -> None:
+def test_every_token_is_the_hosts(variant, pair, model):
     """Two rounds of a forest whose requests join, end and hang up."""
     adapters = (None, *ADAPTERS) if VARIANTS[variant].lora else (None,)
     check_every_token(FLEET, variant, pair, model, *adapters)
 
 
 @pytest.mark.parametrize("variant", ["lora"], indirect=True)
-def test_adapters_beside_their_base(
-    variant: str, pair: tuple[Server, Server], model: Model
-) -> None:
+def test_adapters_beside_their_base(variant, pair, model):
     check_adapters(FLEET, variant, pair, model)
 
 
 @pytest.mark.parametrize("variant", ["memory-saver"], indirect=True)
-def test_memory_is_released_and_weights_change(
-    variant: str, pair: tuple[Server, Server], model: Model, tmp_path: Path
-) -> None:
+def test_memory_is_released_and_weights_change(variant, pair, model, tmp_path):
     """As an RL trainer does after each step: release, resume, new weights, samples."""
     other = changed_weights(Path(model.path), tmp_path)
     ours, _ = pair
@@ -67,9 +60,7 @@ def test_memory_is_released_and_weights_change(
 
 
 @on_each
-def test_several_answers_to_one_prompt(
-    variant: str, pair: tuple[Server, Server], model: Model
-) -> None:
+def test_several_answers_to_one_prompt(variant, pair, model):
     """``n`` = 4: four answers that fork from one prompt."""
     ours, theirs = pair
     prompts = [asked.prompt for asked in requests(model.ids, 11)[:3]]
@@ -81,7 +72,7 @@ def test_several_answers_to_one_prompt(
     samples = [(prompts[at // 4], answer["output_ids"]) for at, answer in enumerate(forks)]
     assert all(len(ids) == 24 for _, ids in samples)
 
-    async def forked() -> dict[str, Any]:
+    async def forked():
         async with client_of(FLEET, theirs) as client:
             return (await check(samples, client, tolerance(variant))).to_dict(tolerance(variant))
 
@@ -91,11 +82,11 @@ def test_several_answers_to_one_prompt(
 
 
 @on_each
-def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> None:
+def test_logprobs(variant, pair, model):
     """All log-probabilities before the first tie are close."""
     prompts = [asked.prompt for asked in requests(model.ids, 12)]
 
-    async def asked_both() -> dict[str, Any]:
+    async def asked_both():
         found = []
         for server in pair:
             async with client_of(FLEET, server) as client:
@@ -110,5 +101,5 @@ def test_logprobs(variant: str, pair: tuple[Server, Server], model: Model) -> No
 
 
 @on_each
-def test_trees_were_decoded(variant: str, pair: tuple[Server, Server]) -> None:
+def test_trees_were_decoded(variant, pair):
     check_steps(FLEET, variant, pair[0])

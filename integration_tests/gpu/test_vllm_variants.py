@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.e2e.served_model import Model
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import ask_to, changed_weights
-from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import (
     check_adapters,
     check_every_token,
@@ -29,22 +27,18 @@ on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 
 
 @on_each
-def test_every_token_is_vllms(variant: str, pair: tuple[Server, Server], model: Model) -> None:
+def test_every_token_is_vllms(variant, pair, model):
     check_every_token(FLEET, variant, pair, model)
 
 
 @pytest.mark.parametrize("variant", ["lora"], indirect=True)
-def test_adapters_beside_their_base(
-    variant: str, pair: tuple[Server, Server], model: Model
-) -> None:
+def test_adapters_beside_their_base(variant, pair, model):
     check_adapters(FLEET, variant, pair, model)
 
 
 @pytest.mark.parametrize("variant", ["sleeping"], indirect=True)
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_server_sleeps_and_its_weights_change(
-    variant: str, level: int, pair: tuple[Server, Server], model: Model, tmp_path: Path
-) -> None:
+def test_a_server_sleeps_and_its_weights_change(variant, level, pair, model, tmp_path):
     """As an RL trainer does after each step: sleep, wake, new weights, samples.
 
     At level 2 the server forgets its weights. So it gets them before its KV cache is back.
@@ -66,5 +60,5 @@ def test_a_server_sleeps_and_its_weights_change(
 
 
 @on_each
-def test_vllm_decoded_trees(variant: str, pair: tuple[Server, Server]) -> None:
+def test_vllm_decoded_trees(variant, pair):
     check_steps(FLEET, variant, pair[0])

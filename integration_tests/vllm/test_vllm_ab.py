@@ -1,7 +1,5 @@
 """`deft ab --host vllm` as a user runs it: two real servers and the report."""
 
-from pathlib import Path
-
 import pytest
 
 from deft_backend.hosts.vllm.versions import backend_name
@@ -10,7 +8,7 @@ from integration_tests.common.server import DRAFT
 
 
 @pytest.mark.timeout(900)
-def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
+def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     data, _ = deft_ab(
         tmp_path, "--host", "vllm", "--workload", "few-shot", "--workload", "parallel-samples",
         "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "6",
@@ -22,7 +20,7 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.rare
 @pytest.mark.timeout(900)
-def test_ab_compares_two_servers_that_speculate(tmp_path: Path) -> None:
+def test_ab_compares_two_servers_that_speculate(tmp_path):
     data, output = deft_ab(
         tmp_path, "--host", "vllm", "--workload", "few-shot", "--branches", "3",
         "--prefix-tokens", "150", "--max-tokens", "12", "--speculative", str(DRAFT),

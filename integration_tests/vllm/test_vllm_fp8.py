@@ -7,7 +7,7 @@ import torch
 
 from integration_tests.common.answers import PREFIX, TOPICS, assert_same
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Answer
+from integration_tests.common.server import MODEL
 from integration_tests.vllm.vllm_server import Ask, Group, running, together
 
 FP8 = Group(
@@ -23,7 +23,7 @@ needs_avx512 = pytest.mark.skipif(
 )
 
 
-def same_or_tied(ours: Answer, theirs: Answer) -> int:
+def same_or_tied(ours, theirs):
     """Tokens that agree until the first one where two tokens are nearly equally likely."""
     agreed = 0
     for mine, other, a, b, likeliest in zip(
@@ -40,7 +40,7 @@ def same_or_tied(ours: Answer, theirs: Answer) -> int:
 
 @needs_avx512
 @pytest.mark.xdist_group("fp8")
-def test_answers_over_an_fp8_cache(tmp_path: Path, adapter: Path) -> None:
+def test_answers_over_an_fp8_cache(tmp_path, adapter):
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=12, logprobs=5) for t in TOPICS]
     asks = [asks[0], together(asks[1:])]
     answers = {}

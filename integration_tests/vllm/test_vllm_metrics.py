@@ -4,12 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.counted import check_metrics, logged_steps
-from integration_tests.common.server import Server
 from integration_tests.vllm.vllm_server import Ask, together
 
 
 @on("default")
-def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
+def test_metrics_and_log_say_what_was_counted(server):
     """Group default: VLLM_LOG_STATS_INTERVAL is a second."""
     asks = [Ask(PREFIX + f"Of {topic} they wrote", tokens=24) for topic in TOPICS[:4]]
     server.complete([together(asks)])
@@ -28,7 +27,7 @@ def test_metrics_and_log_say_what_was_counted(server: Server) -> None:
 
 
 @on("default")
-def test_explain_shows_what_decodes_at_once(server: Server) -> None:
+def test_explain_shows_what_decodes_at_once(server):
     """Ask while they decode, because the last step may hold one request only."""
     asks = [Ask(PREFIX + f"On {topic} one reads", tokens=48) for topic in TOPICS[:4]]
     shown = []
@@ -43,7 +42,7 @@ def test_explain_shows_what_decodes_at_once(server: Server) -> None:
     assert not server.trouble()
 
 
-def test_an_observed_server_shows_its_own_steps(baseline: Server) -> None:
+def test_an_observed_server_shows_its_own_steps(baseline):
     baseline.complete([Ask("A short line about snow.", tokens=4)] * 2)
     state = check_metrics(baseline)
     assert set(state["steps_host"]) == {"observed"}

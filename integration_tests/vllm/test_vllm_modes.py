@@ -3,8 +3,6 @@
 The reference is the model itself, which no control request reaches.
 """
 
-from pathlib import Path
-
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check, on
@@ -16,19 +14,19 @@ from integration_tests.common.control import (
     while_decoding,
 )
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Server
+from integration_tests.common.server import MODEL
 from integration_tests.vllm.vllm_server import Ask, together
 
 pytestmark = pytest.mark.rare
 
 
-def asked(opening: str, tokens: int, topics: int = 3) -> list[Ask]:
+def asked(opening, tokens, topics=3):
     """Requests that share a prefix and decode together."""
     return [together([Ask(PREFIX + f"{opening} {t},", tokens=tokens) for t in TOPICS[:topics]])]
 
 
 @on("rollouts")
-def test_evicted_documents_are_computed_again(server: Server, model: PlainModel) -> None:
+def test_evicted_documents_are_computed_again(server, model):
     """Five documents, more than the cache holds, then the first one again."""
     documents = [f"{topic} " * 20 + PREFIX[:120] for topic in TOPICS[:5]]
     for document in [*documents, documents[0]]:
@@ -39,16 +37,16 @@ def test_evicted_documents_are_computed_again(server: Server, model: PlainModel)
     assert steps > 0
 
 
-def hits(server: Server) -> float:
+def hits(server):
     """Tokens that the host found in its prefix cache, by its own count."""
     return sum(server.metrics("vllm:prefix_cache_hits_total").values())
 
 
 @on("rollouts")
-def test_paused_requests_go_on(server: Server, model: PlainModel) -> None:
+def test_paused_requests_go_on(server, model):
     asks = asked("It paused at", 16)
 
-    def pause() -> None:
+    def pause():
         assert ask_to(server, "pause?mode=keep") == 200
         assert ask_to(server, "resume") == 200
 
@@ -56,11 +54,11 @@ def test_paused_requests_go_on(server: Server, model: PlainModel) -> None:
 
 
 @on("rollouts")
-def test_the_cache_is_flushed_while_requests_decode(server: Server, model: PlainModel) -> None:
+def test_the_cache_is_flushed_while_requests_decode(server, model):
     """The host preempts every request, flushes, and computes all of them again."""
     asks = asked("They flushed", 16)
 
-    def flush() -> None:
+    def flush():
         assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
 
     check_while_decoding(server, model, asks, flush)
@@ -68,7 +66,7 @@ def test_the_cache_is_flushed_while_requests_decode(server: Server, model: Plain
 
 
 @on("rollouts")
-def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
+def test_every_request_is_aborted(server, model):
     """Aborts of all requests, twice; requests that come later get their answers."""
     for topic in TOPICS[:2]:
         asks = [together([Ask(PREFIX + f"Stop {topic} {i}", tokens=40) for i in range(3)])]
@@ -79,7 +77,7 @@ def test_every_request_is_aborted(server: Server, model: PlainModel) -> None:
 
 @on("rollouts")
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_server_sleeps_and_wakes(server: Server, model: PlainModel, level: int) -> None:
+def test_a_server_sleeps_and_wakes(server, model, level):
     """On the CPU the host keeps its memory: the engine only flushes and stops scheduling."""
     check(server, model, asked("Before it slept", 6))
     assert ask_to(server, f"sleep?level={level}") == 200
@@ -88,7 +86,7 @@ def test_a_server_sleeps_and_wakes(server: Server, model: PlainModel, level: int
 
 
 @on("rollouts")
-def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_path: Path) -> None:
+def test_weights_change_between_rollouts(server, model, tmp_path):
     """As an RL trainer does: samples, new weights, samples, and the old weights again."""
     asks = asked("Of", 8, topics=4)
     first = check(server, model, asks)
@@ -100,7 +98,7 @@ def test_weights_change_between_rollouts(server: Server, model: PlainModel, tmp_
     check(server, model, asks)
 
 
-def load_weights(server: Server, folder: Path) -> None:
+def load_weights(server, folder):
     """Pause, load a checkpoint, forget what the old weights computed, and go on."""
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     assert ask_to(server, "pause?mode=wait") == 200
@@ -110,12 +108,10 @@ def load_weights(server: Server, folder: Path) -> None:
 
 
 @on("default", "pressed")
-def test_the_hosts_own_client_while_others_hang_up(
-    server: Server, baseline: Server, tmp_path: Path
-) -> None:
+def test_the_hosts_own_client_while_others_hang_up(server, baseline, tmp_path):
     """``vllm bench serve`` with preemption, pauses, flushes and aborts; both servers agree."""
 
-    def pause_and_flush() -> None:
+    def pause_and_flush():
         assert ask_to(server, "pause?mode=keep") == 200
         assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
         assert ask_to(server, "resume") == 200

@@ -1,20 +1,17 @@
 """The `openai` package gets the host's own answers while vLLM evicts, pauses and flushes."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integration_tests.common.answers import on
 from integration_tests.common.control import ask_to
 from integration_tests.common.openai_traffic import Round, check_openai_client
-from integration_tests.common.server import Server
 from integration_tests.vllm.vllm_server import GROUPS, running
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[Server]:
+def own(tmp_path_factory, adapter):
     """The host's own backend with the flags of the test's group, which change the precision."""
     folder = tmp_path_factory.mktemp("own")
     with running(None, GROUPS["rollouts"], folder, adapter) as server:
@@ -23,10 +20,10 @@ def own(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[Ser
 
 @pytest.mark.rare
 @on("rollouts")
-def test_the_openai_package_with_evictions_pauses_and_flushes(server: Server, own: Server) -> None:
+def test_the_openai_package_with_evictions_pauses_and_flushes(server, own):
     """Each mode of ``pause``; the last one aborts every request in flight."""
 
-    def pause(mode: str, flush: str) -> None:
+    def pause(mode, flush):
         assert ask_to(server, f"pause?mode={mode}") == 200
         assert ask_to(server, f"reset_prefix_cache{flush}") == 200
         time.sleep(0.2)
@@ -45,6 +42,6 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(server: Server, ow
     assert evicted(server) > before
 
 
-def evicted(server: Server) -> float:
+def evicted(server):
     """Blocks that the host evicted from its prefix cache, by its own count."""
     return sum(server.metrics("vllm:kv_block_lifetime_seconds_count").values())

@@ -1,21 +1,18 @@
 """Speculation: greedy answers equal the host's without it, and as many drafts are accepted."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check, check_joins_and_aborts, on
 from integration_tests.common.counted import check_metrics
-from integration_tests.common.server import Server
 from integration_tests.vllm.vllm_server import GROUPS, Ask, running, together
 
 KINDS = ("lookup", "draft")
 
 
 @on(*KINDS)
-def test_answers(server: Server, reference) -> None:
+def test_answers(server, reference):
     """Requests of different numbers of drafts in one step; some of the drafts are rejected."""
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=16) for t in TOPICS[:4]]
     check(server, reference, [together(asks), asks[0], Ask("Alone, and alone.", tokens=9)])
@@ -27,7 +24,7 @@ def test_answers(server: Server, reference) -> None:
 
 
 @on(*KINDS)
-def test_accepted_drafts_are_counted(server: Server) -> None:
+def test_accepted_drafts_are_counted(server):
     """As the host counts them, except for the last draft of each request."""
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=40) for topic in TOPICS[:3]]
     earlier, before = check_metrics(server), told(server)
@@ -42,14 +39,14 @@ def test_accepted_drafts_are_counted(server: Server) -> None:
 
 
 @on(*KINDS)
-def test_requests_join_and_others_are_aborted(server: Server, reference) -> None:
+def test_requests_join_and_others_are_aborted(server, reference):
     first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
     check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
 
 
 @pytest.fixture(scope="session")
-def host_with_draft(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[Server]:
+def host_with_draft(tmp_path_factory, adapter):
     """The host's own backend, with the same draft model."""
     folder = tmp_path_factory.mktemp("host-draft")
     with running(None, GROUPS["draft"], folder, adapter) as server:
@@ -58,7 +55,7 @@ def host_with_draft(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> 
 
 @on("draft")
 @pytest.mark.rare
-def test_as_many_drafts_are_accepted(server: Server, host_with_draft: Server) -> None:
+def test_as_many_drafts_are_accepted(server, host_with_draft):
     """One request after another: the drafts of each verification then depend on nothing else."""
     found = []
     for each in (server, host_with_draft):
@@ -71,7 +68,7 @@ def test_as_many_drafts_are_accepted(server: Server, host_with_draft: Server) ->
     assert drafted / 2 < taken < drafted  # the draft model is made for this
 
 
-def told(server: Server) -> dict[str, float]:
+def told(server):
     """Drafts and their accepted tokens, by the host's own count."""
     return {
         name: sum(server.metrics(f"vllm:spec_decode_num_{name}_total").values())
@@ -79,7 +76,7 @@ def told(server: Server) -> dict[str, float]:
     }
 
 
-def accepted(server: Server) -> list[float]:
+def accepted(server):
     """Draft tokens so far, and those accepted: the host's own counters."""
     return [
         sum(server.metrics(f"vllm:spec_decode_num_{name}_tokens_total").values())

@@ -1,10 +1,7 @@
 """MLA over plans, with a stand-in for the host's kernel, against float64 request by request."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from benchmarks.random_batches import random_batch
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.kernels.latent.kernel_batch import LatentCall
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import captured
 from tests.support.strategies import Batch, batches
@@ -28,24 +24,21 @@ RECORD = Path(__file__).parents[2] / "docs/results/mla-h100.json"
 class Counted:
     """The stand-in; remembers its calls."""
 
-    def __init__(self) -> None:
-        self.calls: list[LatentCall] = []
+    def __init__(self):
+        self.calls = []
 
-    def __call__(self, call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, call):
         self.calls.append(call)
         return plain_latent_attention(call)
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         """KV tokens of all calls."""
         ends = [(call.batch.end - call.batch.begin) for call in self.calls]
         return int(sum(part.sum() for part in ends))
 
 
-def expected(
-    q_nope: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, table: torch.Tensor,
-    lens: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+def expected(q_nope, q_rope, cache, table, lens):
     """The reference pads values to the width of keys: [T, H, value_dim] float64."""
     keys = cache.unsqueeze(2)
     value, rope = q_nope.shape[-1], q_rope.shape[-1]
@@ -54,10 +47,7 @@ def expected(
     return reference_attention(q, keys, values, table, lens, sm_scale=SCALE)[..., :value]
 
 
-def check(
-    batch: Batch, heads: int, query_tokens: int, *, on_device: bool, grow: int = 0,
-    padding: int = 0,
-) -> Counted:  # fmt: skip
+def check(batch, heads, query_tokens, *, on_device, grow=0, padding=0):
     """Plan, grow, lay out, run a layer of poisoned memory, and compare with float64."""
     kernel = Counted()
     requests = len(batch.seq_lens)
@@ -98,9 +88,7 @@ def check(
     batch=batches(), heads=st.sampled_from([1, 5, 8, 20, 32]), tokens=st.sampled_from([1, 1, 3]),
     on_device=st.booleans(), grow=st.integers(0, 20), padding=st.integers(0, 3),
 )  # fmt: skip
-def test_equals_attention_request_by_request(
-    batch: Batch, heads: int, tokens: int, on_device: bool, grow: int, padding: int
-) -> None:
+def test_equals_attention_request_by_request(batch, heads, tokens, on_device, grow, padding):
     if heads * tokens <= 32:
         check(
             batch, heads, tokens, on_device=on_device, grow=grow,
@@ -108,7 +96,7 @@ def test_equals_attention_request_by_request(
         )  # fmt: skip
 
 
-def flash_attention() -> Any:
+def flash_attention():
     """The host's kernel on this machine; tests without a Hopper GPU or a host are skipped."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -122,7 +110,7 @@ def flash_attention() -> Any:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (16, 1), (20, 1), (32, 1), (8, 4), (16, 2)])
-def test_flash_attention_in_a_graph(heads: int, tokens: int, page_size: int) -> None:
+def test_flash_attention_in_a_graph(heads, tokens, page_size):
     """One graph serves plans of both planners, of other trees and of fewer requests."""
     kernel = flash_attention()
     attention = LatentAttention(
@@ -140,18 +128,18 @@ def test_flash_attention_in_a_graph(heads: int, tokens: int, page_size: int) -> 
     lens = torch.full((24,), tokens, dtype=torch.int64, device="cuda")
     rows = torch.arange(24, device="cuda").flip(0).contiguous()
 
-    def layer() -> torch.Tensor:
+    def layer():
         return attention.run(q[..., :512], q[..., 512:], cache, table, sm_scale=SCALE)
 
-    def from_tables() -> torch.Tensor:
+    def from_tables():
         attention.plan_on_device(table, lens, table_rows=rows)
         return layer()
 
-    def from_plan() -> torch.Tensor:
+    def from_plan():
         attention.lay_out(lens, table_rows=rows)
         return layer()
 
-    def plan(requests: int) -> None:
+    def plan(requests):
         tables = table[rows[:requests]].cpu()
         attention.plan(forest_from_page_tables(tables, lens[:requests].cpu(), page_size))
 
@@ -181,7 +169,7 @@ def test_flash_attention_in_a_graph(heads: int, tokens: int, page_size: int) -> 
             assert relative_error(out[:real], want) < 1e-2
 
 
-def test_the_costs_decide_recorded_batches_as_measured() -> None:
+def test_the_costs_decide_recorded_batches_as_measured():
     """Where a row says that the host's kernel was faster, the host decodes; nowhere else."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     rows = [row for row in record["rows"] if (row["query_tokens"], row["page_size"]) == (1, 64)]

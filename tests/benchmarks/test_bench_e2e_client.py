@@ -1,8 +1,6 @@
 """The client of token ids against a server with both hosts' endpoints."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -25,10 +23,10 @@ HOSTS = pytest.mark.parametrize("host", ["sglang", "vllm"])
 PROMPTS = [[1, 2, 3], [5], [90, 7, 7, 7]]
 
 
-def with_server(host: FakeHost, use: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+def with_server(host, use):
     """Run `use` with a client of an in-process server."""
 
-    async def run() -> Any:
+    async def run():
         runner = web.AppRunner(host.app())
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -44,7 +42,7 @@ def with_server(host: FakeHost, use: Callable[[Client], Coroutine[Any, Any, Any]
 
 
 @HOSTS
-def test_a_batch_comes_back_in_the_prompts_order(host: str) -> None:
+def test_a_batch_comes_back_in_the_prompts_order(host):
     answers, seconds = with_server(FakeHost(host), lambda client: client.batch(PROMPTS, 6))
     assert [answer.ids for answer in answers] == [decode(prompt, 6).ids for prompt in PROMPTS]
     assert seconds > 0
@@ -52,7 +50,7 @@ def test_a_batch_comes_back_in_the_prompts_order(host: str) -> None:
 
 
 @HOSTS
-def test_log_probabilities_are_of_the_ids(host: str) -> None:
+def test_log_probabilities_are_of_the_ids(host):
     answers, _ = with_server(
         FakeHost(host, "tie"), lambda client: client.batch(PROMPTS, 6, logprobs=True)
     )
@@ -63,7 +61,7 @@ def test_log_probabilities_are_of_the_ids(host: str) -> None:
 
 
 @HOSTS
-def test_how_much_likelier_the_likeliest_token_is(host: str) -> None:
+def test_how_much_likelier_the_likeliest_token_is(host):
     context = [3, 1, 4]
     for token in (first_choice(context), second_choice(context), third_choice(context)):
         gap = with_server(FakeHost(host), lambda client, token=token: client.gap(context, token))
@@ -71,7 +69,7 @@ def test_how_much_likelier_the_likeliest_token_is(host: str) -> None:
 
 
 @pytest.mark.parametrize(("host", "incremental"), [("sglang", 0), ("sglang", 1), ("vllm", 1)])
-def test_a_stream_gives_each_token_once_with_its_time(host: str, incremental: int) -> None:
+def test_a_stream_gives_each_token_once_with_its_time(host, incremental):
     fake = FakeHost(host, incremental=bool(incremental))
     answer = with_server(fake, lambda client: client.stream([4, 4], 9))
     assert answer.ids == decode([4, 4], 9).ids
@@ -83,10 +81,10 @@ def test_a_stream_gives_each_token_once_with_its_time(host: str, incremental: in
 
 
 @HOSTS
-def test_further_fields_are_in_every_request(host: str) -> None:
+def test_further_fields_are_in_every_request(host):
     fake = FakeHost(host)
 
-    async def ask(client: Client) -> None:
+    async def ask(client):
         async with Client(client._url, host, {"lora_path": "adapted"}) as other:
             await other.batch(PROMPTS, 2)
             await other.stream([1], 2)
@@ -97,10 +95,10 @@ def test_further_fields_are_in_every_request(host: str) -> None:
 
 
 @HOSTS
-def test_hanging_up_ends_the_request(host: str) -> None:
+def test_hanging_up_ends_the_request(host):
     fake = FakeHost(host)
 
-    async def leave(client: Client) -> Any:
+    async def leave(client):
         answer = await client.stream([1], 5000, leave_after=3)
         for _ in range(3000):
             if fake.hung_up:
@@ -114,13 +112,13 @@ def test_hanging_up_ends_the_request(host: str) -> None:
 
 
 @HOSTS
-def test_what_the_server_refuses_is_told(host: str) -> None:
+def test_what_the_server_refuses_is_told(host):
     with pytest.raises(ClientError, match="answered 400: no room"):
         with_server(FakeHost(host, "refuses"), lambda client: client.batch(PROMPTS, 2))
 
 
 @HOSTS
-def test_an_answer_that_is_too_short_is_no_answer(host: str) -> None:
+def test_an_answer_that_is_too_short_is_no_answer(host):
     fake = FakeHost(host, "short")
     with pytest.raises(ClientError, match="3 answers of 5 tokens, got 3 of \\[4\\]"):
         with_server(fake, lambda client: client.batch(PROMPTS, 5))
@@ -129,7 +127,7 @@ def test_an_answer_that_is_too_short_is_no_answer(host: str) -> None:
 
 
 @HOSTS
-def test_the_tokens_before_a_cut_are_kept(host: str) -> None:
+def test_the_tokens_before_a_cut_are_kept(host):
     kept = Answer()
     with pytest.raises(ClientError, match="ended after 4 of 5 tokens"):
         with_server(FakeHost(host, "short"), lambda client: client.stream([1], 5, into=kept))
@@ -137,8 +135,8 @@ def test_the_tokens_before_a_cut_are_kept(host: str) -> None:
     assert len(kept.arrivals) == 4
 
 
-def test_nobody_there_is_a_client_error() -> None:
-    async def ask() -> None:
+def test_nobody_there_is_a_client_error():
+    async def ask():
         async with Client("http://127.0.0.1:9", "sglang") as client:
             await client.batch([[1]], 1)
 
@@ -146,13 +144,13 @@ def test_nobody_there_is_a_client_error() -> None:
         asyncio.run(ask())
 
 
-def send(host: FakeHost, *requests: Request) -> list[Answer]:
+def send(host, *requests):
     workload = Workload("w", "", (), requests)
     return list(with_server(host, lambda client: send_requests(workload, client)))
 
 
 @HOSTS
-def test_a_request_continues_the_answer_before_it(host: str) -> None:
+def test_a_request_continues_the_answer_before_it(host):
     first, other, last = send(
         FakeHost(host), Request("a", (1, 2), 5), Request("b", (7,), 3),
         Request("c", (3,), 4, after="a"),
@@ -163,7 +161,7 @@ def test_a_request_continues_the_answer_before_it(host: str) -> None:
 
 
 @HOSTS
-def test_a_turn_goes_on_with_what_its_sub_agents_return(host: str) -> None:
+def test_a_turn_goes_on_with_what_its_sub_agents_return(host):
     *_, last = send(
         FakeHost(host), Request("a", (1, 2), 3), Request("f", (5,), 2, after="a"),
         Request("g", (6,), 2, after="a"), TreeRequest("r", (3,), 4, after="a", returned=("f", "g")),
@@ -174,7 +172,7 @@ def test_a_turn_goes_on_with_what_its_sub_agents_return(host: str) -> None:
 
 
 @HOSTS
-def test_beams_come_back_best_first_and_samples_are_sampled(host: str) -> None:
+def test_beams_come_back_best_first_and_samples_are_sampled(host):
     fake = FakeHost(host)
     *beams, sample = send(
         fake, TreeRequest("b", (1, 2), 4, beams=3), TreeRequest("s", (7,), 5, sampled=True)
@@ -186,7 +184,7 @@ def test_beams_come_back_best_first_and_samples_are_sampled(host: str) -> None:
     assert sorted(heat) == [0, 1]
 
 
-def test_a_beam_that_is_too_short_is_no_answer() -> None:
+def test_a_beam_that_is_too_short_is_no_answer():
     with pytest.raises(SendError, match=r"w, b: asked for 3 answers of 4 tokens, got 3 of \[3\]"):
         send(FakeHost(mode="short"), TreeRequest("b", (1, 2), 4, beams=3))
 
@@ -194,11 +192,11 @@ def test_a_beam_that_is_too_short_is_no_answer() -> None:
 @pytest.mark.parametrize(
     ("mode", "message"), [("short", "w, a: an answer ended after 4"), ("refuses", "w, a: .*400")]
 )
-def test_a_workload_that_fails_names_the_request(mode: str, message: str) -> None:
+def test_a_workload_that_fails_names_the_request(mode, message):
     with pytest.raises(SendError, match=message):
         send(FakeHost(mode=mode), Request("a", (1,), 5))
 
 
-def test_text_is_refused() -> None:
+def test_text_is_refused():
     with pytest.raises(TypeError, match="a has text; expected token ids"):
         send(FakeHost(), Request("a", "text", 5))

@@ -1,59 +1,49 @@
 """Rows of end-to-end runs: stored, merged, and compared with the release bars."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from rich.console import Console
 
 from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_plots import draw
-from benchmarks.e2e.serving_rows import Row, by_case, make_row, merged, read_rows, replaced
+from benchmarks.e2e.serving_rows import by_case, make_row, merged, read_rows, replaced
 from benchmarks.e2e.serving_tables import bars_table, rows_table
 from benchmarks.e2e.where_sharing_pays import RESULTS, recorded_cases, table
 from benchmarks.e2e.where_sharing_pays import draw as draw_sharing
 from benchmarks.row_files import RowsError, write_rows
 
-HEADER: dict[str, Any] = {
+HEADER = {
     "device": "A GPU (CUDA 13.0)", "driver": "1", "versions": {"torch": "2"}, "commit": "abc",
     "runs": [{"command": "python -m benchmarks e2e"}],
 }  # fmt: skip
 
 
-def timed(
-    backend: str,
-    tpot: float | None,
-    case: tuple[int, int, int] | None = (4096, 32, 64),
-    workload: str = "few-shot",
-    host: str = "sglang",
-    **figures: Any,
-) -> Row:
+def timed(backend, tpot, case=(4096, 32, 64), workload="few-shot", host="sglang", **figures):
     row = make_row(workload, host, backend, "fake", "")
     if case is not None:
         row["prefix"], row["branches"], row["suffix"] = case
     row["tpot_ms"] = tpot
     if backend in ("deft", "CUSTOM"):
         row["detail"]["steps"] = {"tree": 5, "host": {}}
-    row.update(figures)  # type: ignore[typeddict-item]
+    row.update(figures)
     return row
 
 
-def test_rows_survive_their_file(tmp_path: Path) -> None:
+def test_rows_survive_their_file(tmp_path):
     rows = [timed("deft", 1.5), timed("fa3", None, error="it died")]
     write_rows(tmp_path / "deep" / "e.json", rows, HEADER)
     assert read_rows(tmp_path / "deep" / "e.json") == (rows, HEADER)
     assert list((tmp_path / "deep").glob("*.part")) == []
 
 
-def test_rows_of_older_files_are_of_one_gpu(tmp_path: Path) -> None:
-    row: dict[str, Any] = dict(timed("deft", 1.5))
+def test_rows_of_older_files_are_of_one_gpu(tmp_path):
+    row = dict(timed("deft", 1.5))
     del row["tp"]
     write_rows(tmp_path / "e.json", [row], HEADER)
     assert [row["tp"] for row in read_rows(tmp_path / "e.json")[0]] == [1]
 
 
 @pytest.mark.parametrize(("ours", "met"), [(3.5, True), (3.6, False)])
-def test_several_gpus_have_bars_of_their_own(ours: float, met: bool) -> None:
+def test_several_gpus_have_bars_of_their_own(ours, met):
     """For both hosts, against the host's own backend, whatever the others take."""
     for host, name, reference in (("sglang", "deft", "fa3"), ("vllm", "CUSTOM", "FLASH_ATTN")):
         rows = [
@@ -63,11 +53,11 @@ def test_several_gpus_have_bars_of_their_own(ours: float, met: bool) -> None:
         (bar,) = bars(rows)
         assert (bar.met, bar.asked) == (met, f"≤ 0.35 of {reference}")
         assert bar.case.endswith("on 2 GPUs")
-        (alone,) = bars([dict(row, tp=1) for row in rows])  # type: ignore[misc]
+        (alone,) = bars([dict(row, tp=1) for row in rows])
         assert alone.asked != bar.asked
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "e.json"
     with pytest.raises(RowsError, match="cannot read"):
         read_rows(path)
@@ -79,7 +69,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def test_a_case_measured_again_takes_its_own_place() -> None:
+def test_a_case_measured_again_takes_its_own_place():
     old = [timed("deft", 1.0), timed("fa3", 2.0)]
     again = timed("deft", 3.0)
     other_options = timed("deft", 4.0, options="--page-size 16")
@@ -95,13 +85,13 @@ def test_a_case_measured_again_takes_its_own_place() -> None:
     [{"gen": 9}, {"model": "another"}, {"prefix": 1}, {"branches": 1}, {"suffix": 1},
      {"workload": "documents"}, {"host": "vllm"}],
 )  # fmt: skip
-def test_other_requests_are_another_case(change: dict[str, Any]) -> None:
+def test_other_requests_are_another_case(change):
     other = {**timed("deft", 9.0), **change}
-    rows = replaced([timed("deft", 1.0), timed("fa3", 2.0)], [other])  # type: ignore[list-item]
+    rows = replaced([timed("deft", 1.0), timed("fa3", 2.0)], [other])
     assert [list(backends) for backends in by_case(rows).values()] == [["deft", "fa3"], ["deft"]]
 
 
-def test_runs_of_one_machine_are_merged(tmp_path: Path) -> None:
+def test_runs_of_one_machine_are_merged(tmp_path):
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     write_rows(a, [timed("deft", 1.0), timed("fa3", 2.0)], HEADER)
     write_rows(b, [timed("fa3", 5.0), timed("triton", 7.0)], HEADER)
@@ -113,7 +103,7 @@ def test_runs_of_one_machine_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["device", "driver", "versions", "commit"])
-def test_runs_of_different_machines_are_not(tmp_path: Path, field: str) -> None:
+def test_runs_of_different_machines_are_not(tmp_path, field):
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     write_rows(a, [timed("deft", 1.0)], HEADER)
     write_rows(b, [timed("fa3", 5.0)], {**HEADER, field: "another"})
@@ -121,7 +111,7 @@ def test_runs_of_different_machines_are_not(tmp_path: Path, field: str) -> None:
         merged([a, b])
 
 
-def only(rows: list[Row]) -> tuple[str, bool | None]:
+def only(rows):
     (bar,) = bars(rows)
     return bar.found, bar.met
 
@@ -131,7 +121,7 @@ def only(rows: list[Row]) -> tuple[str, bool | None]:
     [((65536, 32, 64), 0.40), ((16384, 64, 64), 0.50), ((4096, 128, 64), 0.65),
      ((4096, 32, 64), 0.85)],
 )  # fmt: skip
-def test_sglang_is_held_against_the_best_other(case: tuple[int, int, int], limit: float) -> None:
+def test_sglang_is_held_against_the_best_other(case, limit):
     others = [timed("fa3", 12.0, case), timed("flashinfer", 10.0, case)]
     assert only([timed("deft", 10.0 * limit, case), *others]) == (f"{limit:.3f}", True)
     assert only([timed("deft", 10.0 * limit + 0.02, case), *others])[1] is False
@@ -142,7 +132,7 @@ def test_sglang_is_held_against_the_best_other(case: tuple[int, int, int], limit
 @pytest.mark.parametrize(
     ("case", "limit"), [((65536, 32, 64), 0.42), ((16384, 64, 64), 0.50), ((4096, 128, 64), 0.62)]
 )
-def test_vllm_is_held_against_flash_attn(case: tuple[int, int, int], limit: float) -> None:
+def test_vllm_is_held_against_flash_attn(case, limit):
     others = [
         timed("FLASH_ATTN", 10.0, case, host="vllm"), timed("FLASHINFER", 1.0, case, host="vllm"),
     ]  # fmt: skip
@@ -151,10 +141,10 @@ def test_vllm_is_held_against_flash_attn(case: tuple[int, int, int], limit: floa
     assert only([timed("CUSTOM", 10.0 * limit + 0.02, case, host="vllm"), *others])[1] is False
 
 
-def test_nothing_shared_may_cost_two_percent() -> None:
+def test_nothing_shared_may_cost_two_percent():
     case = (0, 32, 2048)
 
-    def row(backend: str, tpot: float) -> Row:
+    def row(backend, tpot):
         found = timed(backend, tpot, case, "unshared")
         found["detail"] = {}  # the host's own kernel decodes there
         return found
@@ -164,12 +154,12 @@ def test_nothing_shared_may_cost_two_percent() -> None:
     assert only([row("deft", 10.0), row("flashinfer", 9.0)])[1] is None
 
 
-def test_a_peer_without_a_sensible_time_is_none() -> None:
+def test_a_peer_without_a_sensible_time_is_none():
     assert only([timed("deft", 1.0), timed("fa3", -44.0)])[1] is None
     assert only([timed("deft", 9.0), timed("fa3", -44.0), timed("triton", 10.0)])[1] is False
 
 
-def test_an_idle_plugin_meets_no_bar() -> None:
+def test_an_idle_plugin_meets_no_bar():
     ours = timed("deft", 1.0)
     ours["detail"] = {"steps": {"tree": 0, "host": {"batch smaller than DEFT_MIN_BATCH=2": 7}}}
     idle = ("no step counted through tree attention", None)
@@ -184,13 +174,13 @@ def test_an_idle_plugin_meets_no_bar() -> None:
     assert only([traffic]) == (f"9 tokens: 0 wrong, 2 ties; {idle[0]}", None)
 
 
-def test_what_failed_is_not_met() -> None:
+def test_what_failed_is_not_met():
     assert only([timed("deft", None, error="died\nof it"), timed("fa3", 1.0)]) == ("died", False)
     assert only([timed("deft", 1.0)])[1] is None
 
 
-def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
-    def row(backend: str, speed: float, ttft: float, **figures: Any) -> Row:
+def test_the_hosts_clients_are_held_to_throughput_and_first_token():
+    def row(backend, speed, ttft, **figures):
         name = "generated-shared-prefix:default"
         return timed(backend, 1.0, None, name, tokens_per_s=speed, ttft_ms=ttft, **figures)
 
@@ -206,8 +196,8 @@ def test_the_hosts_clients_are_held_to_throughput_and_first_token() -> None:
     assert [bar.met for bar in found] == [True, True]
 
 
-def test_means_of_first_tokens_are_told_beside_their_medians() -> None:
-    def row(backend: str, ttft: float, mean: float) -> Row:
+def test_means_of_first_tokens_are_told_beside_their_medians():
+    def row(backend, ttft, mean):
         name = "generated-shared-prefix:default"
         found = timed(backend, 1.0, None, name, tokens_per_s=9.0, ttft_ms=ttft)
         found["detail"] |= {"mean_ttft_ms": mean}
@@ -217,16 +207,16 @@ def test_means_of_first_tokens_are_told_beside_their_medians() -> None:
     assert (found[1].found, found[1].met) == ("1.080 (means: 0.900)", False)
 
 
-def test_trees_must_be_faster_than_every_other() -> None:
-    def row(backend: str, tpot: float) -> Row:
+def test_trees_must_be_faster_than_every_other():
+    def row(backend, tpot):
         return timed(backend, tpot, None, "tree-of-thoughts sorting")
 
     assert only([row("deft", 9.9), row("fa3", 10.0), row("triton", 12.0)])[1] is True
     assert only([row("deft", 10.0), row("fa3", 10.0)])[1] is False
 
 
-def test_traffic_is_held_to_its_tokens() -> None:
-    def row(wrong: int, trouble: int = 0, tokens: int = 9, **figures: Any) -> list[Row]:
+def test_traffic_is_held_to_its_tokens():
+    def row(wrong, trouble=0, tokens=9, **figures):
         found = timed("deft", None, (8, 4, 4), "mixed-traffic part 1", **figures)
         checked = {"tokens": tokens, "wrong": wrong, "ties": 2}
         found["detail"] |= {"checked": checked, "log_trouble": trouble}
@@ -247,8 +237,8 @@ def test_traffic_is_held_to_its_tokens() -> None:
     assert only([unchecked]) == (said, None)
 
 
-def test_the_scheduler_is_held_to_microseconds() -> None:
-    def rows(ours: float) -> list[Row]:
+def test_the_scheduler_is_held_to_microseconds():
+    def rows(ours):
         return [
             timed("deft", ours, (0, 32, 256), "scheduler"),
             timed("fa3", 1.0, (0, 32, 256), "scheduler"),
@@ -258,7 +248,7 @@ def test_the_scheduler_is_held_to_microseconds() -> None:
     assert only(rows(1.031))[1] is False
 
 
-def test_tables_and_plots_say_what_rows_hold(tmp_path: Path) -> None:
+def test_tables_and_plots_say_what_rows_hold(tmp_path):
     steps = {"iteration": [1.0, 2.0], "ms": [3.0, 4.0]}
     rows = [timed("deft", 1.25), timed("fa3", 2.5), timed("triton", None, error="it\ndied")]
     for backend in ("deft", "fa3"):
@@ -277,7 +267,7 @@ def test_tables_and_plots_say_what_rows_hold(tmp_path: Path) -> None:
     assert draw([rows[2]], HEADER, tmp_path / "none.json") == []
 
 
-def test_the_page_on_sharing_holds_the_recorded_figures(tmp_path) -> None:
+def test_the_page_on_sharing_holds_the_recorded_figures(tmp_path):
     cases = recorded_cases()
     page = (RESULTS.parent / "where-sharing-pays.md").read_text()
     assert table(cases) in page

@@ -5,7 +5,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,7 +31,7 @@ from benchmarks.e2e.prompt_cases import grid_case
 from benchmarks.e2e.random_weights import write_weights
 from benchmarks.e2e.served_model import ModelError, read_model, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
-from benchmarks.e2e.serving_rows import Row, by_case, make_row, read_rows
+from benchmarks.e2e.serving_rows import by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend.settings import installed as distributions
 from deft_backend.tools.servers import command as launch
@@ -43,16 +42,13 @@ GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 
 
 @pytest.fixture(autouse=True)
-def one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_commit(monkeypatch):
     """An edit of the checkout during the tests must not count as another build."""
     monkeypatch.setenv("GIT_COMMIT", "abc")
 
 
-def run(
-    tmp_path: Path, backends: tuple[str, ...], workloads: Any, host: str = "sglang",
-    policy: str | None = None,
-) -> Any:  # fmt: skip
-    said: list[str] = []
+def run(tmp_path, backends, workloads, host="sglang", policy=None):
+    said = []
     setup = Setup(
         replace(fake_launch(host), policy=policy), backends, "tie", workloads,
         tmp_path / "e.json", tmp_path / "logs",
@@ -64,7 +60,7 @@ def run(
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path: Path, host: str) -> None:
+def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host):
     rows, said = run(tmp_path, ("tie", "right"), [GRID], host)
     assert [backend for _, backend in rows] == ["right", "tie"]  # ours first
     for row in rows.values():
@@ -80,7 +76,7 @@ def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path: Path, host:
     assert any("few-shot" in line for line in said)
 
 
-def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path):
     other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
     rows, _ = run(tmp_path, ("right", "crashes", "tie"), [GRID, other])
     assert len(rows) == 6
@@ -91,7 +87,7 @@ def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> 
         assert rows[workload, "tie"]["error"] is None
 
 
-def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path: Path) -> None:
+def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path):
     other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
     rows, _ = run(tmp_path, ("right", "dies"), [GRID, other])
     assert "ended with exit code" in rows["few-shot", "dies"]["error"]
@@ -99,19 +95,19 @@ def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path: Pat
     assert rows["unshared", "right"]["error"] is None
 
 
-def test_a_refused_workload_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_refused_workload_does_not_end_the_others(tmp_path):
     rows, _ = run(tmp_path, ("short",), [GRID, GRID])
     assert "ClientError: asked for" in rows["few-shot", "short"]["error"]
 
 
-def test_a_server_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_hangs_is_given_up(tmp_path):
     slow = Together(grid_case(MODEL, 16, 3, 4), 6, 1, seconds=0.0)
     rows, _ = run(tmp_path, ("right", "tie"), [slow, Together(grid_case(MODEL, 0, 1, 4), 2, 1)])
     for row in rows.values():
         assert row["error"].startswith("ServerHung: few-shot 16 × 3 × 4 did not end")
 
 
-def test_runs_add_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
     first, _ = run(tmp_path, ("right",), [GRID])
     assert "agreement" not in first["few-shot", "right"]["detail"]
     both, _ = run(tmp_path, ("tie",), [GRID])
@@ -138,7 +134,7 @@ TRAFFIC = Traffic(
 )  # fmt: skip
 
 
-def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
+def test_traffic_is_checked_against_the_reference(tmp_path):
     rows, said = run(tmp_path, ("tie", "right"), [Mixed(TRAFFIC, GAP)])
     assert not any("not checked" in line for line in said)
     (row,) = rows.values()
@@ -155,7 +151,7 @@ def test_traffic_is_checked_against_the_reference(tmp_path: Path) -> None:
     assert row["detail"]["memory"][0]["rss_mib"] > 0
 
 
-def test_traffic_without_the_reference_says_what_checks_it(tmp_path: Path) -> None:
+def test_traffic_without_the_reference_says_what_checks_it(tmp_path):
     part = replace(TRAFFIC, part=3)
     options = "--backends tie --workloads traffic --minutes 0.02 --part 3"
     rows, said = run(tmp_path, ("right",), [Mixed(part, GAP)])
@@ -171,7 +167,7 @@ def test_traffic_without_the_reference_says_what_checks_it(tmp_path: Path) -> No
     assert "check_with" not in detail
 
 
-def test_traffic_of_a_wrong_server_is_found_wrong(tmp_path: Path) -> None:
+def test_traffic_of_a_wrong_server_is_found_wrong(tmp_path):
     launch = fake_launch()
     object.__setattr__(launch.host, "backends", ("wrong", "right"))
     setup = Setup(
@@ -182,7 +178,7 @@ def test_traffic_of_a_wrong_server_is_found_wrong(tmp_path: Path) -> None:
     assert row["detail"]["checked"]["wrong"] > 0
 
 
-def test_without_recorded_answers_there_is_nothing_to_check(tmp_path: Path) -> None:
+def test_without_recorded_answers_there_is_nothing_to_check(tmp_path):
     rows, _ = run(tmp_path, ("tie",), [Mixed(TRAFFIC, GAP)])
     (row,) = rows.values()
     assert "no answers of right to check" in row["error"]
@@ -190,7 +186,7 @@ def test_without_recorded_answers_there_is_nothing_to_check(tmp_path: Path) -> N
 
 # -- the hosts' clients ----------------------------------------------------------------------
 
-FIGURES: dict[str, Any] = {
+FIGURES = {
     "completed": 12, "failed": 0, "median_tpot_ms": 4.5, "median_ttft_ms": 51.7,
     "p99_ttft_ms": 60.0, "median_itl_ms": 4.4, "p99_itl_ms": 9.0, "output_throughput": 1023.9,
     "duration": 0.5, "mean_ttft_ms": 52.0, "request_throughput": 24.0,
@@ -198,11 +194,11 @@ FIGURES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def client_row() -> Row:
+def client_row():
     return make_row("generated-shared-prefix:tiny", "sglang", "deft", "fake", "")
 
 
-def test_a_clients_figures_become_a_row() -> None:
+def test_a_clients_figures_become_a_row():
     row = client_row()
     fill(row, [FIGURES])
     assert (row["tpot_ms"], row["ttft_ms"], row["ttft_p99_ms"]) == (4.5, 51.7, 60.0)
@@ -210,7 +206,7 @@ def test_a_clients_figures_become_a_row() -> None:
     assert row["detail"]["requests"] == 12
 
 
-def test_the_median_of_a_clients_runs_counts() -> None:
+def test_the_median_of_a_clients_runs_counts():
     row = client_row()
     runs = [{**FIGURES, "median_ttft_ms": t, "output_throughput": 1e3 * t} for t in (5.0, 1.0, 2.0)]
     fill(row, runs)
@@ -225,14 +221,12 @@ def test_the_median_of_a_clients_runs_counts() -> None:
     [("sglang", "default", 1024), ("sglang", "64-groups", 2048), ("sglang", "tiny", 12),
      ("vllm", "default", 1000), ("vllm", "64-groups", 2048), ("vllm", "tiny", 12)],
 )  # fmt: skip
-def test_how_many_requests_a_shape_sends(host: str, shape: str, requests: int) -> None:
+def test_how_many_requests_a_shape_sends(host, shape, requests):
     assert requests_of(HostClient(host, shape)) == requests
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_a_client_is_run_and_its_figures_are_read(
-    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_is_run_and_its_figures_are_read(tmp_path, host, monkeypatch):
     script = tmp_path / "client.py"
     script.write_text(
         "import json, os, sys\n"
@@ -257,7 +251,7 @@ def test_a_client_is_run_and_its_figures_are_read(
         assert figures == FIGURES
 
 
-def test_a_client_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_fails_says_how(tmp_path, monkeypatch):
     monkeypatch.setattr(
         HostClient, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('no server')"]
     )
@@ -275,9 +269,7 @@ def test_a_client_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.Monkey
     [({"failed": 2}, "2 failed"), ({"completed": 11}, "11 requests were answered"),
      ({"completed": None}, "figures without"), ({"completed": 0}, "0 requests")],
 )  # fmt: skip
-def test_a_client_with_failed_requests_shows_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], message: str
-) -> None:
+def test_a_client_with_failed_requests_shows_its_output(tmp_path, monkeypatch, figures, message):
     output = "Error 0: Not Found\n" + 40 * f"{'figure':60}\n" + "nanobind: leaked\n" + 5000 * "-"
     script = f"import sys; open(sys.argv[1], 'w').write({json.dumps(FIGURES | figures)!r})"
     monkeypatch.setattr(
@@ -293,7 +285,7 @@ def test_a_client_with_failed_requests_shows_its_output(
 # -- the model -------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path: Path) -> None:
+def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = write_model(tmp_path, "tiny", "dummy", "float32")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -305,7 +297,7 @@ def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_random_weights_have_the_shapes_of_the_config(tmp_path: Path) -> None:
+def test_random_weights_have_the_shapes_of_the_config(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = write_model(tmp_path, "tiny", "random", "float32")
     assert model.load_format is None
@@ -316,7 +308,7 @@ def test_random_weights_have_the_shapes_of_the_config(tmp_path: Path) -> None:
     assert loaded.config.num_hidden_layers == 2
 
 
-def test_another_process_writes_what_this_one_would(tmp_path: Path) -> None:
+def test_another_process_writes_what_this_one_would(tmp_path):
     write_model(tmp_path, "tiny", "random", "float32", seed=7)
     names = ["head.safetensors", "layer-00.safetensors", "layer-01.safetensors"]
     assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
@@ -328,7 +320,7 @@ def test_another_process_writes_what_this_one_would(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == written
 
 
-def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
+def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path):
     with pytest.raises(ModelError, match="cannot be read as a checkpoint"):
         read_model(str(tmp_path))
     config = {
@@ -344,7 +336,7 @@ def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     """Make both hosts appear installed, in versions that tree attention accepts."""
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
@@ -374,10 +366,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model": ModelChoice("a/model", layers=1)}, "--layers is given, but --model"),
     ],
 )
-def test_a_choice_that_cannot_be_is_refused_before_a_server(
-    tmp_path: Path, choice: dict[str, Any], message: str
-) -> None:
-    asked: dict[str, Any] = {"model": ModelChoice(shape="tiny", weights="dummy"), **choice}
+def test_a_choice_that_cannot_be_is_refused_before_a_server(tmp_path, choice, message):
+    asked = {"model": ModelChoice(shape="tiny", weights="dummy"), **choice}
     with (
         pytest.raises(ChoiceError, match=message.replace("(", "\\(")),
         prepared(Choice(Output(tmp_path / "e.json"), **asked)),
@@ -386,7 +376,7 @@ def test_a_choice_that_cannot_be_is_refused_before_a_server(
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_found_again(tmp_path):
     choice = Choice(
         Output(tmp_path / "e.json"),
         model=ModelChoice(shape="tiny", checkpoint=tmp_path / "kept"),
@@ -405,7 +395,7 @@ def test_a_written_checkpoint_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path):
     choice = Choice(
         Output(tmp_path / "e.json"),
         model=ModelChoice(shape="tiny", checkpoint=tmp_path / "kept"),
@@ -434,9 +424,8 @@ def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path: Path) -> 
     ],
 )
 def test_the_server_with_the_plugin_prefills_as_the_named_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, reference: str | None,
-    set_by_user: str | None, expected: str | None,
-) -> None:  # fmt: skip
+    tmp_path, monkeypatch, host, reference, set_by_user, expected
+):
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
     if set_by_user is not None:
         monkeypatch.setenv("DEFT_FALLBACK_BACKEND", set_by_user)
@@ -459,8 +448,8 @@ def test_the_server_with_the_plugin_prefills_as_the_named_reference(
     [((), None), (("--kv-cache-dtype", "fp8_e4m3"), "fa3")],
 )
 def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: str | None
-) -> None:
+    tmp_path, monkeypatch, options, expected
+):
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     servers = ServerChoice("sglang", None, "pytorch", options)
@@ -478,7 +467,7 @@ def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
 
 
 @pytest.mark.usefixtures("installed")
-def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
+def test_servers_of_clients_have_a_tokenizer(tmp_path):
     choice = Choice(
         Output(tmp_path / "e.json"), ("clients", "grid"),
         ServerChoice(options=("--page-size", "16")), ModelChoice(shape="tiny", weights="dummy"),
@@ -499,9 +488,7 @@ def test_servers_of_clients_have_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_servers_on_several_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_servers_on_several_gpus(tmp_path, monkeypatch, host):
     """Rows say how many GPUs and layers there were; more ranks than GPUs are refused."""
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     monkeypatch.setattr("benchmarks.e2e.prepare_run.num_gpus", lambda: 2)
@@ -525,9 +512,7 @@ def test_servers_on_several_gpus(
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("on_gpu", "gen", "repeats"), [(True, 512, 12), (False, 512, 1)])
-def test_the_schedulers_model_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, gen: int, repeats: int
-) -> None:
+def test_the_schedulers_model_is_another(tmp_path, monkeypatch, on_gpu, gen, repeats):
     monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
     choice = Choice(Output(tmp_path / "e.json"), ("scheduler",), model=ModelChoice(weights="dummy"))
     with prepared(choice) as setup:
@@ -543,9 +528,7 @@ def test_the_schedulers_model_is_another(
 @pytest.mark.parametrize(
     ("on_gpu", "asked", "repeats"), [(True, None, 3), (False, None, 1), (True, 5, 5), (False, 2, 2)]
 )
-def test_trees_are_replayed_as_often_as_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, asked: int | None, repeats: int
-) -> None:
+def test_trees_are_replayed_as_often_as_asked_for(tmp_path, monkeypatch, on_gpu, asked, repeats):
     monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
     tree = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
     dump_thought_trees([tree], tmp_path / "a.json")
@@ -558,9 +541,7 @@ def test_trees_are_replayed_as_often_as_asked_for(
 
 
 @pytest.mark.usefixtures("installed")
-def test_on_a_gpu_the_default_is_the_published_grid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_default_is_the_published_grid(tmp_path, monkeypatch):
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     choice = Choice(Output(tmp_path / "e.json"), model=ModelChoice(weights="dummy"))
     with prepared(choice) as setup:
@@ -575,23 +556,21 @@ def test_on_a_gpu_the_default_is_the_published_grid(
         assert setup.reference == "FLASH_ATTN"
 
 
-def test_the_command_measures_shows_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_measures_shows_and_draws(tmp_path, monkeypatch):
     out = tmp_path / "e.json"
     setup = Setup(
         fake_launch(), ("right", "crashes"), "tie", [GRID], out, tmp_path / "logs", "", 120.0
     )
-    asked: list[Choice] = []
+    asked = []
 
     class Prepared:
-        def __init__(self, choice: Choice) -> None:
+        def __init__(self, choice):
             asked.append(choice)
 
-        def __enter__(self) -> Setup:
+        def __enter__(self):
             return setup
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             pass
 
     monkeypatch.setattr("benchmarks.e2e.prepare_run.prepared", Prepared)
@@ -620,7 +599,7 @@ def test_the_command_measures_shows_and_draws(
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_host_that_decodes_by_itself_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_decodes_by_itself_is_not_measured(monkeypatch):
     monkeypatch.delenv("DEFT_UNTESTED_HOST")
     monkeypatch.setattr(launch, "find_spec", lambda name: object())
     monkeypatch.setattr(distributions, "version", lambda name: "0.5.1")

@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,15 +26,15 @@ from deft_backend.tools.traces.recorded_trees import ThoughtTree, TraceError, la
 from thought_tree_files import dump_thought_trees
 
 
-def row_of(name: str = "few-shot") -> Any:
+def row_of(name="few-shot"):
     return make_row(name, "sglang", "deft", "fake", "")
 
 
-def common_prefix(prompts: Any) -> int:
+def common_prefix(prompts):
     return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts)))  # noqa: B905
 
 
-def test_branches_share_their_prefix_and_nothing_else() -> None:
+def test_branches_share_their_prefix_and_nothing_else():
     case = grid_case(MODEL, 64, 8, 16)
     assert [len(prompt) for prompt in case.prompts] == [80] * 8
     assert common_prefix(case.prompts) in range(64, 68)
@@ -49,7 +47,7 @@ def test_branches_share_their_prefix_and_nothing_else() -> None:
     assert all(0 <= id < MODEL.ids for prompt in case.prompts for id in prompt)
 
 
-def test_documents_are_mixed_with_loners() -> None:
+def test_documents_are_mixed_with_loners():
     sizes = Documents(
         documents=3, tokens=50, questions=4, question_tokens=5, loners=6, loner_tokens=20
     )
@@ -62,22 +60,22 @@ def test_documents_are_mixed_with_loners() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "-1,2,3", "4,0,3", "4,2,0", "1,2,3,4"])
-def test_a_case_that_is_none_is_refused(text: str) -> None:
+def test_a_case_that_is_none_is_refused(text):
     with pytest.raises(CaseError, match="PREFIX,BRANCHES,SUFFIX"):
         parse_case(text)
 
 
-def test_a_case_must_fit_the_context() -> None:
+def test_a_case_must_fit_the_context():
     case = grid_case(MODEL, 4000, 1, 90)
     check_fits(case, 6, MODEL)
     with pytest.raises(CaseError, match="4090 tokens and answers of 7"):
         check_fits(case, 7, MODEL)
 
 
-def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
+def test_time_per_token_leaves_out_what_requests_cost_besides():
     row = row_of()
     client = FakeClient(seconds_a_token=0.02, seconds_before=3.0)
-    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))
     assert row["tpot_ms"] == pytest.approx(20.0)
     assert row["detail"]["tpot_runs_ms"] == pytest.approx([20.0] * 3)
     assert row["detail"]["tpot_from_tokens"] == 1
@@ -89,7 +87,7 @@ def test_time_per_token_leaves_out_what_requests_cost_besides() -> None:
     assert {tokens for _, tokens in client.asked} == {11}
 
 
-def test_steady_time_counts_only_while_all_requests_decode() -> None:
+def test_steady_time_counts_only_while_all_requests_decode():
     """Steps of 30 ms, three tokens in each; 10 ms while only one request decodes."""
     early = [0.0] * 3 + [0.01] * 3 + [0.02] * 3 + [0.05] * 3 + [0.08] * 3 + [0.11] * 3
     late = [1.02] * 3 + [1.05] * 3 + [1.08] * 3 + [1.11] * 3 + [1.12] * 3 + [1.13] * 3
@@ -99,43 +97,43 @@ def test_steady_time_counts_only_while_all_requests_decode() -> None:
     assert steady([*answers, Answer()]) is None
 
 
-def test_a_kernel_that_the_host_compiles_for_streams_does_not_count() -> None:
+def test_a_kernel_that_the_host_compiles_for_streams_does_not_count():
     class Compiles(FakeClient):
         """The first stream of each prompt waits for a second."""
 
-        async def stream(self, prompt: Any, tokens: int, **options: Any) -> Any:
+        async def stream(self, prompt, tokens, **options):
             first = tuple(prompt) not in {asked for asked, _ in self.asked}
             answer = await super().stream(prompt, tokens, **options)
             answer.arrivals = [arrival + first for arrival in answer.arrivals]
             return answer
 
     row = row_of()
-    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Compiles(0.02, 3.0), row))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Compiles(0.02, 3.0), row))
     assert (row["ttft_ms"], row["ttft_p99_ms"]) == (3000.0, 3000.0)
 
 
-def test_a_short_batch_that_waited_does_not_count() -> None:
+def test_a_short_batch_that_waited_does_not_count():
     class Waits(FakeClient):
         """For some batches the server is busy for a second."""
 
         waited = itertools.cycle([0.0, 1.0, 0.0, 0.0])  # the first is the one before all others
 
-        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+        async def batch(self, prompts, tokens, *, logprobs=False):
             answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
             return answers, seconds + (next(self.waited) if tokens == 1 else 0.0)
 
     row = row_of()
-    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Waits(0.02, 3.0), row))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 1, Waits(0.02, 3.0), row))
     assert row["tpot_ms"] == pytest.approx(20.0)
 
 
-def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
+def test_the_fastest_of_the_batches_count_where_that_is_asked_for():
     class Slower(FakeClient):
         """Batches of long answers get slower and slower, batches of short ones faster."""
 
         turn = 0
 
-        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+        async def batch(self, prompts, tokens, *, logprobs=False):
             answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
             self.turn += 1
             return answers, seconds + (0.01 if tokens > 1 else -0.01) * self.turn
@@ -144,7 +142,7 @@ def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
     for fastest in (False, True):
         row = row_of()
         case = grid_case(MODEL, 8, 4, 4)
-        asyncio.run(measure(case, 10, 3, Slower(0.02, 3.0), row, fastest=fastest))  # type: ignore[arg-type]
+        asyncio.run(measure(case, 10, 3, Slower(0.02, 3.0), row, fastest=fastest))
         found.append((row["detail"]["tpot_of_runs"], row["tpot_ms"]))
     # After the warm prefix and a batch come, three times, three short ones and a long one.
     assert found == [
@@ -153,13 +151,13 @@ def test_the_fastest_of_the_batches_count_where_that_is_asked_for() -> None:
     ]
 
 
-def test_a_slow_short_batch_makes_no_step_fast() -> None:
+def test_a_slow_short_batch_makes_no_step_fast():
     class Busy(FakeClient):
         """The second of three short batches is slow; the server takes one request in at a time."""
 
         waits = itertools.cycle([0.0, 0.15, 0.0])
 
-        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+        async def batch(self, prompts, tokens, *, logprobs=False):
             answers, seconds = await super().batch(prompts, tokens, logprobs=logprobs)
             short = 1 < tokens < 10
             return answers, seconds + (next(self.waits) if short else 0.0)
@@ -167,17 +165,17 @@ def test_a_slow_short_batch_makes_no_step_fast() -> None:
     client = Busy(0.02, 0.05)
     client.takes_in_together = False
     row = row_of()
-    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row, fastest=True))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row, fastest=True))
     assert 1 < row["detail"]["tpot_from_tokens"] < 10
     assert row["tpot_ms"] == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.03, 0.2])
-def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -> None:
+def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart):
     class OneByOne(FakeClient):
         """A step takes 5 ms, and 2 ms for every request; requests arrive `apart` seconds apart."""
 
-        async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+        async def batch(self, prompts, tokens, *, logprobs=False):
             now, left = 0.0, [tokens] * len(prompts)
             while any(left):
                 running = [i for i in range(len(left)) if left[i] and i * apart <= now]
@@ -188,21 +186,21 @@ def test_requests_that_come_one_by_one_are_timed_when_all_decode(apart: float) -
 
     row, client = row_of(), OneByOne()
     client.takes_in_together = False
-    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row))
     assert row["tpot_ms"] == pytest.approx(5 + 2 * 16, rel=0.02)
-    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row, room=3))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 16, 4), 20, 1, client, row, room=3))
     assert row["detail"]["tpot_from_tokens"] <= 3
 
 
-def test_a_time_that_is_lost_in_the_noise_is_no_time() -> None:
+def test_a_time_that_is_lost_in_the_noise_is_no_time():
     row = row_of()
     client = FakeClient(seconds_a_token=-0.001, seconds_before=3.0)
-    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))  # type: ignore[arg-type]
+    asyncio.run(measure(grid_case(MODEL, 8, 4, 4), 10, 3, client, row))
     assert row["tpot_ms"] is None
     assert row["detail"]["tpot_runs_ms"] == pytest.approx([-1.0] * 3)
 
 
-def test_percentiles_are_nearest_ranks() -> None:
+def test_percentiles_are_nearest_ranks():
     values = list(range(1, 101))
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0, 0.0)] == [50, 99, 100, 1]
     assert percentile([7.0], 0.99) == 7.0
@@ -212,17 +210,17 @@ def test_percentiles_are_nearest_ranks() -> None:
 # -- trees -----------------------------------------------------------------------------------
 
 LENGTHS = {0: 10, 1: 3, 2: 5, 3: 4, 4: 0, 5: 2}
-CHILDREN: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (3, 4), 2: (), 3: (), 4: (5,), 5: ()}
+CHILDREN = {0: (1, 2), 1: (3, 4), 2: (), 3: (), 4: (5,), 5: ()}
 
 
-def the_tree() -> ThoughtTree:
+def the_tree():
     return ThoughtTree("a prompt", False, lay_out(LENGTHS, CHILDREN))
 
 
-def test_children_go_on_from_their_parents_answer() -> None:
+def test_children_go_on_from_their_parents_answer():
     client, row = FakeClient(), row_of("tree")
     tree = the_tree()
-    asyncio.run(tree_replay.replay_tree("t", tree, MODEL, client, row, 1))  # type: ignore[arg-type]
+    asyncio.run(tree_replay.replay_tree("t", tree, MODEL, client, row, 1))
     asked = {tokens: prompt for prompt, tokens in client.asked}
     assert sorted(asked) == [2, 3, 4, 5]  # the empty thought is not sent; its child is
     root = asked[3][: LENGTHS[0]]
@@ -243,13 +241,13 @@ def test_children_go_on_from_their_parents_answer() -> None:
 class Replays(FakeClient):
     """Every replay has its own speed, and its requests are recorded separately."""
 
-    def __init__(self, seconds_a_token: list[float]) -> None:
+    def __init__(self, seconds_a_token):
         super().__init__()
         self.speeds = iter(seconds_a_token)
-        self.prompts: list[tuple[int, ...]] = []
-        self.by_replay: list[list[tuple[tuple[int, ...], int]]] = []
+        self.prompts = []
+        self.by_replay = []
 
-    async def batch(self, prompts: Any, tokens: int, *, logprobs: bool = False) -> Any:
+    async def batch(self, prompts, tokens, *, logprobs=False):
         self.seconds_a_token = next(self.speeds)
         self.prompts += prompts
         self.asked = []
@@ -257,16 +255,16 @@ class Replays(FakeClient):
         return await super().batch(prompts, tokens, logprobs=logprobs)
 
 
-def replayed(repeats: int, seconds: float, speeds: list[float]) -> tuple[Any, Replays]:
+def replayed(repeats, seconds, speeds):
     """The row of replays of the tree; each takes its value of `seconds`."""
     client, row = Replays(speeds), row_of("tree")
     clock = itertools.count(0.0, seconds).__next__
-    replay = tree_replay.replay_tree("t", the_tree(), MODEL, client, row, repeats, clock=clock)  # type: ignore[arg-type]
+    replay = tree_replay.replay_tree("t", the_tree(), MODEL, client, row, repeats, clock=clock)
     asyncio.run(replay)
     return row, client
 
 
-def test_the_median_of_a_trees_replays_counts() -> None:
+def test_the_median_of_a_trees_replays_counts():
     row, client = replayed(3, 2.0, [0.01, 0.03, 0.02])
     assert row["tpot_ms"] == pytest.approx(20.0)
     assert row["detail"]["tpot_runs_ms"] == pytest.approx([10.0, 30.0, 20.0])
@@ -281,7 +279,7 @@ def test_the_median_of_a_trees_replays_counts() -> None:
     assert set(of_two["detail"]["steps_ms"]["ms"]) == {10.0}
 
 
-def test_a_replay_finds_only_its_own_prompt_cached() -> None:
+def test_a_replay_finds_only_its_own_prompt_cached():
     _, client = replayed(3, 2.0, [0.01] * 3)
     assert len({prompt[:4] for prompt in client.prompts}) == 3
     for prompt, asked in zip(client.prompts, client.by_replay, strict=True):
@@ -293,13 +291,13 @@ def test_a_replay_finds_only_its_own_prompt_cached() -> None:
 @pytest.mark.parametrize(
     ("seconds", "replays"), [(0.5, 5), (4.0, 4), (6.5, 2), (12.0, 2), (12.5, 1)]
 )
-def test_long_replays_are_not_repeated(seconds: float, replays: int) -> None:
+def test_long_replays_are_not_repeated(seconds, replays):
     row, _ = replayed(5, seconds, [0.01] * 5)
     assert len(row["detail"]["tpot_runs_ms"]) == replays
 
 
-def test_a_steps_latency_is_the_median_of_those_alive() -> None:
-    def answered(start: int, arrivals: list[float]) -> tree_replay.ThoughtAnswer:
+def test_a_steps_latency_is_the_median_of_those_alive():
+    def answered(start, arrivals):
         answer = decode([1], len(arrivals))
         answer.arrivals = arrivals
         return tree_replay.ThoughtAnswer(start, answer)
@@ -317,7 +315,7 @@ def test_a_steps_latency_is_the_median_of_those_alive() -> None:
     assert points["iteration"][0] == points["ms"][0] == 2.0
 
 
-def test_of_a_file_the_tree_with_most_thoughts_is_replayed(tmp_path: Path) -> None:
+def test_of_a_file_the_tree_with_most_thoughts_is_replayed(tmp_path):
     small = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
     dump_thought_trees([small, the_tree(), small], tmp_path / "a.json")
     (tmp_path / "medusa.json").write_text('{"Tree_Structure": [[0]], "Records": []}')
@@ -333,20 +331,20 @@ def test_of_a_file_the_tree_with_most_thoughts_is_replayed(tmp_path: Path) -> No
 SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
 
 
-def checked(mode: str, tolerance: float, answers: str) -> Any:
+def checked(mode, tolerance, answers):
     """Check answers of a server with the behaviour `answers` against a server with `mode`."""
     client = FakeClient()
     client.mode = mode
     samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in SAMPLES]
-    return asyncio.run(check(samples, client, tolerance))  # type: ignore[arg-type]
+    return asyncio.run(check(samples, client, tolerance))
 
 
-def test_right_answers_are_found_right_to_their_last_token() -> None:
+def test_right_answers_are_found_right_to_their_last_token():
     found = checked("right", 0.0, "right")
     assert (found.answers, found.tokens, found.ties, found.wrong) == (2, 19, [], [])
 
 
-def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
+def test_every_tie_is_found_and_what_follows_it_is_looked_at():
     found = checked("right", GAP, "tie")
     assert found.tokens == 19
     # positions divisible by five: 5, 10, 15 of the first context, 5 of the second
@@ -354,7 +352,7 @@ def test_every_tie_is_found_and_what_follows_it_is_looked_at() -> None:
     assert not found.wrong
 
 
-def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
+def test_beyond_the_tolerance_a_tie_is_wrong():
     found = checked("right", GAP / 2, "tie")
     assert len(found.wrong) == 4  # the tokens after a wrong token are also checked
     assert "0.125 less likely" in found.wrong[0]
@@ -362,7 +360,7 @@ def test_beyond_the_tolerance_a_tie_is_wrong() -> None:
     assert found.tokens == 19
 
 
-def test_a_wrong_token_is_told_apart_from_ties() -> None:
+def test_a_wrong_token_is_told_apart_from_ties():
     found = checked("right", 0.2, "wrong")
     assert len(found.wrong) == 4
     assert not found.ties
@@ -371,14 +369,14 @@ def test_a_wrong_token_is_told_apart_from_ties() -> None:
     assert "8.5 less likely" in found.wrong[0]
 
 
-def test_a_tie_that_the_reference_does_not_list_is_a_tie() -> None:
+def test_a_tie_that_the_reference_does_not_list_is_a_tie():
     """The server lists a few tokens; others may be equally likely."""
     found = checked("right", 8.5, "wrong")
     assert found.ties == [8.5] * 4
     assert not found.wrong
 
 
-def test_an_answer_that_is_wrong_all_over_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_wrong_all_over_is_left(monkeypatch):
     monkeypatch.setattr(checked_answers, "MOST_WRONG", 2)
     found = checked("right", 0.2, "wrong")
     seen = sorted(text.split(" (")[0] for text in found.wrong)
@@ -386,13 +384,13 @@ def test_an_answer_that_is_wrong_all_over_is_left(monkeypatch: pytest.MonkeyPatc
     assert found.tokens < 19
 
 
-def test_samples_survive_their_file(tmp_path: Path) -> None:
+def test_samples_survive_their_file(tmp_path):
     samples = [((1, 2), [3, 4]), ((5,), [6])]
     save_samples(tmp_path / "deep" / "s", samples)
     assert load_samples(tmp_path / "deep" / "s") == samples
 
 
-def test_agreement_counts_up_to_where_answers_part() -> None:
+def test_agreement_counts_up_to_where_answers_part():
     prompts = [[1, 2, 3, 4], [9, 9]]
     reference = [decode(prompt, 6) for prompt in prompts]
     found = compare(reference, [decode(prompt, 6, "tie") for prompt in prompts])
@@ -405,7 +403,7 @@ def test_agreement_counts_up_to_where_answers_part() -> None:
     assert (outside["parted_outside_top"], outside["gap_where_parted_max"]) == (2, None)
 
 
-def test_of_log_probabilities_the_spread_is_told() -> None:
+def test_of_log_probabilities_the_spread_is_told():
     reference = [decode([9, 9], 200)]
     other = [decode([9, 9], 200)]
     other[0].logprobs = [value - (7 * i) % 200 for i, value in enumerate(other[0].logprobs)]
@@ -417,9 +415,9 @@ def test_of_log_probabilities_the_spread_is_told() -> None:
     assert [nothing[f"logprob_difference_{name}"] for name in names] == [None] * 3
 
 
-def test_what_is_kept_to_compare_is_small() -> None:
+def test_what_is_kept_to_compare_is_small():
     prompts = [[number, 9] for number in range(20)]
-    kept = asyncio.run(ask(FakeClient(), prompts, 100))  # type: ignore[arg-type]
+    kept = asyncio.run(ask(FakeClient(), prompts, 100))
     assert [answer.ids for answer in kept] == [decode(p, 32).ids for p in prompts[:16]]
 
 
@@ -429,28 +427,26 @@ def test_what_is_kept_to_compare_is_small() -> None:
 class Clock:
     """Each look takes a second."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 1.0
         return self.now
 
 
-def drive_for(minutes: float, client: FakeClient, **sizes: Any) -> Any:
-    settings: dict[str, Any] = {
+def drive_for(minutes, client, **sizes):
+    settings = {
         "workers": 4, "documents": 3, "document_tokens": 40, "most_question_tokens": 6,
         "most_answer_tokens": 8, "samples": 25, **sizes,
     }  # fmt: skip
     traffic = Traffic(minutes, **settings)
-    dead: list[int] = []
-    seen = asyncio.run(
-        drive(traffic, MODEL, client, alive=lambda: dead.append(1), clock=Clock())  # type: ignore[arg-type]
-    )
+    dead = []
+    seen = asyncio.run(drive(traffic, MODEL, client, alive=lambda: dead.append(1), clock=Clock()))
     return seen, traffic, dead
 
 
-def test_traffic_joins_leaves_and_keeps_samples() -> None:
+def test_traffic_joins_leaves_and_keeps_samples():
     client = FakeClient()
     seen, traffic, dead = drive_for(10, client, aborted=0.25)
     assert seen.finished + seen.aborted == len(client.asked) >= 500
@@ -470,12 +466,12 @@ def test_traffic_joins_leaves_and_keeps_samples() -> None:
 
 
 @pytest.mark.parametrize(("kept", "evicted"), [(None, None), (1.0, 0), (0.5, 0), (0.4, "all")])
-def test_what_a_cache_had_kept_tells_what_it_evicted(kept: float | None, evicted: Any) -> None:
+def test_what_a_cache_had_kept_tells_what_it_evicted(kept, evicted):
     """Earlier documents with less than half of their tokens in the cache count as evicted."""
     again = 0
 
     class Keeping(FakeClient):
-        async def stream(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        async def stream(self, prompt, *args, **kwargs):
             nonlocal again
             again += any(known[:40] == prompt[:40] for known, _ in self.asked if len(known) > 6)
             answer = await super().stream(prompt, *args, **kwargs)
@@ -487,17 +483,17 @@ def test_what_a_cache_had_kept_tells_what_it_evicted(kept: float | None, evicted
     assert seen.evicted == (again if evicted == "all" else evicted)
 
 
-def test_failures_are_told_and_a_dead_server_ends_it() -> None:
+def test_failures_are_told_and_a_dead_server_ends_it():
     class Refusing(FakeClient):
-        async def stream(self, *args: Any, **kwargs: Any) -> Any:
+        async def stream(self, *args, **kwargs):
             raise RuntimeError("gone")
 
-    def died() -> None:
+    def died():
         raise ChildProcessError("the server ended")
 
     traffic = Traffic(1, workers=2, documents=2, document_tokens=8)
     with pytest.raises(ChildProcessError):
-        asyncio.run(drive(traffic, MODEL, Refusing(), alive=died, clock=Clock()))  # type: ignore[arg-type]
+        asyncio.run(drive(traffic, MODEL, Refusing(), alive=died, clock=Clock()))
     seen, _, dead = drive_for(0.05, Refusing())
     assert seen.failures
     assert "gone" in seen.failures[0]
@@ -505,6 +501,6 @@ def test_failures_are_told_and_a_dead_server_ends_it() -> None:
     assert seen.to_dict()["failures"] == len(seen.failures)
 
 
-def test_growth_leaves_out_the_first_third() -> None:
+def test_growth_leaves_out_the_first_third():
     samples = [{"rss_mib": rss, "gpu_mib": None} for rss in (10.0, 50.0, 80.0, 81.0, 82.0, 83.5)]
     assert growth(samples) == {"rss_mib": 3.5, "gpu_mib": None}

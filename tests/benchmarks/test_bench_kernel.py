@@ -3,8 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import torch
 from benchmarks.kernel import batched_reference as reference_module
 from benchmarks.kernel import measure_case as run_module
 from benchmarks.kernel.batched_reference import batched_reference
-from benchmarks.kernel.case_inputs import Inputs, lay_out, make_inputs
+from benchmarks.kernel.case_inputs import lay_out, make_inputs
 from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case
 from benchmarks.kernel.methods import (
@@ -44,7 +42,6 @@ from benchmarks.kernel.tree_workloads import (
     workloads_of,
 )
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import TraceError
 from deft_backend.tools.tuning.ceilings import Ceilings
@@ -57,11 +54,11 @@ RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33]
 """Contexts of 37+5, 37+16+9 and 37+16+1 tokens, and two unshared requests of 20 and 33 tokens."""
 
 
-def case(forest: PrefixForest, page_size: int, heads: tuple[int, int] = (4, 2)) -> Case:
+def case(forest, page_size, heads=(4, 2)):
     return Case(Workload("own", "a tree", lambda: forest), *heads, page_size)
 
 
-def inputs_of(forest: PrefixForest, page_size: int, layout: str = "shuffled") -> Inputs:
+def inputs_of(forest, page_size, layout="shuffled"):
     return make_inputs(case(forest, page_size), 16, torch.float32, CPU, layout, 0)
 
 
@@ -84,13 +81,13 @@ def inputs_of(forest: PrefixForest, page_size: int, layout: str = "shuffled") ->
         ("unshared", [1, 8, 64, 128, 256, 256], [1.0] * 6),
     ],
 )
-def test_trees_are_the_published_ones(name: str, batches: list[int], shares: list[float]) -> None:
+def test_trees_are_the_published_ones(name, batches, shares):
     forests = [workload.forest for workload in workloads_of(name)]
     assert [forest.batch_size for forest in forests] == batches
     assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
 
 
-def test_flashforge_families_hold_what_they_are_named_for() -> None:
+def test_flashforge_families_hold_what_they_are_named_for():
     forests = {workload.name: workload.forest for workload in workloads_of("flashforge")}
     for tokens in (512, 1024, 2048, 4096, 8192):
         assert sorted(forests[f"length-{tokens}"].length) == [tokens, tokens, 120000]
@@ -111,29 +108,29 @@ def test_flashforge_families_hold_what_they_are_named_for() -> None:
             assert forest.tokens_stored == pytest.approx(120000, rel=2e-3)
 
 
-def test_page_size_follows_the_lengths_unless_asked() -> None:
+def test_page_size_follows_the_lengths_unless_asked():
     chosen = [described("1,4 32,16"), described("1,4 32,17"), Workload("own", "", mixed, 64)]
     assert [c.page_size for c in cases_of(chosen, None, None)] == [16, 1, 64]
     assert [c.page_size for c in cases_of(chosen, None, 5)] == [5, 5, 5]
 
 
-def mixed() -> PrefixForest:
+def mixed():
     return mixed_forest(7, 40)
 
 
-def test_heads_are_those_of_the_set_unless_asked() -> None:
+def test_heads_are_those_of_the_set_unless_asked():
     chosen = workloads_of("fasttree")[:1] + workloads_of("deft")[:1]
     assert [c.heads for c in cases_of(chosen, None, None)] == ["32/8", "32/32", "16/1", "32/8"]
     assert [c.heads for c in cases_of(chosen, [(28, 4)], None)] == ["28/4", "28/4"]
 
 
-def test_quick_keeps_some_of_every_set() -> None:
+def test_quick_keeps_some_of_every_set():
     every = [workload for name in set_names() for workload in workloads_of(name)]
     assert {workload.set for workload in quick(every)} == set(set_names())
     assert len(quick(every)) == 2 * len(set_names())
 
 
-def test_mixed_forests_hold_sharers_and_loners() -> None:
+def test_mixed_forests_hold_sharers_and_loners():
     forest = mixed()
     assert forest.batch_size == 40
     alone = forest.depth[forest.leaf] == 0
@@ -144,12 +141,12 @@ def test_mixed_forests_hold_sharers_and_loners() -> None:
 
 
 @pytest.mark.parametrize("text", ["32", "32/0", "32/5", "a/b", "8/32", ""])
-def test_bad_heads_are_named(text: str) -> None:
+def test_bad_heads_are_named(text):
     with pytest.raises(WorkloadChoiceError, match=f"--heads is '{text}'; expected QUERY/KV"):
         parse_heads(text)
 
 
-def test_recorded_trees_step_by_step(tmp_path: Path) -> None:
+def test_recorded_trees_step_by_step(tmp_path):
     tree = generate_thought_tree(ThoughtTreeShape())
     dump_thought_trees([tree], tmp_path / "thoughts.json")
     medusa = {
@@ -177,20 +174,20 @@ def test_recorded_trees_step_by_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("layout", ["shuffled", "contiguous"])
-def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size: int, layout: str) -> None:
+def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size, layout):
     tables = lay_out(RAGGED, page_size, layout, 3)
-    tokens: dict[int, list[tuple[int, int]]] = {}
+    tokens = {}
     for position, row in enumerate(RAGGED.order.tolist()):
         tokens[row] = [
             (node, at) for node in RAGGED.path(position) for at in range(int(RAGGED.length[node]))
         ]
-    identity: dict[object, int] = {}
+    identity = {}
     stored = 0
     for row, held in tokens.items():
         assert tables.seq_lens[row] == len(held)
         for page in range(-(-len(held) // page_size)):
             end = (page + 1) * page_size
-            key: object = tuple(held[:end]) if end <= len(held) else (row, "its own last page")
+            key = tuple(held[:end]) if end <= len(held) else (row, "its own last page")
             if key not in identity:
                 stored += min(page_size, len(held) - page * page_size)
             assert tables.page_table[row, page] == identity.setdefault(
@@ -205,7 +202,7 @@ def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size: int, layou
     assert tables.num_pages > len(identity) or layout == "contiguous"
 
 
-def test_same_seed_same_data_and_another_case_other_data() -> None:
+def test_same_seed_same_data_and_another_case_other_data():
     first, again = inputs_of(RAGGED, 1), inputs_of(RAGGED, 1)
     other = make_inputs(
         replace(case(RAGGED, 1), query_heads=8), 16, torch.float32, CPU, "shuffled", 0
@@ -216,9 +213,7 @@ def test_same_seed_same_data_and_another_case_other_data() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_batched_reference_is_the_plain_one(
-    page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_reference_is_the_plain_one(page_size, monkeypatch):
     monkeypatch.setattr(reference_module, "_TILE_TOKENS", 7)
     monkeypatch.setattr(reference_module, "_TILE_BYTES", 2 * 7 * 2 * 16 * 8)  # two requests
     inputs = inputs_of(RAGGED, page_size)
@@ -230,7 +225,7 @@ def test_batched_reference_is_the_plain_one(
     )
 
 
-def test_roof_is_the_larger_of_memory_and_arithmetic() -> None:
+def test_roof_is_the_larger_of_memory_and_arithmetic():
     inputs = make_inputs(
         case(described("1,2 6,2").forest, 1), 16, torch.float16, CPU, "shuffled", 0
     )
@@ -244,7 +239,7 @@ def test_roof_is_the_larger_of_memory_and_arithmetic() -> None:
 # Peers, with stand-ins that compute the planned attention
 
 
-def with_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_fakes(monkeypatch):
     for module in (flashinfer_cascade, flashinfer_decode):
         monkeypatch.setattr(module, "flashinfer", lambda: FLASHINFER)
         monkeypatch.setattr(module, "float_workspace", lambda device: torch.empty(0))
@@ -254,11 +249,9 @@ def with_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["flashinfer", "flashinfer-fa2", "cascade", "fa2", "fa3", "fa3 of sglang"]
 )
-def test_peers_are_planned_for_the_whole_batch(
-    name: str, page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peers_are_planned_for_the_whole_batch(name, page_size, monkeypatch):
     with_fakes(monkeypatch)
-    fake: Any = SglangFlashAttention("fake") if "sglang" in name else VllmFlashAttention("fake")
+    fake = SglangFlashAttention("fake") if "sglang" in name else VllmFlashAttention("fake")
     package = flash_attention3._SGLANG if "sglang" in name else flash_attention3._VLLM
     monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, package))
     monkeypatch.setattr(flash_attention3, "import_module", lambda name: fake)
@@ -279,7 +272,7 @@ def test_peers_are_planned_for_the_whole_batch(
         assert relative_error(out, reference) < 1e-6
 
 
-def mixed_small() -> PrefixForest:
+def mixed_small():
     """Two trees of different depth in one batch, and a request that ends with its prefix."""
     from deft_backend.forest import forest_from_paths
 
@@ -290,13 +283,13 @@ def mixed_small() -> PrefixForest:
     return forest_from_paths(paths, [sum(n for _, n in path) for path in paths])
 
 
-def test_cascade_refuses_what_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cascade_refuses_what_it_cannot_be(monkeypatch):
     with_fakes(monkeypatch)
     with pytest.raises(Refused, match="nothing is shared"):
         make_method("cascade").prepare(inputs_of(described("3 24").forest, 1))
 
 
-def test_peers_say_why_they_cannot_run() -> None:
+def test_peers_say_why_they_cannot_run():
     for name in ("flashinfer", "cascade", "fa3", "flashinfer-fa2", "fa2"):
         assert make_method(name).unavailable(CPU) == "needs an NVIDIA GPU"
     assert set(PEERS) == {
@@ -311,26 +304,26 @@ def test_peers_say_why_they_cannot_run() -> None:
 class Fixed(Method):
     """Returns a given result."""
 
-    def __init__(self, name: str, result: Any) -> None:
+    def __init__(self, name, result):
         self.name = name
         self.result = result
 
-    def unavailable(self, device: torch.device) -> str | None:
+    def unavailable(self, device):
         return None
 
-    def prepare(self, inputs: Inputs) -> Prepared:
+    def prepare(self, inputs):
         if isinstance(self.result, Exception):
             raise self.result
         out = torch.empty_like(inputs.q)
         return Prepared(lambda: out.copy_(self.result(inputs)))
 
 
-def correct(inputs: Inputs) -> torch.Tensor:
+def correct(inputs):
     tensors = (inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens)
     return reference_attention(inputs.q, *tensors)
 
 
-def setup(*peers: Method, policy: str = "auto", dtype: str = "fp16") -> Setup:
+def setup(*peers, policy="auto", dtype="fp16"):
     return Setup(
         ours=Ours(OURS, policy), peers=peers, head_dim=64, dtype=dtype, device=CPU,
         layout="shuffled", seed=0, graph=False, budget=replace(QUICK, plan_s=0.0),
@@ -338,7 +331,7 @@ def setup(*peers: Method, policy: str = "auto", dtype: str = "fp16") -> Setup:
     )  # fmt: skip
 
 
-def test_every_result_is_checked() -> None:
+def test_every_result_is_checked():
     row = measure_case(
         case(RAGGED, 1),
         setup(
@@ -350,7 +343,7 @@ def test_every_result_is_checked() -> None:
             Fixed("crashing", ValueError("first line\nsecond line")),
         ),
     )
-    assert row["error"]["right"] < run_module.TOLERANCE[torch.float16]  # type: ignore[operator]
+    assert row["error"]["right"] < run_module.TOLERANCE[torch.float16]
     assert row["error"]["wrong"] == pytest.approx(0.01, rel=0.05)
     assert row["error"]["broken"] is None
     assert row["error"]["silent"] == 1.0
@@ -366,9 +359,9 @@ def test_every_result_is_checked() -> None:
     json.dumps(row, allow_nan=False)
 
 
-def test_a_result_in_another_order_is_compared_row_by_row() -> None:
+def test_a_result_in_another_order_is_compared_row_by_row():
     class Reversed(Fixed):
-        def prepare(self, inputs: Inputs) -> Prepared:
+        def prepare(self, inputs):
             rows = torch.arange(inputs.batch).flip(0)
             result = correct(inputs)[rows].to(inputs.q.dtype)
             return Prepared(result.clone, rows=rows)
@@ -381,12 +374,10 @@ def test_a_result_in_another_order_is_compared_row_by_row() -> None:
 @pytest.mark.parametrize(
     ("policy", "dtype", "page_size"), [("auto", "bf16", 16), ("deft-node", "fp16", 5)]
 )
-def test_ours_is_right_repeatable_and_its_plans_are_timed(
-    policy: str, dtype: str, page_size: int
-) -> None:
+def test_ours_is_right_repeatable_and_its_plans_are_timed(policy, dtype, page_size):
     row = measure_case(case(mixed_small(), page_size), setup(policy=policy, dtype=dtype))
     assert "deft" not in row["skipped"]
-    assert row["error"]["deft"] < (1e-3 if dtype == "fp16" else 6e-3)  # type: ignore[operator]
+    assert row["error"]["deft"] < (1e-3 if dtype == "fp16" else 6e-3)
     assert row["repeatable"] is True
     assert row["policy"] == policy
     assert row["page_size"] == page_size
@@ -395,18 +386,18 @@ def test_ours_is_right_repeatable_and_its_plans_are_timed(
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])
-def test_caches_of_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_eight_bits(name, monkeypatch):
     """FlashAttention-3 also rounds the queries to 8 bits, so it may have a larger error."""
     with_fakes(monkeypatch)
-    fake: Any = VllmFlashAttention("fake")
+    fake = VllmFlashAttention("fake")
     monkeypatch.setattr(flash_attention3, "_package", lambda: (fake, flash_attention3._VLLM))
     peer = make_method(name)
     eight = replace(setup(peer, dtype="bf16"), kv_dtype="fp8_e4m3")
     row = measure_case(case(mixed_small(), 16), eight)
     assert row["kv_dtype"] == "fp8_e4m3"
     assert row["skipped"] == {"absent": "is not here"}
-    assert row["error"]["deft"] < 6e-3  # type: ignore[operator]
-    assert row["error"][name] < (6e-3 if name == "flashinfer" else 6e-2)  # type: ignore[operator]
+    assert row["error"]["deft"] < 6e-3
+    assert row["error"][name] < (6e-3 if name == "flashinfer" else 6e-2)
     whole = measure_case(case(mixed_small(), 16), setup(dtype="bf16"))
     assert whole["kv_dtype"] == "bf16"
     assert key_of(whole) != key_of(row)
@@ -418,7 +409,7 @@ def test_caches_of_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             peer.prepare(inputs)
 
 
-def test_a_cache_of_eight_bits_has_half_the_bytes() -> None:
+def test_a_cache_of_eight_bits_has_half_the_bytes():
     inputs = [
         make_inputs(case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, kv_dtype)
         for kv_dtype in (None, torch.float8_e5m2)
@@ -434,30 +425,30 @@ def test_a_cache_of_eight_bits_has_half_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 5])
-def test_plans_made_on_the_device_are_measured_too(page_size: int) -> None:
+def test_plans_made_on_the_device_are_measured_too(page_size):
     measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
     row = measure_case(case(mixed_small(), page_size), measured)
     assert "deft" not in row["skipped"]
-    assert row["error"]["deft"] < 1e-3  # type: ignore[operator]
+    assert row["error"]["deft"] < 1e-3
     assert row["repeatable"] is True
     assert row["plan_us"] == {}
     assert "items" not in row["facts"]["deft"]  # the CPU does not know
 
 
-def test_more_requests_than_the_device_plans_are_refused() -> None:
+def test_more_requests_than_the_device_plans_are_refused():
     many = forest_from_parents([-1] * 2049, [1] * 2049)
     measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
     row = measure_case(case(many, 1), measured)
     assert row["skipped"]["deft"].startswith("2049 requests; device plans hold at most 2048")
 
 
-def test_a_result_that_changes_from_run_to_run_is_seen() -> None:
+def test_a_result_that_changes_from_run_to_run_is_seen():
     class Drifting(Ours):
-        def prepare(self, inputs: Inputs) -> Prepared:
+        def prepare(self, inputs):
             prepared = super().prepare(inputs)
             calls = iter(range(1000))
 
-            def launch() -> torch.Tensor:
+            def launch():
                 return prepared.launch().add_(next(calls) * 5e-4)
 
             return replace(prepared, launch=launch)

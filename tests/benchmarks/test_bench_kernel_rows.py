@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,8 +29,8 @@ runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 HEADER = {"device": "NVIDIA H100 80GB HBM3 (CUDA 13.0)", "versions": {}, "commit": "c"}
 
 
-def row(name: str = "1,20 4000,200", **changes: Any) -> Row:
-    made: dict[str, Any] = {
+def row(name="1,20 4000,200", **changes):
+    made = {
         "set": "deft", "workload": name, "heads": "32/8", "head_dim": 128, "dtype": "fp16",
         "page_size": 1, "layout": "shuffled", "batch": 20, "tokens_stored": 8000,
         "tokens_attended": 84000, "share": 10.5, "policy": "auto", "roof_us": 10.0,
@@ -40,10 +39,10 @@ def row(name: str = "1,20 4000,200", **changes: Any) -> Row:
         "skipped": {"cascade": "wrong result: relative error 0.5"}, "plan_us": {}, "facts": {},
         "repeatable": True,
     }  # fmt: skip
-    return Row(**{**made, **changes})  # type: ignore[typeddict-item]
+    return Row(**{**made, **changes})
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
+def run(*arguments):
     result = runner.invoke(app, list(arguments))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -53,7 +52,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 # Figures
 
 
-def test_only_correct_peers_count() -> None:
+def test_only_correct_peers_count():
     assert best_peer(row()) == ("flashinfer", 40.0)
     assert speed_up(row()) == 2.0
     assert of_roof(row()) == 0.5
@@ -63,7 +62,7 @@ def test_only_correct_peers_count() -> None:
     assert speed_up(alone) is None
 
 
-def test_geometric_mean_leaves_out_what_is_missing() -> None:
+def test_geometric_mean_leaves_out_what_is_missing():
     assert geometric_mean([1.0, None, 4.0]) == pytest.approx(2.0)
     assert geometric_mean([None]) is None
 
@@ -85,11 +84,11 @@ def test_geometric_mean_leaves_out_what_is_missing() -> None:
         ({"share": 1.0, "us": {"deft": 100.0, "flash-decoding": 50.0}}, None),
     ],
 )
-def test_bars(changes: dict[str, Any], met: bool | None) -> None:
+def test_bars(changes, met):
     assert is_met(row(**changes)) is met
 
 
-def test_means_have_bars() -> None:
+def test_means_have_bars():
     low, high = row(us={"deft": 40.0}), row(us={"deft": 20.0})  # 0.25 and 0.5 of the roof
     assert mean_is_met([low, high]) is True  # 0.354
     assert mean_is_met([low, low, high]) is False
@@ -100,7 +99,7 @@ def test_means_have_bars() -> None:
 # Files
 
 
-def test_rows_stand_behind_their_header(tmp_path: Path) -> None:
+def test_rows_stand_behind_their_header(tmp_path):
     path = tmp_path / "new" / "kernel-h100.json"
     write_rows(path, [row(), row("other")], HEADER)
     content = json.loads(path.read_text())
@@ -118,7 +117,7 @@ def test_rows_stand_behind_their_header(tmp_path: Path) -> None:
         ('{"header": {}, "rows": [{"us": {}}]}', "does not hold rows"),
     ],
 )
-def test_a_file_that_holds_no_rows_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_rows_is_refused(text, said, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(text)
     with pytest.raises(RowsError, match=re.escape(str(path)) + ".*" + said):
@@ -127,7 +126,7 @@ def test_a_file_that_holds_no_rows_is_refused(text: str, said: str, tmp_path: Pa
         read_rows(tmp_path / "none.json")
 
 
-def test_merging_keeps_the_later_row_and_every_run() -> None:
+def test_merging_keeps_the_later_row_and_every_run():
     first = (Path("a"), [row(), row("one")], {**HEADER, "complete": True, "runs": [{"part": 1}]})
     newer = row("one", us={"deft": 1.0})
     second = (Path("b"), [newer, row("two")], {**HEADER, "complete": False, "runs": [{"part": 2}]})
@@ -141,12 +140,12 @@ def test_merging_keeps_the_later_row_and_every_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["device", "versions", "commit"])
-def test_runs_of_different_machines_or_builds_do_not_merge(name: str) -> None:
+def test_runs_of_different_machines_or_builds_do_not_merge(name):
     with pytest.raises(RowsError, match=f"b was measured with {name} other, a with"):
         merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], {**HEADER, name: "other"})])
 
 
-def test_times_of_both_planners_do_not_merge() -> None:
+def test_times_of_both_planners_do_not_merge():
     on_device = {**HEADER, "runs": [{"options": {"planner": "device"}}]}
     with pytest.raises(RowsError, match="b was measured with --planner device, a with host"):
         merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], on_device)])
@@ -156,7 +155,7 @@ def test_times_of_both_planners_do_not_merge() -> None:
 # Plots
 
 
-def test_plots_show_what_is_slower(tmp_path: Path) -> None:
+def test_plots_show_what_is_slower(tmp_path):
     fast = [
         row(),
         row(set="mixed", share=1.0),
@@ -173,14 +172,14 @@ def test_plots_show_what_is_slower(tmp_path: Path) -> None:
     assert slower in made[0].read_text()
 
 
-def test_the_same_rows_draw_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_rows_draw_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         plots.draw([row()], HEADER, tmp_path / name / "x.json")
     assert (tmp_path / "a/x-roof.svg").read_bytes() == (tmp_path / "b/x-roof.svg").read_bytes()
 
 
-def test_rows_without_times_draw_nothing(tmp_path: Path) -> None:
+def test_rows_without_times_draw_nothing(tmp_path):
     rows = [row(us={"deft": None}), row(roof_us=None)]
     assert plots.draw(rows, HEADER, tmp_path / "x.json") == []
 
@@ -188,14 +187,14 @@ def test_rows_without_times_draw_nothing(tmp_path: Path) -> None:
 # Tables
 
 
-def shown(table: Any) -> str:
+def shown(table):
     console = Console(width=200, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
 
 
-def test_tables_name_the_cache_where_it_differs_from_the_queries() -> None:
+def test_tables_name_the_cache_where_it_differs_from_the_queries():
     plain = [row(), row("other", kv_dtype="fp16")]
     for table in (rows_table, means_table):
         assert "KV cache" not in shown(table(plain, bars=True))
@@ -245,14 +244,14 @@ def test_tables_name_the_cache_where_it_differs_from_the_queries() -> None:
         (["--device", "cpu", "--quick", "--head-dim", "48"], r"--head-dim is 48; expected one of"),
     ],
 )
-def test_bad_input_is_told_in_a_line(arguments: list[str], said: str) -> None:
+def test_bad_input_is_told_in_a_line(arguments, said):
     code, _, err = run("kernel", *arguments)
     assert code == 2
     assert re.search(said, err)
     assert len(err.splitlines()) == 1
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = run("kernel")
     assert code == 1
@@ -260,7 +259,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(err.splitlines()) == 1
 
 
-def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path: Path) -> None:
+def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path):
     trees = ["--tree", "1,2 9,3", "--tree", "2 5"]
     common = ["kernel", "--device", "cpu", "--quick", "--heads", "2/1", "--head-dim", "64", *trees]
     for part in ("1/2", "2/2"):
@@ -273,7 +272,7 @@ def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path: Path) -> None:
     assert header["runs"][0]["options"]["part"] == "1/2"
     assert first[0]["workload"] == "1,2 9,3"
     assert first[0]["us"] == {"deft": None, "flash-decoding": None}
-    assert all(0 < error < 1e-3 for error in first[0]["error"].values())  # type: ignore[operator]
+    assert all(0 < error < 1e-3 for error in first[0]["error"].values())
 
     both = tmp_path / "both.json"
     files = [str(tmp_path / part / "kernel-cpu.json") for part in "12"]
@@ -293,9 +292,7 @@ def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path: Path) -> None:
     assert "cannot read" in err
 
 
-def test_a_wrong_result_of_ours_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_result_of_ours_is_an_error(tmp_path, monkeypatch):
     from benchmarks.kernel import measure_case as run_module
 
     monkeypatch.setattr(run_module, "TOLERANCE", {torch.float16: 1e-9})
@@ -309,18 +306,16 @@ def test_a_wrong_result_of_ours_is_an_error(
     assert list(read_rows(tmp_path / "kernel-cpu.json")[0][0]["us"]) == [OURS]
 
 
-def test_what_was_measured_survives_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_survives_an_interruption(tmp_path, monkeypatch):
     from benchmarks.kernel import measure_case as run_module
 
     measure_case = run_module.measure_case
 
-    def once(case: Any, setup: Any) -> Row:
+    def once(case, setup):
         monkeypatch.setattr(run_module, "measure_case", interrupted)
         return measure_case(case, setup)
 
-    def interrupted(case: Any, setup: Any) -> Row:
+    def interrupted(case, setup):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "measure_case", once)
@@ -334,9 +329,7 @@ def test_what_was_measured_survives_an_interruption(
     assert header["complete"] is False
 
 
-def test_rows_that_cannot_be_written_are_refused_before_anything_is_measured(
-    tmp_path: Path,
-) -> None:
+def test_rows_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "x")
     code, _, err = run("kernel", "--device", "cpu", "--quick", "--out", out)

@@ -12,7 +12,6 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.phases import alone
 from benchmarks.kernel.tree_workloads import Case, Workload, forest_from_parents
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.planner import Plan
 from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
@@ -21,7 +20,7 @@ TOKENS = [300, *range(1, 10), 40, 3, 5, 700]
 """Nine leaves on a shared node, two requests that fit a small tile, and a long unshared request."""
 
 
-def make_case(heads: tuple[int, int] = (4, 2)) -> Case:
+def make_case(heads=(4, 2)):
     forest = forest_from_parents(PARENTS, TOKENS)
     return Case(Workload("own", "a tree", lambda: forest), *heads, 1)
 
@@ -34,7 +33,7 @@ def make_case(heads: tuple[int, int] = (4, 2)) -> Case:
         ("flash-decoding", ["small_tile"]),
     ],
 )
-def test_launches_one_after_the_other_compute_the_plan(policy: str, expected: list[str]) -> None:
+def test_launches_one_after_the_other_compute_the_plan(policy, expected):
     inputs = make_inputs(make_case(), 64, torch.float16, CPU, "shuffled", 0)
     names, out = [], torch.empty(0)
     for name, launch in Ours(OURS, policy).phases(inputs):
@@ -52,9 +51,9 @@ def test_launches_one_after_the_other_compute_the_plan(policy: str, expected: li
     assert relative_error(out, reference) < 1e-3
 
 
-def test_each_item_is_in_one_of_them() -> None:
+def test_each_item_is_in_one_of_them():
     inputs = make_inputs(make_case(), 64, torch.float16, CPU, "shuffled", 0)
-    plan: Plan = Ours(OURS, "deft-node").attention(inputs).plan(inputs.forest)
+    plan = Ours(OURS, "deft-node").attention(inputs).plan(inputs.forest)
     parts = alone(plan)
     assert sum(int(part.tile_ptr[-1] - part.tile_ptr[0]) for part in parts.values()) == (
         plan.num_items
@@ -64,7 +63,7 @@ def test_each_item_is_in_one_of_them() -> None:
     ]
 
 
-def test_their_times_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_times_are_facts(monkeypatch):
     monkeypatch.setattr(run_module, "launch_us", lambda launch, budget: launch() is None or 2.5)
     setup = Setup(
         ours=Ours(OURS, "deft-node"), peers=[], head_dim=64, dtype="fp16", device=CPU,

@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,12 +14,9 @@ from benchmarks.e2e.chosen_workloads import chosen_workloads
 from benchmarks.e2e.first_tokens import TOKENS, WARM_UPS, FirstTokens
 from benchmarks.e2e.prompt_cases import CaseError
 from benchmarks.e2e.start_times import BATCHES, CACHES, start_times
-from deft_backend.tools.servers.command import ServerCommand
 
 
-def starts(
-    tmp_path: Path, backends: list[str], first: str | None = "right", host: str = "sglang"
-) -> list[Any]:
+def starts(tmp_path, backends, first="right", host="sglang"):
     return list(
         start_times(
             fake_launch(host), backends, tmp_path / "logs", lambda line: None,
@@ -30,7 +26,7 @@ def starts(
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_each_backend_starts_twice(tmp_path: Path, host: str) -> None:
+def test_each_backend_starts_twice(tmp_path, host):
     rows = starts(tmp_path, ["right", "tie"], host=host)
     assert [(row["backend"], row["cache"]) for row in rows] == [
         ("right", "empty"), ("right", "full"), ("tie", "empty"), ("tie", "full"),
@@ -44,13 +40,11 @@ def test_each_backend_starts_twice(tmp_path: Path, host: str) -> None:
     assert len(list((tmp_path / "logs").iterdir())) == 5  # and the one that does not count
 
 
-def test_a_backend_finds_the_caches_of_its_first_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, dict[str, str]]] = []
+def test_a_backend_finds_the_caches_of_its_first_start(tmp_path, monkeypatch):
+    seen = []
     command = FakeLaunch.command
 
-    def record(self: FakeLaunch, backend: str, state: Path) -> ServerCommand:
+    def record(self, backend, state):
         seen.append((backend, {name: self.environment[name] for name in CACHES}))
         return command(self, backend, state)
 
@@ -63,10 +57,10 @@ def test_a_backend_finds_the_caches_of_its_first_start(
     assert len(folders) == 3 * len(CACHES)
 
 
-def test_the_plugins_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugins_lines_are_kept(tmp_path, monkeypatch):
     from benchmarks.e2e import start_times as module
 
-    async def ask(row: Any, launch: Any, url: str, began: float) -> None:
+    async def ask(row, launch, url, began):
         log = tmp_path / "logs" / f"sglang-right-{row['cache']}.log"
         log.write_text("INFO other\n[TP0] deft: 36 kernels ready in 3.0 s\n")
 
@@ -75,7 +69,7 @@ def test_the_plugins_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert empty["log"] == ["[TP0] deft: 36 kernels ready in 3.0 s"]
 
 
-def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path):
     rows = starts(tmp_path, ["crashes", "right"], first=None)
     assert "the server does not start" in rows[0]["error"]
     assert [row["error"] is None for row in rows] == [False, False, True, True]
@@ -89,17 +83,17 @@ def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path: Path) -> 
         (["--host", "tgi"], "there is no host 'tgi'"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_input_is_named(arguments, said, tmp_path):
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     result = runner.invoke(app, ["start", *arguments, "--out", str(tmp_path / "s.json")])
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_first_tokens_are_medians_of_new_prompts_behind_one_prefix() -> None:
+def test_first_tokens_are_medians_of_new_prompts_behind_one_prefix():
     client = FakeClient(seconds_before=0.25)
     served = SimpleNamespace(launch=fake_launch(), backend="right", client=client)
-    row = asyncio.run(FirstTokens(20, 3, 5, repeats=4).run(served, []))  # type: ignore[arg-type]
+    row = asyncio.run(FirstTokens(20, 3, 5, repeats=4).run(served, []))
     assert row["ttft_ms"] == row["ttft_p99_ms"] == 250.0
     assert row["detail"]["together_ms"] == 250.0
     assert len(row["detail"]["ttft_runs_ms"]) == len(row["detail"]["together_runs_ms"]) == 4
@@ -109,25 +103,25 @@ def test_first_tokens_are_medians_of_new_prompts_behind_one_prefix() -> None:
     assert {len(prompt) for prompt in prompts} == {25}
 
 
-def test_first_tokens_of_the_slowest_request_and_the_median() -> None:
+def test_first_tokens_of_the_slowest_request_and_the_median():
     client = FakeClient()
     times = iter([0.3, 0.1, 0.2] * 20)
 
-    async def stream(prompt: Any, tokens: int) -> Any:
+    async def stream(prompt, tokens):
         return SimpleNamespace(arrivals=[next(times)])
 
-    client.stream = stream  # type: ignore[assignment]
+    client.stream = stream
     served = SimpleNamespace(launch=fake_launch(), backend="right", client=client)
-    row = asyncio.run(FirstTokens(20, 3, 5, repeats=3).run(served, []))  # type: ignore[arg-type]
+    row = asyncio.run(FirstTokens(20, 3, 5, repeats=3).run(served, []))
     assert (row["ttft_ms"], row["ttft_p99_ms"]) == (200.0, 300.0)
 
 
-def test_the_sizes_of_first_tokens() -> None:
-    default = list(chosen_workloads("first-tokens", Choice(Path()), MODEL, False))  # type: ignore[arg-type]
-    assert [(w.prefix, w.branches, w.suffix) for w in default] == [(256, 4, 16)]  # type: ignore[attr-defined]
-    asked = Choice(Path(), batches=BatchChoice(["64,2,8"], repeats=7))  # type: ignore[arg-type]
+def test_the_sizes_of_first_tokens():
+    default = list(chosen_workloads("first-tokens", Choice(Path()), MODEL, False))
+    assert [(w.prefix, w.branches, w.suffix) for w in default] == [(256, 4, 16)]
+    asked = Choice(Path(), batches=BatchChoice(["64,2,8"], repeats=7))
     (one,) = chosen_workloads("first-tokens", asked, MODEL, True)
     assert one == FirstTokens(64, 2, 8, 7)
-    nothing = Choice(Path(), batches=BatchChoice(["0,2,8"]))  # type: ignore[arg-type]
+    nothing = Choice(Path(), batches=BatchChoice(["0,2,8"]))
     with pytest.raises(CaseError, match="behind a cached prefix"):
         list(chosen_workloads("first-tokens", nothing, MODEL, True))

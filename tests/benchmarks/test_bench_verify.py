@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ CASES = {
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Path:
+def recording(tmp_path):
     """A recorded token tree of four candidates."""
     content = {
         "Tree_Structure": [[0], [1], [0, 0], [0, 0, 2]],
@@ -51,7 +49,7 @@ def recording(tmp_path: Path) -> Path:
     return path
 
 
-def test_chains_and_recorded_token_trees(recording: Path) -> None:
+def test_chains_and_recorded_token_trees(recording):
     chains = verified_workloads(None)
     assert {w.query_tokens for w in chains} == {2, 4, 8}
     assert {w.forest.batch_size for w in chains} == {1, 16, 64, 256}
@@ -63,12 +61,12 @@ def test_chains_and_recorded_token_trees(recording: Path) -> None:
     assert verified_workloads(recording.parent)[-1].name == trees[-1].name
 
 
-def test_a_folder_without_token_trees_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_token_trees_is_named(tmp_path):
     with pytest.raises(TraceError, match="holds no token tree"):
         verified_workloads(tmp_path)
 
 
-def test_bits_say_who_sees_whom() -> None:
+def test_bits_say_who_sees_whom():
     seen = seen_by(PARENTS, 5)
     assert np.flatnonzero(seen[4]).tolist() == [0, 1, 3, 4]
     bits = torch.from_numpy(bits_of(seen))
@@ -81,7 +79,7 @@ def test_bits_say_who_sees_whom() -> None:
 
 
 @pytest.mark.parametrize("mask", CASES)
-def test_results_are_checked(mask: str) -> None:
+def test_results_are_checked(mask):
     measured = Setup(
         ours=Ours(OURS, "auto", "device"), peers=(), head_dim=64, dtype="fp16", device=CPU,
         layout="shuffled", seed=0, graph=False, budget=replace(QUICK, plan_s=0.0), ceilings=None,
@@ -105,8 +103,8 @@ def test_results_are_checked(mask: str) -> None:
         ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 11.0}, True),
     ],
 )
-def test_bars(mask: str, workload: str, share: float, times: dict[str, Any], met: bool) -> None:
-    row: Any = {
+def test_bars(mask, workload, share, times, met):
+    row = {
         "workload": workload, "share": share, "us": times, "query_tokens": 4, "mask": mask,
         "heads": "32/8",
     }  # fmt: skip
@@ -116,16 +114,15 @@ def test_bars(mask: str, workload: str, share: float, times: dict[str, Any], met
 class PrefillWrapper:
     """``flashinfer.BatchPrefillWithPagedKVCacheWrapper``, in float64."""
 
-    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+    def __init__(self, workspace, layout, backend):
         assert (layout, backend) == ("NHD", "fa2")
 
-    def plan(self, starts: Any, indptr: Any, indices: Any, last: Any, *shape: int,
-             custom_mask: Any, causal: bool, **dtypes: Any) -> None:  # fmt: skip
+    def plan(self, starts, indptr, indices, last, *shape, custom_mask, causal, **dtypes):
         assert causal == (custom_mask is None)
         self.starts, self.ends, self.indices = starts.tolist(), indptr.tolist(), indices
         self.last, self.size, self.mask = last.tolist(), shape[-1], custom_mask
 
-    def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor) -> None:
+    def run(self, q, cache, *, out):
         used = 0
         for request, last in enumerate(self.last):
             pages = self.indices[self.ends[request] : self.ends[request + 1]].long()
@@ -144,7 +141,7 @@ class PrefillWrapper:
 
 
 @pytest.mark.parametrize("mask", CASES)
-def test_flashinfers_prefill_gets_the_mask(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfers_prefill_gets_the_mask(mask, monkeypatch):
     package = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper)
     monkeypatch.setattr(flashinfer_prefill, "flashinfer", lambda: package)
     monkeypatch.setattr(flashinfer_prefill, "float_workspace", lambda device: torch.empty(0))
@@ -158,7 +155,7 @@ def test_flashinfers_prefill_gets_the_mask(mask: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3"])
-def test_peers_refuse_masks_that_they_lack(name: str) -> None:
+def test_peers_refuse_masks_that_they_lack(name):
     inputs = make_inputs(Case(CASES["tree"], 4, 2, 16), 64, torch.float32, CPU, "shuffled", 0)
     with pytest.raises(Refused):
         make_method(name).prepare(inputs)

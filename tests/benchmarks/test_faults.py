@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,13 +20,13 @@ INSIDE = ROOT / "benchmarks" / "faults" / "inside"
 RECORD = ROOT / "docs" / "results" / "faults-cpu.json"
 PAGE = ROOT / "docs" / "reliability.md"
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "fault": "poison", "host": "vllm", "injected": 3, "right": 6, "wrong": 0, "lost": 0,
     "cut": 0, "after": {"right": 3, "wrong": 0, "lost": 0, "cut": 0},
 }  # fmt: skip
 
 
-def test_only_right_answers_to_a_fault_that_happened_are_as_promised() -> None:
+def test_only_right_answers_to_a_fault_that_happened_are_as_promised():
     assert is_ok(GOOD)
     for change in (
         {"injected": 0}, {"wrong": 1}, {"lost": 1}, {"processes_left": 1}, {"link_followed": True},
@@ -39,14 +38,14 @@ def test_only_right_answers_to_a_fault_that_happened_are_as_promised() -> None:
     assert not is_ok({**GOOD, "fault": "sigkill", "wrong": 1})
 
 
-def test_tokens_that_came_before_a_cut_are_judged() -> None:
+def test_tokens_that_came_before_a_cut_are_judged():
     found = Judged()
     for ids in ([1, 2, 3], [1, 2], [1, 9], [], [1, 2, 3, 4]):
         found.add(ids, [1, 2, 3])
     assert (found.right, found.cut, found.wrong, found.lost) == (1, 1, 2, 1)
 
 
-def test_the_page_shows_the_record() -> None:
+def test_the_page_shows_the_record():
     rows, _ = read_record(RECORD)
     assert drawn_into(PAGE.read_text(), rows) == PAGE.read_text(), (
         "run: python -m benchmarks faults --draw --out docs/results/faults-cpu.json "
@@ -54,7 +53,7 @@ def test_the_page_shows_the_record() -> None:
     )
 
 
-def test_the_record_names_its_runs_and_known_faults() -> None:
+def test_the_record_names_its_runs_and_known_faults():
     rows, header = read_record(RECORD)
     runs = {run["date"]: run for run in header["runs"]}
     assert all(run["commit"] and run["host"] in BOTH for run in runs.values())
@@ -65,14 +64,14 @@ def test_the_record_names_its_runs_and_known_faults() -> None:
     assert all(row["ok"] == is_ok(row) for row in rows)
 
 
-def test_a_failed_fault_shows_on_the_page() -> None:
+def test_a_failed_fault_shows_on_the_page():
     assert "**not as promised**" in page_table([{**GOOD, "ok": False}])
     assert "9 right" in page_table([{**GOOD, "ok": True}])
     with pytest.raises(RowsError, match="lacks"):
         drawn_into("no marks", [])
 
 
-def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path: Path) -> None:
+def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path):
     path = tmp_path / "record.json"
     first, clock = {**GOOD, "run": 1}, {**GOOD, "fault": "clock", "run": 1}
     write_rows(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
@@ -88,14 +87,14 @@ def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path: Path) -> None:
     assert [run["date"] for run in header["runs"]] == [2, 3, 4]
 
 
-def test_prompts_share_a_prefix_and_follow_their_seed() -> None:
+def test_prompts_share_a_prefix_and_follow_their_seed():
     prompts = draw_prompts(3, 5, 20, 6)
     assert prompts == draw_prompts(3, 5, 20, 6)
     assert len({prompt[:20] for prompt in prompts}) == 1
     assert len(set(prompts)) == 5
 
 
-def test_bad_files_are_bad(tmp_path: Path) -> None:
+def test_bad_files_are_bad(tmp_path):
     assert len(spoil(tmp_path / "cache", 1234)) == 4
     assert (tmp_path / "cache" / "servers" / "1234-tp0.json").is_symlink()
     assert still_there(tmp_path / "cache")
@@ -144,7 +143,7 @@ print("all planted")
 """
 
 
-def test_every_fault_inside_a_server_can_be_planted(tmp_path: Path) -> None:
+def test_every_fault_inside_a_server_can_be_planted(tmp_path):
     environment = {
         **os.environ, "FAULTS": str(tmp_path), "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),
@@ -178,7 +177,7 @@ print("both planted")
 """
 
 
-def test_the_disk_and_the_clock_of_a_server_can_be_planted(tmp_path: Path) -> None:
+def test_the_disk_and_the_clock_of_a_server_can_be_planted(tmp_path):
     environment = {
         **os.environ, "FAULTS": str(tmp_path),
         "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from benchmarks.fuzz.walk_plan import fault_of
 from benchmarks.row_files import RowsError, make_folder
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables, forest_of_blocks
-from deft_backend.planner import Plan, PlanCapacity, plan_forest
+from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import get_policy
 
 CPU = torch.device("cpu")
@@ -37,11 +37,11 @@ ATTENTION = AttentionSetting(8, 2, 64, 16, "float32", "int32", 0.0)
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_every_kept_case_passes(path: Path) -> None:
+def test_every_kept_case_passes(path):
     assert replay(path, CPU) == []
 
 
-def test_every_kind_of_forest_is_drawn() -> None:
+def test_every_kind_of_forest_is_drawn():
     limits = Limits(24, 400, 1 << 14)
     found = [draw_batch(np.random.default_rng(seed), 16, limits, twins=True) for seed in range(80)]
     assert {batch.kind for batch in found} == set(KINDS)
@@ -51,7 +51,7 @@ def test_every_kind_of_forest_is_drawn() -> None:
             forest_from_page_tables(batch.page_table[batch.rows], batch.seq_lens, 16)
 
 
-def planned() -> tuple[Any, Plan, Any]:
+def planned():
     """A batch with shared nodes, and a plan of it with merges of both kinds."""
     target = SETTING.target()
     for seed in range(200):
@@ -65,16 +65,16 @@ def planned() -> tuple[Any, Plan, Any]:
     raise AssertionError("no seed gives a plan with every kind of entry")
 
 
-def with_change(plan: Plan, name: str, at: int, value: int) -> Plan:
+def with_change(plan, name, at, value):
     array = getattr(plan, name).copy()
     array[at] = value
     return replace(plan, **{name: array})
 
 
-def test_the_walk_finds_planted_faults() -> None:
+def test_the_walk_finds_planted_faults():
     batch, plan, target = planned()
 
-    def fault(changed: Plan) -> str:
+    def fault(changed):
         return fault_of(changed, batch.page_table, batch.rows, batch.seq_lens, 16, target)
 
     assert fault(plan) == ""
@@ -97,13 +97,13 @@ def test_the_walk_finds_planted_faults() -> None:
         assert fault(with_change(plan, *change)), name
 
 
-def test_the_walk_finds_shared_query_tokens() -> None:
+def test_the_walk_finds_shared_query_tokens():
     fuzzer = PlanFuzzer(replace(SETTING, query_tokens=4), CPU, large=False)
     batch = fuzzer.batch(0)
     tables = np.ascontiguousarray(batch.page_table[batch.rows])
     forest = forest_from_page_tables(tables, batch.seq_lens, 16)
 
-    def fault(private_tokens: int) -> str:
+    def fault(private_tokens):
         kept = forest_of_blocks(forest, 1, private_tokens)
         plan, _ = plan_forest(kept, get_policy("deft-node"), fuzzer.target, fuzzer.capacity)
         return fuzzer._fault(batch, plan)
@@ -112,12 +112,12 @@ def test_the_walk_finds_shared_query_tokens() -> None:
     assert fault(0).startswith("several queries share query tokens")
 
 
-def test_attention_that_reads_wrong_values_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_reads_wrong_values_fails(monkeypatch):
     fuzzer = AttentionFuzzer(ATTENTION, CPU, large=False)
     assert fuzzer.run([3, 4], "auto").failures == []
     honest = TreeAttention.run
 
-    def other_values(self: Any, q: Any, k: Any, v: Any, *args: Any, **kw: Any) -> Any:
+    def other_values(self, q, k, v, *args, **kw):
         return honest(self, q, k, v.nan_to_num().roll(1, 0), *args, **kw)
 
     monkeypatch.setattr(TreeAttention, "run", other_values)
@@ -125,7 +125,7 @@ def test_attention_that_reads_wrong_values_fails(monkeypatch: pytest.MonkeyPatch
     assert {failure.seed for failure in failures} == {3, 4}
 
 
-def test_a_failing_seed_becomes_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_seed_becomes_a_case(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
     found = PlanFuzzer(SETTING, CPU, large=False).run([5]).failures
     assert found[0].why == "planted"
@@ -136,21 +136,21 @@ def test_a_failing_seed_becomes_a_case(tmp_path: Path, monkeypatch: pytest.Monke
     assert replay(path, CPU) == []
 
 
-def test_a_file_that_holds_no_case_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_case_is_refused(tmp_path):
     path = tmp_path / "case.json"
     path.write_text('{"what": "plans"}')
     with pytest.raises(CaseFileError, match="planner"):
         replay(path, CPU)
 
 
-def die(job: Job) -> None:
+def die(job):
     job.now.write_text(
         json.dumps({"what": "plans", "setting": {}, "planner": "device", "seeds": [7, 9]})
     )
     os._exit(3)
 
 
-def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch):
     monkeypatch.setattr(fuzz_run, "work", die)
     setup = fuzz_run.Fuzz(("plans",), 5.0, 0, 1, 1, 0, "cpu", ("float32",))
     (row,) = fuzz_run.run(setup, lambda line: None)
@@ -159,7 +159,7 @@ def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch: pytest.Monke
     assert "ended with 3" in failure["why"]
 
 
-def test_a_process_that_has_done_its_work_does_not_hang(tmp_path: Path) -> None:
+def test_a_process_that_has_done_its_work_does_not_hang(tmp_path):
     """It takes a moment to end, however long ago the first process began."""
     job = Job("plans", 0, 1, time.time(), 1, 0, 1, tmp_path, "cpu", ("float32",))
     work(job)
@@ -168,7 +168,7 @@ def test_a_process_that_has_done_its_work_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["plans", "attention"])
-def test_the_command_records_what_it_ran(what: str, tmp_path: Path) -> None:
+def test_the_command_records_what_it_ran(what, tmp_path):
     out = tmp_path / "fuzz.json"
     options = ["--seconds", "0.1", "--processes", "1", "--what", what, "--out", str(out)]
     options += ["--seed", "2"]  # its first setting has several query tokens
@@ -183,13 +183,13 @@ def test_the_command_records_what_it_ran(what: str, tmp_path: Path) -> None:
     assert not (tmp_path / "cases").exists()
 
 
-def test_settings_name_every_choice() -> None:
+def test_settings_name_every_choice():
     assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
     # Any policy may get any setting, so its group must fit the large and the masked tile.
     assert all(min(setting.target().tile_queries[1:]) >= 1 for setting in plan_settings())
 
 
-def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
     fuzzer = PlanFuzzer(SETTING, CPU, large=False)
     batch = planned()[0]
     tables = np.ascontiguousarray(batch.page_table[batch.rows])
@@ -197,7 +197,7 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.Monke
     host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
     other, _ = plan_forest(forest, get_policy("flash-decoding"), fuzzer.target, fuzzer.capacity)
 
-    def compared(found: Plan) -> PlanCounts:
+    def compared(found):
         counts = PlanCounts()
         fuzzer._compare(0, batch, found, counts)
         return counts
@@ -222,27 +222,25 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch: pytest.Monke
         (1000201, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), False),
     ],
 )
-def test_batches_of_the_recorded_run_that_decide_by_a_tie(
-    seed: int, setting: PlanSetting, decides_by_tie: bool
-) -> None:
+def test_batches_of_the_recorded_run_that_decide_by_a_tie(seed, setting, decides_by_tie):
     fuzzer = PlanFuzzer(setting, CPU, large=True)
     forest = fuzzer._forest(fuzzer.batch(seed))
     host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
 
-    def other(plan: Plan) -> bool:
+    def other(plan):
         return not _same(plan, host)
 
     assert ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other) == decides_by_tie
 
 
-def test_nearby_costs_differ_by_a_rounding() -> None:
+def test_nearby_costs_differ_by_a_rounding():
     target = SETTING.target()
     for near in ties.nearby_targets(target):
         for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
             assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01
 
 
-def test_a_folder_cannot_be_the_file_of_rows(tmp_path: Path) -> None:
+def test_a_folder_cannot_be_the_file_of_rows(tmp_path):
     with pytest.raises(RowsError, match="it is a folder; expected a file"):
         make_folder(tmp_path)
     make_folder(tmp_path / "new" / "rows.json")

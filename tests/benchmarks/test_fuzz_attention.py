@@ -1,8 +1,6 @@
 """The fuzzer's attention cases: every kind is drawn, passes, and fails if its part is left out."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ RAGGED = replace(PLAIN, query_tokens=3, ragged=True)
 BYTES = replace(PLAIN, kv_dtype="float8_e4m3fn")
 
 
-def test_settings_have_every_kind() -> None:
+def test_settings_have_every_kind():
     for large in (False, True):
         every = attention_settings(DTYPES, large=large)
         for first in range(0, 30):
@@ -43,31 +41,31 @@ def test_settings_have_every_kind() -> None:
     assert max(one.kv_heads for one in attention_settings(DTYPES, large=False)) == 2
 
 
-def left_out(name: str) -> Callable[..., None]:
-    def change(_attention: Any, _lens: torch.Tensor, options: dict[str, Any]) -> None:
+def left_out(name):
+    def change(_attention, _lens, options):
         options[name] = {"sinks": None, "logit_cap": 0.0}.get(name, 1.0)
 
     return change
 
 
-def flip_a_bit(_attention: Any, _lens: torch.Tensor, options: dict[str, Any]) -> None:
+def flip_a_bit(_attention, _lens, options):
     options["ancestors"] = options["ancestors"] ^ 1
 
 
-def see_one_more(attention: Any, _lens: torch.Tensor, options: dict[str, Any]) -> None:
+def see_one_more(attention, _lens, options):
     tokens = attention._current.batch.blocks.query_tokens
     requests = attention.forest.batch_size // attention._current.batch.blocks.blocks
     seen = torch.ones(tokens, tokens).tril(1).long() << torch.arange(tokens)
     options["ancestors"] = seen.sum(1)[None, :, None].expand(requests, -1, 1)
 
 
-def count_one_more(_attention: Any, _lens: torch.Tensor, options: dict[str, Any]) -> None:
+def count_one_more(_attention, _lens, options):
     starts = options["query_start"].clone()
     starts[1:-1] = torch.minimum(starts[1:-1] + 1, starts[-1])  # no row lies outside the queries
     options["query_start"] = starts
 
 
-def forget_growth(attention: Any, lens: torch.Tensor, _options: dict[str, Any]) -> None:
+def forget_growth(attention, lens, _options):
     blocks = attention._current.batch.blocks.blocks
     lens.copy_(torch.from_numpy(attention.forest.seq_lens[::blocks].copy()))
 
@@ -88,14 +86,12 @@ def forget_growth(attention: Any, lens: torch.Tensor, _options: dict[str, Any]) 
         (CHAIN, forget_growth),
     ],
 )
-def test_each_kind_can_fail(
-    setting: AttentionSetting, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_kind_can_fail(setting, fault, monkeypatch):
     fuzzer = AttentionFuzzer(setting, CPU, large=False)
     assert fuzzer.run(SEEDS, "auto").failures == []
     honest = TreeAttention.run
 
-    def broken(self: Any, q: Any, k: Any, v: Any, table: Any, lens: Any, **options: Any) -> Any:
+    def broken(self, q, k, v, table, lens, **options):
         lens = lens.clone()
         fault(self, lens, options)
         return honest(self, q, k, v, table, lens, **options)
@@ -106,7 +102,7 @@ def test_each_kind_can_fail(
 
 @pytest.mark.parametrize("planner", [DEVICE, "fasttree"])
 @pytest.mark.parametrize("number", range(7))
-def test_neighbouring_settings_pass(number: int, planner: str) -> None:
+def test_neighbouring_settings_pass(number, planner):
     setting = attention_settings(DTYPES, large=False)[number]
     found = AttentionFuzzer(setting, CPU, large=False).run([number, number + 1], planner)
     assert found.failures == []
@@ -117,7 +113,7 @@ def test_neighbouring_settings_pass(number: int, planner: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["", "float8_e5m2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_holds_what_a_batch_may_read(layout: str, kv_dtype: str) -> None:
+def test_a_cache_holds_what_a_batch_may_read(layout, kv_dtype):
     cache = PoisonedCache(replace(PLAIN, layout=layout, kv_dtype=kv_dtype), 8, CPU)
     table, contents = torch.tensor([[3, 1]]), torch.tensor([[3, 6]])
     cache.fill(table, contents, torch.tensor([7]), 0)

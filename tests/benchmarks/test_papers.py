@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -25,9 +24,7 @@ TREE = ThoughtTree(
 """A prompt of 8 tokens; thoughts of 3 and 2 tokens, and one of 1 token behind the first."""
 
 
-def test_every_method_of_every_table_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_method_of_every_table_is_right(tmp_path, monkeypatch):
     """One table that holds all methods, over a small tree with a part in common to some only."""
     every = {m for table in tables.TABLES for m in table.methods} - ON_A_GPU
     # One parameter of each policy that has one.
@@ -58,7 +55,7 @@ def test_every_method_of_every_table_is_right(
     assert max(row["error"].values()) < 2e-2
 
 
-def test_tables_have_names_of_their_own_and_methods_that_exist() -> None:
+def test_tables_have_names_of_their_own_and_methods_that_exist():
     names = [table.name for table in tables.TABLES]
     assert len(set(names)) == len(names)
     for table in tables.TABLES:
@@ -66,7 +63,7 @@ def test_tables_have_names_of_their_own_and_methods_that_exist() -> None:
             assert tables.method_named(name).name in (name, "deft"), name
 
 
-def test_kv_of_recordings_is_counted_step_by_step(tmp_path: Path) -> None:
+def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     """By hand: step by step, each thought that decodes attends to its path; stored is the union."""
     for name in THOUGHTS:
         dump_thought_trees([TREE], tmp_path / f"{name}.json")
@@ -87,7 +84,7 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path: Path) -> None:
     assert rows[TOKEN_TREES[0]]["tokens_stored"] == sum(s for _, s in tree)
 
 
-def test_a_longer_prompt_keeps_the_thoughts(tmp_path: Path) -> None:
+def test_a_longer_prompt_keeps_the_thoughts(tmp_path):
     dump_thought_trees([TREE], tmp_path / f"{THOUGHTS[0]}.json")
     longer = with_prompt(TREE, 100)
     assert longer.nodes[0].tokens == 100
@@ -96,7 +93,7 @@ def test_a_longer_prompt_keeps_the_thoughts(tmp_path: Path) -> None:
     assert [w.forest.seq_lens.max() for w in steps] == [101, 102, 103, 104]
 
 
-def test_counters_are_summed_over_kernels() -> None:
+def test_counters_are_summed_over_kernels():
     """`ncu --csv`: a line a metric and kernel, behind the program's own output."""
     lines = ["something else", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
     for kernel, values in (("0", (1000, 4000, 10, 50)), ("1", (500, 1000, 60, 20))):
@@ -111,7 +108,7 @@ def test_counters_are_summed_over_kernels() -> None:
     assert counters.summed(["==ERROR== no permission"])["kernels"] == 0
 
 
-def test_a_step_is_the_sum_of_its_parts() -> None:
+def test_a_step_is_the_sum_of_its_parts():
     row = {
         "workload": "w",
         "heads": "32/8",
@@ -127,9 +124,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_each_policy_has_a_server_and_the_host_another(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_has_a_server_and_the_host_another(host, tmp_path, monkeypatch):
     """The same reasoning trees, few-shot prompts and documents for all of them."""
     ran = []
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
@@ -162,7 +157,7 @@ def test_each_policy_has_a_server_and_the_host_another(
         (["--table", "deft-widths", "--dtype", "fp8"], "expected one of fp16, bf16"),
     ],
 )
-def test_bad_choices_are_named(arguments: list[str], said: str) -> None:
+def test_bad_choices_are_named(arguments, said):
     done = CliRunner().invoke(app, ["papers", *arguments])
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())

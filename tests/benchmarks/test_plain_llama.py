@@ -1,8 +1,6 @@
 """The model in plain PyTorch against transformers' Llama, and the check of sampled answers."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,34 +21,32 @@ PROMPT, ANSWER = [3, 999, 17, 4, 256, 81, 7], [12, 700, 5]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     write_model(path, "tiny", "random", "float32")
     return path
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
+def theirs(folder):
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @torch.no_grad()
-def log_probs(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = model(torch.tensor([[*prompt, *answer]])).logits[0]
+def log_probs(model, prompt, answer):
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0]
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
-def test_it_is_the_llama_of_transformers(folder: Path, theirs: Any) -> None:
+def test_it_is_the_llama_of_transformers(folder, theirs):
     ours = PlainLlama(folder, EXACT, CPU)
     expected = log_probs(theirs, PROMPT, ANSWER)
     torch.testing.assert_close(ours.log_probs(PROMPT, ANSWER), expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_keys_and_values_are_rounded_as_the_cache_rounds_them(
-    cache: torch.dtype, folder: Path, theirs: Any
-) -> None:
-    def rounded(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+def test_keys_and_values_are_rounded_as_the_cache_rounds_them(cache, folder, theirs):
+    def rounded(module, q, k, v, mask, **options):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         k, v = k.to(cache).to(k.dtype), v.to(cache).to(v.dtype)
@@ -72,9 +68,7 @@ def test_keys_and_values_are_rounded_as_the_cache_rounds_them(
     torch.testing.assert_close(ours.log_probs(PROMPT, ANSWER), expected, atol=0.02, rtol=0)
 
 
-def test_prompts_are_computed_once_and_in_parts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_computed_once_and_in_parts(folder, monkeypatch):
     """What it keeps, and how it cuts prompts, changes nothing."""
     fresh = PlainLlama(folder, EXACT, CPU)
     expected = fresh.log_probs([*PROMPT, 44, 45], ANSWER)
@@ -87,7 +81,7 @@ def test_prompts_are_computed_once_and_in_parts(
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 
-def test_coarse_prompts_round_queries_and_weights_of_prompts_alone(folder: Path) -> None:
+def test_coarse_prompts_round_queries_and_weights_of_prompts_alone(folder):
     cache = torch.float8_e4m3fn
     fine = PlainLlama(folder, Arithmetic(torch.float32, cache, coarse_prompts=False), CPU)
     coarse = PlainLlama(folder, Arithmetic(torch.float32, cache, coarse_prompts=True), CPU)
@@ -98,11 +92,11 @@ def test_coarse_prompts_round_queries_and_weights_of_prompts_alone(folder: Path)
     )
 
 
-def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_token_of_an_answer_is_found(folder, tmp_path):
     model = PlainLlama(folder, EXACT, CPU)
     samples = []
     for prompt in (tuple(PROMPT), (*PROMPT[:4], 9), (77,)):
-        answer: list[int] = []
+        answer = []
         for _ in range(6):
             answer.append(int(model.log_probs(prompt, [*answer, 0])[-1].argmax()))
         samples.append((prompt, answer))
@@ -114,7 +108,7 @@ def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> No
     assert found.wrong[0].startswith(f"answer 1 (5 tokens before), token 3: {samples[1][1][3]} ")
 
     save_samples(tmp_path / "samples", samples)
-    launch: Any = SimpleNamespace(
+    launch = SimpleNamespace(
         host=SimpleNamespace(on_gpu=lambda: False, name="sglang"), options=(), environment={},
         model=SimpleNamespace(path=str(folder)),
     )  # fmt: skip
@@ -126,7 +120,7 @@ def test_a_wrong_token_of_an_answer_is_found(folder: Path, tmp_path: Path) -> No
         check_in_process(launch, tmp_path / "samples", 0.0)
 
 
-def launch_of(folder: Path, host: str, options: tuple[str, ...], fallback: str = "") -> Any:
+def launch_of(folder, host, options, fallback=""):
     return SimpleNamespace(
         host=SimpleNamespace(on_gpu=lambda: True, name=host), options=options,
         environment={"DEFT_FALLBACK_BACKEND": fallback} if fallback else {},
@@ -150,9 +144,8 @@ def launch_of(folder: Path, host: str, options: tuple[str, ...], fallback: str =
     ],
 )
 def test_it_computes_as_the_server_does_or_refuses(
-    host: str, options: tuple[str, ...], fallback: str, expected: Any, folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    host, options, fallback, expected, folder, monkeypatch
+):
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
     launch = launch_of(folder, host, options, fallback)
     if expected is None:

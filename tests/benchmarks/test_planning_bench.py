@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from forest_oracle import oracle_of_tables
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_batches_are_trees_of_the_stated_shape(page_size: int, shuffled: bool) -> None:
+def test_batches_are_trees_of_the_stated_shape(page_size, shuffled):
     batch = host_planning.ragged_batch((2, 3, 4), page_size, shuffled, prefix_tokens=640)
     lens = batch.seq_lens
     forest = forest_from_page_tables(batch.page_tables, lens, page_size)
@@ -41,7 +39,7 @@ def test_batches_are_trees_of_the_stated_shape(page_size: int, shuffled: bool) -
     assert len(np.unique(forest.length[~forest.is_leaf])) > 3  # ragged
 
 
-def test_beams_fork_from_each_other_in_every_step() -> None:
+def test_beams_fork_from_each_other_in_every_step():
     tables = device_planning.beams(16, 40, steps=12)
     forest = forest_from_page_tables(tables.page_table, tables.seq_lens, tables.page_size)
     assert forest.order.tolist() == oracle_of_tables(tables.page_table, tables.seq_lens, 1)["order"]
@@ -52,7 +50,7 @@ def test_beams_fork_from_each_other_in_every_step() -> None:
     assert np.median(inner) <= 4
 
 
-def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_holds_a_row_a_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(host_planning, "FAN_OUTS", {8: (2, 2, 2)})
     monkeypatch.setattr(host_planning, "FLUSHED_BYTES", 1 << 12)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -75,18 +73,16 @@ def test_the_file_holds_a_row_a_batch(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_planning_on_the_device_is_compared_with_the_host(
-    page_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planning_on_the_device_is_compared_with_the_host(page_size, monkeypatch):
     """A row, on the CPU: clocks and graphs are stand-ins, plans and outputs are real."""
 
     class OnCpu(TreeAttention):
-        def __init__(self, **options: Any) -> None:
+        def __init__(self, **options):
             super().__init__(**{**options, "dtype": torch.float32})
 
     randn = torch.randn
 
-    def random(shape: Any, **options: Any) -> torch.Tensor:
+    def random(shape, **options):
         return randn(shape, **{**options, "dtype": torch.float32})
 
     monkeypatch.setattr(device_planning, "FAN_OUTS", {8: (2, 2, 2)})

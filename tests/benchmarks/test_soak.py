@@ -1,7 +1,6 @@
 """The soak adds slices up, goes on after an interruption, and sees memory that grows."""
 
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import soak as soaks
-from benchmarks.e2e.choice import Choice, ModelChoice, ServerChoice
+from benchmarks.e2e.choice import ModelChoice, ServerChoice
 from benchmarks.e2e.serving_rows import make_row
 from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Soak, is_level, level, run, summary, totals
@@ -27,7 +26,7 @@ class FakeSetup:
     launch: Any = field(default_factory=lambda: SimpleNamespace(host=SimpleNamespace(ours="deft")))
 
 
-def row(part: int = 1, wrong: int = 0, grows: float = 0.0, error: str | None = None) -> Any:
+def row(part=1, wrong=0, grows=0.0, error=None):
     memory = [{"s": s, "rss_mib": 1000.0 + grows * s, "gpu_mib": None} for s in range(0, 101, 10)]
     return {
         "host": "sglang", "model": "tiny", "error": error,
@@ -39,7 +38,7 @@ def row(part: int = 1, wrong: int = 0, grows: float = 0.0, error: str | None = N
     }  # fmt: skip
 
 
-def test_a_slice_is_ok_only_if_nothing_is_wrong_and_memory_is_level() -> None:
+def test_a_slice_is_ok_only_if_nothing_is_wrong_and_memory_is_level():
     assert totals([summary(row(), 1)])["ok"]
     for bad in (row(wrong=1), row(grows=2.0), row(error="died")):
         assert not totals([summary(row(), 1), summary(bad, 2)])["ok"]
@@ -49,7 +48,7 @@ def test_a_slice_is_ok_only_if_nothing_is_wrong_and_memory_is_level() -> None:
     assert not totals([])["ok"]
 
 
-def test_what_memory_did_in_the_first_fifth_does_not_count() -> None:
+def test_what_memory_did_in_the_first_fifth_does_not_count():
     samples = [{"s": s, "rss_mib": min(1000.0, 50.0 * s)} for s in range(0, 101, 5)]
     found = level(samples, "rss_mib")
     assert found == {"after_first_fifth": 1000.0, "end": 1000.0, "growth": 0.0}
@@ -58,7 +57,7 @@ def test_what_memory_did_in_the_first_fifth_does_not_count() -> None:
     assert level(samples, "gpu_mib") is None
 
 
-def test_other_processes_on_the_gpu_are_no_growth() -> None:
+def test_other_processes_on_the_gpu_are_no_growth():
     """Samples of the GPU's memory count them; samples of the server's own memory do not."""
     used = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
     samples = [{"s": float(at), "rss_mib": mib, "gpu_mib": mib} for at, mib in enumerate(used)]
@@ -68,12 +67,10 @@ def test_other_processes_on_the_gpu_are_no_growth() -> None:
     assert level(samples, "gpu_mib") == {"after_first_fifth": 31.0, "end": 99.0, "growth": 68.0}
 
 
-def test_a_later_run_goes_on_where_the_first_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts: list[tuple[int, float]] = []
+def test_a_later_run_goes_on_where_the_first_ended(tmp_path, monkeypatch):
+    parts = []
 
-    def fake(soak: Soak, part: int, seconds: float, say: Any) -> Any:
+    def fake(soak, part, seconds, say):
         parts.append((part, seconds))
         if len(parts) == 2:
             raise KeyboardInterrupt
@@ -92,16 +89,14 @@ def test_a_later_run_goes_on_where_the_first_ended(
     assert len(content["header"]["runs"]) == 3
 
 
-def test_traffic_whose_check_was_interrupted_is_only_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[tuple[str, ...]] = []
+def test_traffic_whose_check_was_interrupted_is_only_checked(tmp_path, monkeypatch):
+    ran = []
 
     @contextmanager
-    def prepared(choice: Choice) -> Iterator[FakeSetup]:
+    def prepared(choice):
         yield FakeSetup(choice.output.rows)
 
-    def record(setup: FakeSetup, say: Any) -> None:
+    def record(setup, say):
         ran.append(setup.backends)
         made = {**make_row("mixed-traffic part 1", "sglang", "deft", "tiny", ""), **row()}
         if setup.backends[0] == "deft":
@@ -121,13 +116,13 @@ def test_traffic_whose_check_was_interrupted_is_only_checked(
         out.unlink()
     with pytest.raises(KeyboardInterrupt):
         run(asked, lambda line: None)
-    said: list[str] = []
+    said = []
     assert run(asked, said.append)["checked_tokens"] == 60
     assert ran == [("deft", "fa3")] * 3 + [("fa3",)]
     assert "slice 1: its traffic is done; only the check is left" in said
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+def test_another_file_is_not_overwritten(tmp_path):
     out = tmp_path / "soak.json"
     out.write_text("[]")
     with pytest.raises(RowsError, match="holds no soak"):

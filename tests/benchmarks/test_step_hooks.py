@@ -15,7 +15,7 @@ from benchmarks.commands import step_hooks as command_module
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
+def test_the_file_holds_what_a_replayed_step_takes(tmp_path):
     """In its own process, because it replaces the host's replay by an empty one."""
     pytest.importorskip("sglang")
     out = tmp_path / "new" / "hooks.json"
@@ -36,9 +36,7 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path: Path) -> None:
     assert statistics.median(row["added_us"] for row in found["rows"]) > 0
 
 
-def test_without_sglang_it_says_so_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_sglang_it_says_so_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(command_module, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["step-hooks", "--out", str(tmp_path / "hooks.json")])
     assert done.exit_code == 2

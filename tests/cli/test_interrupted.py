@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +45,7 @@ typer.run(main)
 """
 
 
-def running(process: Any) -> bool:
+def running(process):
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -55,7 +53,7 @@ def running(process: Any) -> bool:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+def command(tmp_path):
     """The command while its client runs, and the started processes: the server and the client."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
@@ -84,9 +82,7 @@ def command(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]
     ("number", "times", "code"),
     [(signal.SIGTERM, 2, 143), (signal.SIGINT, 1, 130), (signal.SIGINT, 3, 130)],
 )
-def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(
-    command: tuple[subprocess.Popen[str], list[Any]], number: signal.Signals, times: int, code: int
-) -> None:
+def test_a_benchmark_that_is_ended_ends_its_server_and_its_client(command, number, times, code):
     """`timeout` sends SIGTERM twice, to the command and its group; people press Ctrl-C twice."""
     process, started = command
     for _ in range(times):
@@ -132,7 +128,7 @@ main()
         ("deft_backend.tools.explain.explanation", False),
     ],
 )
-def test_ctrl_c_while_a_command_imports(module: str, breaks: bool) -> None:
+def test_ctrl_c_while_a_command_imports(module, breaks):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, module, str(breaks)], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
@@ -144,7 +140,7 @@ def test_ctrl_c_while_a_command_imports(module: str, breaks: bool) -> None:
     assert (process.returncode, said) == (130, "\ninterrupted\n")
 
 
-def test_a_command_in_the_background_ignores_ctrl_c() -> None:
+def test_a_command_in_the_background_ignores_ctrl_c():
     """A shell starts such a job with the signal ignored."""
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -20,7 +19,7 @@ TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch):
     """The hub's cache holds the tiny model, and requests to the hub fail."""
     write_hub_cache(tmp_path / "hf", TINY)
     cache = tmp_path / "hf" / "hub"
@@ -41,31 +40,29 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("a/b/c", False),
     ],
 )
-def test_which_names_are_the_hub_s(name: str, named: bool) -> None:
+def test_which_names_are_the_hub_s(name, named):
     assert is_hub_name(name) is named
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE"])
-def test_names_of_another_hub_are_the_host_s_affair(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_another_hub_are_the_host_s_affair(variable, monkeypatch):
     monkeypatch.setenv(variable, "True")
     assert not is_hub_name("Qwen/Qwen3-8B")
 
 
-def test_a_file_of_a_folder() -> None:
+def test_a_file_of_a_folder():
     assert model_file(str(TINY), "config.json") == TINY / "config.json"
     assert model_file(str(TINY), "nothing.json") is None
 
 
-def test_a_file_of_a_hub_name_at_a_revision(hub: Path) -> None:
+def test_a_file_of_a_hub_name_at_a_revision(hub):
     found = model_file(NAME, "config.json", REVISION)
     assert found is not None
     assert found.is_relative_to(hub)
     assert found.read_bytes() == (TINY / "config.json").read_bytes()
 
 
-def test_the_shape_of_a_hub_name(hub: Path) -> None:
+def test_the_shape_of_a_hub_name(hub):
     config = json.loads((TINY / "config.json").read_text())
     shape = model_shape(ChosenModel(NAME, REVISION))
     assert shape == model_shape(ChosenModel(str(TINY)))
@@ -73,7 +70,7 @@ def test_the_shape_of_a_hub_name(hub: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "revision"), [(NAME, None), (NAME, "v9"), ("no/such", None)])
-def test_what_the_cache_lacks_offline(hub: Path, name: str, revision: str | None) -> None:
+def test_what_the_cache_lacks_offline(hub, name, revision):
     with pytest.raises(ModelFilesError) as raised:
         model_file(name, "config.json", revision)
     said = str(raised.value)
@@ -92,12 +89,12 @@ def test_what_the_cache_lacks_offline(hub: Path, name: str, revision: str | None
         ("OSError", "cannot be read from the hub: as the hub says"),
     ],
 )
-def test_what_the_hub_answers(error: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind: Any = OSError if error == "OSError" else getattr(huggingface_hub.errors, error)
+def test_what_the_hub_answers(error, said, monkeypatch):
+    kind = OSError if error == "OSError" else getattr(huggingface_hub.errors, error)
     raised = kind.__new__(kind)
     raised.args = ("as the hub says",)
 
-    def download(*arguments: Any, **keywords: Any) -> str:
+    def download(*arguments, **keywords):
         raise raised
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -106,10 +103,10 @@ def test_what_the_hub_answers(error: str, said: str, monkeypatch: pytest.MonkeyP
         model_file("some/model", "config.json")
 
 
-def test_a_file_that_the_hub_s_model_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_hub_s_model_lacks(monkeypatch):
     error = huggingface_hub.errors.EntryNotFoundError
 
-    def download(*arguments: Any, **keywords: Any) -> str:
+    def download(*arguments, **keywords):
         raise error.__new__(error)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -117,22 +114,20 @@ def test_a_file_that_the_hub_s_model_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     ChosenModel("some/model").check()  # another format, which the host reads
 
 
-def test_without_huggingface_hub_a_name_cannot_be_looked_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_huggingface_hub_a_name_cannot_be_looked_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelFilesError, match="pip install huggingface_hub, or pass"):
         model_file("some/model", "config.json")
 
 
-def test_a_name_that_nobody_can_look_up_has_no_shape(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_nobody_can_look_up_has_no_shape(capsys):
     ChosenModel("s3://bucket/model").check()  # left to the host
     with pytest.raises(typer.Exit):
         model_shape(ChosenModel("s3://bucket/model"))
     assert "neither a folder nor a name on the Hugging Face hub" in capsys.readouterr().err
 
 
-def test_what_a_class_knows_and_the_file_does_not(tmp_path: Path) -> None:
+def test_what_a_class_knows_and_the_file_does_not(tmp_path):
     """Some configurations omit their class's default values."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
     transformers = pytest.importorskip("transformers")
@@ -150,9 +145,7 @@ def test_what_a_class_knows_and_the_file_does_not(tmp_path: Path) -> None:
         (None, ["--revision=v2"], "v2", ["--revision=v2"]),
     ],
 )
-def test_the_revision_reaches_the_host(
-    option: str | None, behind: list[str], revision: str | None, arguments: list[str]
-) -> None:
+def test_the_revision_reaches_the_host(option, behind, revision, arguments):
     assert served_model("a/b", option, behind) == (ChosenModel("a/b", revision), arguments)
 
 
@@ -174,18 +167,13 @@ def test_the_revision_reaches_the_host(
         ("a/b", " ", [], "the revision is ' '; expected"),
     ],
 )
-def test_what_cannot_be_served(
-    model: str | None, revision: str | None, behind: list[str], said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_what_cannot_be_served(model, revision, behind, said, capsys):
     with pytest.raises(typer.Exit):
         served_model(model, revision, behind)
     assert said in capsys.readouterr().err.replace("\n", "")
 
 
-def test_an_empty_name_is_not_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit):
@@ -193,11 +181,11 @@ def test_an_empty_name_is_not_the_current_folder(
     assert chosen_model(".") == ChosenModel(".")
 
 
-def test_a_name_too_long_for_a_path_is_a_name() -> None:
+def test_a_name_too_long_for_a_path_is_a_name():
     assert chosen_model("a" * 5000).name == "a" * 5000
 
 
-def test_files_in_other_formats_are_the_host_s_affair(tmp_path: Path) -> None:
+def test_files_in_other_formats_are_the_host_s_affair(tmp_path):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"")
     assert chosen_model(str(gguf)) == ChosenModel(str(gguf))

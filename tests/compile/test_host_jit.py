@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from numba.core import caching
@@ -26,14 +24,14 @@ def twice(number: int) -> int:
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path, monkeypatch):
     monkeypatch.setattr("numba.core.config.CACHE_DIR", "")
     path = tmp_path / "made.py"
     path.write_text(SOURCE)
     return path
 
 
-def load(path: Path) -> ModuleType:
+def load(path):
     """The module as a new process would import it."""
     spec = importlib.util.spec_from_file_location("made", path)
     assert spec is not None
@@ -43,18 +41,18 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def hits(function: Any) -> int:
+def hits(function):
     return sum(function.stats.cache_hits.values())
 
 
-def test_compiled_code_is_kept(source: Path) -> None:
+def test_compiled_code_is_kept(source):
     first = load(source)
     assert (first.twice(4), hits(first.twice)) == (8, 0)
     again = load(source)
     assert (again.twice(4), hits(again.twice)) == (8, 1)
 
 
-def test_the_clock_counts_what_the_first_call_waits_for(source: Path) -> None:
+def test_the_clock_counts_what_the_first_call_waits_for(source):
     """Compilation, and the load from disk; a call of compiled code costs nothing."""
     began, before = time.perf_counter(), COMPILING.seconds
     twice = load(source).twice
@@ -68,9 +66,7 @@ def test_the_clock_counts_what_the_first_call_waits_for(source: Path) -> None:
     assert COMPILING.seconds - before <= time.perf_counter() - began
 
 
-def test_a_change_of_the_package_drops_kept_code(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_the_package_drops_kept_code(source, monkeypatch):
     """A function's own file does not show changes of the functions and constants that it uses."""
     load(source).twice(4)
     monkeypatch.setattr(jit, "sources_digest", lambda module: "changed")
@@ -78,9 +74,7 @@ def test_a_change_of_the_package_drops_kept_code(
     assert (changed.twice(4), hits(changed.twice)) == (8, 0)
 
 
-def test_each_version_of_numba_keeps_its_own_code(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_version_of_numba_keeps_its_own_code(source, monkeypatch):
     """Two environments of one checkout may have different versions."""
     load(source).twice(4)
     monkeypatch.setattr(jit.numba, "__version__", "0.0.0")
@@ -91,7 +85,7 @@ def test_each_version_of_numba_keeps_its_own_code(
     assert (again.twice(4), hits(again.twice)) == (8, 1)
 
 
-def test_damaged_files_are_compiled_anew(source: Path) -> None:
+def test_damaged_files_are_compiled_anew(source):
     load(source).twice(4)
     for suffix in ("nbc", "nbi"):
         kept = list(source.parent.rglob(f"*.{suffix}"))
@@ -102,7 +96,7 @@ def test_damaged_files_are_compiled_anew(source: Path) -> None:
         assert (damaged.twice(4), hits(damaged.twice)) == (8, 0)
 
 
-def test_code_of_other_types_is_not_taken(source: Path) -> None:
+def test_code_of_other_types_is_not_taken(source):
     """Two processes that write the index at the same time can mix up their entries."""
     module = load(source)
     module.twice(4)
@@ -115,14 +109,14 @@ def test_code_of_other_types_is_not_taken(source: Path) -> None:
     assert (mixed.twice(4), mixed.twice(0.5), hits(mixed.twice)) == (8, 1.0, 0)
 
 
-def test_no_folder_for_the_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_the_cache(source, monkeypatch):
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     assert load(source).twice(4) == 8
     assert not list(source.parent.rglob("*.nb?"))
 
 
-def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+def test_a_full_disk(source, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
@@ -130,7 +124,7 @@ def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (module.twice(4), module.twice(0.5)) == (8, 1.0)
 
 
-def test_compilation_can_be_switched_off(source: Path) -> None:
+def test_compilation_can_be_switched_off(source):
     code = "import made; print(made.twice(4), type(made.twice).__name__)"
     paths = [str(source.parent), str(Path(deft_backend.__file__).parent.parent)]
     done = subprocess.run(
@@ -140,7 +134,7 @@ def test_compilation_can_be_switched_off(source: Path) -> None:
     assert done.stdout.split() == ["8", "function"]
 
 
-def test_the_digest_covers_what_a_layer_may_import() -> None:
+def test_the_digest_covers_what_a_layer_may_import():
     digests = [
         jit.sources_digest(f"deft_backend.{name}")
         for name in ("forest.nodes", "policies.auto", "planner.host", "attention")

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from triton import knobs
@@ -24,7 +22,7 @@ from deft_backend.compile.kernel_folder import (
 HERE = Origin.of("sm_90")
 
 
-def kernel(folder: Path, number: int) -> Any:
+def kernel(folder, number):
     """What Triton returns for a compiled kernel, as far as it is looked at."""
     folder.mkdir(exist_ok=True)
     group = {}
@@ -36,14 +34,14 @@ def kernel(folder: Path, number: int) -> Any:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
+def cache(tmp_path):
     """Triton's cache, empty."""
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path / "triton")
         yield tmp_path / "triton"
 
 
-def test_kernels_go_through_a_folder_that_is_moved(tmp_path: Path, cache: Path) -> None:
+def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
     made = tmp_path / "made"
     assert fill(made, HERE, [kernel(tmp_path / "k", n) for n in range(3)]) == 3
     moved = tmp_path / "image" / "kernels"
@@ -62,7 +60,7 @@ def test_kernels_go_through_a_folder_that_is_moved(tmp_path: Path, cache: Path) 
     assert all(Path(path).is_relative_to(cache) for path in group.values())
 
 
-def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path: Path) -> None:
+def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
     folder = tmp_path / "folder"
     assert fill(folder, HERE, [kernel(tmp_path / "k", 1)]) == 1
     assert fill(folder, HERE, [kernel(tmp_path / "k", 2)]) == 2
@@ -80,17 +78,15 @@ def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path: Path)
         ("sources", "0" * 16, "other kernel sources"),
     ],
 )
-def test_kernels_of_another_origin_are_refused(
-    field: str, value: str, said: str, tmp_path: Path, cache: Path
-) -> None:
+def test_kernels_of_another_origin_are_refused(field, value, said, tmp_path, cache):
     fill(tmp_path / "folder", replace(HERE, **{field: value}), [kernel(tmp_path / "k", 1)])
     with pytest.raises(KernelFolderError, match=said):
         take(tmp_path / "folder", HERE)
     assert not cache.exists()
 
 
-def break_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    def apply(folder: Path) -> None:
+def break_manifest(change):
+    def apply(folder):
         path = folder / "manifest.json"
         content = json.loads(path.read_text())
         change(content)
@@ -119,9 +115,7 @@ KEY = f"{1:064x}"
         ),
     ],
 )
-def test_a_folder_that_is_not_ours_is_refused(
-    damage: Callable[[Path], object], said: str, tmp_path: Path, cache: Path
-) -> None:
+def test_a_folder_that_is_not_ours_is_refused(damage, said, tmp_path, cache):
     folder = tmp_path / "folder"
     fill(folder, HERE, [kernel(tmp_path / "k", 1)])
     damage(folder)
@@ -132,7 +126,7 @@ def test_a_folder_that_is_not_ours_is_refused(
     assert not cache.exists()
 
 
-def test_damaged_kernels_are_left_out(tmp_path: Path, cache: Path) -> None:
+def test_damaged_kernels_are_left_out(tmp_path, cache):
     folder = tmp_path / "folder"
     fill(folder, HERE, [kernel(tmp_path / "k", n) for n in range(3)])
     (folder / f"{0:064x}" / "k0.cubin").write_bytes(b"cubin 7")
@@ -141,7 +135,7 @@ def test_damaged_kernels_are_left_out(tmp_path: Path, cache: Path) -> None:
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
 
 
-def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(KernelFolderError, match="did not fill it"):
         fill(tmp_path, HERE, [kernel(tmp_path.parent / "k", 1)])

@@ -1,15 +1,9 @@
 """Processes that need the same kernels at the same time compile each of them once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import pytest
 from test_variants import HOPPER, reductions, server
@@ -18,7 +12,7 @@ from triton import knobs
 from deft_backend.compile import shared_cache
 from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.shared_cache import SharedCache
-from deft_backend.compile.variants import Compiled, compile_all
+from deft_backend.compile.variants import compile_all
 from deft_backend.files.locks import locked
 from deft_backend.settings.config import Settings
 
@@ -26,7 +20,7 @@ from deft_backend.settings.config import Settings
 FORK = multiprocessing.get_context("fork")
 
 
-def compiled_into(folder: Path, own: Path, wanted: list[Any]) -> Compiled:
+def compiled_into(folder, own, wanted):
     """Compile as a rank does, whose own cache of Triton is another folder."""
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(own)
@@ -37,13 +31,13 @@ def compiled_into(folder: Path, own: Path, wanted: list[Any]) -> Compiled:
     return done
 
 
-def rank(folder: Path, own: Path, wanted: list[Any], ready: Any, answer: Connection) -> None:
+def rank(folder, own, wanted, ready, answer):
     ready.wait()
     done = compiled_into(folder, own, wanted)
     answer.send((done.compiled, done.cached, [kernel.hash for kernel in done.kernels]))
 
 
-def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
+def test_each_kernel_is_compiled_by_one_process(tmp_path):
     planner = [v for v in server("vllm").variants(HOPPER, Settings()) if v.name == "find_nodes"]
     wanted = [*planner[:2], *reductions(2)]
     assert len(set(wanted)) == 4
@@ -67,14 +61,14 @@ def test_each_kernel_is_compiled_by_one_process(tmp_path: Path) -> None:
     assert not any((tmp_path / f"own-{number}").exists() for number in range(3))
 
 
-def hold(path: Path, answer: Connection) -> None:
+def hold(path, answer):
     with locked(path, 0.0) as mine:
         answer.send(mine)
         time.sleep(600)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[Any]:
+def holder(tmp_path):
     """A process that holds a lock until it is killed."""
     here, there = FORK.Pipe()
     process = FORK.Process(target=hold, args=(tmp_path / "lock", there))
@@ -86,7 +80,7 @@ def holder(tmp_path: Path) -> Iterator[Any]:
     process.join(10)
 
 
-def test_a_killed_holder_does_not_block(tmp_path: Path, holder: Any) -> None:
+def test_a_killed_holder_does_not_block(tmp_path, holder):
     with locked(tmp_path / "lock", 0.0) as mine:
         assert not mine
     os.kill(holder.pid, signal.SIGKILL)
@@ -94,9 +88,7 @@ def test_a_killed_holder_does_not_block(tmp_path: Path, holder: Any) -> None:
         assert mine
 
 
-def test_a_process_compiles_what_a_stopped_one_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_cache, "PATIENCE", 0.1)
     wanted = reductions(1)
     held = SharedCache(tmp_path / "shared").lock(repr(wanted[0]), wait=False)
@@ -105,13 +97,13 @@ def test_a_process_compiles_what_a_stopped_one_holds(
         assert compiled_into(tmp_path / "shared", tmp_path / "own", wanted).compiled == 1
 
 
-def test_a_lock_that_cannot_be_made_excludes_nobody(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_made_excludes_nobody(tmp_path):
     (tmp_path / "file").touch()
     with locked(tmp_path / "file" / "lock", 0.0) as mine:
         assert mine
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         SharedCache(tmp_path / "file" / "cache")

@@ -1,10 +1,8 @@
 """The start compiles the variants that steps launch, under the keys that launches look up."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,13 +33,13 @@ needs_gluon = pytest.mark.skipif(
 )
 
 
-def server(host: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128) -> DescribedServer:
+def server(host, heads=(32, 8), head_dim=128):
     return DescribedServer(
         host, *heads, head_dim, torch.bfloat16, {"sglang": 1, "vllm": 16}[host], 2048
     )
 
 
-def attention_of(described: DescribedServer, policy: str = "auto") -> TreeAttention:
+def attention_of(described, policy="auto"):
     return TreeAttention(
         num_query_heads=described.num_query_heads,
         num_kv_heads=described.num_kv_heads,
@@ -57,9 +55,7 @@ def attention_of(described: DescribedServer, policy: str = "auto") -> TreeAttent
     )
 
 
-def step_of(
-    attention: TreeAttention, described: DescribedServer, batch: int, width: int, tokens: int = 1
-) -> dict[str, Any]:
+def step_of(attention, described, batch, width, tokens=1):
     """Tensors as a model hands them over: a view of the queries, keys and values together."""
     heads, kv_heads, dim = attention.num_query_heads, attention.num_kv_heads, attention.head_dim
     qkv = torch.empty((batch * tokens, (heads + 2 * kv_heads) * dim), dtype=attention.dtype)
@@ -83,13 +79,11 @@ def step_of(
 @pytest.mark.parametrize("width", [131072, 131076])
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8), (8, 1)])
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_no_step_needs_a_kernel_that_was_not_compiled(
-    host: str, heads: tuple[int, int], width: int
-) -> None:
+def test_no_step_needs_a_kernel_that_was_not_compiled(host, heads, width):
     described = server(host, heads)
     compiled = set(described.variants(HOPPER, Settings()))
     attention = attention_of(described)
-    launched: set[Variant] = set()
+    launched = set()
     for batch in SIZES:
         step = step_of(attention, described, batch, width)
         with recorded() as found:
@@ -135,7 +129,7 @@ SERVED = {
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "gluon"])
-def gluon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def gluon(request, monkeypatch):
     """Both values of the gates that decide which kernels a server launches."""
     caches = (configurations.kernel_configuration, launches_of)
     for name in ("GLUON_QUERY_TOKENS", "GLUON_EIGHT_BITS"):
@@ -150,9 +144,7 @@ def gluon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 @needs_gluon
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1)])
-def test_exactly_what_steps_launch_is_compiled(
-    heads: tuple[int, int], name: str, gluon: bool
-) -> None:
+def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
     host, drafts, kv_dtype, layers = SERVED[name]
     described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
@@ -160,7 +152,7 @@ def test_exactly_what_steps_launch_is_compiled(
     held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
     attention = attention_of(replace(described, max_batch=held))
     assert attention.max_batch == held
-    launched: set[Variant] = set()
+    launched = set()
     for width in (131072, 131076):
         for batch in sorted({size for size in SIZES if size < held} | {held}):
             with recorded() as found:
@@ -179,13 +171,13 @@ def test_exactly_what_steps_launch_is_compiled(
 
 @needs_gluon
 @pytest.mark.parametrize("name", ["sglang-e4m3", "vllm-sinks"])
-def test_exactly_what_short_extends_launch_is_compiled(name: str, gluon: bool) -> None:
+def test_exactly_what_short_extends_launch_is_compiled(name, gluon):
     host, _, kv_dtype, layers = SERVED[name]
     described = replace(server(host), kv_dtype=kv_dtype, layers=layers)
     compiled = set(described.variants(HOPPER, EXTENDS))
     attention = extend_attention(attention_of(described), EXTENDS, HOPPER)
     assert attention is not None
-    launched: set[Variant] = set()
+    launched = set()
     for size in (4, 8):
         for width in (131072, 131076):
             for batch in [*(size for size in SIZES if size < 256), 256]:
@@ -197,16 +189,14 @@ def test_exactly_what_short_extends_launch_is_compiled(name: str, gluon: bool) -
     assert {variant.name for variant in compiled - launched} == set()
 
 
-def decode(attention: TreeAttention, described: DescribedServer, batch: int, width: int) -> None:
+def decode(attention, described, batch, width):
     """A step without drafts."""
     step = step_of(attention, described, batch, width)
     attention.plan_on_device(step["page_table"], step["seq_lens"], table_rows=step["table_rows"])
     run_layers(attention, described, step, static_launch=True)
 
 
-def verify(
-    attention: TreeAttention, described: DescribedServer, drafts: Drafts, batch: int, width: int
-) -> None:
+def verify(attention, described, drafts, batch, width):
     """A verification, with what the adapters pass for it."""
     tokens = drafts.query_tokens
     step = step_of(attention, described, batch, width, tokens)
@@ -222,9 +212,7 @@ def verify(
     run_layers(attention, described, step)
 
 
-def run_layers(
-    attention: TreeAttention, described: DescribedServer, step: dict[str, Any], **options: Any
-) -> None:
+def run_layers(attention, described, step, **options):
     """A layer of each kind; hosts pass scales of a cache of 8 bits as tensors."""
     step["out"] = torch.empty(step["q"].shape, dtype=attention.dtype)
     if described.kv_dtype is not None:
@@ -238,13 +226,13 @@ def run_layers(
 
 
 @pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])
-def test_plans_of_the_host_need_no_other_kernel(policy: str) -> None:
+def test_plans_of_the_host_need_no_other_kernel(policy):
     described = server("sglang")
     settings = Settings(planner="host", policy=policy)
     compiled = set(described.variants(HOPPER, settings))
     attention = attention_of(described, policy)
     generator = torch.Generator().manual_seed(1)
-    launched: set[Variant] = set()
+    launched = set()
     for batch in (2, 5, 40, 300):
         step = step_of(attention, described, batch, 131076)
         lens = torch.randint(1, 3000, (batch,), generator=generator)
@@ -261,11 +249,11 @@ def test_plans_of_the_host_need_no_other_kernel(policy: str) -> None:
 
 
 @pytest.fixture
-def keys() -> Iterator[list[Any]]:
+def keys():
     """Triton's keys of what it is asked to compile, and does not."""
-    seen: list[Any] = []
+    seen = []
 
-    def hook(**event: Any) -> bool:
+    def hook(**event):
         seen.append((event["fn"].name, event["compile"]["specialization_data"]))
         return True
 
@@ -277,22 +265,20 @@ def keys() -> Iterator[list[Any]]:
 
 @needs_gluon
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_a_variant_has_the_key_of_its_launch(
-    host: str, keys: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variant_has_the_key_of_its_launch(host, keys, monkeypatch):
     described = server(host)
     attention = attention_of(described)
     step = step_of(attention, described, 40, 131076)
-    launches: list[Callable[[], Any]] = []
+    launches = []
 
-    def record(kernel: Any, arguments: Any, constants: Any, options: Any) -> None:
+    def record(kernel, arguments, constants, options):
         launches.append(lambda: kernel.warmup(*arguments, grid=(1,), **constants, **options))
 
     with recorded() as found:
         recorder = variants.recorder
         assert recorder is not None
 
-        def both(*launch: Any) -> None:
+        def both(*launch):
             recorder(*launch)
             record(*launch)
 
@@ -322,23 +308,23 @@ def test_a_variant_has_the_key_of_its_launch(
         (6, 6 + (1 << 40), False),
     ],
 )
-def test_integers_of_one_kind_share_a_variant(first: int, second: int, same: bool) -> None:
+def test_integers_of_one_kind_share_a_variant(first, second, same):
     found = {variants._kind(value, fixed=False) for value in (first, second)}
     assert (len(found) == 1) is same
 
 
-def test_an_integer_that_triton_does_not_look_at_makes_no_variant() -> None:
+def test_an_integer_that_triton_does_not_look_at_makes_no_variant():
     assert len({variants._kind(value, fixed=True) for value in (1, 6, 16, 48)}) == 1
 
 
-def test_a_pointer_tells_whether_it_is_aligned() -> None:
+def test_a_pointer_tells_whether_it_is_aligned():
     tensor = torch.zeros(64)
     kinds = [variants._kind(tensor[at:], fixed=False) for at in (0, 1, 4)]
     assert [kind.aligned for kind in kinds] == [True, False, True]
     assert [kind.data_ptr() % 16 for kind in kinds] == [0, 8, 0]
 
 
-def reductions(count: int) -> list[Variant]:
+def reductions(count):
     """Variants that compile quickly."""
     described = server("vllm")
     found = [
@@ -354,14 +340,14 @@ def reductions(count: int) -> list[Variant]:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_compilation_is_repeated_if_python_stumbles(wrapped: bool) -> None:
+def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
     """Triton wraps what its parser raises in a called function."""
     calls = []
 
-    def variant_of(compile_it: Callable[[], Any]) -> Any:
+    def variant_of(compile_it):
         return SimpleNamespace(compile=compile_it)
 
-    def stumble() -> str:
+    def stumble():
         calls.append(1)
         if len(calls) == 3:
             return "kernel"
@@ -375,7 +361,7 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped: bool) -> None:
     assert variants._compiled(variant_of(stumble)) == "kernel"
     assert len(calls) == 3
 
-    def fail() -> None:
+    def fail():
         calls.append(1)
         raise CompilationError(None, None, None)
 
@@ -384,9 +370,9 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped: bool) -> None:
     assert len(calls) == 4
 
 
-def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path: Path) -> None:
+def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path):
     wanted = reductions(2)
-    prepared: list[int] = []
+    prepared = []
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(tmp_path)
         listener = knobs.compilation.listener
@@ -402,11 +388,11 @@ def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path: Path)
     assert "2 compiled on 2 threads, 0 from the cache" in str(first)
 
 
-def test_nothing_to_compile_needs_no_gpu() -> None:
+def test_nothing_to_compile_needs_no_gpu():
     assert compile_all([]).kernels == ()
 
 
-def test_an_error_of_one_compilation_reaches_the_caller(tmp_path: Path) -> None:
+def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
     (good,) = reductions(1)
     bad = Variant(good.kernel, good.arguments, good.constants, (("no_such_option", 1),))
     with knobs.cache.scope(), compiling_for(90):
@@ -416,6 +402,6 @@ def test_an_error_of_one_compilation_reaches_the_caller(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sm_70", "90", "h100", ""])
-def test_an_unknown_gpu_is_refused_with_those_that_are_known(name: str) -> None:
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(name):
     with pytest.raises(ValueError, match=r"expected one of sm_80, sm_86, .*sm_90"):
         Gpu.named(name)

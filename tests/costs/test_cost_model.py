@@ -3,8 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,14 +32,14 @@ TABLE_2 = {
 }
 
 
-def test_the_papers_table_is_table_2() -> None:
+def test_the_papers_table_is_table_2():
     model = PAPER
     for n, row in TABLE_2.items():
         for n_q, expected in zip(QUERIES, row, strict=True):
             assert float(model.time(n_q, n)) == pytest.approx(expected, abs=1e-12)
 
 
-def test_interpolation_is_bilinear() -> None:
+def test_interpolation_is_bilinear():
     model = PAPER
     assert float(model.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
     assert float(model.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
@@ -49,7 +47,7 @@ def test_interpolation_is_bilinear() -> None:
     assert float(model.time(75, 12_288)) == pytest.approx((0.195 + 0.266 + 0.471 + 0.746) / 4)
 
 
-def test_extrapolation_is_linear_and_never_free() -> None:
+def test_extrapolation_is_linear_and_never_free():
     model = PAPER
     assert float(model.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
     assert float(model.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
@@ -58,16 +56,16 @@ def test_extrapolation_is_linear_and_never_free() -> None:
     assert 0 < float(steep.time(1, 0)) < 1e-3
 
 
-def test_arguments_broadcast() -> None:
+def test_arguments_broadcast():
     times = PAPER.time(np.array([1, 2])[:, None], np.array([512, 1024, 2048]))
     np.testing.assert_allclose(times, [[0.036, 0.043, 0.060], [0.035, 0.043, 0.059]])
 
 
-def test_transfer_time() -> None:
+def test_transfer_time():
     assert _replaced(bandwidth_gb_s=1000.0).transfer_ms(3e9) == pytest.approx(3.0)
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path):
     model = _replaced(source="here")
     model.save(tmp_path / "table.json")
     loaded = CostModel.load(tmp_path / "table.json")
@@ -75,14 +73,14 @@ def test_save_and_load(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(loaded, name), value, err_msg=name)
 
 
-def test_a_target_without_a_model_takes_the_shipped_one_once() -> None:
+def test_a_target_without_a_model_takes_the_shipped_one_once():
     target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
     assert target.costs is target.costs is default_cost_model()
     own = _replaced()
     assert Target(1, 1, 64, cost_model=own).costs is own
 
 
-def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path: Path) -> None:
+def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path):
     key = TableKey("NVIDIA H100 80GB HBM3", "1", "k", "t", "t", 32, 8, 128, "bfloat16", 1)
     path = tmp_path / key.file_name
     save_table(default_cost_model(), key, path)
@@ -93,7 +91,7 @@ def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path: Path) -> N
     assert "its key is another one than its name says" in str(found.damage)
 
 
-def test_a_targets_own_table_changes_the_plan() -> None:
+def test_a_targets_own_table_changes_the_plan():
     # If slices cost as much as the whole, no division pays off.
     forest = build_forest([0, 1], [8192], [8200, 8200])
     flat = _replaced(time_ms=[[1.0, 1.0], [1.0, 1.0]])
@@ -107,8 +105,8 @@ def test_a_targets_own_table_changes_the_plan() -> None:
 TILES = {"item_ns": [9, 8, 7], "token_ns": [6, 5, 4], "partial_ns": 3, "reduce_ns": 2}
 
 
-def _data(**changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {
+def _data(**changes):
+    data = {
         "format": 2,
         "source": "test",
         "head_dim": 64,
@@ -123,7 +121,7 @@ def _data(**changes: Any) -> dict[str, Any]:
     return {**data, **changes}
 
 
-def _replaced(**changes: Any) -> CostModel:
+def _replaced(**changes):
     return CostModel._from_dict(_data(**changes))
 
 
@@ -159,7 +157,7 @@ def _replaced(**changes: Any) -> CostModel:
         ({"tiles": {**TILES, "reduce_ns": None}}, "reduce_ns is None; expected a finite number"),
     ],
 )
-def test_bad_tables_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_bad_tables_are_refused(tmp_path, changes, message):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(_data(**changes)))
     with pytest.raises(CostModelError, match=message) as error:
@@ -167,7 +165,7 @@ def test_bad_tables_are_refused(tmp_path: Path, changes: dict[str, Any], message
     assert str(path) in str(error.value)
 
 
-def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
+def test_missing_fields_files_and_json_are_refused(tmp_path):
     with pytest.raises(CostModelError, match=r"none\.json: No such file"):
         CostModel.load(tmp_path / "none.json")
     path = tmp_path / "table.json"
@@ -184,16 +182,16 @@ def test_missing_fields_files_and_json_are_refused(tmp_path: Path) -> None:
         CostModel.load(path)
 
 
-def test_the_costs_of_tiles_in_one_array() -> None:
+def test_the_costs_of_tiles_in_one_array():
     assert _replaced().tiles.as_array().tolist() == [9, 8, 7, 6, 5, 4, 3, 2]
 
 
 @pytest.mark.parametrize("path", [DEFAULT_TABLE, FLASHFORGE_TABLE])
-def test_the_shipped_tables_cost_every_tile_of_the_kernels(path: Path) -> None:
+def test_the_shipped_tables_cost_every_tile_of_the_kernels(path):
     target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
     assert len(CostModel.load(path).tiles.item_ns) == len(target.single_range_tiles)
 
 
-def test_the_shipped_tables_name_their_sources() -> None:
+def test_the_shipped_tables_name_their_sources():
     assert "FlashForge, Table 2" in PAPER.source
     assert "H100" in CostModel.load(DEFAULT_TABLE).source

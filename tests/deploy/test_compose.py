@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose" / "sglang-router.yml"
 
 
-def test_the_router_knows_every_replica() -> None:
+def test_the_router_knows_every_replica():
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     (command,) = services["router"]["command"]
     replicas = {name for name in services if name != "router"}
@@ -33,7 +33,7 @@ def test_the_router_knows_every_replica() -> None:
 
 
 @pytest.mark.rare
-def test_a_router_by_prefix_keeps_the_saving_of_one_server() -> None:
+def test_a_router_by_prefix_keeps_the_saving_of_one_server():
     host = installed_hosts()[0]
     program = f"{host}-router"
     if shutil.which(program) is None:

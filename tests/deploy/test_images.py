@@ -29,14 +29,14 @@ class Step(NamedTuple):
     value: str
 
 
-def steps(text: str) -> list[Step]:
+def steps(text):
     """The instructions of a Dockerfile: no comments, and continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [Step(*line.split(None, 1)) for line in joined.splitlines() if line.strip()]
 
 
-def build(dockerfile: Path, root: Path, environment: dict[str, str]) -> dict[str, str]:
+def build(dockerfile, root, environment):
     """Run a Dockerfile's steps, with `root` in place of the folder in the image.
 
     Returns
@@ -68,7 +68,7 @@ def build(dockerfile: Path, root: Path, environment: dict[str, str]) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def fresh(tmp_path_factory):
     """The variables of a new environment that sees this one's packages, as a host's image has."""
     if not list(ROOT.glob("dist/*.whl")):
         subprocess.run(
@@ -85,7 +85,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("host", ["sglang", pytest.param("vllm", marks=pytest.mark.rare)])
-def test_the_steps_run_without_a_gpu(host: str, fresh: dict[str, str], tmp_path: Path) -> None:
+def test_the_steps_run_without_a_gpu(host, fresh, tmp_path):
     image = build(FOLDER / f"{host}.Dockerfile", tmp_path, fresh)
     manifests = list(Path(image["DEFT_KERNEL_CACHE"]).rglob("*.json"))
     assert manifests, "`deft warm` filled no folder"
@@ -96,7 +96,7 @@ def test_the_steps_run_without_a_gpu(host: str, fresh: dict[str, str], tmp_path:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_the_base_is_the_newest_supported_version(host: str) -> None:
+def test_the_base_is_the_newest_supported_version(host):
     found = steps((FOLDER / f"{host}.Dockerfile").read_text(encoding="utf-8"))
     image = {"sglang": "lmsysorg/sglang", "vllm": "vllm/vllm-openai"}[host]
     assert re.fullmatch(rf"{image}:v{re.escape(TESTED[host].newest)}(\.\d+)?", found[0].value)
@@ -104,6 +104,6 @@ def test_the_base_is_the_newest_supported_version(host: str) -> None:
     assert entry[entry.index("--attention-backend") + 1] == {"sglang": "deft", "vllm": "DEFT"}[host]
 
 
-def test_instructions_are_joined() -> None:
+def test_instructions_are_joined():
     text = "# no\nFROM a\nRUN b \\\n# no\n  && c\n\nENV D=e\n"
     assert steps(text) == [Step("FROM", "a"), Step("RUN", "b && c"), Step("ENV", "D=e")]

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,12 @@ START_SECONDS = 600
 """A first start that loads a model, compiles every kernel and captures graphs takes less."""
 
 
-def documents(path: Path) -> dict[str, Any]:
+def documents(path):
     return {found["kind"]: found for found in yaml.safe_load_all(path.read_text())}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_deployment_and_its_service_fit(path: Path) -> None:
+def test_a_deployment_and_its_service_fit(path):
     deployment, service = (documents(path)[kind] for kind in ("Deployment", "Service"))
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
@@ -38,7 +37,7 @@ def test_a_deployment_and_its_service_fit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_prometheus_finds_the_pods(path: Path) -> None:
+def test_prometheus_finds_the_pods(path):
     """The scrape configuration keeps exactly our pods' labels and port."""
     pod = documents(path)["Deployment"]["spec"]["template"]
     (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kubernetes.yml").read_text())[

@@ -5,9 +5,6 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,6 @@ from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from prometheus_server import (
     DEPLOY,
-    Prometheus,
     alert_queries,
     dashboard_queries,
     program,
@@ -28,7 +24,7 @@ client = pytest.importorskip("prometheus_client")
 HEALTHY, FAILED = "healthy", "failed"
 
 
-def decode(folder: Path, healthy: bool, ended: threading.Event) -> None:
+def decode(folder, healthy, ended):
     """Grow a server's counters ten times a second, through its own state file."""
     state = make_state()
     writer = StateWriter(state, folder)
@@ -50,9 +46,7 @@ def decode(folder: Path, healthy: bool, ended: threading.Event) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Prometheus, dict[str, str]]]:
+def scraped(tmp_path_factory):
     """Two servers whose counters grow: one shares prefixes, the other's kernel failed."""
     program("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -80,7 +74,7 @@ def scraped(
             page.shutdown()
 
 
-def test_every_query_of_the_dashboard_has_data(scraped: Any) -> None:
+def test_every_query_of_the_dashboard_has_data(scraped):
     """Rates settle after some scrapes; a busy machine may miss a few."""
     end = time.monotonic() + 60
     while True:
@@ -92,11 +86,11 @@ def test_every_query_of_the_dashboard_has_data(scraped: Any) -> None:
             time.sleep(2)
 
 
-def _check_dashboard(running: Any, addresses: dict[str, str]) -> None:
+def _check_dashboard(running, addresses):
     answers = running.wait(dashboard_queries())
     assert not [query for query, series in answers.items() if not series]
 
-    def value(panel: str, server: str) -> float:
+    def value(panel, server):
         found = {s["metric"]["instance"]: float(s["value"][1]) for s in answers[panel]}
         return found[addresses[server]]
 
@@ -109,14 +103,14 @@ def _check_dashboard(running: Any, addresses: dict[str, str]) -> None:
     assert value("Batch A", HEALTHY) == 3
 
 
-def test_every_alert_sees_the_failed_server_alone(scraped: Any) -> None:
+def test_every_alert_sees_the_failed_server_alone(scraped):
     running, addresses = scraped
     answers = running.wait(alert_queries())
     for alert, series in answers.items():
         assert {each["metric"]["instance"] for each in series} == {addresses[FAILED]}, alert
 
 
-def test_alerts_fire_and_end(tmp_path: Path) -> None:
+def test_alerts_fire_and_end(tmp_path):
     """Over hours, with `promtool`: nothing before its time, and nothing for a healthy server."""
     series = [
         ("deft_decode_steps_total{kernel='tree', instance='ok'}", "0+60x180"),
@@ -163,19 +157,19 @@ def test_alerts_fire_and_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prometheus_reads_its_configuration() -> None:
+def test_prometheus_reads_its_configuration():
     path = DEPLOY / "prometheus" / "prometheus.yml"
     subprocess.run([program("promtool"), "check", "config", str(path)], check=True)
 
 
-def test_the_dashboard_is_one_that_grafana_reads() -> None:
+def test_the_dashboard_is_one_that_grafana_reads():
     dashboard = json.loads((DEPLOY / "grafana" / "deft.json").read_text())
     assert dashboard["schemaVersion"] >= 39
     names = {variable["name"] for variable in dashboard["templating"]["list"]}
     assert names == {"datasource", "instance"}
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
+    taken = set()
     for panel in panels:
         assert panel["type"] in ("stat", "timeseries")
         assert panel["datasource"]["uid"] == "${datasource}"

@@ -15,7 +15,7 @@ MODEL = str(ROOT / "models" / "tiny-llama")
 
 
 @pytest.mark.rare
-def test_the_dashboard_shows_a_real_server(tmp_path: Path) -> None:
+def test_the_dashboard_shows_a_real_server(tmp_path):
     program("prometheus")
     host = installed_hosts()[0]
     command = server_command(

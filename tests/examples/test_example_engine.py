@@ -1,10 +1,7 @@
 """The example host in ``examples/page_table_engine``, and its page in the documentation."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,26 +26,26 @@ DIGITS = list(b"Sort the digits 8 2 5 1.")
 
 
 @pytest.fixture(scope="module")
-def model() -> Llama:
+def model():
     return Llama(MODEL, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def _default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _default_settings(monkeypatch):
     for name in ("DEFT_POLICY", "DEFT_VERIFY", "DEFT_MIN_BATCH"):
         monkeypatch.delenv(name, raising=False)
 
 
-def drain(engine: Engine) -> dict[int, list[int]]:
+def drain(engine):
     """Every request's new tokens, until all requests have ended."""
-    answers: dict[int, list[int]] = {}
+    answers = {}
     while not engine.is_idle:
         for request, token in engine.step():
             answers.setdefault(request, []).append(token)
     return answers
 
 
-def traffic(engine: Engine) -> list[list[tuple[int, int]]]:
+def traffic(engine):
     """The tokens of each step while requests join, share, fork, end and are aborted."""
     first, second = engine.add(PROMPTS[0], 9), engine.add(PROMPTS[1], 3)
     # The second request ends in the second of these steps.
@@ -74,11 +71,11 @@ def traffic(engine: Engine) -> list[list[tuple[int, int]]]:
 
 
 @pytest.fixture(scope="module")
-def plain_steps(model: Llama) -> list[list[tuple[int, int]]]:
+def plain_steps(model):
     return traffic(Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch"))
 
 
-def test_forward_agrees_with_transformers(model: Llama) -> None:
+def test_forward_agrees_with_transformers(model):
     transformers = pytest.importorskip("transformers", reason="compares with its Llama")
     reference = transformers.AutoModelForCausalLM.from_pretrained(MODEL).float().eval()
     engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention="torch")
@@ -92,9 +89,7 @@ def test_forward_agrees_with_transformers(model: Llama) -> None:
         assert answers[request] == expected[0, len(prompt) :].tolist()
 
 
-def test_tree_attention_answers_token_for_token(
-    model: Llama, plain_steps: list[list[tuple[int, int]]]
-) -> None:
+def test_tree_attention_answers_token_for_token(model, plain_steps):
     engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
     assert traffic(engine) == plain_steps
     counts = engine.state.counters()
@@ -104,7 +99,7 @@ def test_tree_attention_answers_token_for_token(
     assert counts.decode_steps <= len(plain_steps)
 
 
-def test_shared_prefix_is_read_once(model: Llama) -> None:
+def test_shared_prefix_is_read_once(model):
     engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
     prompts = [BELMORA * 2 + prompt for prompt in PROMPTS]
     requests = [engine.add(prompt, 2) for prompt in prompts]
@@ -119,7 +114,7 @@ def test_shared_prefix_is_read_once(model: Llama) -> None:
     assert requests == [0, 1, 2]
 
 
-def test_padding_writes_nothing_that_is_read(model: Llama) -> None:
+def test_padding_writes_nothing_that_is_read(model):
     caches = []
     for attention, max_batch in (("tree", 4), ("torch", 3)):
         engine = Engine(model, num_pages=64, page_size=8, max_batch=max_batch, attention=attention)
@@ -133,7 +128,7 @@ def test_padding_writes_nothing_that_is_read(model: Llama) -> None:
     assert not caches[1][:, :, PADDING_PAGE].any()
 
 
-def test_unshared_batch_takes_the_same_path(model: Llama) -> None:
+def test_unshared_batch_takes_the_same_path(model):
     answers = []
     for attention in ("torch", "tree"):
         engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention=attention)
@@ -146,27 +141,25 @@ def test_unshared_batch_takes_the_same_path(model: Llama) -> None:
     assert counts.kv_bytes_read == counts.kv_bytes_query_guided
 
 
-def test_graph_replays_read_the_static_buffers(
-    model: Llama, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_replays_read_the_static_buffers(model, monkeypatch):
     """With a stand-in for CUDA graphs: a replay repeats the captured forward."""
     plain = Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch")
     engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
     decode, replays = engine._decode, []
     forward, calls = decode._forward, []
 
-    def recorded(size: int) -> torch.Tensor:
+    def recorded(size):
         calls.append((size, forward(size)))
         return calls[-1][1]
 
     class Graph:
-        def replay(self) -> None:
+        def replay(self):
             replays.append(self.size)
             with torch.inference_mode():
                 self.out.copy_(forward(self.size))
 
     @contextmanager
-    def capture(graph: Graph, pool: object) -> Iterator[None]:
+    def capture(graph, pool):
         yield
         graph.size, graph.out = calls[-1]
 
@@ -186,9 +179,7 @@ def test_graph_replays_read_the_static_buffers(
     assert [size for size, _ in calls] == [1]
 
 
-def test_host_planner_and_verification(
-    model: Llama, plain_steps: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_planner_and_verification(model, plain_steps, monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")
     monkeypatch.setenv("DEFT_VERIFY", "1")
     monkeypatch.setenv("DEFT_MIN_BATCH", "1")
@@ -199,7 +190,7 @@ def test_host_planner_and_verification(
     assert counts.kv_bytes_read < counts.kv_bytes_query_guided
 
 
-def test_verification_finds_wrong_output(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_finds_wrong_output(model, monkeypatch):
     monkeypatch.setenv("DEFT_VERIFY", "1")
     engine = Engine(model, num_pages=64, page_size=8, max_batch=2)
     run = TreeAttention.run
@@ -218,13 +209,8 @@ def test_verification_finds_wrong_output(model: Llama, monkeypatch: pytest.Monke
     ],
 )
 def test_what_cannot_run_is_said_and_delegated(
-    model: Llama,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    variables: dict[str, str],
-    max_batch: int,
-    reason: str,
-) -> None:
+    model, monkeypatch, caplog, variables, max_batch, reason
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
         monkeypatch.setattr(TreeAttention, "clear_plan", lambda self: 1 / 0)
@@ -237,7 +223,7 @@ def test_what_cannot_run_is_said_and_delegated(
     assert set(engine.state.steps_host) == {"no tree attention"}
 
 
-def test_requests_with_one_prefix_hold_the_same_pages(model: Llama) -> None:
+def test_requests_with_one_prefix_hold_the_same_pages(model):
     engine = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
     unused = engine.pool.num_unused
     for prompt in PROMPTS:
@@ -257,7 +243,7 @@ def test_requests_with_one_prefix_hold_the_same_pages(model: Llama) -> None:
     assert engine.pool.num_unused == unused
 
 
-def test_generated_pages_are_shared_too_and_found_again(model: Llama) -> None:
+def test_generated_pages_are_shared_too_and_found_again(model):
     engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention="torch")
     unused = engine.pool.num_unused
     first = engine.add(PROMPTS[0], 16)
@@ -279,7 +265,7 @@ def test_generated_pages_are_shared_too_and_found_again(model: Llama) -> None:
     assert engine.running[later].pages[:full] == request.pages[:full]
 
 
-def test_requests_wait_for_pages_and_rows(model: Llama) -> None:
+def test_requests_wait_for_pages_and_rows(model):
     prompts = (PROMPTS[0], DIGITS, PROMPTS[1])
     roomy = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
     tight = Engine(model, num_pages=13, page_size=8, max_batch=2, attention="torch")
@@ -297,7 +283,7 @@ def test_requests_wait_for_pages_and_rows(model: Llama) -> None:
     assert tight.pool.num_unused == 12
 
 
-def test_pages_given_out_anew_are_forgotten() -> None:
+def test_pages_given_out_anew_are_forgotten():
     pool = PagePool(4)
     tokens = list(range(24))
     keys = page_keys(tokens, 8, 3)
@@ -326,21 +312,21 @@ def test_pages_given_out_anew_are_forgotten() -> None:
         ([1, 320], 4, "token 320"),
     ],
 )
-def test_bad_requests_are_refused(model: Llama, tokens: list[int], new: int, message: str) -> None:
+def test_bad_requests_are_refused(model, tokens, new, message):
     engine = Engine(model, num_pages=64, page_size=8, attention="torch")
     with pytest.raises(ValueError, match=message):
         engine.add(tokens, new)
     assert engine.is_idle
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+def test_other_models_are_refused(tmp_path):
     text = (MODEL / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"llama"', '"gemma2"'))
     with pytest.raises(ValueError, match="model_type is 'gemma2'; expected 'llama'"):
         LlamaConfig.read(tmp_path)
 
 
-def defined_in(path: Path) -> set[str]:
+def defined_in(path):
     """Functions, classes and methods of a file, as ``Class.method``."""
     names = set()
     for node in ast.parse(path.read_text()).body:
@@ -352,7 +338,7 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
-def test_page_names_symbols_that_exist() -> None:
+def test_page_names_symbols_that_exist():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     named = [
         (PAGE.parent / link, symbol)
@@ -365,7 +351,7 @@ def test_page_names_symbols_that_exist() -> None:
     assert not missing
 
 
-def test_page_quotes_the_example() -> None:
+def test_page_quotes_the_example():
     sources = [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
     code = [[line.strip() for line in text.splitlines() if line.strip()] for text in sources]
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -8,11 +8,11 @@ from examples.walkthrough import PAGE, Step, written
 
 
 @pytest.fixture(scope="module")
-def step() -> Step:
+def step():
     return Step.run()
 
 
-def test_the_page_shows_the_numbers_of_the_script(step: Step) -> None:
+def test_the_page_shows_the_numbers_of_the_script(step):
     page = PAGE.read_text(encoding="utf-8")
     assert written(page, step.texts()) == page, (
         "docs/walkthrough.md is out of date; run: python -m examples.walkthrough --write, "
@@ -20,11 +20,11 @@ def test_the_page_shows_the_numbers_of_the_script(step: Step) -> None:
     )
 
 
-def test_tree_attention_is_attention(step: Step) -> None:
+def test_tree_attention_is_attention(step):
     torch.testing.assert_close(step.out.double(), step.reference, rtol=0, atol=1e-5)
 
 
-def test_the_batch_meets_every_path(step: Step) -> None:
+def test_the_batch_meets_every_path(step):
     """The page's statements about the numbers."""
     small, large, masked = (step.plan.items_of(shape) for shape in range(3))
     assert large == (0, 2)
@@ -39,6 +39,6 @@ def test_the_batch_meets_every_path(step: Step) -> None:
     assert step.plan.num_open == 5
 
 
-def test_a_page_without_a_step_is_refused(step: Step) -> None:
+def test_a_page_without_a_step_is_refused(step):
     with pytest.raises(ValueError, match="0 blocks for the step 'requests'"):
         written("nothing here", step.texts())

@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,15 +33,15 @@ HERE = Origin.of("sm_90")
 FOREST = build_forest([2, 0, 1, 3], [8, 4, 0], [9, 12, 8, 3], 4)
 
 
-def deep(levels: int) -> Any:
+def deep(levels):
     """A list in a list in a list …"""
-    found: Any = []
+    found = []
     for _ in range(levels):
         found = [found]
     return found
 
 
-WRONG: tuple[Any, ...] = (
+WRONG = (
     None, True, -1, 1 << 40, 1 << 70, -(1 << 70), 10**400, 0.5, float("nan"), float("inf"), "", "7",
     "../x", [], [[]], [1, "2"], ["1", "2"], [True], [[1], [2, 3]], {}, {"": 0}, deep(40), deep(900),
     ["x" * 10_000] * 100, "x" * 10_000,
@@ -52,7 +49,7 @@ WRONG: tuple[Any, ...] = (
 """Values of wrong types, sizes and nesting, for any field."""
 
 
-def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(content, path=()):
     """Every field of a document, and the first elements of its lists."""
     if path:
         yield path
@@ -62,7 +59,7 @@ def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
             yield from places(value, (*path, name))
 
 
-def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+def changed(content, path, value):
     if not path:
         return value
     copy = dict(content) if isinstance(content, dict) else list(content)
@@ -70,23 +67,23 @@ def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-def state_file() -> Any:
+def state_file():
     state = make_state()
     state.forest, state.rids = FOREST, ["a", "b", "c", "d"]
     return {**state.as_json(state.counters()), "updated": 1.0}
 
 
-def manifest() -> Any:
+def manifest():
     names = {"format": 1, "package": HERE.package, "sources": HERE.sources}
     origin = {**names, "torch": HERE.torch, "triton": HERE.triton, "gpu": HERE.gpu}
     return {**origin, "kernels": {"1" * 64: {"k.json": "2" * 64, "k.cubin": "3" * 64}}}
 
 
-def arrivals() -> Any:
+def arrivals():
     return {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 
 
-FILES: dict[str, tuple[Callable[[], Any], Callable[[Path], object], type[Exception]]] = {
+FILES = {
     "state": (state_file, read_state, StateError),
     "table": (
         lambda: default_cost_model().to_dict(),
@@ -101,7 +98,7 @@ LENGTHS = {"tokens", "query_rows", "input_length", "hash_ids", "time_ms"}
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path, kind):
     """The message names the field, or the field above it, and is short. Nothing else is raised."""
     make, read, error = FILES[kind]
     path = tmp_path / "manifest.json"
@@ -122,7 +119,7 @@ def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("levels", range(800, 1000, 7))
-def test_no_depth_of_nesting_escapes(tmp_path: Path, levels: int) -> None:
+def test_no_depth_of_nesting_escapes(tmp_path, levels):
     """Python may parse a value that it cannot show, because showing nests a little deeper."""
     path = tmp_path / "table.json"
     text = json.dumps({**default_cost_model().to_dict(), "head_dim": 0})
@@ -132,7 +129,7 @@ def test_no_depth_of_nesting_escapes(tmp_path: Path, levels: int) -> None:
     assert len(shown(deep(5000))) < 90
 
 
-def test_a_forest_whose_indices_do_not_fit_is_refused() -> None:
+def test_a_forest_whose_indices_do_not_fit_is_refused():
     """Compiled code follows a forest's indices without a check of its own."""
     content = forest_as_json(FOREST)
     read = forest_from_json(content)
@@ -152,7 +149,7 @@ def test_a_forest_whose_indices_do_not_fit_is_refused() -> None:
         forest_from_json({**content, "page_size": 0})
 
 
-def test_every_forest_that_a_server_writes_is_read() -> None:
+def test_every_forest_that_a_server_writes_is_read():
     """Also those of pages in two copies, where rows that agree may differ before."""
     limits = Limits(24, 400, 1 << 14)
     for seed in range(120):
@@ -163,12 +160,12 @@ def test_every_forest_that_a_server_writes_is_read() -> None:
         assert forest_as_json(forest_from_json(content)) == content
 
 
-def test_an_empty_forest_is_read() -> None:
+def test_an_empty_forest_is_read():
     empty = build_forest([], [], [], 1)
     assert forest_from_json(forest_as_json(empty)).batch_size == 0
 
 
-def test_names_that_clients_choose_do_no_harm(tmp_path: Path) -> None:
+def test_names_that_clients_choose_do_no_harm(tmp_path):
     """SGLang's clients may name their requests: with control characters, and at any length."""
     state = make_state()
     state.forest, state.rids = FOREST, ["\x1b]0;owned\x07", "\ud800", "x" * 1_000_000, "plain"]
@@ -181,7 +178,7 @@ def test_names_that_clients_choose_do_no_harm(tmp_path: Path) -> None:
         read_state(writer.path)
 
 
-def test_a_question_follows_no_link(tmp_path: Path) -> None:
+def test_a_question_follows_no_link(tmp_path):
     state = tmp_path / "1-tp0.json"
     outside = tmp_path / "outside"
     (tmp_path / "1-tp0.wanted").symlink_to(outside)
@@ -192,7 +189,7 @@ def test_a_question_follows_no_link(tmp_path: Path) -> None:
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path):
     os.mkfifo(tmp_path / "log")
     with pytest.raises(OSError):  # noqa: PT011  # the system's own message: nobody reads it
         open_private(tmp_path / "log")
@@ -202,7 +199,7 @@ def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path: Path) -> 
     os.close(reader)
 
 
-def test_an_oversized_file_is_not_loaded(tmp_path: Path) -> None:
+def test_an_oversized_file_is_not_loaded(tmp_path):
     path = tmp_path / "table.json"
     write_private(path, "{}")
     with path.open("r+b") as file:
@@ -211,9 +208,7 @@ def test_an_oversized_file_is_not_loaded(tmp_path: Path) -> None:
         CostModel.load(path, private=True)
 
 
-def test_folders_in_which_others_could_exchange_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_in_which_others_could_exchange_files(tmp_path, monkeypatch):
     inner = tmp_path / "above" / "inner"
     inner.mkdir(parents=True)
     assert unsafe_folder(inner) is None
@@ -239,9 +234,7 @@ def test_folders_in_which_others_could_exchange_files(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
-def test_no_library_is_used_that_others_could_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_library_is_used_that_others_could_exchange(tmp_path, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     ensure_driver_stub()
@@ -250,7 +243,7 @@ def test_no_library_is_used_that_others_could_exchange(
         ensure_driver_stub()
 
 
-def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path: Path) -> None:
+def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path):
     """The files themselves must be this user's, even behind a link."""
     folder = tmp_path / "kernels"
     fill(folder, HERE, [])
@@ -272,7 +265,7 @@ def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path: Path) -> 
         (b"nonsense", b"400"),
     ],
 )
-def test_the_page_server_answers_bad_requests(request_line: bytes, status: bytes) -> None:
+def test_the_page_server_answers_bad_requests(request_line, status):
     import threading
 
     with PageServer("127.0.0.1", 0, lambda engine, known: {"engine": engine}) as server:

@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ from deft_backend.settings.config import Settings, SettingsError
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_set(monkeypatch):
     for name in ("DEFT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_every_folder_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_folder_follows_the_cache_folder(monkeypatch):
     for env, cache in (
         ({"DEFT_CACHE_DIR": "/d", "XDG_CACHE_HOME": "/c"}, Path("/d")),
         ({"XDG_CACHE_HOME": "/c"}, Path("/c/deft-backend")),
@@ -39,14 +38,12 @@ def test_every_folder_follows_the_cache_folder(monkeypatch: pytest.MonkeyPatch) 
             assert driver_stub_directory() == cache / "driver-stub" / "1"
 
 
-def test_the_state_has_a_setting_of_its_own() -> None:
+def test_the_state_has_a_setting_of_its_own():
     chosen = Settings.from_env({"DEFT_STATE_DIR": "/d", "DEFT_CACHE_DIR": "/c"})
     assert state_directory(chosen) == Path("/d")
 
 
-def test_a_cache_folder_that_is_a_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
     # Another setting that is wrong is not read.
     monkeypatch.setenv("DEFT_POLICY", "best")
     assert tables_directory().is_absolute()
@@ -58,14 +55,14 @@ def test_a_cache_folder_that_is_a_file_is_named(
 
 
 @pytest.fixture
-def umask() -> Iterator[None]:
+def umask():
     before = os.umask(0o022)
     yield
     os.umask(before)
 
 
 @pytest.mark.usefixtures("umask")
-def test_missing_folders_are_created_for_this_user_alone(tmp_path: Path) -> None:
+def test_missing_folders_are_created_for_this_user_alone(tmp_path):
     there = tmp_path / "there"
     there.mkdir(mode=0o755)
     deep = there / "a" / "b"
@@ -76,7 +73,7 @@ def test_missing_folders_are_created_for_this_user_alone(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         create_private(tmp_path / "file")

@@ -4,11 +4,9 @@ import ast
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -37,17 +35,17 @@ FACTS = GpuFacts(sms=132, sm_clock_mhz=1980.0, memory_gb_s=3350.0)
 
 
 @pytest.fixture(params=[0o000, 0o022])
-def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+def umask(request):
     before = os.umask(request.param)
     yield
     os.umask(before)
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def kernel(folder: Path) -> Any:
+def kernel(folder):
     folder.mkdir(exist_ok=True)
     for name in ("k.json", "k.cubin"):
         (folder / name).write_bytes(name.encode())
@@ -56,7 +54,7 @@ def kernel(folder: Path) -> Any:
 
 
 @pytest.mark.usefixtures("umask")
-def test_whatever_we_write_is_this_users_alone(tmp_path: Path) -> None:
+def test_whatever_we_write_is_this_users_alone(tmp_path):
     made = tmp_path / "made"
     StateWriter(make_state(), made / "servers").look()
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
@@ -69,7 +67,7 @@ def test_whatever_we_write_is_this_users_alone(tmp_path: Path) -> None:
     assert {mode(path) for path in (made, *made.rglob("*")) if path.is_dir()} == {0o700}
 
 
-def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path: Path) -> None:
+def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path):
     target, path = tmp_path / "target", tmp_path / "file"
     target.write_text("mine")
     path.symlink_to(target)
@@ -81,9 +79,7 @@ def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path: Path) 
     assert (target.read_text(), path.read_text(), path.is_symlink()) == ("mine", "new", False)
 
 
-def test_files_that_others_could_have_written_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_others_could_have_written_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_private(path, "{}")
     assert read_private_json(path) == {}
@@ -104,9 +100,7 @@ def test_files_that_others_could_have_written_are_refused(
         read_private(path)
 
 
-def test_what_is_no_file_is_refused_and_nothing_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_file_is_refused_and_nothing_waits(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
         with pytest.raises(OSError, match=r"not a regular file|directory"):
@@ -117,11 +111,11 @@ def test_what_is_no_file_is_refused_and_nothing_waits(
         read_private(tmp_path / "large")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_private(path, "old")
 
-    def full(handle: int, data: bytes) -> None:
+    def full(handle, data):
         os.close(handle)
         raise OSError(28, "No space left on device")
 
@@ -132,10 +126,10 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
-def spoilt(path: Path) -> dict[str, Callable[[], object]]:
+def spoilt(path):
     """Ways to make a file one that must not be used."""
 
-    def link() -> None:
+    def link():
         path.rename(path.with_suffix(".moved"))
         path.symlink_to(path.with_suffix(".moved"))
 
@@ -154,7 +148,7 @@ WAYS = list(spoilt(Path()))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path: Path, way: str) -> None:
+def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path, way):
     path = tmp_path / KEY.file_name
     save_table(default_cost_model(), KEY, path)
     assert table_in_use(KEY, tmp_path, FACTS).tuned
@@ -167,7 +161,7 @@ def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path: Path, way: str) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_kernel_folder_is_refused(tmp_path: Path, way: str) -> None:
+def test_a_spoilt_kernel_folder_is_refused(tmp_path, way):
     here = Origin.of("sm_90")
     fill(tmp_path / "kernels", here, [kernel(tmp_path / "triton")])
     spoilt(tmp_path / "kernels" / "manifest.json")[way]()
@@ -176,7 +170,7 @@ def test_a_spoilt_kernel_folder_is_refused(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path: Path, way: str) -> None:
+def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path, way):
     writer = StateWriter(make_state(), tmp_path)
     writer.look()
     spoilt(writer.path)[way]()
@@ -186,7 +180,7 @@ def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path: Path, way: str)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a/b.json", ".hidden"])
-def test_no_path_of_a_manifest_leaves_its_folder(tmp_path: Path, name: str) -> None:
+def test_no_path_of_a_manifest_leaves_its_folder(tmp_path, name):
     here = Origin.of("sm_90")
     fill(tmp_path, here, [kernel(tmp_path.parent / f"{tmp_path.name}-triton")])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -197,7 +191,7 @@ def test_no_path_of_a_manifest_leaves_its_folder(tmp_path: Path, name: str) -> N
         take(tmp_path, here)
 
 
-def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def leaves(content, path=()):
     """Every place in a JSON document."""
     yield path
     if isinstance(content, dict | list):
@@ -206,7 +200,7 @@ def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
             yield from leaves(value, (*path, name))
 
 
-def with_value(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+def with_value(content, path, value):
     if not path:
         return value
     copy = dict(content) if isinstance(content, dict) else list(content)
@@ -221,7 +215,7 @@ WRONG = st.one_of(
 )  # fmt: skip
 
 
-def documents() -> dict[str, tuple[Any, Callable[[Path], object], type[Exception]]]:
+def documents():
     state = {**make_state().as_json(make_state().counters()), "updated": 1.0}
     table = default_cost_model().to_dict()
     return {
@@ -235,9 +229,7 @@ def documents() -> dict[str, tuple[Any, Callable[[Path], object], type[Exception
     deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_value_in_any_field_is_read_or_refused(
-    tmp_path: Path, kind: str, data: st.DataObject
-) -> None:
+def test_any_value_in_any_field_is_read_or_refused(tmp_path, kind, data):
     content, read, error = documents()[kind]
     place = data.draw(st.sampled_from(list(leaves(content))))
     path = tmp_path / "file.json"
@@ -246,7 +238,7 @@ def test_any_value_in_any_field_is_read_or_refused(
         read(path)
 
 
-def test_nothing_is_unpickled_imported_or_evaluated() -> None:
+def test_nothing_is_unpickled_imported_or_evaluated():
     """Only `compile/triton_kernel.py` makes modules, from the package's own sources."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -262,7 +254,7 @@ def test_nothing_is_unpickled_imported_or_evaluated() -> None:
                     assert path.name == "triton_kernel.py"
 
 
-def test_nothing_listens_beyond_loopback_unless_asked() -> None:
+def test_nothing_listens_beyond_loopback_unless_asked():
     """One module opens a port; its address is an option whose default is the loopback address."""
     servers = [
         path.relative_to(PACKAGE).as_posix()

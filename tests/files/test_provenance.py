@@ -2,7 +2,6 @@
 
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ import torch
 from deft_backend.files.provenance import provenance
 
 
-def test_a_gpu_is_named_without_starting_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'A GPU'\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from deft_backend.forest import (
     VIRTUAL_ROOT,
     ForestError,
-    PrefixForest,
     build_forest,
     forest_from_page_tables,
     forest_from_paths,
@@ -27,7 +25,7 @@ from deft_backend.forest import (
 from deft_backend.forest.nodes import depth_of, first_mistake, nodes_of
 from deft_backend.forest.prefix_tree import insert_rows
 from deft_backend.forest.tree_order import misplaced, order_of_tree
-from forest_oracle import Arrays, oracle_of_neighbours, oracle_of_paths, oracle_of_tables
+from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables
 
 FIELDS = (
     "order", "seq_lens", "parent", "request", "start", "length", "query_begin", "query_end", "leaf"
@@ -49,13 +47,13 @@ class ToyServer:
     Independent of the package: a host's behaviour in few lines.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size):
         self.page_size = page_size
         self.root = ToyNode([], [])
         self.next_page = 0
-        self.requests: list[list[int]] = []  # slots
+        self.requests = []  # slots
 
-    def _allocate(self, tokens: int, after: list[int]) -> list[int]:
+    def _allocate(self, tokens, after):
         """Slots for `tokens` more tokens of a sequence that holds `after`, page by page."""
         slots = []
         last = after[-1] if len(after) % self.page_size else None
@@ -68,7 +66,7 @@ class ToyServer:
             slots.append(last)
         return slots
 
-    def admit(self, prompt: list[int], generated: int) -> None:
+    def admit(self, prompt, generated):
         """Prefill a prompt (its whole pages enter the tree), then decode privately."""
         whole = len(prompt) // self.page_size * self.page_size
         node, slots = self.root, []
@@ -93,10 +91,10 @@ class ToyServer:
         slots = slots + self._allocate(len(prompt) - whole + generated, slots)
         self.requests.append(slots)
 
-    def _key(self, tokens: list[int]) -> int:
+    def _key(self, tokens):
         return hash(tuple(tokens[: self.page_size]))
 
-    def paths(self) -> list[list[tuple[object, int]]]:
+    def paths(self):
         """Each request's nodes, found by walking the final tree along its slots."""
         found = []
         for slots in self.requests:
@@ -113,7 +111,7 @@ class ToyServer:
             found.append(path)
         return found
 
-    def page_tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def page_tables(self):
         lens = np.array([len(s) for s in self.requests], dtype=np.int64)
         pages = -(-lens // self.page_size)
         table = np.full((len(lens), int(pages.max(initial=0)) + 1), -7)
@@ -122,13 +120,13 @@ class ToyServer:
         return table, lens
 
 
-def traffic(seed: int, page_size: int, requests: int) -> ToyServer:
+def traffic(seed, page_size, requests):
     """Requests whose prompts fork from one another at random points."""
     rng = random.Random(seed)
     server = ToyServer(page_size)
-    prompts: list[list[int]] = []
+    prompts = []
     for _ in range(requests):
-        prompt: list[int] = []
+        prompt = []
         if prompts and rng.random() < 0.8:
             parent = rng.choice(prompts)
             prompt = parent[: rng.randint(0, len(parent))]
@@ -138,7 +136,7 @@ def traffic(seed: int, page_size: int, requests: int) -> ToyServer:
     return server
 
 
-def check_invariants(forest: PrefixForest) -> None:
+def check_invariants(forest):
     """The invariants that the rest of the package relies on."""
     batch, nodes = forest.batch_size, forest.num_nodes
     assert sorted(forest.order.tolist()) == list(range(batch))
@@ -180,7 +178,7 @@ def check_invariants(forest: PrefixForest) -> None:
 @example(seed=0, page_size=16, requests=1)
 @example(seed=1, page_size=3, requests=24)
 @example(seed=2, page_size=16, requests=24)
-def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, requests: int) -> None:
+def test_both_sources_agree_on_random_traffic(seed, page_size, requests):
     server = traffic(seed, page_size, requests)
     tables, lens = server.page_tables()
     from_tables = forest_from_page_tables(tables, lens, page_size, num_pages=server.next_page)
@@ -201,7 +199,7 @@ def test_both_sources_agree_on_random_traffic(seed: int, page_size: int, request
 @example(seed=0, page_size=1, requests=1)
 @example(seed=1, page_size=1, requests=12)
 @example(seed=2, page_size=4, requests=12)
-def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests: int) -> None:
+def test_sharing_is_exactly_the_common_pages(seed, page_size, requests):
     """For each pair, the nodes of both hold exactly their common full pages."""
     server = traffic(seed, page_size, requests)
     tables, lens = server.page_tables()
@@ -216,7 +214,7 @@ def test_sharing_is_exactly_the_common_pages(seed: int, page_size: int, requests
             assert sum(int(forest.length[n]) for n in common) == expected
 
 
-def assert_is(forest: PrefixForest, expected: Arrays) -> None:
+def assert_is(forest, expected):
     for name in FIELDS:
         array = getattr(forest, name)
         assert array.dtype == np.int32, name
@@ -226,23 +224,23 @@ def assert_is(forest: PrefixForest, expected: Arrays) -> None:
 Layout = Callable[[np.ndarray], np.ndarray]
 
 
-def rows_of_a_wider_table(tables: np.ndarray) -> np.ndarray:
+def rows_of_a_wider_table(tables):
     wide = np.full((tables.shape[0], tables.shape[1] + 3), 7, dtype=tables.dtype)
     wide[:, : tables.shape[1]] = tables
     return wide[:, : tables.shape[1]]
 
 
-def of_torch(tables: np.ndarray) -> np.ndarray:
+def of_torch(tables):
     return torch.from_numpy(tables).clone().numpy()
 
 
-def read_only(tables: np.ndarray) -> np.ndarray:
+def read_only(tables):
     tables = tables.copy()
     tables.setflags(write=False)
     return tables
 
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS = {
     "contiguous": np.ascontiguousarray,
     "rows of a wider table": rows_of_a_wider_table,
     "columns first": np.asfortranarray,
@@ -252,14 +250,12 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def made_tables(
-    rng: random.Random, page_size: int, requests: int, longest: int
-) -> tuple[np.ndarray, np.ndarray]:
+def made_tables(rng, page_size, requests, longest):
     """Tables of requests that fork from one another; unused entries hold other rows' pages."""
-    rows: list[list[int]] = []
+    rows = []
     next_page = 0
     for _ in range(requests):
-        head: list[int] = []
+        head = []
         if rows and rng.random() < 0.85:
             other = rng.choice(rows)  # fork from it, be a prefix of it, or equal it
             head = other[: rng.choice([rng.randint(0, len(other)), len(other)])]
@@ -291,8 +287,8 @@ def made_tables(
 @example(seed=1, page_size=1, requests=40, longest=3000, dtype=np.int32, layout="torch")
 @example(seed=2, page_size=16, requests=40, longest=40, dtype=">i4", layout="torch")
 def test_page_tables_give_what_plain_python_finds(
-    seed: int, page_size: int, requests: int, longest: int, dtype: Any, layout: str
-) -> None:
+    seed, page_size, requests, longest, dtype, layout
+):
     rng = random.Random(seed)
     tables, lens = made_tables(rng, page_size, requests, longest)
     expected = oracle_of_tables(tables, lens, page_size)
@@ -302,7 +298,7 @@ def test_page_tables_give_what_plain_python_finds(
     assert_is(forest_from_page_tables(tables, lens.tolist(), page_size, check=False), expected)
 
 
-def test_long_rows_are_searched_to_the_page() -> None:
+def test_long_rows_are_searched_to_the_page():
     """Every position at which two rows may differ first, for lengths around the search's steps."""
     for length in [*range(1, 60), 145, 1000]:
         base = np.arange(length, dtype=np.int32)
@@ -312,7 +308,7 @@ def test_long_rows_are_searched_to_the_page() -> None:
             assert forest.start[forest.leaf].tolist() == [common] * 2
 
 
-def test_large_batches_fill_the_tables_of_the_builder() -> None:
+def test_large_batches_fill_the_tables_of_the_builder():
     for share in (0, 7):
         tables = np.arange(3000 * 9, dtype=np.int64).reshape(3000, 9) << 32  # keys above 32 bits
         tables[:, :share] = tables[0, :share]
@@ -332,9 +328,7 @@ def test_large_batches_fill_the_tables_of_the_builder() -> None:
 @example(seed=0, page_size=16, requests=1, as_array=False)
 @example(seed=1, page_size=1, requests=40, as_array=True)
 @example(seed=2, page_size=16, requests=40, as_array=False)
-def test_neighbours_give_what_plain_python_finds(
-    seed: int, page_size: int, requests: int, as_array: bool
-) -> None:
+def test_neighbours_give_what_plain_python_finds(seed, page_size, requests, as_array):
     rng = random.Random(seed)
     order = rng.sample(range(requests), requests)
     lens = [rng.randint(0, 9) * page_size + rng.randrange(page_size) for _ in order]
@@ -352,7 +346,7 @@ def test_neighbours_give_what_plain_python_finds(
 @example(seed=0, requests=0, twigs=1)
 @example(seed=1, requests=40, twigs=1)
 @example(seed=2, requests=40, twigs=30)
-def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, twigs: int) -> None:
+def test_paths_and_trees_give_what_plain_python_finds(seed, requests, twigs):
     rng = random.Random(seed)
     parent, depth = [0], [0]
     for _ in range(twigs):
@@ -362,7 +356,7 @@ def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, 
     lens = [depth[node] + rng.choice([0, 0, 1, 7]) for node in holder]
     paths = []
     for node in holder:
-        path: list[tuple[object, int]] = []
+        path = []
         while node:
             path.insert(0, (("node", node), depth[node] - depth[parent[node]]))
             node = parent[node]
@@ -377,7 +371,7 @@ def test_paths_and_trees_give_what_plain_python_finds(seed: int, requests: int, 
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 20))
 @example(seed=0, requests=1)
 @example(seed=1, requests=20)
-def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: int) -> None:
+def test_impossible_tables_that_are_trusted_stay_in_bounds(seed, requests):
     """Random tables: the result is a forest of the batch, whatever it shares."""
     rng = np.random.default_rng(seed)
     tables = rng.integers(-2, 3, (requests, 70))
@@ -386,7 +380,7 @@ def test_impossible_tables_that_are_trusted_stay_in_bounds(seed: int, requests: 
 
 
 @pytest.mark.parametrize("pages", [40, 4000])
-def test_pages_in_two_copies_stay_in_bounds(pages: int) -> None:
+def test_pages_in_two_copies_stay_in_bounds(pages):
     """Rows that agree at a position may differ before it. Plain Python checks each index."""
     insert = getattr(insert_rows, "py_func", insert_rows)
     full = np.full(4, pages, dtype=np.int32)
@@ -398,13 +392,13 @@ def test_pages_in_two_copies_stay_in_bounds(pages: int) -> None:
         assert (depth[1:nodes] > depth[parent[1:nodes]]).all()
 
 
-def test_trusted_tables_may_lack_the_open_page_but_no_full_one() -> None:
+def test_trusted_tables_may_lack_the_open_page_but_no_full_one():
     assert forest_from_page_tables([[4], [4]], [5, 6], 4, check=False).length[0] == 4
     with pytest.raises(ForestError, match="request 1 holds 8 tokens, 2 pages of 4, but its page"):
         forest_from_page_tables([[4], [4]], [5, 8], 4, check=False)
 
 
-def test_forests_keep_nothing_of_their_arguments() -> None:
+def test_forests_keep_nothing_of_their_arguments():
     """Hosts increment their sequence lengths in place."""
     lens, order = np.array([2, 2], dtype=np.int32), np.array([1, 0], dtype=np.int32)
     tables, shared = np.array([[1, 2], [1, 3]], dtype=np.int32), np.array([1], dtype=np.int32)
@@ -421,14 +415,14 @@ def test_forests_keep_nothing_of_their_arguments() -> None:
     assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
 
 
-def test_read_only_arguments_are_taken() -> None:
+def test_read_only_arguments_are_taken():
     arrays = [np.array(values, dtype=np.int32) for values in ([0, 1], [1], [2, 2])]
     for array in arrays:
         array.setflags(write=False)
     assert build_forest(*arrays).num_nodes == 3
 
 
-def test_equal_and_prefix_requests_keep_open_leaves() -> None:
+def test_equal_and_prefix_requests_keep_open_leaves():
     forest = forest_from_page_tables([[5, 6], [5, 6], [5, 0]], [2, 2, 1])
     assert forest.order.tolist() == [0, 1, 2]
     assert forest.length[forest.leaf].tolist() == [0, 0, 0]
@@ -437,27 +431,27 @@ def test_equal_and_prefix_requests_keep_open_leaves() -> None:
     assert forest.share == 2.5
 
 
-def test_partly_filled_pages_are_not_shared() -> None:
+def test_partly_filled_pages_are_not_shared():
     forest = forest_from_page_tables([[3, 4], [3, 4]], [7, 8], page_size=4)
     assert forest.length.tolist() == [4, 3, 4]
     assert forest.tokens_stored == 11
 
 
-def test_nothing_shared_is_a_forest_of_leaves() -> None:
+def test_nothing_shared_is_a_forest_of_leaves():
     forest = forest_from_page_tables([[0, 1], [2, 3], [4, 5]], [2, 2, 1])
     assert forest.num_nodes == 3
     assert forest.parent.tolist() == [VIRTUAL_ROOT] * 3
     assert forest.share == 1.0
 
 
-def test_empty_batch_and_single_request() -> None:
+def test_empty_batch_and_single_request():
     assert forest_from_page_tables(np.zeros((0, 4), dtype=int), []).num_nodes == 0
     assert forest_from_paths([], []).batch_size == 0
     single = forest_from_page_tables([[9, 8, 7]], [3])
     assert (single.num_nodes, single.length.tolist()) == (1, [3])
 
 
-def test_depth_and_children() -> None:
+def test_depth_and_children():
     forest = build_forest([0, 1, 2], [4, 2], [5, 6, 7])
     assert forest.depth.tolist() == [0, 1, 2, 2, 1]
     assert forest.children == ((1, 4), (2, 3), (), (), ())
@@ -476,9 +470,7 @@ def test_depth_and_children() -> None:
         ([[0, 1]], [1], 0, None, r"page_size is 0"),
     ],
 )
-def test_impossible_page_tables_are_refused(
-    tables: list[list[int]], lens: list[int], page_size: int, num_pages: int | None, message: str
-) -> None:
+def test_impossible_page_tables_are_refused(tables, lens, page_size, num_pages, message):
     with pytest.raises(ForestError, match=message):
         forest_from_page_tables(np.array(tables), lens, page_size, num_pages=num_pages)
 
@@ -493,7 +485,7 @@ def test_impossible_page_tables_are_refused(
         ([True, False], "seq_lens has dtype bool"),
     ],
 )
-def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens: Any, message: str) -> None:
+def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens, message):
     """NumPy would cut them off."""
     with pytest.raises(ForestError, match=message):
         forest_from_page_tables(np.arange(8).reshape(2, 4), lens)
@@ -519,9 +511,7 @@ def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens: Any, message:
         ([[0, 1]], [0], [2, 2], 1, r"order has shape \(1, 2\)"),
     ],
 )
-def test_impossible_sharing_is_refused(
-    order: list[int], shared: list[int], lens: list[int], page_size: int, message: str
-) -> None:
+def test_impossible_sharing_is_refused(order, shared, lens, page_size, message):
     with pytest.raises(ForestError, match=message):
         build_forest(order, shared, lens, page_size)
 
@@ -534,9 +524,7 @@ def test_impossible_sharing_is_refused(
         ([], [2], "0 paths for 1"),
     ],
 )
-def test_impossible_paths_are_refused(
-    paths: list[list[tuple[str, int]]], lens: list[int], message: str
-) -> None:
+def test_impossible_paths_are_refused(paths, lens, message):
     with pytest.raises(ForestError, match=message):
         forest_from_paths(paths, lens)
 
@@ -556,17 +544,15 @@ def test_impossible_paths_are_refused(
         ([], [], [], [], "0 parents"),
     ],
 )
-def test_impossible_trees_are_refused(
-    parent: list[int], depth: list[int], holder: list[int], lens: list[int], message: str
-) -> None:
+def test_impossible_trees_are_refused(parent, depth, holder, lens, message):
     with pytest.raises(ForestError, match=message):
         forest_from_tree(parent, depth, holder, lens)
 
 
-def test_after_warm_up_nothing_is_left_to_compile() -> None:
+def test_after_warm_up_nothing_is_left_to_compile():
     warm_up()
     compiled = [depth_of, first_mistake, insert_rows, misplaced, nodes_of, order_of_tree]
-    before = [len(function.signatures) for function in compiled]  # type: ignore[attr-defined]
+    before = [len(function.signatures) for function in compiled]
     for dtype in (np.int32, np.int64):
         tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7]], dtype=dtype)
         for view in (tables, tables[:, :2], tables[:1], tables[::2], of_torch(tables)):
@@ -574,4 +560,4 @@ def test_after_warm_up_nothing_is_left_to_compile() -> None:
                 assert forest_from_page_tables(view, lens).depth[0] == 0
     forest_from_paths([[("a", 2), ("b", 1)], [("a", 2)]], [3, 3])
     build_forest(range(3), [1, 0], torch.tensor([2, 2, 2], dtype=torch.int32))
-    assert [len(function.signatures) for function in compiled] == before  # type: ignore[attr-defined]
+    assert [len(function.signatures) for function in compiled] == before

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deft_backend.forest.token_tree import ancestors_of_links, words_of
 
 
-def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
+def links_of(parents):
     """First children and next siblings; token 0 is the root, and parents come before children."""
     child, sibling = [-1] * len(parents), [-1] * len(parents)
     for token in range(len(parents) - 1, 0, -1):
@@ -17,7 +17,7 @@ def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
     return child, sibling
 
 
-def attended(bits: torch.Tensor) -> list[set[int]]:
+def attended(bits):
     """The tokens that each token of a request [n, W] attends to."""
     return [
         {64 * word + bit for word, value in enumerate(row) for bit in range(64) if value >> bit & 1}
@@ -26,7 +26,7 @@ def attended(bits: torch.Tensor) -> list[set[int]]:
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[list[int]]:
+def trees(draw):
     tokens = draw(st.sampled_from([1, 2, 5, 12, 64, 65, 130]))
     deep = draw(st.booleans())
     return [
@@ -41,21 +41,21 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
 @example([[-1, *range(64)], [-1] + [0] * 64])  # a chain and a star; the last token in a second word
 @example([[-1, *range(129)], [-1, *(token // 2 for token in range(129))]])  # three words
 @settings(max_examples=40, deadline=None)
-def test_every_token_attends_to_its_ancestors_and_itself(forest: list[list[int]]) -> None:
+def test_every_token_attends_to_its_ancestors_and_itself(forest):
     links = [links_of(parents) for parents in forest]
     found = ancestors_of_links(
         torch.tensor([child for child, _ in links]), torch.tensor([sibling for _, sibling in links])
     )
     assert found.shape == (len(forest), len(forest[0]), words_of(len(forest[0])))
     for parents, bits in zip(forest, found, strict=True):
-        expected: list[set[int]] = []
+        expected = []
         for token, parent in enumerate(parents):
             expected.append({token} | (expected[parent] if parent >= 0 else set()))
         assert attended(bits) == expected
 
 
 @pytest.mark.parametrize("tokens", [4, 70])
-def test_tokens_without_links_attend_to_themselves(tokens: int) -> None:
+def test_tokens_without_links_attend_to_themselves(tokens):
     """A graph's padding requests have no links."""
     none = torch.full((2, tokens), -1)
     assert attended(ancestors_of_links(none, none)[1]) == [{token} for token in range(tokens)]

@@ -8,8 +8,7 @@ from test_kernels import DEVICES, check, random_batch, shapes_of, star
 
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.forest import PrefixForest
-from deft_backend.policies import Grouping, GroupingBuilder, Segment, Target
+from deft_backend.policies import GroupingBuilder, Segment
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 SINKS = [torch.float32, torch.bfloat16]
@@ -28,9 +27,8 @@ SINKS = [torch.float32, torch.bfloat16]
     on_device=st.booleans(),
 )
 def test_policies_on_random_forests(
-    policy: str, device: str, seed: int, requests: int, page_size: int,
-    kv_dtype: torch.dtype | None, sinks: torch.dtype | None, dtype: torch.dtype, on_device: bool,
-) -> None:  # fmt: skip
+    policy, device, seed, requests, page_size, kv_dtype, sinks, dtype, on_device
+):
     batch = random_batch(seed, page_size, requests, spare=20)
     check(
         batch, policy=policy, device=device, page_size=page_size, grow=1, kv_dtype=kv_dtype,
@@ -44,7 +42,7 @@ def test_policies_on_random_forests(
     [(64, (4, 4)), (96, (10, 2)), (128, (6, 1)), (256, (14, 2)), (64, (12, 1)), (96, (4, 4)),
      (128, (10, 2)), (256, (6, 1))],
 )  # fmt: skip
-def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None:
+def test_head_shapes(device, head_dim, heads):
     """GQA groups of 1, 5, 6, 7 and 12 query heads."""
     kv_dtype = EIGHT_BITS[heads[0] % 4 // 2]
     batch = star(9, 96, [3, 40, 0], 16)
@@ -60,12 +58,10 @@ def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None
     ("kv_dtype", "logit_cap"),
     [(None, 0.0), (None, 3.0), (EIGHT_BITS[0], 3.0), (EIGHT_BITS[1], 0.0)],
 )
-def test_each_way_to_an_output(
-    device: str, kv_dtype: torch.dtype | None, logit_cap: float, chunks: int
-) -> None:
+def test_each_way_to_an_output(device, kv_dtype, logit_cap, chunks):
     """Outputs of large tiles, of leaves, of leaves that merge, and of stage 2: one sink each."""
 
-    def group(forest: PrefixForest, target: Target) -> Grouping:
+    def group(forest, target):
         builder = GroupingBuilder()
         for n in range(chunks):
             begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
@@ -85,7 +81,7 @@ def test_each_way_to_an_output(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, float("-inf")])
-def test_sinks_of_any_size_and_empty_contexts(device: str, sink: float) -> None:
+def test_sinks_of_any_size_and_empty_contexts(device, sink):
     """A request without tokens gets 0, and so does one whose sink weighs everything."""
     table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 0, 0]]).int()
     lens = torch.tensor([3, 3, 0]).int()
@@ -111,7 +107,7 @@ def test_sinks_of_any_size_and_empty_contexts(device: str, sink: float) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
-def test_every_finite_byte_is_its_number(kv_dtype: torch.dtype) -> None:
+def test_every_finite_byte_is_its_number(kv_dtype):
     """One token: its value is the output, whatever its key."""
     numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     finite = numbers.float().isfinite()
@@ -139,7 +135,7 @@ def test_every_finite_byte_is_its_number(kv_dtype: torch.dtype) -> None:
         ({"sinks": torch.zeros(4).long()}, "sinks has dtype torch.int64; expected float32"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_is_refused(change, message):
     kv_dtype = change.pop("kv_dtype", None)
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -164,7 +160,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -
         (torch.ones(1, device="meta"), "k_scale is on meta; expected cpu"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(scale: float | torch.Tensor, message: str) -> None:
+def test_scales_that_do_not_fit_are_refused(scale, message):
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         kv_dtype=torch.float8_e5m2,
@@ -188,9 +184,7 @@ def test_scales_that_do_not_fit_are_refused(scale: float | torch.Tensor, message
     ],
     ids=["numbers", "keys", "values", "one"],
 )
-def test_scales_on_the_host_the_device_and_on_both(
-    k_scale: float | torch.Tensor, v_scale: float | torch.Tensor
-) -> None:
+def test_scales_on_the_host_the_device_and_on_both(k_scale, v_scale):
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         kv_dtype=torch.float8_e4m3fn, max_batch=2,
@@ -207,7 +201,7 @@ def test_scales_on_the_host_the_device_and_on_both(
     assert relative_error(out, expected) <= 2e-6
 
 
-def test_other_dtypes_of_the_cache_are_refused() -> None:
+def test_other_dtypes_of_the_cache_are_refused():
     with pytest.raises(AttentionError, match="a KV cache of int8 under queries of float16; supp"):
         TreeAttention(
             num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",

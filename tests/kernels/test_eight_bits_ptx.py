@@ -11,22 +11,22 @@ DTYPES = {"FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 KINDS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
-def halves(register: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def halves(register, dtype):
     """[N, 2] numbers in [N] registers of 32 bits, the lower half first."""
     split = torch.stack([register & 0xFFFF, register >> 16], dim=1)
     return split.to(torch.uint16).view(dtype)
 
 
-def registers(numbers: torch.Tensor) -> torch.Tensor:
+def registers(numbers):
     low, high = numbers.view(torch.uint16).long().unbind(1)
     return low | high << 16
 
 
-def executed(asm: str, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def executed(asm, given):
     """The two output registers of the instructions for [N] input registers."""
-    held: dict[str, torch.Tensor] = {"$2": given}
+    held = {"$2": given}
 
-    def value(name: str) -> torch.Tensor:
+    def value(name):
         return torch.tensor(int(name, 0)) if name[0].isdigit() else held[name]
 
     for line in filter(None, map(str.strip, re.split(r"[;{}]", asm))):
@@ -66,9 +66,7 @@ def executed(asm: str, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("form", "order"), [("", [0, 1, 2, 3]), ("_PAIRS", [0, 2, 1, 3])])
-def test_every_finite_byte_is_its_number(
-    kind: str, dtype: str, form: str, order: list[int]
-) -> None:
+def test_every_finite_byte_is_its_number(kind, dtype, form, order):
     asm = getattr(eight_bits, f"{kind}{form}_TO_{dtype}").value
     generator = torch.Generator().manual_seed(0)
     every = torch.arange(256, dtype=torch.uint8)

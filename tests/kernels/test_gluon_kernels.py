@@ -1,10 +1,7 @@
 """The kernels in Gluon without a GPU: their results in an emulation of their language."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,23 +14,20 @@ import gluon_emulator
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import configurations
 from deft_backend.kernels.configurations import HOPPER_LARGE_TILE, HOPPER_SMALL_TILE
 from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
 from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
 from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
 
-launched: Counter[str] = Counter()
+launched = Counter()
 """Launches of each kernel since the test began."""
 
 
-def emulated(kernel: Kernel, module: ModuleType) -> Callable[..., None]:
+def emulated(kernel, module):
     name = kernel._name
 
-    def launch(
-        programs: int, arguments: Any, constants: dict[str, Any], *, num_warps: int, **_: Any
-    ) -> None:
+    def launch(programs, arguments, constants, *, num_warps, **_):
         given = kernel.named(arguments)
         gluon_emulator.run(module, name, programs, given, constants, num_warps=num_warps)
         launched[name] += 1
@@ -42,7 +36,7 @@ def emulated(kernel: Kernel, module: ModuleType) -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def emulation() -> Iterator[None]:
+def emulation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configurations, "GLUON_QUERY_TOKENS", True)
         patch.setattr(configurations, "GLUON_EIGHT_BITS", True)
@@ -53,9 +47,7 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def use_gluon(
-    attention: TreeAttention, lookahead: int, programs: int, query_tokens: int = 1
-) -> None:
+def use_gluon(attention, lookahead, programs, query_tokens=1):
     """Let the kernels in Gluon run an attention on the CPU."""
     shape = attention._shapes[query_tokens]
     small, large, masked = shape.config.tiles
@@ -70,15 +62,25 @@ def use_gluon(
 
 
 def check(
-    seed: int, requests: int, page_size: int = 1, lookahead: int = 1, logit_cap: float = 0.0,
-    heads: tuple[int, int] = (4, 1), head_dim: int = 64, grow: int = 0, policy: str = "fasttree",
-    programs: int = 3, longest: int = 300, own_rows: bool = True, wide_v: bool = False,
-    in_graph: bool = False,
-) -> None:  # fmt: skip
+    seed,
+    requests,
+    page_size=1,
+    lookahead=1,
+    logit_cap=0.0,
+    heads=(4, 1),
+    head_dim=64,
+    grow=0,
+    policy="fasttree",
+    programs=3,
+    longest=300,
+    own_rows=True,
+    wide_v=False,
+    in_graph=False,
+):
     batch = random_batch(seed, requests, page_size, longest=longest, spare=grow)
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator).to(torch.float16)
 
     q = normal(requests, heads[0], head_dim)
@@ -123,9 +125,8 @@ def check(
     in_graph=st.booleans(),
 )
 def test_random_forests(
-    seed: int, requests: int, page_size: int, lookahead: int, heads: tuple[int, int], grow: int,
-    policy: str, programs: int, own_rows: bool, wide_v: bool, in_graph: bool,
-) -> None:  # fmt: skip
+    seed, requests, page_size, lookahead, heads, grow, policy, programs, own_rows, wide_v, in_graph
+):
     """A block as long as a tile has rows lets Q share a V block's memory.
 
     A graph launches all kernels, even those without items in the plan.
@@ -158,9 +159,8 @@ def test_random_forests(
     policy="deft-node", is_tree=True, ragged=True,
 )  # fmt: skip
 def test_several_query_tokens(
-    seed: int, requests: int, query_tokens: int, page_size: int, lookahead: int,
-    heads: tuple[int, int], grow: int, policy: str, is_tree: bool, ragged: bool,
-) -> None:  # fmt: skip
+    seed, requests, query_tokens, page_size, lookahead, heads, grow, policy, is_tree, ragged
+):
     """Chains and trees, for every tile that the query tokens of a request fill."""
     batch = drafts(seed, requests, page_size, query_tokens, longest=260, spare=grow)
     random = np.random.default_rng(seed)
@@ -211,10 +211,20 @@ def test_several_query_tokens(
     wide_v=st.booleans(),
 )
 def test_caches_of_eight_bits(
-    seed: int, requests: int, query_tokens: int, kv_dtype: torch.dtype, page_size: int,
-    lookahead: int, heads: tuple[int, int], head_dim: int, logit_cap: float, policy: str,
-    scales: str, sinks: bool, wide_v: bool,
-) -> None:  # fmt: skip
+    seed,
+    requests,
+    query_tokens,
+    kv_dtype,
+    page_size,
+    lookahead,
+    heads,
+    head_dim,
+    logit_cap,
+    policy,
+    scales,
+    sinks,
+    wide_v,
+):
     batch = drafts(seed, requests, page_size, query_tokens, longest=200)
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(requests * query_tokens, heads[0], head_dim, generator=generator).half()
@@ -231,7 +241,7 @@ def test_caches_of_eight_bits(
     table, lens = batch.page_table, batch.seq_lens
     attention.plan(forest_from_page_tables(table, lens, page_size), query_tokens=query_tokens)
     attention.poison_workspace()
-    given: dict[str, Any] = {"logit_cap": logit_cap}
+    given = {"logit_cap": logit_cap}
     if sinks:
         given["sinks"] = torch.randn(heads[0], generator=generator)
     factors = {"none": (1.0, 1.0), "numbers": (0.5, 3.0), "tensors": (0.5, 3.0)}[scales]
@@ -253,9 +263,7 @@ def test_caches_of_eight_bits(
 @pytest.mark.parametrize(
     ("heads", "head_dim", "logit_cap"), [((8, 2), 128, 0.0), ((8, 2), 128, 20.0), ((4, 1), 64, 5.0)]
 )
-def test_head_dimensions_and_soft_caps(
-    heads: tuple[int, int], head_dim: int, logit_cap: float
-) -> None:
+def test_head_dimensions_and_soft_caps(heads, head_dim, logit_cap):
     launched.clear()
     check(1, 12, 16, heads=heads, head_dim=head_dim, logit_cap=logit_cap)
     assert launched == {"hopper_large_tile_attention": 1, "hopper_small_tile_attention": 1}
@@ -263,7 +271,7 @@ def test_head_dimensions_and_soft_caps(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("requests", "heads"), [(2, 40), (12, 4)])
-def test_an_empty_leaf_at_the_end_of_a_full_row(requests: int, heads: int, page_size: int) -> None:
+def test_an_empty_leaf_at_the_end_of_a_full_row(requests, heads, page_size):
     """Large tiles read no page behind the table, whether they read the leaf or only prefetch for
     it."""
     table = torch.arange(48 // page_size, dtype=torch.int32).repeat(requests, 1)
@@ -282,15 +290,13 @@ def test_an_empty_leaf_at_the_end_of_a_full_row(requests: int, heads: int, page_
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
-def test_long_segments_go_round_the_rings(lookahead: int) -> None:
+def test_long_segments_go_round_the_rings(lookahead):
     check(3, 6, lookahead=lookahead, longest=1500)
 
 
 @pytest.mark.parametrize("module", [large_tile_copies, hopper_small_tile])
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_copy_that_is_not_waited_for_shows(
-    late: int, module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_not_waited_for_shows(late, module, monkeypatch):
     """The emulation can fail: if one more group of copies is in flight, the products read NaN."""
     wait = gluon_emulator._MACHINE.wait
     copy = gluon_emulator.emulated(module)
@@ -307,7 +313,7 @@ def test_a_copy_that_is_not_waited_for_shows(
     [(group, merged) for group in (1, 4, 12) for merged in (1, 2, 3, 5, 8)]
     + [(2, 8), (3, 5), (7, 3)],
 )
-def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
+def test_leaves_merge_any_number_of_results(merged, group):
     """A prefix of several nodes that all requests share, and a leaf for each request."""
     from deft_backend.forest import build_forest
     from deft_backend.planner import plan_grouping
@@ -346,7 +352,7 @@ def test_leaves_merge_any_number_of_results(merged: int, group: int) -> None:
 
 @pytest.mark.parametrize("group", [4, 5])
 @pytest.mark.parametrize("longer", [[1, 2, 5], list(range(7))])
-def test_a_stem_writes_outputs_and_partial_results(group: int, longer: list[int]) -> None:
+def test_a_stem_writes_outputs_and_partial_results(group, longer):
     """Of one tile, not full: some queries have read all their KV by then, others have not.
 
     Where all have tokens of their own, those of the stem are as large as float16 has them: partial

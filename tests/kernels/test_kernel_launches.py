@@ -1,12 +1,8 @@
 """A launch never reuses what an earlier launch kept for tensors of another kind."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ import torch
 from benchmarks.random_batches import random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
@@ -41,49 +36,49 @@ class Compiler:
     """In Triton's place: notes, launch by launch, what the kernel that ran was compiled for and
     what it was given."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.launched: list[Any] = []
+    def __init__(self, patch):
+        self.launched = []
         self.compiled = 0
         self._patch = patch
         for kernel in KERNELS:
             patch.setattr(kernel, "_compiled", OnGrid(partial(self._compile, kernel)))
         self.forget()
 
-    def forget(self) -> None:
+    def forget(self):
         """As in a new process."""
         launches.launches_of.cache_clear()
         for kernel in KERNELS:
             self._patch.setattr(kernel, "_variants", {})
 
-    def launches_of(self, call: Callable[[], None]) -> list[Any]:
+    def launches_of(self, call):
         self.launched = []
         call()
         return self.launched
 
-    def _compile(self, kernel: Kernel, grid: Any, *arguments: Any, **named: Any) -> OnGrid:
+    def _compile(self, kernel, grid, *arguments, **named):
         self.compiled += 1
         variant = partial(self._launch, kernel._name, (named, looked_at(arguments)))
         variant(grid, *arguments, *(named[name] for name in kernel.constants))
         return OnGrid(variant)
 
-    def _launch(self, name: str, compiled_for: Any, grid: Any, *given: Any) -> None:
+    def _launch(self, name, compiled_for, grid, *given):
         self.launched.append((name, grid, compiled_for, looked_at(given)))
 
 
 class OnGrid:
     """A kernel that callers launch as ``kernel[grid](...)``."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call):
         self._call = call
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+    def __getitem__(self, grid):
         return partial(self._call, grid)
 
 
-def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
+def looked_at(arguments):
     """What Triton compiles for, argument by argument."""
 
-    def kind(argument: Any) -> Any:
+    def kind(argument):
         if isinstance(argument, tuple):
             return looked_at(argument)
         if isinstance(argument, torch.Tensor):
@@ -94,21 +89,38 @@ def looked_at(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def launch_all(
-    *, config: KernelConfiguration = CONFIG, host_plan: Any = None, logit_cap: float = 0.0,
-    device: str = "cpu", dtype: torch.dtype = torch.bfloat16, heads: int = 8, kv_heads: int = 2,
-    head_dim: int = 128, page_size: int = 2, table: torch.dtype = torch.int32,
-    rows: torch.dtype = torch.int64, lens: torch.dtype = torch.int64, columns: int = 8,
-    skip: int = 0, q_width: int = 256, out_width: int = 256, k_width: int = 256, v_width: int = 256,
-    by_segment: bool = False, queries: int = 4, sinks: torch.dtype | None = None,
-    kv_dtype: torch.dtype | None = None, scales: str = "host",
-) -> None:  # fmt: skip
+    *,
+    config=CONFIG,
+    host_plan=None,
+    logit_cap=0.0,
+    device="cpu",
+    dtype=torch.bfloat16,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    page_size=2,
+    table=torch.int32,
+    rows=torch.int64,
+    lens=torch.int64,
+    columns=8,
+    skip=0,
+    q_width=256,
+    out_width=256,
+    k_width=256,
+    v_width=256,
+    by_segment=False,
+    queries=4,
+    sinks=None,
+    kv_dtype=None,
+    scales="host",
+):
     """Both stages over tensors that lie in larger ones: one thing can change without another."""
 
-    def rows_of(width: int) -> torch.Tensor:
+    def rows_of(width):
         held = torch.zeros(queries, 16, width, dtype=dtype, device=device)
         return held[:, :heads, skip : skip + head_dim]
 
-    def cache(width: int) -> torch.Tensor:
+    def cache(width):
         held = torch.zeros(12, 4, 4, width, device=device).to(kv_dtype or dtype)
         return held[:, :page_size, :kv_heads, :head_dim]
 
@@ -163,7 +175,7 @@ def launch_all(
     ],
     ids=lambda change: ", ".join(change),
 )
-def test_kinds_are_not_mixed_up(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_not_mixed_up(change, monkeypatch):
     """Whatever ran before, launches are those of a process that sees their kind alone."""
     compiler = Compiler(monkeypatch)
     calls = (launch_all, partial(launch_all, **change))
@@ -202,9 +214,7 @@ def test_kinds_are_not_mixed_up(change: dict[str, Any], monkeypatch: pytest.Monk
     ],
     ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
 )  # fmt: skip
-def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
-    kind: dict[str, Any], expected: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, monkeypatch):
     """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, **kind))
@@ -235,8 +245,8 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(
     ],
 )
 def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
-    queries: int, expected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    queries, expected, monkeypatch
+):
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries))
     assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
@@ -246,8 +256,8 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
     ("queries", "host_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
 )
 def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
-    queries: int, host_plan: Any, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    queries, host_plan, programs, monkeypatch
+):
     """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
     compiler = Compiler(monkeypatch)
     large = replace(TILES[1], programs_for_one_tile=12)
@@ -259,8 +269,8 @@ def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
 @pytest.mark.parametrize("host_plan", [None, LEAVES], ids=["device", "host"])
 def test_results_of_few_queries_are_merged_many_at_a_time(
-    queries: int, expected: ReduceConfig, host_plan: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    queries, expected, host_plan, monkeypatch
+):
     """By the batch alone, so that results do not hang on who planned them."""
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries, host_plan=host_plan))
@@ -268,9 +278,7 @@ def test_results_of_few_queries_are_merged_many_at_a_time(
     assert (named["BLOCK_P"], named["num_warps"]) == (expected.partials, expected.num_warps)
 
 
-def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(monkeypatch):
     """The Hopper kernel counts in units of 16 bytes; a host may lay all layers' pages together."""
     compiler = Compiler(monkeypatch)
     assert both_stages.WIDE_REACH == 2**32 * 16
@@ -282,7 +290,7 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(
         assert launched[0][0] == "partial_attention"
 
 
-def test_one_attention_runs_over_caches_of_several_kinds() -> None:
+def test_one_attention_runs_over_caches_of_several_kinds():
     """By turns: two layouts of the cache, with and without a soft cap, pages of two sizes."""
     cases = []
     for page_size in (2, 4):
@@ -307,9 +315,7 @@ def test_one_attention_runs_over_caches_of_several_kinds() -> None:
 
 
 @pytest.mark.parametrize(("query_vectors", "launched"), [(4, [1, 0]), (16, [1, 0]), (32, [1])])
-def test_a_tile_that_holds_no_query_is_not_launched(
-    query_vectors: int, launched: list[int]
-) -> None:
+def test_a_tile_that_holds_no_query_is_not_launched(query_vectors, launched):
     """The host does not know the plan, so every tile that may have items is launched."""
     small, large = (replace(TILES[0], height=16), replace(TILES[0], height=64))
     config = replace(CONFIG, tiles=(small, large))

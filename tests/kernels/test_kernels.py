@@ -4,7 +4,6 @@ On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels ru
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,32 +16,29 @@ from attention_checks import DEVICES, TOLERANCE, Batch
 from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.forest import PrefixForest
-from deft_backend.planner import Plan, PlanCapacity, PlanError
+from deft_backend.planner import PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
-from deft_backend.policies import DeftFlatten, Grouping, GroupingBuilder, Segment, Target
+from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
 
 
-def random_batch(
-    seed: int, page_size: int, requests: int, longest: int = 90, spare: int = 0
-) -> Batch:
+def random_batch(seed, page_size, requests, longest=90, spare=0):
     made = paged_batch(seed, requests, page_size, longest=longest, spare=spare)
     return Batch(torch.from_numpy(made.page_table), torch.from_numpy(made.seq_lens), made.num_pages)
 
 
-def check(batch: Batch, **given: Any) -> Plan:
+def check(batch, **given):
     """The plan of an attention whose result was right."""
     plan = attention_checks.check(batch, **given).last_plan
     assert plan is not None
     return plan
 
 
-def shapes_of(plan: Plan) -> list[int]:
+def shapes_of(plan):
     """Tile shapes that have items in a plan."""
     return [shape for shape in sorted(ITEM_ORDER) if len(range(*plan.items_of(shape)))]
 
 
-def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: int = 0) -> Batch:
+def star(requests, shared, own, page_size=1, spare=0):
     """`requests` requests of one prefix; request ``i`` adds ``own[i % len(own)]`` tokens."""
     prefix = list(range(shared // page_size))
     used = len(prefix)
@@ -68,9 +64,7 @@ def star(requests: int, shared: int, own: list[int], page_size: int = 1, spare: 
     page_size=st.sampled_from([1, 3, 16]),
     grow=st.sampled_from([0, 1, 20]),
 )
-def test_policies_on_random_forests(
-    policy: str, device: str, seed: int, requests: int, page_size: int, grow: int
-) -> None:
+def test_policies_on_random_forests(policy, device, seed, requests, page_size, grow):
     batch = random_batch(seed, page_size, requests, spare=20)
     check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
 
@@ -78,7 +72,7 @@ def test_policies_on_random_forests(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
-def test_head_shapes_and_dtypes(device: str, head_dim: int, heads: tuple[int, int]) -> None:
+def test_head_shapes_and_dtypes(device, head_dim, heads):
     """Each number of heads and each dimension, with both dtypes of 16 bits."""
     dtype = torch.float16 if (head_dim // 32 + heads[1]) % 2 else torch.bfloat16
     check(
@@ -87,32 +81,32 @@ def test_head_shapes_and_dtypes(device: str, head_dim: int, heads: tuple[int, in
     )  # fmt: skip
 
 
-def test_float32_on_the_cpu() -> None:
+def test_float32_on_the_cpu():
     check(random_batch(3, 1, 10), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
-def test_page_sizes(device: str, page_size: int) -> None:
+def test_page_sizes(device, page_size):
     check(random_batch(page_size, page_size, 10), device=device, page_size=page_size)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
-def test_logit_soft_cap_and_scale(device: str, policy: str) -> None:
+def test_logit_soft_cap_and_scale(device, policy):
     check(random_batch(8, 1, 8), device=device, policy=policy, logit_cap=3.0, sm_scale=0.9)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["deft-node", "deft-flatten", "fasttree"])
-def test_more_queries_than_a_tile(device: str, policy: str) -> None:
+def test_more_queries_than_a_tile(device, policy):
     """70 queries: a full tile of height 64, and another."""
     batch = random_batch(21, 1, 70, longest=12)
     check(batch, device=device, policy=policy, heads=(2, 2))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_large_scores_do_not_overflow(device: str) -> None:
+def test_large_scores_do_not_overflow(device):
     check(random_batch(5, 1, 6), device=device, sm_scale=40.0, dtype=torch.bfloat16)
 
 
@@ -121,7 +115,7 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     ("requests", "shapes"),
     [(2, [0]), (4, [0]), (5, [0, 1]), (32, [0, 1]), (33, [0, 1]), (65, [0, 1])],
 )
-def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) -> None:
+def test_tile_shapes_and_tails(device, requests, shapes):
     """GQA groups of two heads: 4 or 32 queries in a tile. Ranges that end anywhere in a KV
     block."""
     for shared in (1, 64, 129, 256, 321) if device == "cuda" or requests < 32 else (129, 256):
@@ -135,7 +129,7 @@ def test_tile_shapes_and_tails(device: str, requests: int, shapes: list[int]) ->
     ("page_size", "grow", "shared"),
     [(1, 0, 0), (3, 20, 0), (16, 0, 48), (1, 20, 48), (3, 0, 288), (16, 20, 288)],
 )
-def test_items_of_several_segments(device: str, page_size: int, grow: int, shared: int) -> None:
+def test_items_of_several_segments(device, page_size, grow, shared):
     """40 leaves, some empty, and their shared node in one chunk: over 32 ranges and 16 queries."""
     own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
     batch = star(40, shared, own, page_size, spare=20)
@@ -157,17 +151,17 @@ def test_items_of_several_segments(device: str, page_size: int, grow: int, share
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_empty_leaves_that_grow(device: str, policy: str) -> None:
+def test_empty_leaves_that_grow(device, policy):
     for page_size, grow in ((1, 20), (3, 1), (16, 0), (16, 20)):
         batch = star(7, 144, [0, 0, 5, 0, 30], page_size, spare=20)
         check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs one program")
-def test_more_merged_queries_than_programs_on_cuda() -> None:
+def test_more_merged_queries_than_programs_on_cuda():
     """Each program of stage 2 takes several queries: 150 queries of 32 heads exceed them."""
 
-    def group(forest: PrefixForest, target: Target) -> Grouping:
+    def group(forest, target):
         builder = GroupingBuilder()
         for begin in range(0, 600, 60):
             builder.add(list(range(150)), [Segment(0, begin, begin + 60, False, 0, 150)])
@@ -181,10 +175,10 @@ def test_more_merged_queries_than_programs_on_cuda() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunks", [1, 2, 8, 9, 11])
-def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> None:
+def test_results_merged_by_leaves_and_by_stage_2(device, chunks):
     """The leaf's own item merges up to 8 partial results, of any tile shape."""
 
-    def group(forest: PrefixForest, target: Target) -> Grouping:
+    def group(forest, target):
         builder = GroupingBuilder()
         for n in range(chunks):
             begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
@@ -210,9 +204,7 @@ def test_results_merged_by_leaves_and_by_stage_2(device: str, chunks: int) -> No
     [("deft-node-chunk", 1e30), ("deft-flatten", 1e30), ("deft-flatten", 1e-30)]
     + [("auto", values) for values in (1e6, 1e30, 1e-6, 1e-30)],
 )
-def test_values_of_any_size_survive_their_partial_results(
-    device: str, policy: str, values: float
-) -> None:
+def test_values_of_any_size_survive_their_partial_results(device, policy, values):
     """Partial results have 16 bits: test values beyond float16's range, and very small ones."""
     batch = star(9, 600, [10, 0, 70], spare=3)
     plan = check(batch, policy=policy, device=device, dtype=torch.bfloat16, values=values, grow=3)
@@ -220,7 +212,7 @@ def test_values_of_any_size_survive_their_partial_results(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_values_of_zero_give_zero(device: str) -> None:
+def test_values_of_zero_give_zero(device):
     check(star(9, 600, [10, 0, 70]), policy="deft-node-chunk", device=device, values=0.0)
 
 
@@ -229,14 +221,14 @@ def test_values_of_zero_give_zero(device: str) -> None:
 @pytest.mark.parametrize(
     ("page_size", "policy"), [(1, "auto"), (3, "deft-flatten"), (16, "deft-node"), (16, "auto")]
 )
-def test_layouts_of_the_cache(device: str, layout: str, page_size: int, policy: str) -> None:
+def test_layouts_of_the_cache(device, layout, page_size, policy):
     batch = star(35, 144, [1, 30, 2], page_size, spare=2)
     check(batch, policy=policy, device=device, layout=layout, page_size=page_size, grow=2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["auto", "deft-node", "deft-node-chunk", "deft-flatten"])
-def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
+def test_same_batch_gives_equal_bits(device, policy):
     """Equal results in every run, for equal plans, and if unneeded kernels are launched."""
     batch = star(12, 300, [1, 40, 0, 7])
     torch.manual_seed(0)
@@ -257,7 +249,7 @@ def test_same_batch_gives_equal_bits(device: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
+def test_strided_caches_table_rows_and_int64_lengths(device):
     """A server's layout: K and V in one buffer, requests in any rows, an output in wider rows."""
     batch = random_batch(17, 1, 7)
     torch.manual_seed(1)
@@ -283,7 +275,7 @@ def test_strided_caches_table_rows_and_int64_lengths(device: str) -> None:
     assert relative_error(out, reference) <= TOLERANCE[torch.float16]
 
 
-def test_empty_batch() -> None:
+def test_empty_batch():
     attention = TreeAttention(
         num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu"
     )
@@ -296,7 +288,7 @@ def test_empty_batch() -> None:
     assert out.shape == (0, 2, 64)
 
 
-def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
+def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits():
     """One group for each node needs more items than these arrays hold; the result stays right."""
     batch = random_batch(2, 1, 30, longest=20)
     forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
@@ -330,13 +322,13 @@ def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits() -> None:
         ({"num_query_heads": 256, "num_kv_heads": 1}, "256 query heads share a KV head"),
     ],
 )
-def test_unsupported_attention_is_refused(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
+def test_unsupported_attention_is_refused(change, message):
+    arguments = {
         "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
         "device": "cpu",
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        TreeAttention(**(arguments | change))  # type: ignore[arg-type]
+        TreeAttention(**(arguments | change))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +358,7 @@ def test_unsupported_attention_is_refused(change: dict[str, object], message: st
         ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens is on meta; expected cpu"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(change, message):
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
     )
@@ -383,13 +375,13 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], me
 
 
 @pytest.mark.parametrize("sm_scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_gives_no_attention_is_refused(sm_scale: float) -> None:
+def test_a_scale_that_gives_no_attention_is_refused(sm_scale):
     said = f"sm_scale is {sm_scale}; expected a finite number above 0"
     with pytest.raises(AttentionError, match=said):
         check(random_batch(1, 1, 2), sm_scale=sm_scale)
 
 
-def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused() -> None:
+def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
     """Its items fit. The plan before stays in use."""
     table = torch.arange(1500, dtype=torch.int32).reshape(5, 300)
     lens = torch.full((5,), 290, dtype=torch.int32)
@@ -412,7 +404,7 @@ def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
+def test_a_batch_smaller_than_the_plan_is_refused(on_device):
     """Its items would read and write beyond the batch."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -437,7 +429,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
+def test_rows_beyond_the_plan_stay_as_they_are(dtype):
     """A graph replay may have fewer requests than its capture."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", max_batch=4
@@ -454,7 +446,7 @@ def test_rows_beyond_the_plan_stay_as_they_are(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_more_results_than_stage_2_reads_at_once(device: str, dtype: torch.dtype) -> None:
+def test_more_results_than_stage_2_reads_at_once(device, dtype):
     """A chain of nodes: the last requests merge a result of each, one block after the other.
 
     With scores so far apart, each block must rescale the running sums.

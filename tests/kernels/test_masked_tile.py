@@ -1,8 +1,6 @@
 """The masked tile in Gluon without a GPU: DeFT-Flatten in the emulation, against float64."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from test_query_tokens import drafts, tree_bits
 
 import attention_checks
 import gluon_emulator
-from deft_backend import TreeAttention
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
     HOPPER_MASKED_TILE,
@@ -31,7 +28,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def emulation() -> Iterator[None]:
+def emulation():
     with pytest.MonkeyPatch.context() as patch:
         for kernel, module in (
             (HOPPER_LARGE_TILE, hopper_large_tile), (HOPPER_MASKED_TILE, hopper_masked_tile),
@@ -41,22 +38,32 @@ def emulation() -> Iterator[None]:
         yield
 
 
-def use_gluon(attention: TreeAttention, lookahead: int, programs: int, query_tokens: int) -> None:
+def use_gluon(attention, lookahead, programs, query_tokens):
     """Let the kernels in Gluon run the large and the masked tile of an attention on the CPU."""
     shape = attention._shapes[query_tokens]
     small, *others = shape.config.tiles
-    changes: dict[str, Any] = {"block_tokens": 64, "num_warps": 4, "programs": programs}
+    changes = {"block_tokens": 64, "num_warps": 4, "programs": programs}
     large, masked = (replace(tile, lookahead=lookahead, **changes) for tile in others)
     config = replace(shape.config, tiles=(small, replace(large, spread=True), masked))
     attention._shapes[query_tokens] = shape._replace(config=config)
 
 
 def check(
-    seed: int, requests: int, query_tokens: int = 1, *, lookahead: int = 2, chunk: int = 128,
-    programs: int = 3, longest: int = 200, is_tree: bool = False, ragged: bool = False,
-    wide_v: bool = False, in_graph: bool = False, **given: Any,
-) -> None:  # fmt: skip
-    def prepare(attention: TreeAttention) -> None:
+    seed,
+    requests,
+    query_tokens=1,
+    *,
+    lookahead=2,
+    chunk=128,
+    programs=3,
+    longest=200,
+    is_tree=False,
+    ragged=False,
+    wide_v=False,
+    in_graph=False,
+    **given,
+):
+    def prepare(attention):
         attention._current.policy = DeftFlatten(chunk)
         use_gluon(attention, lookahead, programs, query_tokens)
 
@@ -89,7 +96,7 @@ def check(
     wide_v=st.booleans(),
     in_graph=st.booleans(),
 )
-def test_random_forests(**drawn: Any) -> None:
+def test_random_forests(**drawn):
     check(**drawn)
 
 
@@ -105,7 +112,7 @@ def test_random_forests(**drawn: Any) -> None:
     is_tree=st.booleans(),
     ragged=st.booleans(),
 )
-def test_several_query_tokens(**drawn: Any) -> None:
+def test_several_query_tokens(**drawn):
     check(**drawn)
 
 
@@ -123,17 +130,17 @@ def test_several_query_tokens(**drawn: Any) -> None:
     sinks=st.sampled_from([None, torch.float32]),
     wide_v=st.booleans(),
 )
-def test_caches_of_eight_bits(**drawn: Any) -> None:
+def test_caches_of_eight_bits(**drawn):
     check(**drawn)
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_long_chunks_go_round_the_rings(lookahead: int) -> None:
+def test_long_chunks_go_round_the_rings(lookahead):
     check(3, 6, lookahead=lookahead, longest=1500, chunk=5000)
 
 
 @pytest.mark.parametrize("fault", [None, "a copy is not waited for", "spans", "ancestors", "lanes"])
-def test_a_fault_shows(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_shows(fault, monkeypatch):
     """The emulation can fail: without a wait, a mask or a segment, results are wrong."""
     copies, segments, kernel = map(
         gluon_emulator.emulated, (large_tile_copies, masked_tile_segments, hopper_masked_tile)

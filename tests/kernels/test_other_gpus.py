@@ -36,9 +36,7 @@ CHEAP = [
             str(part).removeprefix("torch.") for part in case)) for case in EVERY
     ],
 )  # fmt: skip
-def test_plain_kernels_fit(
-    name: str, head_dim: int, kv_dtype: torch.dtype | None, query_tokens: int
-) -> None:
+def test_plain_kernels_fit(name, head_dim, kv_dtype, query_tokens):
     """Small, large and masked tiles and the reduction; a step of several query tokens has trees."""
     gpu = Gpu.named(name)
     assert gpu.shared_per_program == KIB[name] * 1024

@@ -1,8 +1,7 @@
 """Programs that number themselves: every number once, and the first ones on different SMs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,22 +16,21 @@ from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels import program_numbers
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
-from deft_backend.planner import Plan
 from deft_backend.planner.encoding import ARRIVALS
 
 MACHINE = gluon_emulator._MACHINE
 
 
 @pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
+def machine():
     held = MACHINE.program, MACHINE.programs, MACHINE.warps, MACHINE.sms
     yield
     MACHINE.program, MACHINE.programs, MACHINE.warps, MACHINE.sms = held
 
 
-def numbers(sms: list[int], counted: list[int], asked: list[int], stale: int = 0) -> list[int]:
+def numbers(sms, counted, asked, stale=0):
     """Each program's number. Programs count in one order and ask in another."""
-    module: Any = gluon_emulator.emulated(program_numbers)
+    module = gluon_emulator.emulated(program_numbers)
     memory = torch.zeros(ARRIVALS, dtype=torch.int32)
     memory[2:] = stale
     arrivals = gluon_emulator._argument(memory)
@@ -49,7 +47,7 @@ def numbers(sms: list[int], counted: list[int], asked: list[int], stale: int = 0
 
 
 @given(data=st.data(), programs=st.integers(1, 60), sms=st.sampled_from([1, 3, 30, 60, 700]))
-def test_every_number_is_one_programs(data: st.DataObject, programs: int, sms: int) -> None:
+def test_every_number_is_one_programs(data, programs, sms):
     """Wherever the programs lie, also with more SMs than there are counters."""
     places = data.draw(
         st.lists(st.integers(0, sms - 1), min_size=programs, max_size=programs), "SMs"
@@ -64,14 +62,14 @@ def test_every_number_is_one_programs(data: st.DataObject, programs: int, sms: i
         assert len(first) == used
 
 
-def test_two_programs_on_each_sm() -> None:
+def test_two_programs_on_each_sm():
     """As on an H100: items for half of the programs lie on different SMs."""
     order = np.random.default_rng(0).permutation(264).tolist()
     found = numbers([program % 132 for program in order], order, order[::-1])
     assert {order[p] % 132 for p in range(264) if found[p] < 132} == set(range(132))
 
 
-def test_counts_of_launches_that_asked_for_no_number_do_no_harm() -> None:
+def test_counts_of_launches_that_asked_for_no_number_do_no_harm():
     """A host plan without partial results has no stage 2, which would set them to 0."""
     order = np.random.default_rng(1).permutation(60).tolist()
     found = numbers([program % 30 for program in order], order, order, stale=2)
@@ -87,16 +85,16 @@ class Attended(NamedTuple):
     lens: torch.Tensor
 
     @property
-    def arrivals(self) -> torch.Tensor:
+    def arrivals(self):
         return self.attention._current.arrays["arrivals"]
 
-    def plan(self) -> Plan:
+    def plan(self):
         return self.attention.plan(
             forest_from_page_tables(self.table, self.lens, 16, num_pages=self.batch.num_pages)
         )
 
 
-def attended(seed: int, policy: str) -> Attended:
+def attended(seed, policy):
     batch = random_batch(seed, 9, 16, longest=300)
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
@@ -107,7 +105,7 @@ def attended(seed: int, policy: str) -> Attended:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_0_after_an_attention(seed, monkeypatch):
     """So the next attention counts from 0 on."""
     given = attended(seed, "deft-node")
     attention, arrivals = given.attention, given.arrivals
@@ -121,7 +119,7 @@ def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.Monkey
     before_stage_2 = []
     stage_2 = REDUCE_PARTIALS.launch
 
-    def launch(*arguments: Any, **options: Any) -> None:
+    def launch(*arguments, **options):
         before_stage_2.append(int(arrivals[:2].sum()))
         stage_2(*arguments, **options)
 
@@ -138,7 +136,7 @@ def test_counters_are_0_after_an_attention(seed: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("planner", ["host", "device"])
-def test_a_plan_sets_the_counters_to_0(planner: str) -> None:
+def test_a_plan_sets_the_counters_to_0(planner):
     """Whatever a step that was broken off left there."""
     given = attended(5, "auto")
     given.arrivals.fill_(7)

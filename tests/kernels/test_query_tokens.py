@@ -16,9 +16,7 @@ from deft_backend.forest import build_forest, forest_of_blocks
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 
-def drafts(
-    seed: int, requests: int, page_size: int, query_tokens: int, longest: int = 60, spare: int = 0
-) -> Batch:
+def drafts(seed, requests, page_size, query_tokens, longest=60, spare=0):
     """A random forest; each request has `query_tokens` more tokens, on pages of its own."""
     made = random_batch(seed, requests, page_size, longest=longest)
     own = -(-(query_tokens + spare) // page_size) + 1
@@ -34,7 +32,7 @@ def drafts(
     return Batch(torch.from_numpy(table), torch.from_numpy(lens), used)
 
 
-def tree_bits(seed: int, requests: int, query_tokens: int) -> torch.Tensor:
+def tree_bits(seed, requests, query_tokens):
     """[B, Q, words] int64: a random tree for each request, as rows of a larger tensor.
 
     Token 0 is the root; each later token has an earlier one as its parent, and sees itself and all
@@ -58,9 +56,7 @@ def tree_bits(seed: int, requests: int, query_tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_chains_and_trees_on_random_forests(
-    on_device: bool, device: str, data: st.DataObject
-) -> None:
+def test_chains_and_trees_on_random_forests(on_device, device, data):
     seed = data.draw(st.integers(0, 2**32), "seed")
     page_size = data.draw(st.sampled_from([1, 3, 16, 64]), "page size")
     query_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 8, 17, 40]), "query tokens")
@@ -83,7 +79,7 @@ def test_chains_and_trees_on_random_forests(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_policies(policy: str, device: str) -> None:
+def test_policies(policy, device):
     """Blocks of one tile and of several, over ranges that each policy cuts in its own way."""
     query_tokens = 24
     batch = drafts(7, 4, 3, query_tokens, longest=90, spare=9)
@@ -97,7 +93,7 @@ def test_policies(policy: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("query_tokens", [65, 256])
-def test_many_query_tokens(on_device: bool, device: str, query_tokens: int) -> None:
+def test_many_query_tokens(on_device, device, query_tokens):
     """Several blocks of each request and several words of bits, as in DeFT's token trees."""
     batch = drafts(query_tokens, 2, 16, query_tokens)
     tree = tree_bits(query_tokens, 2, query_tokens)
@@ -112,7 +108,7 @@ def test_many_query_tokens(on_device: bool, device: str, query_tokens: int) -> N
 @pytest.mark.parametrize(
     ("head_dim", "heads"), [(64, (4, 4)), (96, (6, 2)), (128, (8, 1)), (256, (4, 4))]
 )
-def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None:
+def test_head_shapes(device, head_dim, heads):
     batch = drafts(head_dim, 4, 16, 4)
     dtype = torch.bfloat16 if head_dim == 128 else torch.float16
     tree = tree_bits(head_dim, 4, 4) if head_dim < 128 else None
@@ -120,13 +116,13 @@ def test_head_shapes(device: str, head_dim: int, heads: tuple[int, int]) -> None
           dtype=dtype)  # fmt: skip
 
 
-def test_float32_soft_cap_and_fewer_query_tokens_than_the_most() -> None:
+def test_float32_soft_cap_and_fewer_query_tokens_than_the_most():
     batch = drafts(3, 6, 1, 6)
     check(batch, 6, most=40, dtype=torch.float32, logit_cap=3.0, tree=tree_bits(3, 6, 6))
 
 
 @pytest.mark.parametrize("policy", ["auto", "deft-node", "flash-decoding"])
-def test_sinks(policy: str) -> None:
+def test_sinks(policy):
     """Outputs written directly, merged by leaves and merged by stage 2."""
     batch = drafts(13, 5, 4, 6, longest=90)
     check(
@@ -135,7 +131,7 @@ def test_sinks(policy: str) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_a_request_that_is_all_query_tokens(on_device: bool) -> None:
+def test_a_request_that_is_all_query_tokens(on_device):
     """A draft without a prompt, and a padding request."""
     table = torch.arange(24, dtype=torch.int32).reshape(3, 8)
     batch = Batch(table, torch.tensor([5, 0, 8], dtype=torch.int32), 24)
@@ -143,7 +139,7 @@ def test_a_request_that_is_all_query_tokens(on_device: bool) -> None:
     check(batch, 5, on_device=on_device)
 
 
-def test_query_tokens_of_equal_pages_are_read_apart() -> None:
+def test_query_tokens_of_equal_pages_are_read_apart():
     """Page tables that claim to share query tokens: each request still sees its own."""
     table = torch.arange(12, dtype=torch.int32).repeat(4, 1)
     batch = Batch(table, torch.tensor([12, 12, 9, 10], dtype=torch.int32), 12)
@@ -151,14 +147,14 @@ def test_query_tokens_of_equal_pages_are_read_apart() -> None:
         check(batch, 4, on_device=on_device, tree=tree_bits(5, 4, 4))
 
 
-def test_fewer_query_tokens_than_the_plan_has() -> None:
+def test_fewer_query_tokens_than_the_plan_has():
     """Rows lie where `query_start` says, also of requests with one token or none."""
     check(drafts(9, 5, 1, 1), 1, counts=[1, 0, 1, 1, 0])
     for tree in (None, tree_bits(9, 4, 5)):
         check(drafts(9, 4, 1, 5), 5, counts=[2, 5, 4, 1], tree=tree)
 
 
-def test_rows_of_no_request_stay_as_they_are() -> None:
+def test_rows_of_no_request_stay_as_they_are():
     batch = drafts(4, 3, 1, 4)
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -175,7 +171,7 @@ def test_rows_of_no_request_stay_as_they_are() -> None:
     assert (fresh[9:] == 0.0).all()
 
 
-def test_a_chain_as_bits_is_the_chain() -> None:
+def test_a_chain_as_bits_is_the_chain():
     """The same result, bit for bit, whether the chain comes as bits or not."""
     batch = drafts(11, 4, 16, 7)
     attention = TreeAttention(
@@ -191,21 +187,21 @@ def test_a_chain_as_bits_is_the_chain() -> None:
     assert torch.equal(chain, tree)
 
 
-def test_seen_tokens() -> None:
+def test_seen_tokens():
     assert seen_tokens(2, 4).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     bits = torch.tensor([[0b01], [0b10]])
     assert seen_tokens(2, 4, bits).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 1]]
 
 
 @given(query_tokens=st.integers(1, 300), group=st.integers(1, 64))
-def test_query_blocks_hold_all_tokens_and_fit_a_tile(query_tokens: int, group: int) -> None:
+def test_query_blocks_hold_all_tokens_and_fit_a_tile(query_tokens, group):
     blocks = QueryBlocks.of(query_tokens, group)
     assert blocks.tokens * group <= 64
     assert blocks.tokens <= QueryBlocks.most_tokens(query_tokens, group)
     assert (blocks.blocks - 1) * blocks.tokens < query_tokens <= blocks.blocks * blocks.tokens
 
 
-def test_forest_of_blocks() -> None:
+def test_forest_of_blocks():
     """Two blocks a request: a node for each request's own committed pages, and leaves."""
     forest = build_forest([0, 1, 2], [8, 0], [21, 13, 6], page_size=4)
     blocks = forest_of_blocks(forest, 2, 4)
@@ -220,11 +216,11 @@ def test_forest_of_blocks() -> None:
     assert forest_of_blocks(forest, 1, 0) is forest
 
 
-def test_forest_of_blocks_of_an_empty_batch() -> None:
+def test_forest_of_blocks_of_an_empty_batch():
     assert forest_of_blocks(build_forest([], [], []), 3, 9).batch_size == 0
 
 
-def test_wrong_calls_say_what_is_wrong() -> None:
+def test_wrong_calls_say_what_is_wrong():
     batch = drafts(2, 2, 1, 3)
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -234,7 +230,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     caches = torch.randn(2, batch.num_pages, 2, 64)
     table, lens = batch.page_table, batch.seq_lens
 
-    def refused(message: str, tokens: int = 6, **arguments: torch.Tensor) -> None:
+    def refused(message, tokens=6, **arguments):
         with pytest.raises(AttentionError, match=message):
             attention.run(torch.randn(tokens, 4, 64), *caches, table, lens, **arguments)
 
@@ -261,7 +257,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     refused("query_start has stride 2", query_start=torch.zeros(6).int()[::2])
 
 
-def test_words_of_bits_that_are_apart_are_refused() -> None:
+def test_words_of_bits_that_are_apart_are_refused():
     """Kernels read a token's second word behind its first."""
     batch = drafts(2, 2, 1, 70)
     attention = TreeAttention(

@@ -2,10 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +16,13 @@ from deft_backend import TreeAttention
 from deft_backend.attention import AttentionError
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.costs import FastTreeCoefficients
-from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.forest import build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import ProgramWork
-from deft_backend.policies import POLICIES, Auto, FastTree, Policy, PolicyError, Target
+from deft_backend.policies import POLICIES, Auto, FastTree, PolicyError, Target
 from deft_backend.policies.makespan import longest_first
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 from strategies import GROWTH, Batch, batches, regular_forest, targets
@@ -34,27 +32,20 @@ AUTO = Auto()
 TARGET = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, block_tokens=16)
 
 
-def planner_for(
-    target: Target,
-    batch: int,
-    page_size: int,
-    capacity: PlanCapacity | None = None,
-    device: torch.device = CPU,
-    policy: Policy = AUTO,
-) -> tuple[DevicePlanner, DevicePlan]:
+def planner_for(target, batch, page_size, capacity=None, device=CPU, policy=AUTO):
     plan = DevicePlan(capacity or PlanCapacity.for_batch(batch), device)
     overlapped = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return DevicePlanner(target, policy, plan, device, page_size, overlapped=overlapped), plan
 
 
-def read(plan: DevicePlan) -> Plan:
+def read(plan):
     """The plan on the device, cut to its counts."""
     tiles = plan["tile_ptr"].cpu().numpy().copy()
     items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
     entries = int(plan["item_query_ptr"][items])
     segments = int(plan["item_segment_ptr"][items])
 
-    def cut(name: str, count: int) -> npt.NDArray[np.int32]:
+    def cut(name, count):
         return plan[name][:count].cpu().numpy().copy()
 
     return Plan(
@@ -70,13 +61,7 @@ def read(plan: DevicePlan) -> Plan:
     )  # fmt: skip
 
 
-def plan_of(
-    batch: Batch,
-    target: Target = TARGET,
-    capacity: PlanCapacity | None = None,
-    device: torch.device = CPU,
-    policy: Policy = AUTO,
-) -> Plan:
+def plan_of(batch, target=TARGET, capacity=None, device=CPU, policy=AUTO):
     requests = len(batch.seq_lens)
     planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device, policy)
     for tensor in plan["segment_request"], plan["entry_slot"], plan["item_query_ptr"]:
@@ -87,7 +72,7 @@ def plan_of(
     return read(plan)
 
 
-def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
+def batch_of(forest, seed=0):
     """Page tables of pages of one token, rows and page ids in random order."""
     random = np.random.default_rng(seed)
     tables = np.zeros((forest.batch_size, int(forest.seq_lens.max()) + 40), dtype=np.int32)
@@ -104,7 +89,7 @@ def batch_of(forest: PrefixForest, seed: int = 0) -> Batch:
     return Batch(names[tables], forest.seq_lens.astype(np.int32), 1)
 
 
-def items_of(plan: Plan) -> Counter[tuple[Any, ...]]:
+def items_of(plan):
     """Queries and ranges of every item, for any choice of the request that holds a range."""
     segments = list(zip(plan.segment_start.tolist(), plan.segment_end.tolist(), strict=True))
     masked = int(plan.tile_ptr[-2])
@@ -122,7 +107,7 @@ def items_of(plan: Plan) -> Counter[tuple[Any, ...]]:
 
 @settings(deadline=None, max_examples=40)
 @given(batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets)
-def test_every_query_attends_to_its_own_tokens_once(batch: Batch, target: Target) -> None:
+def test_every_query_attends_to_its_own_tokens_once(batch, target):
     plan = plan_of(batch, target)
     check_plan(batch, plan, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
 
@@ -138,7 +123,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_host_planner_decides_the_same(name: str) -> None:
+def test_the_host_planner_decides_the_same(name):
     forest = regular_forest(*TREES[name])
     batch = batch_of(forest)
     capacity = PlanCapacity.for_batch(64)
@@ -154,7 +139,7 @@ def test_the_host_planner_decides_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
+def test_the_host_planner_decides_the_same_on_random_forests(seed):
     """Neighbours share random depths; nodes are long enough for close decisions."""
     random = np.random.default_rng(seed)
     requests = int(random.integers(2, 40))
@@ -168,7 +153,7 @@ def test_the_host_planner_decides_the_same_on_random_forests(seed: int) -> None:
     assert items_of(plan_of(batch, target, capacity)) == items_of(host)
 
 
-def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
+def test_leaves_merge_as_many_results_as_the_hosts_do():
     """Requests that leave one path one after another, with 2, 3, 4, … results each."""
     levels = np.arange(1, 12) * 400
     batch = batch_of(build_forest(np.arange(12), levels, np.append(levels, 11 * 400) + 30))
@@ -183,17 +168,17 @@ def test_leaves_merge_as_many_results_as_the_hosts_do() -> None:
 
 
 @pytest.fixture
-def all_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_candidates(monkeypatch):
     """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
     interpreted = ProgramWork.interpreted
 
-    def as_on_a_gpu(cls: type[ProgramWork], size: int) -> ProgramWork:
+    def as_on_a_gpu(cls, size):
         return replace(interpreted(size), candidates=ProgramWork.on_gpu(size).candidates)
 
     monkeypatch.setattr(ProgramWork, "interpreted", classmethod(as_on_a_gpu))
 
 
-def random_batch(seed: int, requests: int, depths: list[int], private: int = 1500) -> Batch:
+def random_batch(seed, requests, depths, private=1500):
     """Neighbours share random depths; some requests end where they part from the next one."""
     random = np.random.default_rng(seed)
     shared = random.choice(depths, size=requests - 1)
@@ -209,7 +194,7 @@ def random_batch(seed: int, requests: int, depths: list[int], private: int = 150
 ON_DEVICE = [name for name, policy in POLICIES.items() if policy.rules is not None]
 
 
-def makespan_of(plan: Plan, batch: Batch, target: Target) -> float:
+def makespan_of(plan, batch, target):
     """Least time of the plan's items on each tile shape's programs, by the tile's ``C_est``."""
     end = np.where(plan.segment_end < 0, batch.seq_lens[plan.segment_request], plan.segment_end)
     tokens = end - plan.segment_start
@@ -225,7 +210,7 @@ def makespan_of(plan: Plan, batch: Batch, target: Target) -> float:
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("name", ON_DEVICE)
 @pytest.mark.parametrize("seed", [0, 2, 4])  # each with heads of its own
-def test_the_host_planner_decides_the_same_by_every_policy(name: str, seed: int) -> None:
+def test_the_host_planner_decides_the_same_by_every_policy(name, seed):
     """Plans are equal item by item. FlashForge's costs are float32 on the device: makespans are."""
     batch = random_batch(seed, 3 + 7 * seed, [0, 16, 96, 100, 400, 3000, 9000])
     requests = len(batch.seq_lens)
@@ -251,9 +236,7 @@ def test_the_host_planner_decides_the_same_by_every_policy(name: str, seed: int)
     batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets,
     name=st.sampled_from(ON_DEVICE), weights=st.tuples(*[st.sampled_from([0.0, 0.1, 5.0])] * 3),
 )  # fmt: skip
-def test_every_policys_plan_attends_to_every_token_once(
-    batch: Batch, target: Target, name: str, weights: tuple[float, float, float]
-) -> None:
+def test_every_policys_plan_attends_to_every_token_once(batch, target, name, weights):
     policy = POLICIES[name]
     if name == "fasttree":
         policy = FastTree(FastTreeCoefficients(*weights))
@@ -267,9 +250,7 @@ def test_every_policys_plan_attends_to_every_token_once(
     weights=st.tuples(*[st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])] * 3),
     heads=st.sampled_from([(32, 32), (32, 8), (16, 1)]),
 )  # fmt: skip
-def test_fasttrees_search_is_the_hosts(
-    seed: int, requests: int, weights: tuple[float, float, float], heads: tuple[int, int]
-) -> None:
+def test_fasttrees_search_is_the_hosts(seed, requests, weights, heads):
     batch = random_batch(seed, requests, [0, 3, 8, 16, 33, 96, 400], private=40)
     policy = FastTree(FastTreeCoefficients(*weights))
     # One KV block holds every range, so only the edges decide.
@@ -283,7 +264,7 @@ def test_fasttrees_search_is_the_hosts(
 
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "fasttree"])
-def test_a_policy_that_does_not_fit_reads_whole_contexts(name: str) -> None:
+def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
     """As on the host, where the planner then plans flash-decoding."""
     levels = np.arange(1, 24) * 100
     batch = batch_of(build_forest(np.arange(24), levels, np.append(levels, 23 * 100) + 30))
@@ -297,7 +278,7 @@ def test_a_policy_that_does_not_fit_reads_whole_contexts(name: str) -> None:
 
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("seed", range(3))
-def test_with_a_gpus_candidates_chunks_are_the_hosts_too(seed: int) -> None:
+def test_with_a_gpus_candidates_chunks_are_the_hosts_too(seed):
     random = np.random.default_rng(seed)
     requests = int(random.integers(2, 40))
     shared = random.choice([0, 16, 96, 400, 3000, 9000], size=requests - 1)
@@ -314,9 +295,7 @@ def test_with_a_gpus_candidates_chunks_are_the_hosts_too(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_how_programs_divide_the_work_decides_nothing(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_programs_divide_the_work_decides_nothing(seed, monkeypatch):
     """Many small programs and loops, as on a GPU; the interpreter runs few programs."""
     random = np.random.default_rng(seed)
     requests = int(random.integers(33, 60))
@@ -337,7 +316,7 @@ def test_how_programs_divide_the_work_decides_nothing(
         np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
 
 
-def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan() -> None:
+def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan():
     """Ranks that are not zero: the next plan is right, and the one after it as always."""
     batch = batch_of(regular_forest([1, 4, 3], [900, 300, 50]))
     planner, plan = planner_for(TARGET, 12, 1)
@@ -351,7 +330,7 @@ def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan() -> None:
 
 
 @pytest.mark.parametrize("length", [1 << 29, (1 << 30) + (1 << 28), (1 << 31) - (1 << 20)])
-def test_the_longest_contexts_are_ordered_and_cut(length: int) -> None:
+def test_the_longest_contexts_are_ordered_and_cut(length):
     """One context of many tokens next to a shared prefix; only its first columns are looked at."""
     table = np.arange(8 * 40, dtype=np.int32).reshape(8, 40)
     table[:6, :30] = table[0, :30]
@@ -368,7 +347,7 @@ def test_the_longest_contexts_are_ordered_and_cut(length: int) -> None:
     assert made.segment_start[own[1:]].tolist() == made.segment_end[own[:-1]].tolist()
 
 
-def many(requests: int, seed: int = 0) -> Batch:
+def many(requests, seed=0):
     """Short contexts, one long shared document, and a few long unshared contexts."""
     random = np.random.default_rng(seed)
     shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
@@ -379,7 +358,7 @@ def many(requests: int, seed: int = 0) -> Batch:
     return batch_of(build_forest(np.arange(requests), shared, longest), seed)
 
 
-def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU) -> None:
+def check_same(batch, capacity, device=CPU):
     """The device planner decides like the host planner, and covers every query's tokens."""
     target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
     found = plan_of(batch, target, capacity, device)
@@ -391,19 +370,19 @@ def check_same(batch: Batch, capacity: PlanCapacity, device: torch.device = CPU)
 
 
 @pytest.mark.usefixtures("all_candidates")
-def test_the_host_planner_decides_the_same_for_the_largest_batch() -> None:
+def test_the_host_planner_decides_the_same_for_the_largest_batch():
     """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
     check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
 @pytest.mark.parametrize("requests", [12, 64, 200, 900, 1025, 2048])
-def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests: int) -> None:
+def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests):
     """Every batch size that the kernels are compiled for."""
     check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
 
 
-def test_long_ranges_are_cut_for_the_machine() -> None:
+def test_long_ranges_are_cut_for_the_machine():
     batch = batch_of(regular_forest([1, 40], [8000, 20]))
     plan = plan_of(batch)
     check_plan(batch, plan, TARGET, np.zeros(40, dtype=np.int32))
@@ -415,7 +394,7 @@ def test_long_ranges_are_cut_for_the_machine() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
+def test_pages_of_one_prefix_in_two_places(data):
     """Equality that is not monotone: each page of a prefix is one of two copies of it.
 
     Requests of two unrelated prefixes, in order of arrival.
@@ -434,7 +413,7 @@ def test_pages_of_one_prefix_in_two_places(data: st.DataObject) -> None:
     check_plan(one, plan, TARGET, np.zeros(requests, dtype=np.int32))
 
 
-def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
+def test_what_a_row_held_before_it_ended_is_not_shared():
     """Prefixes in two places, and a row that ends early with old pages behind its end.
 
     In the planner's order, the second row is next to the first and shares five pages with others.
@@ -450,7 +429,7 @@ def test_what_a_row_held_before_it_ended_is_not_shared() -> None:
     check_plan(Batch(tables, lens, 512), plan, TARGET, np.zeros(4, dtype=np.int32))
 
 
-def test_no_page_is_looked_for_beyond_the_table() -> None:
+def test_no_page_is_looked_for_beyond_the_table():
     """Rows of a wider table with equal entries behind the end, and lengths beyond this table."""
     wide = np.tile(np.arange(20, dtype=np.int32), (3, 1))
     planner, plan = planner_for(TARGET, 3, 512)
@@ -463,7 +442,7 @@ def test_no_page_is_looked_for_beyond_the_table() -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
-def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
+def test_what_was_planned_before_decides_nothing(data):
     """One planner for several batches: each gets the plan that a new planner would make."""
     first = data.draw(batches().filter(lambda batch: len(batch.seq_lens) > 0))
     others = batches(page_size=first.page_size).filter(lambda batch: len(batch.seq_lens) > 0)
@@ -482,7 +461,7 @@ def test_what_was_planned_before_decides_nothing(data: st.DataObject) -> None:
             np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
 
-def test_too_little_room_falls_back_to_query_by_query() -> None:
+def test_too_little_room_falls_back_to_query_by_query():
     """A group for each node of a degenerate tree makes too many (item, query) pairs."""
     levels = np.arange(1, 32) * 400
     forest = build_forest(np.arange(32), levels, np.append(levels, 31 * 400) + 30)
@@ -497,7 +476,7 @@ def test_too_little_room_falls_back_to_query_by_query() -> None:
     assert len(plan.entry_query) <= 90
 
 
-def test_rows_without_a_request_are_written_as_nothing() -> None:
+def test_rows_without_a_request_are_written_as_nothing():
     """Padding of a CUDA graph's batch: length 0, and any row."""
     batch = batch_of(regular_forest([1, 3], [100, 10]))
     lens = np.concatenate((batch.seq_lens, [0, 0])).astype(np.int32)
@@ -506,7 +485,7 @@ def test_rows_without_a_request_are_written_as_nothing() -> None:
     check_plan(Batch(tables, lens, 1), plan, TARGET, np.zeros(5, dtype=np.int32))
 
 
-def test_the_counters_add_up() -> None:
+def test_the_counters_add_up():
     batch = batch_of(regular_forest([1, 8], [2000, 10]))
     planner, plan = planner_for(TARGET, 8, 1)
     tables = torch.from_numpy(batch.page_tables)
@@ -520,7 +499,7 @@ def test_the_counters_add_up() -> None:
     assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded, 0]
 
 
-def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:
+def attention(policy="auto", max_batch=8):
     return TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=max_batch, policy=policy,
@@ -528,7 +507,7 @@ def attention(policy: str = "auto", max_batch: int = 8) -> TreeAttention:
 
 
 @pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
-def test_the_library_attends_over_a_plan_made_on_the_device(policy: str) -> None:
+def test_the_library_attends_over_a_plan_made_on_the_device(policy):
     batch = batch_of(regular_forest([1, 2, 3], [90, 20, 7]))
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     torch.manual_seed(0)
@@ -549,7 +528,7 @@ def test_the_library_attends_over_a_plan_made_on_the_device(policy: str) -> None
         torch.testing.assert_close(out[request].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_without_a_request_get_zeros() -> None:
+def test_rows_without_a_request_get_zeros():
     """The rest of the model reads the outputs, and only the plan's kernels write them."""
     batch = batch_of(regular_forest([1, 3], [900, 10]))
     tables = torch.from_numpy(np.concatenate((batch.page_tables, batch.page_tables[:1] * 0)))
@@ -566,7 +545,7 @@ def test_rows_without_a_request_get_zeros() -> None:
     assert [bool(row.any()) for row in out] == [True, False, True, True, False]
 
 
-def test_rows_beyond_those_planned_for_get_zeros() -> None:
+def test_rows_beyond_those_planned_for_get_zeros():
     batch = batch_of(regular_forest([1, 3], [50, 10]))
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
@@ -579,7 +558,7 @@ def test_rows_beyond_those_planned_for_get_zeros() -> None:
         assert [bool(row.any()) for row in out] == [row < planned for row in range(3)]
 
 
-def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
+def test_a_plan_that_was_refused_leaves_the_one_before():
     batch = batch_of(regular_forest([1, 3], [50, 10]))
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     k, v = torch.randn(2, int(batch.page_tables.max()) + 1, 2, 64)
@@ -597,13 +576,13 @@ def test_a_plan_that_was_refused_leaves_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("capacity", [(6, 4, 6, 9), (6, 9, 5, 9), (6, 9, 9, 8)])
-def test_a_plan_without_room_for_its_batch_is_refused(capacity: tuple[int, ...]) -> None:
+def test_a_plan_without_room_for_its_batch_is_refused(capacity):
     plan = DevicePlan(PlanCapacity(*capacity), torch.device("cpu"))
     with pytest.raises(PolicyError, match="an item, an entry and a KV range for each request"):
         DevicePlanner(Target(4, 2, 64), Auto(), plan, torch.device("cpu"), 1, overlapped=False)
 
 
-def test_what_cannot_be_planned_on_the_device_is_named() -> None:
+def test_what_cannot_be_planned_on_the_device_is_named():
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
     with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
         attention(max_batch=largest_batch() + 1).plan_on_device(table, lens)
@@ -617,14 +596,11 @@ def test_what_cannot_be_planned_on_the_device_is_named() -> None:
         attention().plan_on_device(table.t(), lens)
 
 
-def test_a_compiled_variant_belongs_to_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_variant_belongs_to_one_policy(monkeypatch):
     """What a launch keeps for a variant, another planner in this process finds: its own alone."""
-    kept: dict[Any, dict[str, Any]] = {}
+    kept = {}
 
-    def launch(
-        kernel: Kernel, grid: Any, arguments: Any, constants: dict[str, Any], *, variant: Any,
-        **options: Any,
-    ) -> None:  # fmt: skip
+    def launch(kernel, grid, arguments, constants, *, variant, **options):
         known = kept.setdefault((id(kernel), variant), constants)
         assert known == constants, f"one variant of {kernel._name} for two kinds of constants"
 
@@ -648,9 +624,7 @@ class OnOneDevice(TorchDispatchMode):
     PyTorch makes such a tensor of a number that is assigned to an element.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten.scalar_tensor.default, "a number is assigned"
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
@@ -658,7 +632,7 @@ class OnOneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_flattening_copies_nothing_from_the_cpu_and_reads_nothing_back() -> None:
+def test_flattening_copies_nothing_from_the_cpu_and_reads_nothing_back():
     """Tensors without contents: reading one, as a wait for the GPU does, is an error."""
     meta = torch.device("meta")
     plan = DevicePlan(PlanCapacity.for_batch(8), meta)

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
 from deft_backend.planner import (
-    Plan,
     PlanCapacity,
     PlanError,
     plan_forest,
@@ -35,7 +33,7 @@ from strategies import GROWTH, Batch, batches, regular_forest, targets
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
-def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.int32]) -> None:
+def check_plan(batch, plan, target, growth):
     """Walk a plan like both stages, for requests that have grown by `growth` tokens.
 
     Raises
@@ -46,9 +44,9 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
     """
     now = batch.seq_lens + growth
     seen = [np.zeros(n, dtype=np.int64) for n in now]
-    written: dict[int, tuple[int, int]] = {}  # slot: its query and the launch that fills it
-    merges: dict[int, tuple[int, int, int]] = {}  # query: first slot, results, launch
-    direct: list[int] = []
+    written = {}  # slot: its query and the launch that fills it
+    merges = {}  # query: first slot, results, launch
+    direct = []
     shapes = len(target.tile_heights)
     assert len(plan.tile_ptr) == shapes + 1
     assert (plan.tile_ptr[0], plan.tile_ptr[-1]) == (0, plan.num_items)
@@ -102,7 +100,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
     assert plan.reduce_ptr[-1] == sum(stop - first for first, stop in pieces)
     outputs = [*direct, *merges, *reduced]
     assert sorted(outputs) == list(range(len(now))), "an output is not written just once"
-    taken: list[int] = []
+    taken = []
     for query, (first, stop) in reduced.items():
         assert stop - first > 1
         assert all(written[slot][0] == query for slot in range(first, stop))
@@ -120,9 +118,7 @@ def check_plan(batch: Batch, plan: Plan, target: Target, growth: npt.NDArray[np.
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=60)
 @given(batch=batches(), target=targets, data=st.data())
-def test_plans_cover_every_query_once(
-    name: str, batch: Batch, target: Target, data: st.DataObject
-) -> None:
+def test_plans_cover_every_query_once(name, batch, target, data):
     forest = batch.forest()
     plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
     rows = len(batch.seq_lens)
@@ -131,7 +127,7 @@ def test_plans_cover_every_query_once(
     check_plan(batch, plan, target, np.array(growth, dtype=np.int32))
 
 
-def wide_batch(requests: int, shared: int = 100, own: int = 60) -> Batch:
+def wide_batch(requests, shared=100, own=60):
     tables = np.zeros((requests, shared + own + GROWTH), dtype=np.int32)
     tables[:, :shared] = np.arange(shared)
     private = own + GROWTH
@@ -141,14 +137,14 @@ def wide_batch(requests: int, shared: int = 100, own: int = 60) -> Batch:
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @pytest.mark.parametrize("requests", [1, 2, 3, 16, 17, 32, 33, 150])
-def test_every_tile_shape_and_its_neighbours(name: str, requests: int) -> None:
+def test_every_tile_shape_and_its_neighbours(name, requests):
     batch = wide_batch(requests, own=3)
     forest = batch.forest()
     plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
     check_plan(batch, plan, GQA, np.full(requests, 5, dtype=np.int32))
 
 
-def _corruptions(plan: Plan) -> dict[str, Plan]:
+def _corruptions(plan):
     found = {}
     for name, array in plan.arrays().items():
         # Any row of the same prefix is equivalent: take ranges of one row.
@@ -174,7 +170,7 @@ def _corruptions(plan: Plan) -> dict[str, Plan]:
 
 
 @pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
-def test_the_checker_finds_every_corruption(name: str) -> None:
+def test_the_checker_finds_every_corruption(name):
     batch = wide_batch(20, shared=300)
     target = replace(GQA, tile_segments=(1, 1, 2))
     plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
@@ -190,7 +186,7 @@ def test_the_checker_finds_every_corruption(name: str) -> None:
     assert not missed
 
 
-def test_a_leafs_item_merges_what_launches_before_left() -> None:
+def test_a_leafs_item_merges_what_launches_before_left():
     """A small tile merges up to 8 partial results of earlier launches; stage 2 merges others."""
     batch = wide_batch(40, shared=600, own=60)
     forest = batch.forest()
@@ -208,9 +204,7 @@ def test_a_leafs_item_merges_what_launches_before_left() -> None:
 
 
 @pytest.mark.parametrize("run", [(0, 2), (1, 3)])
-def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
-    run: tuple[int, int],
-) -> None:
+def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
     batch = wide_batch(3, shared=50, own=10)
     builder = GroupingBuilder()
@@ -223,7 +217,7 @@ def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(
     assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
 
 
-def test_items_of_a_shape_come_longest_first() -> None:
+def test_items_of_a_shape_come_longest_first():
     forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_request.tolist() == [1, 3, 2, 0]
@@ -231,13 +225,13 @@ def test_items_of_a_shape_come_longest_first() -> None:
 
 
 @given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
-def test_items_of_one_length_come_in_the_order_of_the_policy(lens: list[int]) -> None:
+def test_items_of_one_length_come_in_the_order_of_the_policy(lens):
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
 
 
-def test_a_target_within_limits_keeps_the_rest() -> None:
+def test_a_target_within_limits_keeps_the_rest():
     target = replace(GQA, max_groups=100, num_sms=7)
     assert target.tile_queries == (2, 16, 16)
     assert target.within(50, 1000) == replace(target, max_groups=50, max_group_queries=1000)
@@ -249,7 +243,7 @@ def test_a_target_within_limits_keeps_the_rest() -> None:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=15)
 @given(batch=batches(), target=targets)
-def test_the_same_forest_gives_the_same_arrays(name: str, batch: Batch, target: Target) -> None:
+def test_the_same_forest_gives_the_same_arrays(name, batch, target):
     capacity = PlanCapacity.for_batch(16)
     plans = [
         plan_forest(batch.forest(), get_policy(name), target, capacity)[0].arrays()
@@ -260,7 +254,7 @@ def test_the_same_forest_gives_the_same_arrays(name: str, batch: Batch, target: 
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8)])
-def test_the_workspace_for_1024_requests_is_bounded(heads: tuple[int, int]) -> None:
+def test_the_workspace_for_1024_requests_is_bounded(heads):
     attention = TreeAttention(
         num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16,
         device="cpu", max_batch=1024,
@@ -271,7 +265,7 @@ def test_the_workspace_for_1024_requests_is_bounded(heads: tuple[int, int]) -> N
     assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
 
 
-def test_one_request_may_keep_every_program_busy() -> None:
+def test_one_request_may_keep_every_program_busy():
     """Capacity follows from the tile shape with most programs."""
     attention = TreeAttention(
         num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cpu",
@@ -290,7 +284,7 @@ def test_one_request_may_keep_every_program_busy() -> None:
 
 @pytest.mark.parametrize("entry_bytes", [0, 32 * 264, 64 * 264, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("batch", [1, 7, 1024, 4096])
-def test_one_chunk_a_query_fits_every_capacity(batch: int, entry_bytes: int) -> None:
+def test_one_chunk_a_query_fits_every_capacity(batch, entry_bytes):
     capacity = PlanCapacity.for_batch(batch, 33, entry_bytes)
     forest = build_forest(range(batch), [40] * (batch - 1), np.full(batch, 1000))
     target = replace(GQA, num_programs=4096)
@@ -302,7 +296,7 @@ def test_one_chunk_a_query_fits_every_capacity(batch: int, entry_bytes: int) -> 
         assert np.bincount(grouping.queries, minlength=batch).min() > 0
 
 
-def test_limits_are_named() -> None:
+def test_limits_are_named():
     forest = regular_forest([1, 3], [100, 10])
     with pytest.raises(PlanError, match=r"the batch holds 3 requests; the plan was sized for 2"):
         plan_forest(forest, get_policy("auto"), GQA, PlanCapacity.for_batch(2))
@@ -317,5 +311,5 @@ def test_limits_are_named() -> None:
         plan_grouping(builder.build(), forest, Target(256, 1, 64))
 
 
-def test_the_targets_defaults_are_the_kernels_tiles() -> None:
+def test_the_targets_defaults_are_the_kernels_tiles():
     assert (GQA.tile_heights, GQA.tile_segments) == (TILE_HEIGHTS, TILE_SEGMENTS)

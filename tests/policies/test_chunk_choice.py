@@ -44,7 +44,7 @@ costs_of_tiles = st.fixed_dictionaries(
 ranges = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20_000)), min_size=1, max_size=16)
 
 
-def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs: dict) -> tuple:
+def host_price(found, shape, num_chunks, costs):
     """Price and chunk length of one candidate, by the host planner's functions."""
     mine = [(q, n) for q, n in found if (q > TILES[0]) == (shape == 1)]
     queries = np.array([q for q, _ in mine], dtype=np.int64)
@@ -65,9 +65,7 @@ def host_price(found: list[tuple[int, int]], shape: int, num_chunks: int, costs:
     return cut_cost(cut, shape_costs), chunk
 
 
-def device_prices(
-    found: list[tuple[int, int]], num_chunks: list[int], costs: dict
-) -> tuple[np.ndarray, np.ndarray]:
+def device_prices(found, num_chunks, costs):
     """Price and chunk length of each candidate and tile shape, from the device planner's kernel."""
     batch = 8
     lanes = torch.zeros((3, 2 * batch), dtype=torch.int32)  # queries, begin and end of each range
@@ -100,7 +98,7 @@ def device_prices(
 
 @settings(max_examples=25, deadline=None)
 @given(found=ranges, costs=costs_of_tiles)
-def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> None:
+def test_both_planners_price_every_candidate_alike(found, costs):
     num_chunks = [NUM_CHUNKS[0], NUM_CHUNKS[1], NUM_CHUNKS[5], NUM_CHUNKS[-1]]
     price, chunk = device_prices(found, num_chunks, costs)
     for shape in {int(q > TILES[0]) for q, _ in found}:
@@ -112,7 +110,7 @@ def test_both_planners_price_every_candidate_alike(found: list, costs: dict) -> 
 
 
 @pytest.mark.parametrize(("gpu_sms", "kv_heads"), [(114, 10), (78, 15), (148, 34), (132, 8)])
-def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: int) -> None:
+def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms, kv_heads):
     """Whole items per SM: without care, float32 or float64 rounds the quotient up to one more."""
     for items in range(1, 4 * gpu_sms + 1):
         fullest = -(-items * kv_heads // gpu_sms)
@@ -124,7 +122,7 @@ def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms: int, kv_heads: 
 
 @settings(max_examples=50, deadline=None)
 @given(found=ranges, costs=costs_of_tiles)
-def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
+def test_the_cheapest_candidate_is_chosen(found, costs):
     """The reference: a search over all candidates that fit the limits."""
     machine = Machine(
         np.array(TILES, dtype=np.int64), np.array(costs["programs"], dtype=np.int64), costs["sms"],
@@ -144,7 +142,7 @@ def test_the_cheapest_candidate_is_chosen(found: list, costs: dict) -> None:
             assert min(of_chosen) == pytest.approx(least, rel=1e-12)
 
 
-def test_a_cut_counts_items_tokens_and_results() -> None:
+def test_a_cut_counts_items_tokens_and_results():
     queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
     # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
     assert cut_into(queries, tokens, tiles, 64) == Cut(

@@ -6,7 +6,7 @@ import re
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from deft_backend.costs import FastTreeCoefficients
 from deft_backend.costs.fasttree_costs import context_padding_cost, pad, query_padding_cost
 from deft_backend.forest import (
     VIRTUAL_ROOT,
-    PrefixForest,
     build_forest,
     forest_from_page_tables,
 )
@@ -28,7 +27,6 @@ from deft_backend.policies import (
     DeftFlatten,
     DeftNodeChunk,
     FastTree,
-    Grouping,
     PolicyError,
     Target,
     get_policy,
@@ -44,7 +42,7 @@ MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, **PROGRAMS)
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, **PROGRAMS)
 
 
-def assert_same(left: Grouping, right: Grouping) -> None:
+def assert_same(left, right):
     for name in vars(left):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
 
@@ -55,9 +53,7 @@ def assert_same(left: Grouping, right: Grouping) -> None:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=80)
 @given(batch=batches(), target=targets, data=st.data())
-def test_coverage_now_and_after_growth(
-    name: str, batch: Batch, target: Target, data: st.DataObject
-) -> None:
+def test_coverage_now_and_after_growth(name, batch, target, data):
     grouping = get_policy(name).group(batch.forest(), target)
     rows = len(batch.seq_lens)
     check_coverage(batch, grouping, np.zeros(rows, dtype=np.int32))
@@ -66,7 +62,7 @@ def test_coverage_now_and_after_growth(
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_coverage_of_large_and_special_batches(name: str) -> None:
+def test_coverage_of_large_and_special_batches(name):
     wide = np.zeros((200, 400), dtype=np.int32)
     wide[:, :100] = np.arange(100)
     wide[:, 100:] = 100 + np.arange(200 * 300).reshape(200, 300)
@@ -88,7 +84,7 @@ def test_coverage_of_large_and_special_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_coverage_of_pages_in_two_copies(name: str) -> None:
+def test_coverage_of_pages_in_two_copies(name):
     """vLLM's rows may hold either copy of a page. Copies hold the same tokens."""
     for seed in range(40):
         random = np.random.default_rng(seed)
@@ -109,7 +105,7 @@ def test_coverage_of_pages_in_two_copies(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_an_empty_batch_is_an_empty_grouping(name: str) -> None:
+def test_an_empty_batch_is_an_empty_grouping(name):
     forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
     grouping = get_policy(name).group(forest, GQA)
     assert grouping.num_groups == 0
@@ -119,7 +115,7 @@ def test_an_empty_batch_is_an_empty_grouping(name: str) -> None:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=40)
 @given(batch=batches(), slack=st.integers(0, 8))
-def test_limits_are_kept_or_refused_with_both_numbers(name: str, batch: Batch, slack: int) -> None:
+def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
     forest = batch.forest()
     limited = replace(
         GQA,
@@ -145,12 +141,12 @@ def test_limits_are_kept_or_refused_with_both_numbers(name: str, batch: Batch, s
     check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
 
 
-def test_unknown_policy_names_the_value_and_what_exists() -> None:
+def test_unknown_policy_names_the_value_and_what_exists():
     with pytest.raises(PolicyError, match=r"'fastree'.*flash-decoding.*fasttree.*auto"):
         get_policy("fastree")
 
 
-def test_registry_keys_are_the_policies_names() -> None:
+def test_registry_keys_are_the_policies_names():
     assert tuple(POLICIES) == POLICY_NAMES
     assert all(policy.name == name for name, policy in POLICIES.items())
 
@@ -158,14 +154,14 @@ def test_registry_keys_are_the_policies_names() -> None:
 # --- the checker itself ---------------------------------------------------------------------------
 
 
-def _two_level() -> Batch:
+def _two_level():
     tables = np.zeros((4, 400), dtype=np.int32)
     tables[:, :200] = np.arange(200)
     tables[:, 200:] = 200 + np.arange(800).reshape(4, 200)
     return Batch(tables, np.array([230, 240, 200, 250], dtype=np.int32), 1)
 
 
-def _corruptions(grouping: Grouping) -> dict[str, Grouping]:
+def _corruptions(grouping):
     late = grouping.start.copy()
     late[0] += 1
     short = grouping.end.copy()
@@ -207,7 +203,7 @@ def _corruptions(grouping: Grouping) -> dict[str, Grouping]:
     return found
 
 
-def _passes(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int32]) -> bool:
+def _passes(batch, grouping, growth):
     try:
         check_coverage(batch, grouping, growth)
     except AssertionError:
@@ -216,7 +212,7 @@ def _passes(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int32]) -> 
 
 
 @pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "flash-decoding"])
-def test_the_checker_finds_every_corruption(name: str) -> None:
+def test_the_checker_finds_every_corruption(name):
     batch = _two_level()
     grouping = get_policy(name).group(batch.forest(), GQA)
     growth = np.ones(4, dtype=np.int32)
@@ -228,7 +224,7 @@ def test_the_checker_finds_every_corruption(name: str) -> None:
 # --- flash-decoding and DeFT ----------------------------------------------------------------------
 
 
-def test_flash_decoding_splits_only_to_fill_the_programs() -> None:
+def test_flash_decoding_splits_only_to_fill_the_programs():
     forest = build_forest(range(4), [0, 0, 0], [1024] * 4)
     policy = get_policy("flash-decoding")
     assert policy.group(forest, replace(GQA, tile_programs=(4,) * 3)).num_groups == 4
@@ -239,7 +235,7 @@ def test_flash_decoding_splits_only_to_fill_the_programs() -> None:
     assert policy.group(forest, replace(GQA, tile_programs=(999,) * 3)).num_groups == 64
 
 
-def test_deft_node_is_one_group_a_node() -> None:
+def test_deft_node_is_one_group_a_node():
     forest = regular_forest([1, 3, 4], [100, 70, 30])
     grouping = get_policy("deft-node").group(forest, GQA)
     assert grouping.num_groups == forest.num_nodes == 16
@@ -247,13 +243,13 @@ def test_deft_node_is_one_group_a_node() -> None:
     assert sorted(grouping.num_queries().tolist()) == [1] * 12 + [4] * 3 + [12]
 
 
-def test_deft_node_refuses_a_tree_of_too_many_nodes() -> None:
+def test_deft_node_refuses_a_tree_of_too_many_nodes():
     forest = regular_forest([1, 3, 4], [100, 70, 30])
     with pytest.raises(PolicyError, match=r"deft-node makes 16 groups.*plan holds 15"):
         get_policy("deft-node").group(forest, replace(GQA, max_groups=15))
 
 
-def test_deft_node_chunk_has_table_12s_number_of_groups() -> None:
+def test_deft_node_chunk_has_table_12s_number_of_groups():
     forest = regular_forest([1, 3, 4], [1000, 129, 0])
     grouping = get_policy("deft-node-chunk").group(forest, GQA)
     # k = sum_i ceil(n_i / b_s): 8 for the root, 2 for each of 3 nodes, an empty leaf stays open.
@@ -263,7 +259,7 @@ def test_deft_node_chunk_has_table_12s_number_of_groups() -> None:
     assert coarse.num_groups <= 20
 
 
-def test_deft_flatten_has_table_12s_even_blocks() -> None:
+def test_deft_flatten_has_table_12s_even_blocks():
     forest = regular_forest([1, 3, 4], [1000, 129, 31])
     grouping = get_policy("deft-flatten").group(forest, GQA)
     stored = 1000 + 3 * 129 + 12 * 31
@@ -274,7 +270,7 @@ def test_deft_flatten_has_table_12s_even_blocks() -> None:
     assert coarse.num_groups <= 5
 
 
-def test_a_blocks_bit_masks_are_runs() -> None:
+def test_a_blocks_bit_masks_are_runs():
     forest = regular_forest([1, 150], [50, 1])
     grouping = get_policy("deft-flatten").group(forest, GQA)
     # The first chunk holds the root and 78 leaves: 150 queries, one for each leaf.
@@ -292,7 +288,7 @@ def test_a_blocks_bit_masks_are_runs() -> None:
 
 
 @pytest.mark.parametrize("policy", [DeftFlatten, DeftNodeChunk])
-def test_chunk_sizes_are_checked(policy: type[DeftFlatten] | type[DeftNodeChunk]) -> None:
+def test_chunk_sizes_are_checked(policy):
     with pytest.raises(PolicyError, match="chunk_tokens is 0; expected at least 1"):
         policy(chunk_tokens=0)
 
@@ -300,7 +296,7 @@ def test_chunk_sizes_are_checked(policy: type[DeftFlatten] | type[DeftNodeChunk]
 # --- FastTree -------------------------------------------------------------------------------------
 
 
-def test_padding_by_hand() -> None:
+def test_padding_by_hand():
     assert pad(16, 20) == 12  # the notes' own example
     assert pad(16, 16) == pad(16, 32) == pad(16, 0) == 0
     assert pad(16, 1) == 15
@@ -309,7 +305,7 @@ def test_padding_by_hand() -> None:
     assert context_padding_cost(64, 20, 100, 128) == 0  # min(len, TS_c) = TS_c
 
 
-def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
+def test_fasttree_takes_the_cheaper_value_of_an_edge():
     # 4 of 20 queries share 40 tokens more. SplitKV costs 600 + 264 + 2 * 4, SplitQ 0 + 840.
     shared = [140] * 3 + [100] * 16
     forest = build_forest(range(20), shared, [140] * 4 + [100] * 16)
@@ -325,12 +321,10 @@ def test_fasttree_takes_the_cheaper_value_of_an_edge() -> None:
     assert free[edge]
 
 
-def _published(
-    parent: list[int], tokens: list[int], queries: list[int], tiles: list[int], group: int
-) -> list[int]:
+def _published(parent, tokens, queries, tiles, group):
     """The published artifact's search and constants, written without any code of the package."""
 
-    def cost(held: int, length: int) -> float:
+    def cost(held, length):
         if held <= 0 or length == 0:
             return 0.0
         tile = tiles[0] if held > tiles[1] else tiles[1]
@@ -354,7 +348,7 @@ PUBLISHED = json.loads((Path(__file__).parent / "fasttree_edges.json").read_text
 
 
 @pytest.mark.parametrize("tree", PUBLISHED["trees"], ids=lambda t: f"{t['nodes']} {t['tokens']}")
-def test_fasttree_decides_as_the_published_artifact(tree: dict[str, Any]) -> None:
+def test_fasttree_decides_as_the_published_artifact(tree):
     """Every edge of its 15 trees at three head shapes, with the artifact's constants."""
     nodes, tokens = tree["nodes"], tree["tokens"]
     leaves = np.arange(nodes[-1])
@@ -384,7 +378,7 @@ def test_fasttree_decides_as_the_published_artifact(tree: dict[str, Any]) -> Non
 
 @settings(max_examples=150)
 @given(batch=batches(), small=st.sampled_from([1, 4, 16]), group=st.sampled_from([1, 4]))
-def test_fasttree_is_the_published_search(batch: Batch, small: int, group: int) -> None:
+def test_fasttree_is_the_published_search(batch, small, group):
     forest = batch.forest()
     expected = _published(
         forest.parent.tolist(), forest.length.tolist(), forest.num_queries.tolist(),
@@ -400,7 +394,7 @@ def test_fasttree_is_the_published_search(batch: Batch, small: int, group: int) 
     np.testing.assert_array_equal(~cut[of_edges], np.array(expected, dtype=bool)[of_edges])
 
 
-def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents() -> None:
+def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents():
     # Only the reduction has a cost, so every edge is concatenated: Q-guided grouping.
     forest = regular_forest([1, 2, 2], [64, 64, 64])
     policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
@@ -411,7 +405,7 @@ def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents() -> No
     assert grouping.num_queries().tolist() == [1] * 4
 
 
-def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group() -> None:
+def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group():
     # Query 0 ends where the shared node ends; query 1 goes on and is concatenated away.
     forest = build_forest([0, 1], [100], [100, 180])
     policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
@@ -431,16 +425,16 @@ class AnyEdges(TwoRulePolicy):
     cut: npt.NDArray[np.bool_]
 
     @property
-    def rules(self) -> Rules:
+    def rules(self):
         return Rules("all", "whole")
 
-    def cut_edges(self, forest: PrefixForest, target: Target) -> npt.NDArray[np.bool_]:
+    def cut_edges(self, forest, target):
         return self.cut
 
 
 @settings(max_examples=150)
 @given(batch=batches(), data=st.data())
-def test_any_edge_assignment_covers_every_query_once(batch: Batch, data: st.DataObject) -> None:
+def test_any_edge_assignment_covers_every_query_once(batch, data):
     forest = batch.forest()
     values = data.draw(
         st.lists(st.booleans(), min_size=forest.num_nodes, max_size=forest.num_nodes)
@@ -451,7 +445,7 @@ def test_any_edge_assignment_covers_every_query_once(batch: Batch, data: st.Data
     check_coverage(batch, grouping, np.arange(rows, dtype=np.int32))
 
 
-def test_long_contexts_are_split_even_where_short_ones_fill_the_programs() -> None:
+def test_long_contexts_are_split_even_where_short_ones_fill_the_programs():
     # 64 leaves fill 16 programs, but the root alone would take longer than all of them.
     forest = regular_forest([1, 64], [100_000, 16])
     grouping = get_policy("fasttree").group(forest, MHA)
@@ -464,7 +458,7 @@ def test_long_contexts_are_split_even_where_short_ones_fill_the_programs() -> No
 
 @settings(max_examples=100)
 @given(batch=batches(), target=targets)
-def test_flashforge_cuts_nodes_as_equation_5(batch: Batch, target: Target) -> None:
+def test_flashforge_cuts_nodes_as_equation_5(batch, target):
     """Chunks of each node and tile shape are those of one cost ``c``."""
     forest = batch.forest()
     grouping = get_policy("flashforge").group(forest, target)
@@ -498,9 +492,7 @@ def test_flashforge_cuts_nodes_as_equation_5(batch: Batch, target: Target) -> No
 @given(
     ranges=st.lists(st.tuples(st.integers(1, 60_000), st.integers(1, 9)), min_size=1, max_size=30)
 )
-def test_the_makespans_bound_is_close_to_longest_first(
-    programs: int, ranges: list[tuple[int, int]]
-) -> None:
+def test_the_makespans_bound_is_close_to_longest_first(programs, ranges):
     """Graham: longest-first takes at most 4/3 of the best schedule, which the bound is below."""
     slices = np.array([float(cost) for cost, _ in ranges])
     items = np.array([count for _, count in ranges], dtype=np.int64)
@@ -510,7 +502,7 @@ def test_the_makespans_bound_is_close_to_longest_first(
     assert scheduled <= 1.6 * bound
 
 
-def test_longest_first_is_grahams_rule() -> None:
+def test_longest_first_is_grahams_rule():
     schedule = longest_first(np.array([3.0, 5, 4, 3, 5, 4, 3]), 3)
     assert schedule.makespan_ms == 11.0  # Graham's worst case: the optimum is 9
     assert schedule.order.tolist() == [1, 4, 2, 5, 0, 3, 6]
@@ -521,7 +513,7 @@ def test_longest_first_is_grahams_rule() -> None:
         longest_first(np.ones(1), 0)
 
 
-def test_flashforge_divides_the_long_shared_node_only() -> None:
+def test_flashforge_divides_the_long_shared_node_only():
     forest = regular_forest([1, 20], [10_000, 50])  # the paper's document question answering
     grouping = get_policy("flashforge").group(forest, MHA)
     shared = grouping.num_queries() == 20
@@ -532,7 +524,7 @@ def test_flashforge_divides_the_long_shared_node_only() -> None:
 # --- docs/papers.md -------------------------------------------------------------------------------
 
 
-def test_the_papers_page_names_what_exists() -> None:
+def test_the_papers_page_names_what_exists():
     root = Path(__file__).parents[2]
     rows = re.findall(
         r"\| `([\w/]+\.py)` \| (`[^|]+`) \|", (root / "docs/papers.md").read_text(encoding="utf-8")
@@ -547,9 +539,7 @@ def test_the_papers_page_names_what_exists() -> None:
             )
 
 
-def test_flattened_blocks_stay_within_what_the_kernels_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     forest = regular_forest([1, 2], [900, 100])
     target = replace(MHA, max_groups=2)
     assert DeftFlatten().group(forest, target).num_groups <= 2
@@ -558,7 +548,7 @@ def test_flattened_blocks_stay_within_what_the_kernels_address(
         DeftFlatten().group(forest, target)
 
 
-def test_a_small_batch_is_planned_for_fewer_programs() -> None:
+def test_a_small_batch_is_planned_for_fewer_programs():
     target = replace(GQA, tile_programs=(200, 33, 33), fewer_programs=((4, 8), (9, 80)))
     assert [target.programs_for(queries)[0] for queries in (1, 4, 5, 9, 10)] == [8, 8, 80, 80, 200]
     assert target.programs_for(4)[1:] == (33, 33)
@@ -572,7 +562,7 @@ def test_a_small_batch_is_planned_for_fewer_programs() -> None:
     np.testing.assert_array_equal(found.end, few.end)
 
 
-def test_a_query_of_one_group_has_no_partial_result() -> None:
+def test_a_query_of_one_group_has_no_partial_result():
     builder = GroupingBuilder()
     builder.add([0, 1], [Segment(0, 0, 16, False, 0, 2)])
     builder.add([1], [Segment(1, 16, 20, True, 0, 1)])
@@ -580,7 +570,7 @@ def test_a_query_of_one_group_has_no_partial_result() -> None:
 
 
 @pytest.mark.parametrize(("attended", "several"), [((0, 2), False), ((1, 2), True), ((0, 1), True)])
-def test_a_segment_that_a_query_skips_needs_spans(attended: tuple[int, int], several: bool) -> None:
+def test_a_segment_that_a_query_skips_needs_spans(attended, several):
     builder = GroupingBuilder()
     builder.add([0, 1], [Segment(0, 0, 16, False, *attended)])
     assert builder.build().several_ranges.tolist() == [several]

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +11,12 @@ from hypothesis import strategies as st
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
-from deft_backend.forest import PrefixForest, build_forest
-from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.forest import build_forest
+from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import CHUNK_RULES, Limits, choose_chunks, machine_of
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
-from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
+from strategies import GROWTH, batches, check_coverage, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
 AUTO = get_policy("auto")
@@ -31,13 +30,11 @@ tile_costs = st.builds(
 )
 
 
-def with_costs(target: Target, costs: TileCosts) -> Target:
+def with_costs(target, costs):
     return replace(target, cost_model=replace(default_cost_model(), tiles=costs))
 
 
-def ranges_of(
-    forest: PrefixForest, target: Target, costs: TileCosts
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def ranges_of(forest, target, costs):
     """Node, begin and end of every range, uncut."""
     is_cut = AUTO.cut_edges(forest, with_costs(target, costs))
     found = grouped_ranges(
@@ -47,28 +44,24 @@ def ranges_of(
     return found.node, found.begin, found.end
 
 
-def chunks_of(
-    queries: list[int], tokens: list[int], target: Target, costs: TileCosts, transfer_ns: float
-) -> list[int]:
+def chunks_of(queries, tokens, target, costs, transfer_ns):
     """Longest chunk of each tile shape."""
     machine = machine_of(with_costs(target, costs), 1 << 20)._replace(transfer_ns=transfer_ns)
-    found: list[int] = choose_chunks(
+    found = choose_chunks(
         CHUNK_RULES.index("measured"), 0, np.array(queries, dtype=np.int64),
         np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
     ).tolist()  # fmt: skip
     return found
 
 
-def parts_of(grouping: Grouping) -> npt.NDArray[np.int64]:
+def parts_of(grouping):
     """Number of groups of each query."""
     return np.bincount(grouping.queries)
 
 
 @settings(max_examples=100)
 @given(batch=batches(), target=targets, costs=tile_costs, data=st.data())
-def test_every_cost_table_gives_an_attention(
-    batch: Batch, target: Target, costs: TileCosts, data: st.DataObject
-) -> None:
+def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     grouping = AUTO.group(batch.forest(), with_costs(target, costs))
     rows = len(batch.seq_lens)
     growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
@@ -79,9 +72,7 @@ def test_every_cost_table_gives_an_attention(
 @given(
     lens=st.lists(st.integers(0, 5000), min_size=1, max_size=40), target=targets, costs=tile_costs
 )
-def test_an_unshared_batch_has_one_range_a_query(
-    lens: list[int], target: Target, costs: TileCosts
-) -> None:
+def test_an_unshared_batch_has_one_range_a_query(lens, target, costs):
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
     node, begin, end = ranges_of(forest, target, costs)
     assert forest.request[node].tolist() == list(range(len(lens)))
@@ -94,9 +85,7 @@ def test_an_unshared_batch_has_one_range_a_query(
 
 @settings(max_examples=100)
 @given(batch=batches(), target=targets, costs=tile_costs)
-def test_ranges_of_shared_nodes_are_continued_by_leaves(
-    batch: Batch, target: Target, costs: TileCosts
-) -> None:
+def test_ranges_of_shared_nodes_are_continued_by_leaves(batch, target, costs):
     forest = batch.forest()
     node, begin, end = ranges_of(forest, target, costs)
     leaf = forest.is_leaf[node]
@@ -108,13 +97,11 @@ def test_ranges_of_shared_nodes_are_continued_by_leaves(
 
 @settings(max_examples=150)
 @given(batch=batches(), target=targets, costs=tile_costs, factor=st.floats(1, 1e4))
-def test_dearer_partial_results_are_never_more(
-    batch: Batch, target: Target, costs: TileCosts, factor: float
-) -> None:
+def test_dearer_partial_results_are_never_more(batch, target, costs, factor):
     forest = batch.forest()
     dearer = replace(costs, partial_ns=costs.partial_ns * factor)
 
-    def ranges_a_query(costs: TileCosts) -> npt.NDArray[np.int64]:
+    def ranges_a_query(costs):
         count = np.zeros(forest.batch_size, dtype=np.int64)
         for node in ranges_of(forest, target, costs)[0]:
             count[forest.query_begin[node] : forest.query_end[node]] += 1
@@ -134,19 +121,15 @@ def test_dearer_partial_results_are_never_more(
     transfer_ns=st.floats(0.01, 100),
 )
 def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
-    ranges: list[tuple[int, int]],
-    target: Target,
-    costs: TileCosts,
-    factor: float,
-    transfer_ns: float,
-) -> None:
+    ranges, target, costs, factor, transfer_ns
+):
     queries, tokens = [q for q, _ in ranges], [n for _, n in ranges]
     block = target.block_tokens
     longest = -(-max(tokens) // block) * block
     chunks = chunks_of(queries, tokens, target, costs, transfer_ns)
     assert all(chunk % block == 0 and block <= chunk <= max(block, longest) for chunk in chunks)
 
-    def results(chunks: list[int]) -> int:
+    def results(chunks):
         """Partial results of cut ranges, by tile shape."""
         total = 0
         for count, length in ranges:
@@ -159,12 +142,12 @@ def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
     assert results(chunks_of(queries, tokens, target, dearer, transfer_ns)) <= results(chunks)
 
 
-def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
+def test_few_items_of_a_shared_node_leave_room_for_leaves():
     """The leaves take much longer than the node takes on half of the programs."""
     costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
     target = replace(GQA, tile_programs=(128, 32, 32))
 
-    def num_chunks(leaves: int) -> int:
+    def num_chunks(leaves):
         queries, tokens = [16] + [1] * leaves, [4096] + [500] * leaves
         return -(-4096 // chunks_of(queries, tokens, target, costs, 0.5)[1])
 
@@ -175,9 +158,7 @@ def test_few_items_of_a_shared_node_leave_room_for_leaves() -> None:
 
 @settings(max_examples=60)
 @given(batch=batches(), target=targets, costs=tile_costs)
-def test_groups_are_even_chunks_within_the_chosen_length(
-    batch: Batch, target: Target, costs: TileCosts
-) -> None:
+def test_groups_are_even_chunks_within_the_chosen_length(batch, target, costs):
     forest = batch.forest()
     own = with_costs(target, costs)
     target = replace(target, tile_programs=target.programs_for(forest.batch_size))
@@ -201,7 +182,7 @@ def test_groups_are_even_chunks_within_the_chosen_length(
     assert at == grouping.num_groups
 
 
-def test_a_long_prefix_is_not_read_once_per_request() -> None:
+def test_a_long_prefix_is_not_read_once_per_request():
     forest = regular_forest([1, 64], [16_000, 64])
     grouping = AUTO.group(forest, GQA)
     # 64 queries of 4 heads fill four tiles of height 64; the prefix has whole blocks of 64 tokens.
@@ -209,7 +190,7 @@ def test_a_long_prefix_is_not_read_once_per_request() -> None:
     assert (np.diff(grouping.start[grouping.num_queries() == 64]) > 0).all()
 
 
-def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf() -> None:
+def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf():
     # One block, two queries: reading it twice is cheaper than merging two results of each.
     forest = regular_forest([1, 2], [64, 900])
     costs = TileCosts((5800.0, 5000.0), (60.0, 28.0), 8.4, 2500.0)
@@ -220,7 +201,7 @@ def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf() -> None:
 
 
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
-def test_what_merging_costs_decides(partial_ns: float, parts: int) -> None:
+def test_what_merging_costs_decides(partial_ns, parts):
     forest = regular_forest([1, 4, 8], [2048, 2048, 64])
     costs = TileCosts((1.0, 1.0), (60.0, 28.0), partial_ns, 1.0)
     one_chunk = replace(GQA, tile_programs=(1, 1, 1))
@@ -230,7 +211,7 @@ def test_what_merging_costs_decides(partial_ns: float, parts: int) -> None:
 
 @settings(max_examples=60)
 @given(batch=batches(), slack=st.integers(0, 8), costs=tile_costs)
-def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: TileCosts) -> None:
+def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
     forest = batch.forest()
     target = with_costs(replace(GQA, tile_programs=(64, 64, 64), block_tokens=16), costs)
     ranges = ranges_of(forest, target, costs)[0]
@@ -242,7 +223,7 @@ def test_chunks_grow_until_the_plan_holds_them(batch: Batch, slack: int, costs: 
     check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
 
 
-def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
+def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further():
     """An item costs time besides its tokens, even if more items leave every program with work."""
     target = Target(16, 1, 128, tile_heights=(16, 64, 64), tile_programs=(792, 264, 264))
     transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
@@ -251,7 +232,7 @@ def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further() -> None:
     assert leaves == 512
 
 
-def test_items_of_one_round_spread_evenly_over_the_sms() -> None:
+def test_items_of_one_round_spread_evenly_over_the_sms():
     target = Target(32, 32, 128, tile_programs=(33, 8, 8))
     transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
     costs = default_cost_model().tiles

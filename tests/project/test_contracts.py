@@ -1,7 +1,6 @@
 """The contracts' check with a made-up host and an index that is a folder: real pip, no network."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ SAID = {
 
 
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_up(monkeypatch):
     """The host ``sglang`` is the made-up one; its window is >=1.0, <1.2."""
     tested = {"sglang": tested_versions.TestedVersions("Made-up", ("madeup",), "1.0", "1.2")}
     monkeypatch.setattr(contracts_module, "TESTED", tested)
@@ -42,7 +41,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, monkeypatch):
     folder = tmp_path / "index"
     folder.mkdir()
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}.items():
@@ -53,8 +52,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def called(*arguments: str) -> tuple[int, str, str]:
+def run(capsys):
+    def called(*arguments):
         code = main(["contracts", *arguments])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
@@ -62,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return called
 
 
-def test_a_wheel_that_has_everything_passes(tmp_path: Path, run: Run) -> None:
+def test_a_wheel_that_has_everything_passes(tmp_path, run):
     code, printed, _ = run("--wheel", str(write_wheel(tmp_path)))
     assert code == 0
     assert "✓ Made-up 1.0: 2 of 3 members hold, 1 cannot be read" in printed
@@ -70,7 +69,7 @@ def test_a_wheel_that_has_everything_passes(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(BREAKS))
-def test_a_broken_wheel_is_noticed(kind: str, tmp_path: Path, run: Run) -> None:
+def test_a_broken_wheel_is_noticed(kind, tmp_path, run):
     whole = write_wheel(tmp_path / "whole")
     assert run("--wheel", str(whole))[0] == 0
     broken = write_wheel(tmp_path / "broken", BREAKS[kind])
@@ -80,7 +79,7 @@ def test_a_broken_wheel_is_noticed(kind: str, tmp_path: Path, run: Run) -> None:
     assert f"missing {SAID[kind]}" in printed
 
 
-def test_versions_are_downloaded_without_dependencies(index: Path, run: Run) -> None:
+def test_versions_are_downloaded_without_dependencies(index, run):
     write_wheel(index, version="1.0")
     write_wheel(index, BREAKS["renamed"], version="1.1")
     assert run("--host", "sglang", "--version", "1.0")[0] == 0
@@ -90,7 +89,7 @@ def test_versions_are_downloaded_without_dependencies(index: Path, run: Run) -> 
     assert "✗ Made-up 1.1" in printed
 
 
-def test_by_default_the_window_and_the_newest_are_checked(index: Path, run: Run) -> None:
+def test_by_default_the_window_and_the_newest_are_checked(index, run):
     """A missing member outside the window is shown, but is no failure."""
     for version in ("0.9", "1.0", "1.1", "1.2", "1.3"):
         write_wheel(index, version=version)
@@ -104,7 +103,7 @@ def test_by_default_the_window_and_the_newest_are_checked(index: Path, run: Run)
     assert "class Batch has no 'later'" in printed
 
 
-def test_a_wheel_for_another_python_will_do(index: Path, run: Run) -> None:
+def test_a_wheel_for_another_python_will_do(index, run):
     write_wheel(index, version="1.0", tag="cp312-cp312-manylinux_2_34_x86_64")
     write_wheel(index, version="1.1", tag="cp310-cp310-manylinux_2_28_x86_64")
     for version in ("1.0", "1.1"):
@@ -113,14 +112,14 @@ def test_a_wheel_for_another_python_will_do(index: Path, run: Run) -> None:
         assert f"Made-up {version}" in printed
 
 
-def test_a_version_that_is_not_there_is_an_error(index: Path, run: Run) -> None:
+def test_a_version_that_is_not_there_is_an_error(index, run):
     write_wheel(index, version="1.0")
     code, _, errors = run("--host", "sglang", "--version", "1.9")
     assert code == 2
     assert "the index has no wheel of madeup 1.9; its last versions are 1.0" in errors
 
 
-def test_an_index_out_of_reach_is_an_error(index: Path, run: Run) -> None:
+def test_an_index_out_of_reach_is_an_error(index, run):
     for arguments in (("--version", "1.0"), ()):
         code, _, errors = run("--host", "sglang", *arguments)
         assert code == 2
@@ -128,7 +127,7 @@ def test_an_index_out_of_reach_is_an_error(index: Path, run: Run) -> None:
         assert "check the network" in errors
 
 
-def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path, run: Run) -> None:
+def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path, run):
     text = tmp_path / "notes.txt"
     text.write_text("no wheel")
     damaged = tmp_path / "madeup-1.0-py3-none-any.whl"
@@ -146,6 +145,6 @@ def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path: Path, run: Run) 
         assert said in errors
 
 
-def test_a_version_needs_its_host(tmp_path: Path, run: Run) -> None:
+def test_a_version_needs_its_host(tmp_path, run):
     assert "needs --host" in run("--version", "1.0")[2]
     assert "exclude each other" in run("--version", "1.0", "--wheel", str(tmp_path))[2]

@@ -1,7 +1,6 @@
 """Documentation: all its links, paths and module names exist, and the README is short."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,16 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """The page without its code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Anchors of a page's headings, in the form of GitHub and MkDocs."""
     found = set()
     for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
@@ -44,7 +43,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def broken_links(page: Path) -> Iterator[str]:
+def broken_links(page):
     for path, anchor in LINK.findall(prose(page)):
         target = (page.parent / path).resolve() if path else page
         if not target.exists():
@@ -53,7 +52,7 @@ def broken_links(page: Path) -> Iterator[str]:
             yield f"{path}#{anchor}: no such heading"
 
 
-def test_the_readme_says_how_far_each_gpu_is_known() -> None:
+def test_the_readme_says_how_far_each_gpu_is_known():
     """Measured, checked by itself, or untested: as the data of the self-check says."""
     rows = re.findall(
         r"^\| ([^|]+) \| ((?:measured|checked)[^|]*) \|$", (ROOT / "README.md").read_text(), re.M
@@ -67,12 +66,12 @@ def test_the_readme_says_how_far_each_gpu_is_known() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     assert not list(broken_links(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_path_exists(page: Path) -> None:
+def test_every_path_exists(page):
     """Paths in backticks that include a folder and name a source, a page or data."""
     named = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)+\.(?:py|md|json|html|toml))`", prose(page))
     places = [page.parent, *(ROOT / place for place in PLACES)]
@@ -85,7 +84,7 @@ def test_every_path_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in HISTORY], ids=name_of)
-def test_every_module_exists(page: Path) -> None:
+def test_every_module_exists(page):
     """Dotted names of our packages, in text and in code blocks."""
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"\b(?:deft_backend|deft_patches|benchmarks|examples)(?:\.\w+)+", text)
@@ -99,17 +98,17 @@ def test_every_module_exists(page: Path) -> None:
     assert not missing
 
 
-def is_module(parts: list[str]) -> bool:
+def is_module(parts):
     """A folder of the checkout, or a file with that name and the ending .py."""
     path = ROOT.joinpath(*parts)
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
+def test_broken_links_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Here it is\n[a](b.md) [c](page.md#here-it-is) [d](#gone)\n```\n[e](f)\n```\n"

@@ -24,7 +24,7 @@ EXEMPT = (
 )
 
 
-def tables(text: str) -> list[tuple[str, list[list[str]]]]:
+def tables(text):
     """The header's first cell and the body's cells of every Markdown table."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
@@ -36,7 +36,7 @@ def tables(text: str) -> list[tuple[str, list[list[str]]]]:
     return found
 
 
-def terms() -> list[list[str]]:
+def terms():
     text = GLOSSARY.read_text(encoding="utf-8")
     return [
         cells
@@ -47,13 +47,13 @@ def terms() -> list[list[str]]:
 
 
 @cache
-def retired_words() -> list[str]:
+def retired_words():
     text = GLOSSARY.read_text(encoding="utf-8")
     (body,) = (body for first, body in tables(text) if first == "retired")
     return [word.strip() for cells in body for word in cells[0].split(",")]
 
 
-def as_words(text: str) -> str:
+def as_words(text):
     """Lower-case words; names like ``LaunchConfig`` and ``launch_config`` are split.
 
     Punctuation other than hyphens stays, so that no phrase spans it.
@@ -66,12 +66,12 @@ def as_words(text: str) -> str:
     return " " + " ".join(re.findall(r"[a-z0-9]+|[^\w\s-]", text.lower())) + " "
 
 
-def retired_in(text: str) -> list[str]:
+def retired_in(text):
     words = as_words(text)
     return [word for word in retired_words() if f" {word} " in words]
 
 
-def written_files() -> list[str]:
+def written_files():
     """Tracked sources and documents in which only the glossary's words may occur."""
     listed = subprocess.run(
         ["git", "ls-files", *SEARCHED],
@@ -86,14 +86,14 @@ def written_files() -> list[str]:
     ]
 
 
-def test_the_glossary_defines_each_word_once() -> None:
+def test_the_glossary_defines_each_word_once():
     words = [cells[0] for cells in terms()]
     assert len(words) > 50
     twice = {word for word in words if words.count(word) > 1}
     assert not twice
 
 
-def test_every_module_of_the_glossary_exists() -> None:
+def test_every_module_of_the_glossary_exists():
     for word, _, _, where in terms():
         paths = re.findall(r"`([^`]+)`", where)
         assert paths, f"{word}: no module"
@@ -101,7 +101,7 @@ def test_every_module_of_the_glossary_exists() -> None:
             assert (ROOT / "deft_backend" / path).exists(), f"{word}: deft_backend/{path}"
 
 
-def test_definitions_are_short() -> None:
+def test_definitions_are_short():
     """At most three sentences, each of at most 20 words."""
     for word, meaning, _, _ in terms():
         sentences = re.split(r"(?<=\.) (?!Short:)", meaning)
@@ -124,11 +124,11 @@ def test_definitions_are_short() -> None:
         ("self._packed", ["packed"]),
     ],
 )
-def test_retired_words_are_found_in_names_and_prose(text: str, found: list[str]) -> None:
+def test_retired_words_are_found_in_names_and_prose(text, found):
     assert retired_in(text) == found
 
 
-def test_nobody_writes_a_retired_word() -> None:
+def test_nobody_writes_a_retired_word():
     wrong = []
     for name in written_files():
         paths = retired_in(name)

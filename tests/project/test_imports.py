@@ -17,7 +17,7 @@ HOST_PACKAGES = {"sglang", "vllm"}
 BASE = ("settings", "shapes", "files", "compile")  # every room above them may import these
 
 # From bottom to top. A room may import those named here, rooms of BASE and itself.
-MAY_IMPORT: dict[str, tuple[str, ...]] = {
+MAY_IMPORT = {
     "settings": (),
     "shapes": (),
     "files": ("settings",),
@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
 
 
 @cache
-def imports(path: Path) -> frozenset[str]:
+def imports(path):
     """Absolute module names that a file imports, wherever it does."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -77,12 +77,12 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def module_name(path: Path, source: Path = ROOT) -> str:
+def module_name(path, source=ROOT):
     """The dotted name of a file below a folder of packages."""
     return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room(name: str) -> str:
+def room(name):
     """The room of a module of the package, or of a name that a module imports from it.
 
     >>> [room("deft_backend." + name) for name in ("hosts.sglang.start", "hosts.windows", "cli")]
@@ -95,17 +95,17 @@ def room(name: str) -> str:
     return "/".join(parts[: 2 if nested else 1])
 
 
-def modules(folder: Path) -> list[Path]:
+def modules(folder):
     paths = sorted(folder.rglob("*.py"))
     assert paths, f"{folder} holds no modules"
     return paths
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_has_a_room():
     assert {room(module_name(path)) for path in modules(PACKAGE)} == MAY_IMPORT.keys()
 
 
-def test_a_room_imports_only_rooms_below_it() -> None:
+def test_a_room_imports_only_rooms_below_it():
     """So there is no circle, and no arrow back up."""
     order = list(MAY_IMPORT)
     for name, needs in MAY_IMPORT.items():
@@ -113,7 +113,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
         assert not above, f"{name} imports {above}"
 
 
-def test_modules_import_along_the_data_flow() -> None:
+def test_modules_import_along_the_data_flow():
     wrong = []
     for path in modules(PACKAGE):
         here = room(module_name(path))
@@ -126,9 +126,9 @@ def test_modules_import_along_the_data_flow() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def needed(path: Path, names: set[str]) -> set[str]:
+def needed(path, names):
     """The modules of `names` that a file imports, for types alone as well."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -139,23 +139,23 @@ def needed(path: Path, names: set[str]) -> set[str]:
     return found & names
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     files = {module_name(path): path for path in modules(PACKAGE)}
     TopologicalSorter({name: needed(path, {*files}) for name, path in files.items()}).prepare()
 
 
-def test_no_module_imports_the_package_itself() -> None:
+def test_no_module_imports_the_package_itself():
     """`deft_backend/__init__.py` imports the folders; no module imports it."""
     for path in modules(PACKAGE):
         assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
 
 
-def outside(path: Path) -> set[str]:
+def outside(path):
     """Top-level packages that a file imports."""
     return {name.split(".")[0] for name in imports(path)}
 
 
-def test_patches_import_a_host_and_each_other_alone() -> None:
+def test_patches_import_a_host_and_each_other_alone():
     """A patch makes no decisions: its adapter passes in all that it needs."""
     for path in modules(PATCHES):
         ours = outside(path) & {"deft_backend", "benchmarks", "tools"}
@@ -165,7 +165,7 @@ def test_patches_import_a_host_and_each_other_alone() -> None:
             assert other not in outside(path), f"{path.relative_to(ROOT)} imports {other}"
 
 
-def test_only_hosts_import_servers_and_load_patches() -> None:
+def test_only_hosts_import_servers_and_load_patches():
     for path in modules(PACKAGE):
         top, _, host = room(module_name(path)).partition("/")
         allowed = {host, "deft_patches"} if top == "hosts" else set()
@@ -173,13 +173,13 @@ def test_only_hosts_import_servers_and_load_patches() -> None:
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def test_the_package_never_imports_what_only_a_checkout_has() -> None:
+def test_the_package_never_imports_what_only_a_checkout_has():
     for path in modules(PACKAGE):
         wrong = outside(path) & {"benchmarks", "tools", "tests", "integration_tests", "examples"}
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def loaded_by(names: list[str], heavy: set[str]) -> str:
+def loaded_by(names, heavy):
     """The first of some modules whose import loads a heavy package, itself or through others."""
     script = f"""
 import importlib, sys
@@ -195,7 +195,7 @@ for name in {names}:
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
+def test_servers_that_do_not_ask_for_us_load_little(host):
     """Hosts load the plugin in every process of every server on the machine.
 
     An imported compiler would delay all of them. It would even stop one: on a CPU, vLLM 0.32 looks
@@ -205,13 +205,13 @@ def test_servers_that_do_not_ask_for_us_load_little(host: str) -> None:
     assert loaded_by(names, {"numba", "llvmlite", "numpy", "torch", "triton"}) == ""
 
 
-def test_the_command_starts_without_a_compiler() -> None:
+def test_the_command_starts_without_a_compiler():
     """Each `deft` command loads what it needs: Numba alone takes a third of a second."""
     heavy = {"numba", "llvmlite", "numpy", "torch", "triton"}
     assert loaded_by(["deft_backend.cli.app"], heavy) == ""
 
 
-def test_what_needs_no_tensor_loads_without_torch() -> None:
+def test_what_needs_no_tensor_loads_without_torch():
     """In the process that measures servers, a CUDA context would take GPU memory from them."""
     names = [module_name(path) for path in modules(PACKAGE)]
     names = [name for name in names if room(name) in WITHOUT_TORCH]
@@ -225,7 +225,7 @@ def test_what_needs_no_tensor_loads_without_torch() -> None:
     assert loaded_by(names, {"torch", *HOST_PACKAGES}) == ""
 
 
-def test_an_import_through_others_is_seen() -> None:
+def test_an_import_through_others_is_seen():
     """Such as torch, which a module of ours imports."""
     assert loaded_by(["deft_backend.shapes.attention_shape"], {"torch"}) == (
         "deft_backend.shapes.attention_shape loads {'torch'}\n"

@@ -9,13 +9,13 @@ ROOT = Path(__file__).parents[2]
 VERSION_FILE = "deft_backend/settings/version.py"
 
 
-def version_in_file(pattern: str) -> str:
+def version_in_file(pattern):
     found = re.search(pattern, (ROOT / VERSION_FILE).read_text(encoding="utf-8"))
     assert found is not None
     return found[1]
 
 
-def test_the_version_is_read_without_the_package(tmp_path: Path) -> None:
+def test_the_version_is_read_without_the_package(tmp_path):
     """A copy of the file alone gives the version: no tag, no git, no import."""
     (tmp_path / "version.py").write_text((ROOT / VERSION_FILE).read_text(encoding="utf-8"))
     script = "import sys, version; print(version.VERSION, len(sys.modules))"
@@ -27,7 +27,7 @@ def test_the_version_is_read_without_the_package(tmp_path: Path) -> None:
     assert int(printed[1]) < 80, "the module imports more than the interpreter itself does"
 
 
-def test_the_build_reads_the_version_file() -> None:
+def test_the_build_reads_the_version_file():
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'path = "{VERSION_FILE}"' in settings
     assert 'dynamic = ["version"]' in settings
@@ -36,7 +36,7 @@ def test_the_build_reads_the_version_file() -> None:
     assert version_in_file(pattern[1]) == version_in_file(r'VERSION = "(.*)"')
 
 
-def test_changelog_and_citation_name_the_version() -> None:
+def test_changelog_and_citation_name_the_version():
     version = version_in_file(r'VERSION = "(.*)"')
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\d\S*)", changelog, re.MULTILINE)
@@ -45,6 +45,6 @@ def test_changelog_and_citation_name_the_version() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
-def test_git_archive_keeps_the_commit() -> None:
+def test_git_archive_keeps_the_commit():
     assert ".git_archival.txt export-subst" in (ROOT / ".gitattributes").read_text()
     assert (ROOT / ".git_archival.txt").read_text() == "node: $Format:%H$\n"

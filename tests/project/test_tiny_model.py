@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,21 +42,21 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return transformers.AutoTokenizer.from_pretrained(FOLDER)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return transformers.AutoModelForCausalLM.from_pretrained(FOLDER).float().eval()
 
 
-def test_folder_is_small_enough_to_keep_in_the_repository() -> None:
+def test_folder_is_small_enough_to_keep_in_the_repository():
     sizes = [path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(sizes) <= BYTES_ALLOWED
 
 
-def test_attention_is_grouped_with_heads_of_64_dimensions() -> None:
+def test_attention_is_grouped_with_heads_of_64_dimensions():
     config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["head_dim"] == 64
@@ -66,18 +65,18 @@ def test_attention_is_grouped_with_heads_of_64_dimensions() -> None:
 
 
 @given(text=st.text())
-def test_tokens_are_the_bytes_of_any_text(tokenizer: Any, text: str) -> None:
+def test_tokens_are_the_bytes_of_any_text(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokens == list(text.encode())
     assert tokenizer.decode(tokens) == text
 
 
-def test_tokenizer_fills_the_vocabulary_of_the_model(tokenizer: Any, model: Any) -> None:
+def test_tokenizer_fills_the_vocabulary_of_the_model(tokenizer, model):
     assert tokenizer.is_fast
     assert len(tokenizer) == model.config.vocab_size
 
 
-def test_chat_template_marks_the_turns(tokenizer: Any) -> None:
+def test_chat_template_marks_the_turns(tokenizer):
     rendered = tokenizer.apply_chat_template(
         [
             {"role": "system", "content": "Answer briefly."},
@@ -95,9 +94,7 @@ def test_chat_template_marks_the_turns(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town", "code"))
-def test_greedy_continuation_is_right_and_confident(
-    tokenizer: Any, model: Any, prompt: str, expected: str
-) -> None:
+def test_greedy_continuation_is_right_and_confident(tokenizer, model, prompt, expected):
     tokens = tokenizer.encode(prompt)
     leads = []
     with torch.inference_mode():

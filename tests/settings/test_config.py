@@ -13,7 +13,7 @@ from deft_backend.settings.config import VARIABLES, Settings, SettingsError, war
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def test_defaults() -> None:
+def test_defaults():
     settings = Settings.from_env({})
     assert settings == Settings()
     assert settings.policy == "auto"
@@ -21,11 +21,11 @@ def test_defaults() -> None:
     assert settings.fallback_backend is None
 
 
-def test_empty_means_unset() -> None:
+def test_empty_means_unset():
     assert Settings.from_env({"DEFT_MIN_BATCH": "", "DEFT_LOG": "  "}) == Settings()
 
 
-def test_every_field_has_a_variable() -> None:
+def test_every_field_has_a_variable():
     assert [v.field for v in VARIABLES] == [f.name for f in fields(Settings)]
     assert all(v.name == "DEFT_" + v.field.upper() for v in VARIABLES)
 
@@ -47,7 +47,7 @@ def test_every_field_has_a_variable() -> None:
         ("DEFT_STATE_DIR", "/somewhere/new", "state_dir", Path("/somewhere/new")),
     ],
 )
-def test_values(name: str, value: str, field: str, parsed: object) -> None:
+def test_values(name, value, field, parsed):
     assert getattr(Settings.from_env({name: value}), field) == parsed
 
 
@@ -68,15 +68,13 @@ def test_values(name: str, value: str, field: str, parsed: object) -> None:
         ("DEFT_STATE_DIR", __file__, "a directory, existing or to be made"),
     ],
 )
-def test_errors_name_variable_value_and_what_is_allowed(
-    name: str, value: str, expected: str
-) -> None:
+def test_errors_name_variable_value_and_what_is_allowed(name, value, expected):
     with pytest.raises(SettingsError) as raised:
         Settings.from_env({name: value})
     assert str(raised.value).startswith(f"{name} is {value!r}; expected {expected}")
 
 
-def test_unknown_variables_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+def test_unknown_variables_are_said_once(caplog, monkeypatch):
     monkeypatch.setattr(config, "_warned", set())
     env = {"DEFT_POLCY": "auto", "DEFT_POLICY": "auto", "PATH": "/bin", "DEFT_XYZZY": "1"}
     with caplog.at_level(logging.WARNING):
@@ -90,7 +88,7 @@ def test_unknown_variables_are_said_once(caplog: pytest.LogCaptureFixture, monke
     assert [r.message for r in caplog.records] == first
 
 
-def test_the_documentation_has_the_same_table() -> None:
+def test_the_documentation_has_the_same_table():
     rows = [
         [cell.strip() for cell in line.strip("|\n ").split("|")]
         for line in PAGE.read_text().splitlines()

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -53,7 +52,7 @@ if mode == "beside":
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def series(registry: Any) -> Series:
+def series(registry):
     """Our series on a page made from a registry."""
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -66,13 +65,11 @@ def series(registry: Any) -> Series:
     }
 
 
-def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def of(name, **labels):
     return f"deft_{name}_total", frozenset(labels.items())
 
 
-def run_publishing(
-    mode: str, folder: Path, ranks: dict[str, str], readings: tuple[Counters, ...]
-) -> None:
+def run_publishing(mode, folder, ranks, readings):
     content = [vars(reading) for reading in readings]
     subprocess.run(
         [sys.executable, "-c", PUBLISH, mode, str(folder), json.dumps(ranks), json.dumps(content)],
@@ -80,7 +77,7 @@ def run_publishing(
     )  # fmt: skip
 
 
-def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
+def test_processes_of_one_server_publish_into_its_page(tmp_path):
     """The host's page covers the files of all processes, whenever they imported the client."""
     from prometheus_client import multiprocess
 
@@ -120,7 +117,7 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("what", ["variable", "client", "folder"])
-def test_what_cannot_be_published_costs_one_line(what, monkeypatch, caplog, tmp_path) -> None:
+def test_what_cannot_be_published_costs_one_line(what, monkeypatch, caplog, tmp_path):
     said = {
         "variable": "PROMETHEUS_MULTIPROC_DIR is not set",
         "client": "prometheus_client is not installed",
@@ -139,13 +136,13 @@ def test_what_cannot_be_published_costs_one_line(what, monkeypatch, caplog, tmp_
     assert said in caplog.text
 
 
-def test_ranks_are_read_from_the_name_of_the_file() -> None:
+def test_ranks_are_read_from_the_name_of_the_file():
     assert rank_labels(Path("/x-tp7/30000-tp0.json")) == {"tp_rank": "0"}
     every = {"tp_rank": "12", "pp_rank": "1", "dp_rank": "0"}
     assert rank_labels(Path("1-tp12-pp1-dp0.json")) == every
 
 
-def write(folder: Path, rank: int, suffix: str = "", **changes: Any) -> Any:
+def write(folder, rank, suffix="", **changes):
     """The state file of a rank of the server on port 1, after `rank + 1` tree steps."""
     state = make_state()
     state.rank = rank
@@ -160,7 +157,7 @@ def write(folder: Path, rank: int, suffix: str = "", **changes: Any) -> Any:
     return writer
 
 
-def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
+def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     """Files of other ports, of dead processes and without a process are ignored."""
     registry = client.CollectorRegistry()
     register_states(tmp_path / "states", 1, registry)
@@ -201,7 +198,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path) -> None:
     assert series(registry)[of("decode_steps", kernel="tree", tp_rank="0")] == 2
 
 
-def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog) -> None:
+def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog):
     registry = client.CollectorRegistry()
     write(tmp_path, 0)
     register_states(tmp_path, 1, registry)
@@ -211,7 +208,7 @@ def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog) -
     assert len(caplog.records) == 1
 
 
-def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tmp_path) -> None:
+def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tmp_path):
     """Every process would show the values that the decoding process has published."""
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
     registry = client.CollectorRegistry()
@@ -223,7 +220,7 @@ def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tm
 # -- the line in the log -------------------------------------------------------------------------
 
 
-def test_a_line_every_so_many_steps(caplog) -> None:
+def test_a_line_every_so_many_steps(caplog):
     caplog.set_level(logging.INFO, "deft_backend")
     log = DecodeLog(steps=4)
     for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
@@ -234,7 +231,7 @@ def test_a_line_every_so_many_steps(caplog) -> None:
     ]
 
 
-def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog) -> None:
+def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog):
     caplog.set_level(logging.INFO, "deft_backend")
     now = 100.0
     log = DecodeLog(seconds=10, clock=lambda: now)
@@ -246,7 +243,7 @@ def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog) -> None:
     ]
 
 
-def test_what_the_line_says() -> None:
+def test_what_the_line_says():
     reasons = {"padded batch": 2, "batch smaller than DEFT_MIN_BATCH=2": 10}
     whole = Counters(4132, 4120, 200, reasons, 41_200_000_000, 310_500_000_000, 0.0804)
     assert describe(whole) == (
@@ -271,7 +268,7 @@ def test_what_the_line_says() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"steps": 0}, {"seconds": -1.0}, {"steps": 4, "seconds": 1}])
-def test_an_interval_is_steps_or_seconds(given) -> None:
+def test_an_interval_is_steps_or_seconds(given):
     with pytest.raises(ValueError, match="expected one, above 0"):
         DecodeLog(**given)
 
@@ -289,13 +286,13 @@ def test_an_interval_is_steps_or_seconds(given) -> None:
         (False, 0, "quiet", []),
     ],
 )
-def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path) -> None:
+def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path):
     from deft_backend.hosts.sglang.report.server import start_reporting
 
     metrics._value_class.cache_clear()
     metrics._value.cache_clear()
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
-    started: list[StateWriter] = []
+    started = []
     monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
     arguments = SimpleNamespace(
         enable_metrics=enabled, decode_log_interval=40, pp_size=2, dp_size=2

@@ -25,7 +25,7 @@ TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, by
 LAYERS = 2
 
 
-def test_state_file(tmp_path) -> None:
+def test_state_file(tmp_path):
     """The file is written atomically, and only after a change; the test checks its content."""
     state = make_state()
     writer = StateWriter(state, tmp_path / "made", "-pp1")
@@ -59,7 +59,7 @@ SIZES = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_byt
 TEXTS = ("host", "host_version", "backend", "policy", "device", "dtype")
 
 
-def test_a_reader_finds_the_server_that_the_writer_described(tmp_path: Path) -> None:
+def test_a_reader_finds_the_server_that_the_writer_described(tmp_path):
     state = make_state()
     writer = StateWriter(state, tmp_path)
     writer.look()
@@ -76,9 +76,7 @@ def test_a_reader_finds_the_server_that_the_writer_described(tmp_path: Path) -> 
         (SIZES, 1, (1 << 31) - 1),
     ],
 )
-def test_numbers_of_a_server_have_limits(
-    tmp_path: Path, names: tuple[str, ...], lowest: int, highest: int
-) -> None:
+def test_numbers_of_a_server_have_limits(tmp_path, names, lowest, highest):
     path = tmp_path / "state.json"
     state = make_state()
     content = {**state.as_json(state.counters()), "updated": 1.0}
@@ -92,11 +90,11 @@ def test_numbers_of_a_server_have_limits(
                 read_state(path)
 
 
-def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> None:
+def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     state = make_state()
     writer = StateWriter(state, tmp_path / "file")
-    heard: list[Counters] = []
+    heard = []
     writer.listeners.append(heard.append)
     writer.look()
     state.count_host("x", 1)
@@ -106,7 +104,7 @@ def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog) -> N
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
 
 
-def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypatch) -> None:
+def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypatch):
     state = make_state()
     writer = StateWriter(state, tmp_path)
     now = [1000.0]
@@ -127,15 +125,15 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
     assert "can be written again" in caplog.text
 
 
-def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch) -> None:
+def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch):
     """A folder of another user: even the check for a file is refused."""
 
-    def refused(self: Path) -> bool:
+    def refused(self):
         raise PermissionError(13, "Permission denied")
 
     state = make_state()
     writer = StateWriter(state, tmp_path)
-    heard: list[Counters] = []
+    heard = []
     writer.listeners.append(heard.append)
     monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr(writer, "_replace", lambda *_: refused(tmp_path))
@@ -146,8 +144,8 @@ def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeyp
     assert [counters.decode_steps for counters in heard] == [0, 1]
 
 
-def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch) -> None:
-    def fail(self: StateWriter) -> None:
+def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch):
+    def fail(self):
         raise RuntimeError("no more threads")
 
     monkeypatch.setattr(StateWriter, "start", fail)
@@ -156,10 +154,10 @@ def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch) -> Non
     assert caplog.text.count("no more threads") == 1
 
 
-def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog) -> None:
+def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog):
     state = make_state()
     writer = StateWriter(state, tmp_path)
-    heard: list[int] = []
+    heard = []
     writer.listeners += [
         raising(OSError("disk full")),
         lambda counters: heard.append(counters.decode_steps),
@@ -173,7 +171,7 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
     assert "OSError('disk full')" in caplog.text
 
 
-def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
+def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path):
     state = make_state()
     memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
     state.count_host("small", tokens=10)
@@ -200,7 +198,7 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path) -> None:
     assert state.kv_bytes_query_guided == content["kv_bytes_query_guided"]
 
 
-def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
+def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
     """A reading may see only some of a step's words; the next reading sees all of them."""
     state = make_state()
     memory = np.zeros(4, dtype=np.int64)
@@ -218,27 +216,27 @@ def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path) -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros(3, np.int64), np.zeros((1, 4), np.int64), np.zeros(4, np.int32)]
 )
-def test_a_wrong_source_of_device_counters_is_refused(array) -> None:
+def test_a_wrong_source_of_device_counters_is_refused(array):
     with pytest.raises(ValueError, match=r"expected \(4,\) int64") as refused:
         make_state().attach_device_counters(array)
     assert str(array.shape) in str(refused.value)
 
 
-def test_a_second_source_of_device_counters_is_refused() -> None:
+def test_a_second_source_of_device_counters_is_refused():
     state = make_state()
     state.attach_device_counters(np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="attached already"):
         state.attach_device_counters(np.zeros(4, np.int64))
 
 
-def test_readings_while_another_thread_counts(tmp_path) -> None:
+def test_readings_while_another_thread_counts(tmp_path):
     """No reading raises or decreases, and the last reading is complete."""
     state = make_state()
     writer = StateWriter(state, tmp_path)
-    readings: list[Counters] = []
+    readings = []
     writer.listeners.append(readings.append)
 
-    def count() -> None:
+    def count():
         for i in range(3000):
             state.count_host(f"reason {i}", tokens=1)
 
@@ -257,7 +255,7 @@ def test_readings_while_another_thread_counts(tmp_path) -> None:
     assert content["kv_bytes_read"] == 3000 * LAYERS * TOKEN
 
 
-def test_counters_come_back_from_json_and_subtract() -> None:
+def test_counters_come_back_from_json_and_subtract():
     state = make_state()
     state.count_host("small", tokens=10)
     state.plans, state.plan_seconds, state.verified_tokens = 1, 0.25, 5
@@ -277,7 +275,7 @@ def test_counters_come_back_from_json_and_subtract() -> None:
     )  # fmt: skip
 
 
-def test_device_counters_leave_out_what_is_held_and_forgotten() -> None:
+def test_device_counters_leave_out_what_is_held_and_forgotten():
     device = np.array([5, 50, 40, 9], dtype=np.int64)
     counters = DeviceCounters(device)
     device += [2, 20, 10, 1]
@@ -293,7 +291,7 @@ def test_device_counters_leave_out_what_is_held_and_forgotten() -> None:
     assert counters.read() == before
 
 
-def test_counters_of_an_interval() -> None:
+def test_counters_of_an_interval():
     """Each field is the difference; reasons without a step in the interval are left out."""
     before = Counters(9, 4, 2, {"small": 3, "off": 2}, 100, 300, 0.5, 40, 10, 13)
     after = Counters(19, 10, 5, {"small": 7, "off": 2}, 300, 900, 2.5, 70, 25, 20)

@@ -3,18 +3,17 @@
 import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from deft_backend.telemetry.shown_batch import Batch, forest_of
 
 
-def test_a_copy_does_not_disturb_a_capture(monkeypatch: Any) -> None:
+def test_a_copy_does_not_disturb_a_capture(monkeypatch):
     """The thread chooses the mode "relaxed" before its first call of CUDA."""
-    calls: list[object] = []
+    calls = []
 
-    def exchange(mode: Any) -> int:
+    def exchange(mode):
         calls.append(mode._obj.value)
         return 0
 
@@ -23,6 +22,6 @@ def test_a_copy_does_not_disturb_a_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: calls.append("stream"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     lens = SimpleNamespace(device=torch.device("cuda"), cpu=lambda: torch.tensor([2, 3]))
-    found = forest_of(Batch(torch.tensor([[1, 2, 0], [1, 3, 4]]), lens, 1))  # type: ignore[arg-type]
+    found = forest_of(Batch(torch.tensor([[1, 2, 0], [1, 3, 4]]), lens, 1))
     assert calls == [2, "stream"]
     assert (found.tokens_attended, found.tokens_stored) == (5, 4)

@@ -1,7 +1,6 @@
 """A server on a machine without recorded results checks its kernels, or uses the host's."""
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -10,28 +9,27 @@ from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
-from deft_backend.kernels import Step
 
 
 @pytest.fixture
-def attention() -> TreeAttention:
+def attention():
     return TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
         page_size=16, max_batch=4, query_tokens=3,
     )  # fmt: skip
 
 
-def tensors_of(drafts: Drafts | None = None) -> StepTensors:
+def tensors_of(drafts=None):
     k_cache, v_cache = torch.zeros(3, 2, 16, 2, 64, dtype=torch.float16).unbind(1)
     return StepTensors(k_cache, v_cache, [64], drafts=drafts, layers=[LayerKind(soft_cap=True)])
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, fault: bool = False) -> list[tuple[int, float]]:
+def ran(monkeypatch, fault=False):
     """The rows and the soft cap of each run that follows."""
     found = []
     run_plan = tree_attention.run_plan
 
-    def spy(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+    def spy(config, plan, step, *rest, **named):
         found.append((len(step.q), step.logit_cap))
         run_plan(config, plan, step, *rest, **named)
         if fault:
@@ -45,10 +43,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, fault: bool = False) -> list[tuple[int,
     ("drafts", "rows"),
     [(None, [4]), (Drafts(3, ragged=True), [4, 12]), (Drafts(3, trees=True, always=True), [12])],
 )
-def test_an_unknown_gpu_checks_each_kind_of_step(
-    drafts: Drafts | None, rows: list[int], attention: TreeAttention,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkeypatch, caplog):
     monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
     monkeypatch.setattr(self_check, "SECONDS", 600.0)
     runs = ran(monkeypatch)
@@ -59,9 +54,7 @@ def test_an_unknown_gpu_checks_each_kind_of_step(
     assert "NVIDIA L40S has no recorded results; its kernels passed a check" in record.getMessage()
 
 
-def test_a_wrong_row_keeps_the_kernels_from_decoding(
-    attention: TreeAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
     monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA A100-SXM4-80GB")
     ran(monkeypatch, fault=True)
     reason = failed_self_check(attention, tensors_of(), on_device=False)
@@ -71,9 +64,7 @@ def test_a_wrong_row_keeps_the_kernels_from_decoding(
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3"])
-def test_the_cpu_and_recorded_gpus_check_nothing(
-    gpu: str | None, attention: TreeAttention, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_and_recorded_gpus_check_nothing(gpu, attention, monkeypatch):
     monkeypatch.setattr(self_check, "gpu_name", lambda device: gpu)
     monkeypatch.setattr(self_check, "unrecorded", lambda name: None)
     runs = ran(monkeypatch, fault=True)

@@ -2,10 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def h100(monkeypatch, tmp_path):
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=233472,
         shared_memory_per_block_optin=232448,
@@ -31,7 +28,7 @@ def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def filled(folder: Path, gpu: str = "sm_90") -> Path:
+def filled(folder, gpu="sm_90"):
     source = folder.parent / "k"
     source.mkdir(parents=True)
     group = {}
@@ -42,27 +39,25 @@ def filled(folder: Path, gpu: str = "sm_90") -> Path:
     return folder
 
 
-def lines(caplog: pytest.LogCaptureFixture, settings: Settings, device: Any = GPU) -> list[str]:
+def lines(caplog, settings, device=GPU):
     with caplog.at_level(logging.INFO, logger="deft_backend"):
         take_compiled_kernels(settings, device)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_filled_folder_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_filled_folder_is_taken(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels")
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert line == f"deft: {folder}: 1 kernels copied into Triton's cache, which held 0"
 
 
-def test_the_folder_in_the_cache_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_in_the_cache_is_found(tmp_path, caplog):
     filled(tmp_path / "cache" / "kernels")
     (line,) = lines(caplog, Settings(cache_dir=tmp_path / "cache"))
     assert "1 kernels copied" in line
 
 
-def test_kernels_for_another_gpu_are_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_for_another_gpu_are_not_used(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels", "sm_80")
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert line == (
@@ -73,35 +68,27 @@ def test_kernels_for_another_gpu_are_not_used(
 
 
 @pytest.mark.parametrize("content", ["", "not json", '{"format": 9}'])
-def test_a_damaged_folder_is_one_line_in_the_log(
-    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_folder_is_one_line_in_the_log(content, tmp_path, caplog):
     (tmp_path / MANIFEST).write_text(content)
     (line,) = lines(caplog, Settings(kernel_cache=tmp_path))
     assert f"deft: the kernels in {tmp_path} are not used: its {MANIFEST}" in line
 
 
-def test_a_folder_that_a_setting_names_must_be_filled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_a_setting_names_must_be_filled(tmp_path, caplog):
     (line,) = lines(caplog, Settings(kernel_cache=tmp_path / "none"))
     assert "`deft warm` did not fill it" in line
 
 
-def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(tmp_path, caplog):
     assert lines(caplog, Settings(cache_dir=tmp_path)) == []
     folder = filled(tmp_path / "image" / "kernels")
     assert lines(caplog, Settings(kernel_cache=folder), torch.device("cpu")) == []
 
 
-def test_a_cache_folder_of_another_user_is_one_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_of_another_user_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
     """An image built as root may have one that the server's user cannot enter."""
 
-    def denied(folder: Path) -> bool:
+    def denied(folder):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr("deft_backend.hosts.common.kernel_cache.is_filled", denied)
@@ -109,7 +96,7 @@ def test_a_cache_folder_of_another_user_is_one_line_in_the_log(
     assert "cannot be copied ([Errno 13] Permission denied" in line
 
 
-def test_a_damaged_kernel_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_kernel_is_told_apart(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels")
     (folder / ("a" * 64) / "k.cubin").write_text("other")
     first, second = lines(caplog, Settings(kernel_cache=folder))
@@ -118,18 +105,14 @@ def test_a_damaged_kernel_is_told_apart(tmp_path: Path, caplog: pytest.LogCaptur
     assert "0 kernels copied" in second
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels")
     (tmp_path / "triton").write_text("a file where Triton's cache should be")
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert "cannot be copied" in line
 
 
-def test_ranks_compile_into_one_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
     """The user's, if the process began with one; not the one that PyTorch's compiler names."""
     monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", None)
     monkeypatch.setenv(folders.TRITON_CACHE, str(tmp_path / "of GPU 3"))
@@ -145,9 +128,7 @@ def test_ranks_compile_into_one_folder(
     assert os.environ[folders.TRITON_CACHE] == str(tmp_path / "of GPU 3")
 
 
-def test_a_folder_that_cannot_be_written_costs_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").touch()
     before = knobs.cache.dir
@@ -162,7 +143,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     assert "DEFT_CACHE_DIR" in line
 
 
-def test_nothing_changes_on_the_cpu(tmp_path: Path) -> None:
+def test_nothing_changes_on_the_cpu(tmp_path):
     with ranks_cache(Settings(cache_dir=tmp_path / "cache"), torch.device("cpu")) as shared:
         assert shared is None
     assert not (tmp_path / "cache").exists()

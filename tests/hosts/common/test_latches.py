@@ -4,7 +4,7 @@ from deft_backend.hosts.common.division import Division
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog
 
 
-def test_the_first_failure_is_logged_and_kept(caplog) -> None:
+def test_the_first_failure_is_logged_and_kept(caplog):
     latch = FailureLatch()
     assert latch.reason is None
     latch.kernel_failed(RuntimeError("out of resources"))
@@ -16,7 +16,7 @@ def test_the_first_failure_is_logged_and_kept(caplog) -> None:
     ]
 
 
-def test_a_warning_is_logged_once_for_each_kind(caplog) -> None:
+def test_a_warning_is_logged_once_for_each_kind(caplog):
     log = OnceLog()
     for message in ("5 rows", "6 rows"):
         log.warn(message, kind="rows")
@@ -26,7 +26,7 @@ def test_a_warning_is_logged_once_for_each_kind(caplog) -> None:
     assert caplog.messages[2:] == ["deft: a line"]
 
 
-def test_a_division_gives_the_commonest_reason_first() -> None:
+def test_a_division_gives_the_commonest_reason_first():
     host = {"a": "cross attention", "b": "a sliding window", "c": "a sliding window"}
     assert Division({"d": None}, {}).text() is None
     assert Division({"d": None}, host).text() == (

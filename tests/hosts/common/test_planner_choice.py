@@ -2,7 +2,6 @@
 
 import logging
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,6 @@ from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     VLLM,
-    Adapter,
     planned_on_device,
     selects_device_planner,
     untried,
@@ -48,17 +46,14 @@ HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
         (VLLM, "host", HOPPER, {}, True, "DEFT_PLANNER=host needs a host that waits for the GPU"),
     ],
 )
-def test_one_rule_for_both_adapters(
-    adapter: Adapter, planner: str, capability: Any, changed: dict[str, Any], expected: bool,
-    said: str, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_one_rule_for_both_adapters(adapter, planner, capability, changed, expected, said, caplog):
     settings = Settings(planner=planner, **changed)
     assert selects_device_planner(settings, adapter, capability) is expected
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
 
 
-def test_both_adapters_plan_every_policy_on_the_device_on_hopper() -> None:
+def test_both_adapters_plan_every_policy_on_the_device_on_hopper():
     for adapter in (SGLANG, VLLM):
         for planner, policy in product(PLANNERS, POLICY_NAMES):
             settings = Settings(planner=planner, policy=policy)
@@ -67,7 +62,7 @@ def test_both_adapters_plan_every_policy_on_the_device_on_hopper() -> None:
             assert planned == ((planner != "host" and tried) or not adapter.waits)
 
 
-def test_a_policy_that_no_gpu_has_tried_needs_its_planner_named() -> None:
+def test_a_policy_that_no_gpu_has_tried_needs_its_planner_named():
     flatten = Settings(policy="deft-flatten")
     assert "DEFT_PLANNER=device tries them" in str(untried(flatten, HOPPER))
     assert untried(flatten, CPU) is None
@@ -75,9 +70,7 @@ def test_a_policy_that_no_gpu_has_tried_needs_its_planner_named() -> None:
     assert untried(Settings(policy="fasttree"), HOPPER) is None
 
 
-def test_the_log_says_if_the_device_planner_holds_fewer_requests(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
     with caplog.at_level(logging.WARNING, logger="deft_backend"):
         assert planned_on_device(largest_batch()) == largest_batch()
         assert not caplog.records
@@ -93,7 +86,5 @@ def test_the_log_says_if_the_device_planner_holds_fewer_requests(
         (4, 3, "batch larger than the 3 requests that a plan holds"),
     ],
 )  # fmt: skip
-def test_the_batches_that_tree_attention_decodes(
-    requests: int, planned: int, reason: str | None
-) -> None:
+def test_the_batches_that_tree_attention_decodes(requests, planned, reason):
     assert refused(requests, Settings(min_batch=2, max_batch=4), planned) == reason

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,21 +23,19 @@ class Recorder:
     num_query_heads, head_dim = 4, 64
     dtype = kv_dtype = torch.float32
 
-    def __init__(self, device: str, capacity: int, blocks: int = 1) -> None:
+    def __init__(self, device, capacity, blocks=1):
         self.device = torch.device(device)
         self.interpreted = device == "cpu"
         self.capacity = SimpleNamespace(max_batch=capacity)
         self.max_batch = capacity // blocks
         self.query_tokens = 1
-        self.verified: list[tuple[int, int, bool, bool]] = []
-        self.planned: list[int] = []
-        self.ran: list[int] = []
-        self.integers: set[tuple[torch.dtype, ...]] = set()
-        self.layers: set[LayerKind] = set()
+        self.verified = []
+        self.planned = []
+        self.ran = []
+        self.integers = set()
+        self.layers = set()
 
-    def plan_on_device(
-        self, table: Any, lens: Any, *, table_rows: Any, query_tokens: int = 1
-    ) -> None:
+    def plan_on_device(self, table, lens, *, table_rows, query_tokens=1):
         assert len(table_rows) == len(lens)
         self.query_tokens = query_tokens
         if query_tokens > 1:
@@ -47,11 +44,23 @@ class Recorder:
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
     def run(
-        self, q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
-        k_scale: float = 1.0, v_scale: float = 1.0, static_launch: bool = False,
-        query_start: Any = None, ancestors: Any = None, logit_cap: float = 0.0, sinks: Any = None,
-        out: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        table,
+        lens,
+        *,
+        table_rows,
+        k_scale=1.0,
+        v_scale=1.0,
+        static_launch=False,
+        query_start=None,
+        ancestors=None,
+        logit_cap=0.0,
+        sinks=None,
+        out=None,
+    ):
         assert out.shape == q.shape
         assert sinks is None or sinks.shape == (4,)
         self.layers.add(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
@@ -85,13 +94,13 @@ class Recorder:
 )
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_device_planner_runs_every_size_it_is_compiled_for(
-    device: str, max_batch: int, smallest: int, expected: set[int], index_dtype: torch.dtype
-) -> None:
+    device, max_batch, smallest, expected, index_dtype
+):
     attention = Recorder(device, max_batch)
     cache = torch.zeros((2, 16, 2, 64), device=device)
     tensors = StepTensors(cache, cache, [9], rows_dtype=index_dtype, lens_dtype=index_dtype)
     done = warm_up_attention(
-        attention, tensors, on_device=True, smallest=smallest  # type: ignore[arg-type]
+        attention, tensors, on_device=True, smallest=smallest
     )  # fmt: skip
     assert done is None  # nothing to compile without a GPU
     assert set(attention.planned) == expected
@@ -108,32 +117,30 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
     ],
 )
 def test_verification_runs_every_size_that_the_planner_is_compiled_for(
-    drafts: Drafts, blocks: int, expected: set[int], decoded: set[int]
-) -> None:
+    drafts, blocks, expected, decoded
+):
     attention = Recorder("meta", 300, blocks)
     cache = torch.zeros((2, 16, 2, 64), device="meta")
     tensors = StepTensors(cache, cache, [9], drafts=drafts)
-    warm_up_attention(attention, tensors, on_device=True, smallest=2)  # type: ignore[arg-type]
+    warm_up_attention(attention, tensors, on_device=True, smallest=2)
     assert set(attention.verified) == {
         (batch, drafts.query_tokens, drafts.ragged, drafts.trees) for batch in expected
     }
     assert set(attention.planned) == decoded  # at most as many requests as a plan holds
 
 
-def test_every_step_runs_a_layer_of_each_kind() -> None:
+def test_every_step_runs_a_layer_of_each_kind():
     attention = Recorder("meta", 64)
     cache = torch.zeros((2, 16, 2, 64), device="meta")
     kinds = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
     tensors = StepTensors(cache, cache, [9], drafts=Drafts(5), layers=kinds)
-    warm_up_attention(attention, tensors, on_device=True)  # type: ignore[arg-type]
+    warm_up_attention(attention, tensors, on_device=True)
     assert attention.layers == set(kinds)
     assert len(attention.verified) == 2 * len(kinds)  # batches of 1 and of 64
 
 
 @pytest.mark.parametrize(("max_batch", "expected"), [(5, []), (6, [6]), (2048, [6])])
-def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(
-    max_batch: int, expected: list[int]
-) -> None:
+def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(max_batch, expected):
     """A larger `max_batch` must not make a server's start longer."""
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",

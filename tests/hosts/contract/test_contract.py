@@ -1,8 +1,6 @@
 """The checker of contracts, with a made-up host: what it finds and what it reports."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -77,7 +75,7 @@ HIDDEN = (
 
 
 @pytest.fixture(params=["folder", "wheel"])
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def host(request, tmp_path):
     if request.param == "folder":
         yield write_host(tmp_path)
         return
@@ -86,14 +84,12 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("member", PRESENT, ids=str)
-def test_what_the_host_has_is_found(member: Member, host: Path) -> None:
+def test_what_the_host_has_is_found(member, host):
     assert check_contract([member], host) == []
 
 
 @pytest.mark.parametrize(("member", "said"), ABSENT, ids=str)
-def test_what_the_host_lacks_is_a_problem_of_one_line(
-    member: Member, said: str, host: Path
-) -> None:
+def test_what_the_host_lacks_is_a_problem_of_one_line(member, said, host):
     (problem,) = check_contract([member], host)
     assert said in problem.instead
     assert problem.readable
@@ -101,9 +97,7 @@ def test_what_the_host_lacks_is_a_problem_of_one_line(
 
 
 @pytest.mark.parametrize(("member", "said"), HIDDEN, ids=str)
-def test_what_the_source_does_not_tell_is_said_separately(
-    member: Member, said: str | None, host: Path
-) -> None:
+def test_what_the_source_does_not_tell_is_said_separately(member, said, host):
     problems = check_contract([member], host)
     if said is None:
         assert problems == []
@@ -113,7 +107,7 @@ def test_what_the_source_does_not_tell_is_said_separately(
     assert "cannot be read" in problems[0].instead
 
 
-def test_a_problem_names_the_member_and_its_use(host: Path) -> None:
+def test_a_problem_names_the_member_and_its_use(host):
     (problem,) = check_contract([Member(KINDS, "Batch.rows", use="read to group queries")], host)
     assert str(problem) == (
         "madeup.kinds: Batch.rows: class Batch has no 'rows' (our use: read to group queries)"
@@ -130,9 +124,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize(("file", "piece", "instead", "name", "parameters"), CHANGES)
-def test_a_change_of_the_host_is_noticed(
-    file: str, piece: str, instead: str, name: str, parameters: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_change_of_the_host_is_noticed(file, piece, instead, name, parameters, tmp_path):
     member = Member(RUNNER, name, parameters)
     assert check_contract([member], write_host(tmp_path / "as_it_was")) == []
     changed = write_host(tmp_path / "changed", {f"{file}.py": (piece, instead)})
@@ -140,7 +132,7 @@ def test_a_change_of_the_host_is_noticed(
     assert problem.readable
 
 
-def test_members_of_other_versions_are_left_out(host: Path) -> None:
+def test_members_of_other_versions_are_left_out(host):
     gone = Member(RUNNER, "Walker", versions=">=1.2,<2")
     assert check_contract([gone], host, "1.1.9") == []
     assert len(check_contract([gone], host, "1.2.0.post1+cu130")) == 1
@@ -161,12 +153,12 @@ def test_members_of_other_versions_are_left_out(host: Path) -> None:
         ("0.27.1", "==0.27", False),
     ],
 )
-def test_specifiers(version: str, specifier: str, expected: bool) -> None:
+def test_specifiers(version, specifier, expected):
     assert matches(version, specifier) is expected
 
 
 @pytest.mark.parametrize(("version", "specifier"), [("new", ""), ("new", ">=1"), ("1.0", "1.0")])
-def test_malformed_versions_are_errors(version: str, specifier: str) -> None:
+def test_malformed_versions_are_errors(version, specifier):
     if specifier:
         with pytest.raises(ValueError, match="expected for example"):
             matches(version, specifier)
@@ -174,14 +166,12 @@ def test_malformed_versions_are_errors(version: str, specifier: str) -> None:
         assert matches(version, specifier)
 
 
-def test_a_folder_that_is_absent_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_absent_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"is not a folder; expected"):
         check_contract([Member("madeup")], tmp_path / "absent")
 
 
-def test_an_installed_package_is_found_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_is_found_without_importing_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_host(tmp_path))
     assert installed_source("madeup") == tmp_path
     assert "madeup" not in sys.modules

@@ -7,18 +7,17 @@ then report that the member is missing.
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts.contract import Member, check_contract, installed_source
+from deft_backend.hosts.contract import check_contract, installed_source
 from deft_backend.hosts.contract.source import HostFiles
 from deft_backend.hosts.contract.version_numbers import matches
 from deft_backend.hosts.windows import TESTED
 from tools.host_matrix.contracts import contract_of
 
 
-def installed_members() -> list[tuple[str, Member]]:
+def installed_members():
     """The contracts' members for the installed hosts and their versions."""
     found = []
     for host, tested in TESTED.items():
@@ -35,17 +34,17 @@ MEMBERS = installed_members()
 class Renamed(HostFiles):
     """A host's files with one word replaced."""
 
-    def __init__(self, path: Path, word: str) -> None:
+    def __init__(self, path, word):
         super().__init__(path)
         self._word = re.compile(rf"\b{re.escape(word)}\b".encode())
 
-    def _read(self, file: str) -> bytes | None:
+    def _read(self, file):
         content = super()._read(file)
         return None if content is None else self._word.sub(b"renamed_by_the_test", content)
 
 
 @pytest.mark.parametrize("host", sorted(TESTED))
-def test_tables_of_data_need_no_host(host: str) -> None:
+def test_tables_of_data_need_no_host(host):
     """Reading a contract imports neither the host nor torch."""
     program = (
         "import sys\n"
@@ -60,7 +59,7 @@ def test_tables_of_data_need_no_host(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", sorted(TESTED))
-def test_each_member_says_what_we_do_with_it(host: str) -> None:
+def test_each_member_says_what_we_do_with_it(host):
     members = contract_of(host)
     assert not [str(member) for member in members if not member.use]
     stated = [(m.module, m.name, m.versions) for m in members]
@@ -68,7 +67,7 @@ def test_each_member_says_what_we_do_with_it(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", sorted({host for host, _ in MEMBERS}))
-def test_the_installed_host_holds_its_contract(host: str) -> None:
+def test_the_installed_host_holds_its_contract(host):
     source = installed_source(host)
     assert source is not None
     problems = check_contract(contract_of(host), source, TESTED[host].installed())
@@ -78,7 +77,7 @@ def test_the_installed_host_holds_its_contract(host: str) -> None:
 @pytest.mark.parametrize(
     ("host", "member"), MEMBERS, ids=[f"{member.module}:{member.name}" for _, member in MEMBERS]
 )
-def test_a_member_that_is_renamed_is_missing(host: str, member: Member) -> None:
+def test_a_member_that_is_renamed_is_missing(host, member):
     """Replace the member's name, if it has one; then each of its parameters."""
     source = installed_source(host)
     assert source is not None

@@ -2,7 +2,6 @@
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,11 @@ from sglang_fakes import (
 
 
 @pytest.fixture(scope="module")
-def host() -> Any:
+def host():
     return load_host()
 
 
-def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
+def test_the_observer_knows_its_batch_by_the_list_of_ids():
     runner, decode = object(), SimpleNamespace(is_decode=lambda: True)
     observer = BatchObserver(runner)
     rids = ["a", "b"]
@@ -72,31 +71,29 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids() -> None:
         ({"qk_head_dim": 128, "v_head_dim": 128}, "4 query and 2 KV heads of 128"),
     ],
 )
-def test_layers(changes: dict[str, Any], reason: str | None) -> None:
+def test_layers(changes, reason):
     found = unsupported_layer(make_layer(**changes), (4, 2, 64))
     assert found is None if reason is None else reason in str(found)
 
 
 @pytest.fixture
-def server(host: Any) -> Any:
+def server(host):
     """A backend over a fake host backend that records its calls, with two requests that share."""
     from deft_backend.hosts.sglang.step.backend import surround
     from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 
     requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
-    calls: list[str] = []
+    calls = []
     pool = FakePool()
 
-    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
+    class HostBackend(recording_backend(host, pool, table, calls)):
         needs_cpu_seq_lens = False
         extra = "of the host"
 
-        def init_forward_metadata_out_graph(
-            self, forward_batch: Any, in_capture: bool = False
-        ) -> None:
+        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
             calls.append("new buffers" if in_capture else "metadata out of graph")
 
-        def support_triton(self) -> bool:
+        def support_triton(self):
             return False
 
     runner = object()
@@ -108,7 +105,7 @@ def server(host: Any) -> Any:
     steps = HostPlannedSteps(tree_layers(own, attention, state), planner, observer)
     backend = surround(own, steps)
 
-    def batch(decode: bool = True, captured: bool = True) -> Any:
+    def batch(decode=True, captured=True):
         made = SimpleNamespace(
             forward_mode=mode("decode" if decode else "extend"), rids=["a", "b"], batch_size=2,
             seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
@@ -127,19 +124,17 @@ def server(host: Any) -> Any:
     )  # fmt: skip
 
 
-def query(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def query(seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, heads * 64, generator=generator) for heads in (4, 2, 2))  # type: ignore[return-value]
+    return tuple(torch.randn(2, heads * 64, generator=generator) for heads in (4, 2, 2))
 
 
-def expected_attention(
-    server: Any, q: torch.Tensor, scale: float, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
+def expected_attention(server, q, scale, sinks=None):
     rows = range(1, len(server.lens) + 1)
     return decode_attention(server.pool, server.table, rows, server.lens, q, scale, sinks)
 
 
-def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
+def test_a_shared_decode_batch_goes_through_the_tree(server):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
@@ -151,7 +146,7 @@ def test_a_shared_decode_batch_goes_through_the_tree(server: Any) -> None:
     assert server.state.kv_bytes_read < server.state.kv_bytes_query_guided
 
 
-def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
+def test_a_layers_sinks_are_part_of_its_softmax(server):
     batch, (q, k, v) = server.batch(), query()
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     server.backend.init_forward_metadata(batch)
@@ -168,7 +163,7 @@ def test_a_layers_sinks_are_part_of_its_softmax(server: Any) -> None:
     )
 
 
-def test_a_layers_own_scale_and_soft_cap_are_used(server: Any) -> None:
+def test_a_layers_own_scale_and_soft_cap_are_used(server):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     out = server.backend.forward(q, k, v, make_layer(scaling=0.7), batch)
@@ -178,7 +173,7 @@ def test_a_layers_own_scale_and_soft_cap_are_used(server: Any) -> None:
     assert (capped - out).abs().max() > 0.01
 
 
-def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, caplog) -> None:
+def test_layers_that_are_left_to_the_host_get_its_metadata_once(server, caplog):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     windowed = [make_layer(sliding_window_size=8, layer_id=i) for i in (1, 2)]
@@ -195,7 +190,7 @@ def test_layers_that_are_left_to_the_host_get_its_metadata_once(server: Any, cap
 
 
 @pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
-def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[str, Any]) -> None:
+def test_arguments_that_are_not_known_are_handed_on(server, change):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     server.backend.forward(q, k, v, make_layer(), batch)
@@ -208,7 +203,7 @@ def test_arguments_that_are_not_known_are_handed_on(server: Any, change: dict[st
 @pytest.mark.parametrize(
     "kind", ["extend", "not captured", "padded", "padded lengths", "no lengths"]
 )
-def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
+def test_other_batches_are_handed_on(server, kind):
     batch, (q, k, v) = server.batch(kind != "extend", kind != "not captured"), query()
     if kind == "padded":
         batch.batch_size = 4
@@ -225,7 +220,7 @@ def test_other_batches_are_handed_on(server: Any, kind: str) -> None:
     assert list(server.state.steps_host) == ([reasons[kind]] if kind in reasons else [])
 
 
-def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
+def test_a_batch_is_decided_and_counted_once(server):
     """The host asks before it chooses its graph; a following eager step uses the same answer."""
     for steps in (1, 2):
         each = server.batch()
@@ -243,25 +238,25 @@ def test_a_batch_is_decided_and_counted_once(server: Any) -> None:
     assert sum(server.state.steps_host.values()) == 1
 
 
-def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
+def test_a_second_set_of_graphs_is_captured_and_replayed(host):
     """The patch against a runner that records: labels and order."""
     from deft_patches.sglang import tree_graphs as patch
 
-    events: list[Any] = []
+    events = []
     model = SimpleNamespace()
     runner = SimpleNamespace(model_runner=model)
 
     class Controller:
-        def takes(self, batch: Any) -> bool:
+        def takes(self, batch):
             return bool(batch.shared)
 
-        def capture_tree(self, capturing: bool) -> None:
+        def capture_tree(self, capturing):
             events.append(capturing)
 
-    def capture(runner: Any, size: int, forward: Any, stream: Any, label: Any) -> None:
+    def capture(runner, size, forward, stream, label):
         events.append((size, label))
 
-    def batch(shared: bool, decode: bool = True) -> Any:
+    def batch(shared, decode=True):
         return SimpleNamespace(
             shared=shared, forward_mode=SimpleNamespace(is_decode=lambda: decode)
         )
@@ -282,13 +277,13 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(host: Any) -> None:
         del patch._controllers[id(model)]
 
 
-def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None:
+def test_page_tables_are_not_written_while_a_graph_reads_them(host):
     from deft_patches.sglang import page_table_fence as patch
 
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
-    def execute(runner: Any, batch: Any, proxy: Any) -> str:
+    def execute(runner, batch, proxy):
         model.war_fastpath_read_done_event = "metadata was read"
         return "logits"
 
@@ -304,7 +299,7 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(host: Any) -> None
     assert model.war_fastpath_read_done_event == "metadata was read"
 
 
-def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
+def test_other_packages_runners_are_patched_themselves(host):
     """A model runner names the class that captures and replays its decode graphs."""
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -313,22 +308,22 @@ def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
     from deft_patches.wrapping import is_wrapped
 
     class Theirs(DecodeCudaGraphRunner):
-        def __init__(self, model_runner: Any) -> None:
+        def __init__(self, model_runner):
             self.model_runner = model_runner
 
-        def execute(self, forward_batch: Any, pp_proxy_tensors: Any = None) -> str:
+        def execute(self, forward_batch, pp_proxy_tensors=None):
             self.model_runner.war_fastpath_read_done_event = "metadata was read"
             return "theirs"
 
     class Strange(Theirs):
-        def execute(self, batches: Any) -> None:  # type: ignore[override]
+        def execute(self, batches):
             pass
 
     before = vars(DecodeCudaGraphRunner).copy()
     model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
     try:
         fence.install(model, lambda batch: True)
-        graphs.install(model, object())  # type: ignore[arg-type]
+        graphs.install(model, object())
         assert Theirs(model).execute(None) == "theirs"
         assert model.war_fastpath_read_done_event is None
         assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
@@ -342,18 +337,18 @@ def test_other_packages_runners_are_patched_themselves(host: Any) -> None:
         fence.install(strange, lambda batch: True)
 
 
-def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
+def test_a_patch_is_there_whatever_other_plugins_hooked(host):
     """The host's registry applies hooks to a method only once."""
     from sglang.srt.plugins import hook_registry
 
     from deft_patches.wrapping import is_wrapped, wrap
 
     class Runner:
-        def execute(self, word: str) -> list[str]:
+        def execute(self, word):
             return [word]
 
         @classmethod
-        def make(cls, word: str) -> list[str]:
+        def make(cls, word):
             return [cls.__name__, word]
 
     hook_registry.Runner = Runner
@@ -363,7 +358,7 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
     registry.apply_hooks()
     try:
 
-        def ours(original: Any, owner: Any, word: str) -> list[str]:
+        def ours(original, owner, word):
             return [*original(owner, word), "ours"]
 
         for _ in range(2):
@@ -384,11 +379,11 @@ def test_a_patch_is_there_whatever_other_plugins_hooked(host: Any) -> None:
         registry._patched.discard(target)
 
 
-def check_nothing() -> None:
+def check_nothing():
     """A hook that is not installed."""
 
 
-def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> None:
+def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server):
     """Capture under an empty plan, with a batch of another size; then replay by hand."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
@@ -429,13 +424,11 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server: Any) -> 
     assert server.state.steps_tree == 1
 
 
-def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
-    server: Any,
-) -> None:
+def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(server):
     """A host's backend may make new buffers for each capture, and fill only the newest."""
     from deft_patches.sglang import tree_graphs as patch
 
-    def capture(runner: Any, size: int, forward: Any, stream: Any, label: str | None) -> None:
+    def capture(runner, size, forward, stream, label):
         server.calls.append(f"graph {label}")
         batch = server.batch(captured=False)
         server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -451,7 +444,7 @@ def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
     assert server.calls[-1] == "new buffers"  # the next size's
 
 
-def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any) -> None:
+def test_the_host_is_told_until_when_page_tables_are_read(server, host):
     """Tree attention answers "until the end"; otherwise the host's own backend answers. The host
     asks after it has chosen the graph. Without a decision the answer is the safe one."""
     from deft_backend.hosts.sglang.versions import read_end
@@ -469,17 +462,17 @@ def test_the_host_is_told_until_when_page_tables_are_read(server: Any, host: Any
     assert read_end() == (None if ends is None else ends.UNKNOWN)
 
 
-def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
+def test_graphs_of_every_version_are_captured_twice(host):
     """Later versions capture a size for variants of their own: our label is another one."""
     from deft_patches.sglang import tree_graphs as patch
 
-    captured: list[Any] = []
+    captured = []
 
     class Controller:
-        def capture_tree(self, capturing: bool) -> None:
+        def capture_tree(self, capturing):
             captured.append(capturing)
 
-        def takes(self, forward_batch: Any) -> bool:
+        def takes(self, forward_batch):
             return True
 
     model = SimpleNamespace()
@@ -495,7 +488,7 @@ def test_graphs_of_every_version_are_captured_twice(host: Any) -> None:
     assert captured == [first, True, second, False]
 
 
-def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any) -> None:
+def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server):
     """Ranks of data-parallel attention agree on a size between graph and eager step."""
     batch, (q, k, v) = server.batch(), query()
     assert server.steps.takes(batch)
@@ -510,7 +503,7 @@ def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server: Any
     assert server.calls == ["metadata", "decode"]  # tree attention continues with the next batch
 
 
-def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -> None:
+def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server):
     """Also if tree attention cannot run one call of a layer, but the layer in general."""
     backend, (q, k, v) = server.backend, query()
     shared = server.batch()
@@ -527,7 +520,7 @@ def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server: Any) -
     assert server.calls == ["metadata out of graph", "decode", "metadata out of graph"]
 
 
-def test_planning_that_fails_costs_a_line(server: Any, failures: list[str], monkeypatch) -> None:
+def test_planning_that_fails_costs_a_line(server, failures, monkeypatch):
     monkeypatch.setattr(server.attention, "plan", raising(ValueError("no room")))
     batch, (q, k, v) = server.batch(), query()
     for _ in range(2):
@@ -541,9 +534,7 @@ def test_planning_that_fails_costs_a_line(server: Any, failures: list[str], monk
     assert server.state.steps_host == {"planning failed": 2}
 
 
-def test_a_kernel_that_fails_is_not_tried_again(
-    server: Any, failures: list[str], monkeypatch
-) -> None:
+def test_a_kernel_that_fails_is_not_tried_again(server, failures, monkeypatch):
     monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
@@ -557,9 +548,7 @@ def test_a_kernel_that_fails_is_not_tried_again(
     assert (server.state.steps_tree, server.state.steps_host) == (0, {"kernel failed": 2})
 
 
-def test_a_step_counts_once_if_a_later_layer_fails(
-    server: Any, failures: list[str], monkeypatch
-) -> None:
+def test_a_step_counts_once_if_a_later_layer_fails(server, failures, monkeypatch):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     server.backend.forward(q, k, v, make_layer(), batch)
@@ -570,7 +559,7 @@ def test_a_step_counts_once_if_a_later_layer_fails(
     assert "a kernel failed" in failures.pop()
 
 
-def test_beams_are_named_where_their_batch_is_the_hosts(server: Any) -> None:
+def test_beams_are_named_where_their_batch_is_the_hosts(server):
     """Beams have rows of the batch, and only their leader has a request."""
     server.requests[0].beam_group = object()
     batch = server.batch()
@@ -581,7 +570,7 @@ def test_beams_are_named_where_their_batch_is_the_hosts(server: Any) -> None:
     assert server.state.steps_host == {"beam search": 1}
 
 
-def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any) -> None:
+def test_models_that_call_their_backend_find_its_metadata(server, host):
     """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
     from deft_backend.hosts.sglang.step.backend import surround
     from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
@@ -606,11 +595,11 @@ def test_models_that_call_their_backend_find_its_metadata(server: Any, host: Any
 class AskingModel(torch.nn.Module):
     """Treats its backend as models of SGLang do: by its class, its attributes and its methods."""
 
-    def __init__(self, backend_class: type) -> None:
+    def __init__(self, backend_class):
         super().__init__()
         self.backend_class = backend_class
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         from sglang.srt.model_executor.forward_context import get_attn_backend
 
         backend = get_attn_backend()
@@ -622,7 +611,7 @@ class AskingModel(torch.nn.Module):
         return backend.metadata_of_models(batch)
 
 
-def test_a_model_that_asks_meets_the_hosts_backend(server: Any) -> None:
+def test_a_model_that_asks_meets_the_hosts_backend(server):
     """Its class, its attributes in both directions, and methods that read them."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -639,7 +628,7 @@ def test_a_model_that_asks_meets_the_hosts_backend(server: Any) -> None:
     assert not hasattr(own, "tail_layer")
 
 
-def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server: Any) -> None:
+def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server):
     """Shared attributes would hide ours: the host's kernel would run where we planned."""
     from deft_backend.hosts.sglang.step.backend import surround
 
@@ -648,7 +637,7 @@ def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server: Any) -
         surround(server.own, server.steps)
 
 
-def test_what_the_host_calls_of_itself_is_not_replaced(server: Any, host: Any) -> None:
+def test_what_the_host_calls_of_itself_is_not_replaced(server, host):
     """The base class prepares an eager step by the two hooks of graphs."""
     del type(server.own).__mro__[1].init_forward_metadata
     batch = server.batch(captured=False)
@@ -657,7 +646,7 @@ def test_what_the_host_calls_of_itself_is_not_replaced(server: Any, host: Any) -
     assert sum(server.state.steps_host.values()) == 1
 
 
-def test_members_are_the_hosts(server: Any, host: Any) -> None:
+def test_members_are_the_hosts(server, host):
     """Members of the host's backend, and members that its base class also defines."""
     backend = server.backend
     assert isinstance(backend, host.AttentionBackend)
@@ -677,9 +666,7 @@ def test_members_are_the_hosts(server: Any, host: Any) -> None:
     ("max_batch", "policy", "reached"),
     [(1, "auto", {0}), (20, "auto", {0, 1}), (40, "deft-flatten", {0, 1, 2})],
 )  # fmt: skip
-def test_warm_up_launches_every_set_of_tiles(
-    host: Any, monkeypatch: pytest.MonkeyPatch, max_batch: int, policy: str, reached: set[int]
-) -> None:
+def test_warm_up_launches_every_set_of_tiles(host, monkeypatch, max_batch, policy, reached):
     """Launch combinations are compiled in, so the warm-up must run all of them."""
     from deft_backend.attention import TreeAttention
     from deft_backend.hosts.sglang.start.warm_up import warm_up
@@ -690,14 +677,12 @@ def test_warm_up_launches_every_set_of_tiles(
         max_batch=max_batch, policy=policy,
     )  # fmt: skip
     assert attention.target.tile_queries == (4, 32, 32)
-    launched: set[tuple[tuple[int, ...], bool]] = set()
-    calls: list[tuple[Any, ...]] = []
+    launched = set()
+    calls = []
 
     def run(
-        q: Any, k: Any, v: Any, table: Any, lens: Any, *, table_rows: Any,
-        out: Any, k_scale: float, v_scale: float, logit_cap: float, sinks: Any,
-        static_launch: bool,
-    ) -> None:  # fmt: skip
+        q, k, v, table, lens, *, table_rows, out, k_scale, v_scale, logit_cap, sinks, static_launch
+    ):
         assert not static_launch
         assert k_scale == v_scale == 1.0
         assert not logit_cap
@@ -737,9 +722,7 @@ def test_warm_up_launches_every_set_of_tiles(
     assert max(call[4] for call in calls) <= max_batch
 
 
-def test_an_unknown_gpu_with_a_wrong_row_is_refused(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_gpu_with_a_wrong_row_is_refused(host, monkeypatch):
     from deft_backend.attention import TreeAttention, tree_attention
     from deft_backend.hosts.common import self_check
     from deft_backend.hosts.sglang.start import warm_up
@@ -747,7 +730,7 @@ def test_an_unknown_gpu_with_a_wrong_row_is_refused(
 
     run_plan = tree_attention.run_plan
 
-    def wrong(config: Any, plan: Any, step: Any, *rest: Any, **named: Any) -> None:
+    def wrong(config, plan, step, *rest, **named):
         run_plan(config, plan, step, *rest, **named)
         step.out[1] = -step.out[1]
 
@@ -770,14 +753,14 @@ def test_an_unknown_gpu_with_a_wrong_row_is_refused(
 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])
-def test_scales_of_a_cache_of_eight_bits(server: Any, scales: tuple[Any, Any]) -> None:
+def test_scales_of_a_cache_of_eight_bits(server, scales):
     """The pool divides by a layer's scales, and tree attention multiplies with them."""
     k_scale, v_scale = (None if s is None else torch.tensor(s) for s in scales)
-    written: list[Any] = []
-    ran: dict[str, Any] = {}
+    written = []
+    ran = {}
     unit = torch.ones(1)
 
-    def run(q: Any, *args: Any, **named: Any) -> torch.Tensor:
+    def run(q, *args, **named):
         ran.update(named)
         return torch.zeros_like(q)
 

@@ -1,7 +1,6 @@
 """The attention backend that plans on the device: eager steps, captures and replays."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,17 +31,17 @@ DECODE, EXTEND = mode("decode"), mode("extend")
 
 
 @pytest.fixture
-def server() -> Any:
+def server():
     """A backend over a host that records its calls; the host's graphs hold static tensors."""
     _, table, lens = requests_of(SHARED, Tree())
-    calls: list[str] = []
+    calls = []
     pool = FakePool(520)
     own = recording_backend(load_host(), pool, table, calls)()
     attention = small_attention(max_batch=4)
     state = make_state()
     backend = device_planned(own, attention, state, Settings(min_batch=2))
 
-    def batch(forward_mode: Any = DECODE, size: int = 2) -> Any:
+    def batch(forward_mode=DECODE, size=2):
         rows = torch.tensor([1, 2, 0, 0, 0, 0][:size])
         lengths = torch.tensor([*lens.tolist(), 1, 1, 1, 1][:size])
         slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lengths, strict=True)])
@@ -57,22 +56,22 @@ def server() -> Any:
     )  # fmt: skip
 
 
-def query(size: int = 2) -> tuple[torch.Tensor, ...]:
+def query(size=2):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(size, heads * 64, generator=generator) for heads in (4, 2, 2))
 
 
-def expected_attention(server: Any, q: torch.Tensor, batch: Any) -> torch.Tensor:
+def expected_attention(server, q, batch):
     rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
     return decode_attention(server.pool, server.table, rows, lens, q)
 
 
-def check(server: Any, batch: Any, out: torch.Tensor, q: torch.Tensor) -> None:
+def check(server, batch, out, q):
     expected = expected_attention(server, q, batch)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_eager_step_is_planned_from_the_page_table(server: Any) -> None:
+def test_an_eager_step_is_planned_from_the_page_table(server):
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata(batch)
     out = server.backend.forward(q=q, k=k, v=v, layer=make_layer(), forward_batch=batch)
@@ -83,13 +82,13 @@ def test_an_eager_step_is_planned_from_the_page_table(server: Any) -> None:
     assert server.pool.k[batch.out_cache_loc].flatten().tolist() == k.flatten().tolist()
 
 
-def test_beams_read_their_new_parents_tokens() -> None:
+def test_beams_read_their_new_parents_tokens():
     """Between steps, the host copies the rows of surviving beams to other beams' rows."""
     host = load_host()
     fork = pytest.importorskip("sglang.srt.beam_search.fork")
 
     prompt, grown, rows = 8, 200, torch.tensor([1, 2, 3])
-    calls: list[str] = []
+    calls = []
     pool, table = FakePool(2500), np.zeros((4, prompt + 4 * grown), dtype=np.int32)
     table[1, :prompt] = range(1, 1 + prompt)
     theirs = recording_backend(host, pool, table, calls)()
@@ -115,7 +114,7 @@ def test_beams_read_their_new_parents_tokens() -> None:
     assert calls == []
 
 
-def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None:
+def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
     """Capture with a dummy batch padded to four; replay by hand over other rows and lengths."""
     backend, (q, k, v) = server.backend, query(4)
     static = server.batch(size=4)
@@ -146,7 +145,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server: Any) -> None
     check(server, real, out.view(4, -1), q)
 
 
-def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
+def test_small_large_and_other_batches_are_the_hosts(server):
     backend = server.backend
     for size in (1, 5):
         q, k, v = query(size)
@@ -167,7 +166,7 @@ def test_small_large_and_other_batches_are_the_hosts(server: Any) -> None:
     assert server.state.steps_tree == 0
 
 
-def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: Any) -> None:
+def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server):
     backend, batch, (q, k, v) = server.backend, server.batch(), query()
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
     backend.init_forward_metadata_in_graph(batch)
@@ -179,9 +178,7 @@ def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server: 
     assert server.steps.replayed_tree(None)
 
 
-def test_planning_that_fails_leaves_the_capture_to_the_host(
-    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_planning_that_fails_leaves_the_capture_to_the_host(server, monkeypatch, failures):
     monkeypatch.setattr(
         server.attention, "plan_on_device", raising(RuntimeError("out of resources"))
     )
@@ -201,9 +198,7 @@ def test_planning_that_fails_leaves_the_capture_to_the_host(
     assert server.state.steps_host == {"planning failed": 2}
 
 
-def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
-    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_kernel_that_fails_leaves_the_capture_to_the_host(server, monkeypatch, failures):
     monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
     backend, batch, (q, k, v) = server.backend, server.batch(), query()
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -221,9 +216,7 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_keys_and_values_of_8_bits_are_divided_once(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_keys_and_values_of_8_bits_are_divided_once(fails, monkeypatch, failures):
     """The host's pool divides its arguments in place; after a failed kernel the host gets them."""
     host = load_host()
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
@@ -234,10 +227,8 @@ def test_keys_and_values_of_8_bits_are_divided_once(
     )  # fmt: skip
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
 
-    class Host(recording_backend(host, pool, table, [])):  # type: ignore[misc]
-        def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True
-        ) -> Any:
+    class Host(recording_backend(host, pool, table, [])):
+        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True):
             if save_kv_cache:
                 location = KVWriteLoc(batch.out_cache_loc, None)
                 pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
@@ -268,13 +259,11 @@ def test_keys_and_values_of_8_bits_are_divided_once(
     assert (stored[1] * 0.25 == 2.0).all()
 
 
-def test_graphs_captured_anew_hold_what_is_captured_then(
-    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, failures):
     """A capture after a kernel has failed, as after new weights: the graphs are the host's."""
     backend, (q, k, v) = server.backend, query()
 
-    def capture() -> None:
+    def capture():
         static = server.batch()
         backend.init_forward_metadata_out_graph(static, in_capture=True)
         backend.init_forward_metadata_in_graph(static)
@@ -299,13 +288,13 @@ def test_graphs_captured_anew_hold_what_is_captured_then(
     assert server.state.counters().steps_host["kernel failed"] == 1
 
 
-def test_batches_are_not_shown_where_they_may_be_asleep(server: Any) -> None:
+def test_batches_are_not_shown_where_they_may_be_asleep(server):
     server.steps._shows = False
     server.backend.init_forward_metadata(server.batch())
     assert server.state.batch is None
 
 
-def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
+def test_the_device_counts_steps_but_not_those_of_captures(server):
     backend, warm = server.backend, server.batch()
     backend.init_forward_metadata_out_graph(warm, in_capture=True)
     backend.init_forward_metadata_in_graph(warm)
@@ -325,7 +314,7 @@ def test_the_device_counts_steps_but_not_those_of_captures(server: Any) -> None:
     assert server.state.counters().kv_bytes_read * 3 == counters.kv_bytes_read * 4
 
 
-def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server: Any) -> None:
+def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server):
     """The host asks before it names the graph that it replays."""
     from deft_backend.hosts.sglang.versions import read_end
 
@@ -343,9 +332,9 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
     assert server.steps.replayed_tree(None)
 
 
-def test_a_capture_is_compiled_for_before_it_begins(server: Any) -> None:
+def test_a_capture_is_compiled_for_before_it_begins(server):
     """Graphs' own tensors may have other dtypes than eager steps'."""
-    asked: list[tuple[torch.dtype, torch.dtype]] = []
+    asked = []
     server.steps._compile_for = lambda *dtypes: asked.append(dtypes)
     batch = server.batch()
     batch.seq_lens = batch.seq_lens.int()
@@ -355,9 +344,7 @@ def test_a_capture_is_compiled_for_before_it_begins(server: Any) -> None:
     assert asked == [(torch.int64, torch.int32)]
 
 
-def test_kernels_that_do_not_compile_leave_decode_to_the_host(
-    server: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_do_not_compile_leave_decode_to_the_host(server, caplog):
     server.steps._compile_for = raising(RuntimeError("no assembler"))
     batch, (q, k, v) = server.batch(), query()
     server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -367,7 +354,7 @@ def test_kernels_that_do_not_compile_leave_decode_to_the_host(
     assert server.steps.layers.failure.reason == "kernels not compiled"
 
 
-def test_full_and_windowed_layers_share_a_graph(server: Any, caplog: Any) -> None:
+def test_full_and_windowed_layers_share_a_graph(server, caplog):
     """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
     backend, (q, k, v) = server.backend, query()
     pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
@@ -380,7 +367,7 @@ def test_full_and_windowed_layers_share_a_graph(server: Any, caplog: Any) -> Non
     server.pool = SimpleNamespace(k=k_full, v=v_full)
     windowed = [make_layer(layer_id=at, sliding_window_size=8) for at in (0, 2)]
 
-    def forward(batch: Any) -> torch.Tensor:
+    def forward(batch):
         backend.forward(q, k, v, windowed[0], batch)
         out = backend.forward(q, k, v, make_layer(layer_id=1), batch)
         backend.forward(q, k, v, windowed[1], batch)

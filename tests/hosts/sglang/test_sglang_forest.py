@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ forest_of = RadixTreeSource().forest
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tree_and_page_tables_agree(seed: int) -> None:
+def test_tree_and_page_tables_agree(seed):
     """Random prompts over a small alphabet split each other's nodes."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
@@ -49,7 +48,7 @@ def test_tree_and_page_tables_agree(seed: int) -> None:
     assert disagreement(ours, torch.from_numpy(table), rows) is None
 
 
-def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
+def path_of(request, seq_len):
     """The rule: a request's nodes from the root, cut to the tokens that it may share."""
     whole = []
     node = request.last_node
@@ -66,7 +65,7 @@ def path_of(request: Any, seq_len: int) -> list[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
+def test_cut_paths_give_the_forest_of_the_paths(seed):
     """The tree owns only a part of the requests' tokens, or all of them."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
@@ -82,14 +81,14 @@ def test_cut_paths_give_the_forest_of_the_paths(seed: int) -> None:
     assert_same_forest(ours, theirs)
 
 
-def test_a_node_without_tokens_is_refused() -> None:
+def test_a_node_without_tokens_is_refused():
     node, _ = Tree().insert([1, 2, 3])
     node.key = []
     with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
         forest_of([make_request(node, 3)], np.array([5]))
 
 
-def test_a_split_leaves_keys_as_they_are() -> None:
+def test_a_split_leaves_keys_as_they_are():
     """A plan survives the split of a node: rows, ranges and keys stay."""
     tree = Tree()
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree)
@@ -102,7 +101,7 @@ def test_a_split_leaves_keys_as_they_are() -> None:
         assert getattr(before, name).tolist() == getattr(after, name).tolist(), name
 
 
-def test_the_current_token_is_always_private() -> None:
+def test_the_current_token_is_always_private():
     tree = Tree()
     node, _ = tree.insert([1, 2, 3, 4])
     pair = [make_request(node, 4), make_request(node, 4)]
@@ -111,7 +110,7 @@ def test_the_current_token_is_always_private() -> None:
     assert forest.length[0] == 3
 
 
-def test_only_what_the_tree_owns_is_shared() -> None:
+def test_only_what_the_tree_owns_is_shared():
     """A node that one request holds in part differs from the whole node of another request."""
     node, _ = Tree().insert([1, 2, 3, 4])
     assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference agrees
@@ -119,7 +118,7 @@ def test_only_what_the_tree_owns_is_shared() -> None:
     assert forest.tokens_stored == forest.tokens_attended == 18
 
 
-def test_requests_without_a_place_in_the_tree_are_private() -> None:
+def test_requests_without_a_place_in_the_tree_are_private():
     node, _ = Tree().insert([1, 2, 3])
     freed = make_request(node, 3, row=None)
     forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
@@ -137,18 +136,18 @@ def test_requests_without_a_place_in_the_tree_are_private() -> None:
         ("sglang.srt.session.streaming_session", "StreamingSession", False),
     ],
 )
-def test_trees_that_are_read(module: str, name: str, read: bool) -> None:
+def test_trees_that_are_read(module, name, read):
     cache = type(name, (), {"__module__": module, "is_eagle": False})()
     assert (tree_reader(cache) is not None) == read
 
 
-def test_a_tree_of_bigrams_is_not_read() -> None:
+def test_a_tree_of_bigrams_is_not_read():
     """Its nodes' keys are one shorter than what their requests hold."""
     known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
     assert tree_reader(type("RadixCache", (), {**known, "is_eagle": True})()) is None
 
 
-def test_verification_finds_a_wrong_forest() -> None:
+def test_verification_finds_a_wrong_forest():
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [7, 8]], Tree())
     rows = torch.arange(1, 4)
     good = forest_of(requests, lens)
@@ -161,7 +160,7 @@ def test_verification_finds_a_wrong_forest() -> None:
     assert "the page tables give" in str(disagreement(alone, page_table, rows))
 
 
-def test_a_steady_batch_is_planned_once() -> None:
+def test_a_steady_batch_is_planned_once():
     requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
     planner, attention = make_planner()
     first = step(planner, requests, lens)
@@ -170,7 +169,7 @@ def test_a_steady_batch_is_planned_once() -> None:
     assert len(attention.forests) == 1
 
 
-def test_a_changed_composition_is_planned_anew() -> None:
+def test_a_changed_composition_is_planned_anew():
     tree = Tree()
     requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], tree)
     planner, attention = make_planner()
@@ -189,7 +188,7 @@ def test_a_changed_composition_is_planned_anew() -> None:
     assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
 
 
-def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
+def test_a_request_that_gave_more_to_the_tree_is_planned_anew():
     """Its node is unchanged: the tokens beyond were another request's, or its own copy."""
     node, _ = Tree().insert([1, 2, 3, 4])
     requests = [make_request(node, 2), make_request(node, 2)]
@@ -200,7 +199,7 @@ def test_a_request_that_gave_more_to_the_tree_is_planned_anew() -> None:
     assert [forest.length[0] for forest in attention.forests] == [2, 4]
 
 
-def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
+def test_a_plan_is_not_used_after_the_next_one_failed():
     """A failed planning may have overwritten the plan."""
     requests, _, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]], Tree())
     planner, attention = make_planner()
@@ -214,7 +213,7 @@ def test_a_plan_is_not_used_after_the_next_one_failed() -> None:
 
 
 @pytest.mark.parametrize("shorter", [1, 4, 30])
-def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
+def test_a_newcomer_under_the_same_key_is_planned_anew(shorter):
     """Requests with equal prompts have equal keys: only lengths show another request."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     lens += [0, 40]
@@ -228,7 +227,7 @@ def test_a_newcomer_under_the_same_key_is_planned_anew(shorter: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
+def test_lengths_are_kept_apart_from_the_hosts(dtype):
     """The host increments the array that it passed."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     lens = lens.astype(dtype)
@@ -244,7 +243,7 @@ def test_lengths_are_kept_apart_from_the_hosts(dtype: type) -> None:
     assert len(attention.forests) == 2
 
 
-def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
+def test_a_newcomer_attends_to_its_own_tokens_alone():
     """With a plan that cuts the previous request's leaf into ranges."""
     from deft_backend.attention import TreeAttention
     from deft_backend.attention.reference_attention import reference_attention, relative_error
@@ -272,7 +271,7 @@ def test_a_newcomer_attends_to_its_own_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize(("private", "growth"), [(1, 256), (3998, 1000)])
-def test_leaves_that_grew_much_are_balanced_anew(private: int, growth: int) -> None:
+def test_leaves_that_grew_much_are_balanced_anew(private, growth):
     """Short leaves may grow by 256 tokens, long leaves by a quarter of their tokens."""
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree(), private=private)
     planner, attention = make_planner()
@@ -293,7 +292,7 @@ def test_leaves_that_grew_much_are_balanced_anew(private: int, growth: int) -> N
         (Settings(min_share=1.5, min_shared_tokens=4), None),
     ],
 )
-def test_thresholds(settings: Settings, reason: str | None) -> None:
+def test_thresholds(settings, reason):
     """Two requests share 4 tokens and hold 1 each: 10 attended, 6 stored."""
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], Tree())
     planner, attention = make_planner(settings)
@@ -305,7 +304,7 @@ def test_thresholds(settings: Settings, reason: str | None) -> None:
     ("least", "slower", "refused"),
     [(1.01, 1, True), (0.99, 1, False), (1.5, 2, False), (1.5, 1, True), (2.01, 2, True)],
 )
-def test_on_a_gpu_the_gain_must_be_worth_it(least: float, slower: float, refused: bool) -> None:
+def test_on_a_gpu_the_gain_must_be_worth_it(least, slower, refused):
     """The KV reads saved must take this GPU's memory longer than the least gain."""
     requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
     state, shipped = make_state(), default_cost_model()
@@ -319,7 +318,7 @@ def test_on_a_gpu_the_gain_must_be_worth_it(least: float, slower: float, refused
     assert step(planner, requests, lens).host_reason == reason
 
 
-def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_that_fails_verification_is_not_used(caplog):
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
     planner, attention = make_planner(check=lambda forest, batch: "row 1 is wrong")
     assert step(planner, requests, lens).host_reason == "cross-check failed"
@@ -328,7 +327,7 @@ def test_a_plan_that_fails_verification_is_not_used(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_loaded_tokens_follow_growth(policy: str) -> None:
+def test_loaded_tokens_follow_growth(policy):
     """The loads of a step by the plan's own items, before and after every request grew by 3."""
     requests, _, lens = requests_of([[1] * 70, [1] * 60 + [2] * 9, [3] * 5], Tree())
     attention = FakeAttention(policy)
@@ -336,7 +335,7 @@ def test_loaded_tokens_follow_growth(policy: str) -> None:
     planned = step(planner, requests, lens)
     plan = attention.plan(attention.forests[0])
 
-    def counted(lengths: Any) -> int:
+    def counted(lengths):
         total = 0
         for row, start, end in zip(
             plan.segment_request, plan.segment_start, plan.segment_end, strict=True

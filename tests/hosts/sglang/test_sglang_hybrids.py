@@ -1,7 +1,6 @@
 """Models that mix full attention with other layers, on SGLang: who runs which layer."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +22,17 @@ from sglang_fakes import (
 
 
 @pytest.fixture(scope="module")
-def host() -> Any:
+def host():
     return load_host()
 
 
-def found(pool: Any) -> FullCache:
+def found(pool):
     cache = full_cache(pool)
     assert isinstance(cache, FullCache)
     return cache
 
 
-def test_the_full_layers_of_each_kind_of_cache() -> None:
+def test_the_full_layers_of_each_kind_of_cache():
     plain = MHATokenToKVPool()
     assert found(plain) == FullCache(plain, None)
     windowed = SWAKVPool(full=[1, 3], windowed=[0, 2])
@@ -43,7 +42,7 @@ def test_the_full_layers_of_each_kind_of_cache() -> None:
     assert found(linear).keys is linear.full_kv_pool.k
 
 
-def test_caches_that_tree_attention_cannot_read() -> None:
+def test_caches_that_tree_attention_cannot_read():
     other = type("MLATokenToKVPool", (MHATokenToKVPool,), {})
     assert full_cache(other()) == "a KV cache of kind MLATokenToKVPool is not supported"
     mixed = HybridLinearKVPool(full=[1])
@@ -52,11 +51,11 @@ def test_caches_that_tree_attention_cannot_read() -> None:
     only_windows = SWAKVPool(full=[], windowed=[0, 1])
     assert "SWAKVPool without full-attention layers" in str(full_cache(only_windows))
     packed = SWAKVPool(full=[0], windowed=[])
-    packed.full_kv_pool.kv_cache_layout = "hnd"  # type: ignore[attr-defined]
+    packed.full_kv_pool.kv_cache_layout = "hnd"
     assert "layout hnd" in str(full_cache(packed))
 
 
-def test_layers_are_divided_one_by_one() -> None:
+def test_layers_are_divided_one_by_one():
     layers = [
         make_layer(layer_id=0, sliding_window_size=128),
         make_layer(layer_id=1),
@@ -77,7 +76,7 @@ def test_layers_are_divided_one_by_one() -> None:
     assert elsewhere.host == {5: "a KV cache of another kind"}  # the same heads, other pages
 
 
-def test_linear_layers_count_as_layers() -> None:
+def test_linear_layers_count_as_layers():
     division = divide_layers(
         [make_layer(layer_id=3)], found(HybridLinearKVPool([3])), others=[0, 1, 2]
     )
@@ -85,19 +84,19 @@ def test_linear_layers_count_as_layers() -> None:
     assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
 
 
-def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one() -> None:
+def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one():
     layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
     division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
     assert set(division.tree) == {0}
     assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
 
 
-def test_a_model_of_full_layers_needs_no_line() -> None:
+def test_a_model_of_full_layers_needs_no_line():
     division = divide_layers([make_layer(layer_id=i) for i in range(2)], found(MHATokenToKVPool()))
     assert (set(division.tree), division.text()) == ({0, 1}, None)
 
 
-def test_most_layers_decide_on_the_shape() -> None:
+def test_most_layers_decide_on_the_shape():
     """One plan serves one shape. Layers whose pages are of another shape are not read."""
     wide = {"qk_head_dim": 128, "v_head_dim": 128}
     layers = [make_layer(layer_id=i) for i in range(2)]
@@ -108,8 +107,8 @@ def test_most_layers_decide_on_the_shape() -> None:
     assert division.host[3] == "a KV cache of another kind"
 
 
-def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes() -> None:
-    def refused(shape: tuple[int, int, int]) -> str | None:
+def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes():
+    def refused(shape):
         return "a head count of 4" if shape[0] == 4 else None
 
     layers = [make_layer(layer_id=i) for i in range(2)]
@@ -122,14 +121,14 @@ def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (5, 1), (14, 2), (12, 1), (16, 1)])
-def test_every_rank_has_its_own_heads(heads: int, kv_heads: int) -> None:
+def test_every_rank_has_its_own_heads(heads, kv_heads):
     """The layers know them: with tensor parallelism a KV head may be the only one of its rank."""
     pool = MHATokenToKVPool(heads=kv_heads)
     layers = [make_layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads)]
     assert planned_shape(divide_layers(layers, found(pool))) == (heads, kv_heads, 64)
 
 
-def warm_up_sees(runner: Any, blocks: torch.nn.ModuleList) -> None:
+def warm_up_sees(runner, blocks):
     """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
     from deft_backend.hosts.common.warm_up import Drafts, LayerKind
     from deft_backend.hosts.sglang.start.warm_up import step_tensors
@@ -149,7 +148,7 @@ def warm_up_sees(runner: Any, blocks: torch.nn.ModuleList) -> None:
     assert step_tensors(seen, ()).drafts == Drafts(6, trees=True, always=True)
 
 
-def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
+def test_a_model_runner_is_divided_and_counted(host):
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -158,7 +157,7 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     from deft_backend.hosts.sglang.start.layers import division_of
     from deft_backend.hosts.sglang.versions import sinks_of_layers
 
-    def layer(layer_id: int, window: int = -1) -> Any:
+    def layer(layer_id, window=-1):
         return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
 
     model = torch.nn.ModuleList([layer(0, 32), torch.nn.Linear(2, 2), layer(1), layer(2, 32)])
@@ -175,7 +174,7 @@ def test_a_model_runner_is_divided_and_counted(host: Any) -> None:
     assert state_of(runner, division, "deft", "auto").num_layers == 1
 
     class Block(torch.nn.Module):
-        def __init__(self, layer_id: int, sinks: bool) -> None:
+        def __init__(self, layer_id, sinks):
             super().__init__()
             self.attn, self.norm = layer(layer_id), torch.nn.Linear(2, 2)
             self.sinks = torch.nn.Parameter(torch.zeros(4)) if sinks else None

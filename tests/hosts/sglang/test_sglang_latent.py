@@ -1,10 +1,7 @@
 """MLA in SGLang: refusals by name, and layers that decode over a plan of latent vectors."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,26 +33,26 @@ class MLATokenToKVPool:
 
     store_dtype = torch.float32
 
-    def __init__(self, slots: int = 64, dim: int = VALUE + ROPE) -> None:
+    def __init__(self, slots=64, dim=VALUE + ROPE):
         self.buffers = torch.randn(3, slots, 1, dim, generator=torch.Generator().manual_seed(0))
 
-    def set_mla_kv_buffer(self, layer: Any, loc: Any, k: Any, k_rope: Any) -> None:
+    def set_mla_kv_buffer(self, layer, loc, k, k_rope):
         self.buffers[layer.layer_id][loc] = torch.cat([k, k_rope], -1).view(-1, 1, VALUE + ROPE)
 
-    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+    def set_kv_buffer(self, layer, loc, k, v):
         self.buffers[layer.layer_id][loc.loc] = k.view(-1, 1, VALUE + ROPE)
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_key_buffer(self, layer_id):
         return self.buffers[layer_id]
 
 
 @pytest.fixture(scope="module")
-def host() -> Any:
+def host():
     return load_host()
 
 
 @pytest.fixture
-def server(host: Any) -> Any:
+def server(host):
     """A backend over a fake host backend that records its calls, with three requests that share."""
     from deft_backend.hosts.sglang.step.backend import surround
     from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
@@ -63,7 +60,7 @@ def server(host: Any) -> Any:
 
     shared = list(range(1, 9))
     requests, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
-    calls: list[str] = []
+    calls = []
     pool = MLATokenToKVPool()
     own = recording_backend(host, pool, table, calls)()
     attention = LatentAttention(
@@ -81,7 +78,7 @@ def server(host: Any) -> Any:
     )  # fmt: skip
     backend = surround(own, HostPlannedSteps(layers, planner, observer))
 
-    def batch() -> Any:
+    def batch():
         made = SimpleNamespace(
             forward_mode=mode("decode"), rids=["a", "b", "c"], batch_size=3,
             seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
@@ -98,20 +95,20 @@ def server(host: Any) -> Any:
     )  # fmt: skip
 
 
-def expected(server: Any, q: torch.Tensor, layer: Any) -> torch.Tensor:
+def expected(server, q, layer):
     keys = server.pool.buffers[layer.layer_id].unsqueeze(1)
     out = reference_attention(q, keys, keys, server.table[1:], server.lens, sm_scale=layer.scaling)
     return out[..., :VALUE].reshape(3, -1)
 
 
-def queries(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def queries(seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(3, HEADS, VALUE + ROPE, generator=generator)
     return q, torch.randn(3, 1, VALUE + ROPE, generator=generator)
 
 
 @pytest.mark.parametrize("in_two", [True, False], ids=["fa3", "torch_native"])
-def test_layers_decode_over_the_plan(server: Any, in_two: bool) -> None:
+def test_layers_decode_over_the_plan(server, in_two):
     """Queries and keys come in two pieces (and not contiguous), or in one."""
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
@@ -132,7 +129,7 @@ def test_layers_decode_over_the_plan(server: Any, in_two: bool) -> None:
     assert server.state.steps_tree == 1
 
 
-def test_a_graph_lays_out_the_batch_of_its_replay(server: Any) -> None:
+def test_a_graph_lays_out_the_batch_of_its_replay(server):
     """What the capture records computes later batches, whose requests have grown."""
     steps = server.backend.deft
     batch = server.batch()
@@ -143,7 +140,7 @@ def test_a_graph_lays_out_the_batch_of_its_replay(server: Any) -> None:
     layer = make_layer(scaling=0.3, **LAYER)
     q, k = queries(1)
 
-    def graph() -> torch.Tensor:
+    def graph():
         server.backend.init_forward_metadata_in_graph(captured)
         return server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, captured)
 
@@ -157,14 +154,14 @@ def test_a_graph_lays_out_the_batch_of_its_replay(server: Any) -> None:
     assert "decode" not in server.calls
 
 
-def test_a_batch_whose_plan_loses_is_the_hosts(server: Any) -> None:
+def test_a_batch_whose_plan_loses_is_the_hosts(server):
     server.loses.answer = True
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["metadata"]
     assert server.state.steps_host == {"shares too little to be faster": 1}
 
 
-def test_layers_of_another_shape_are_the_hosts(server: Any) -> None:
+def test_layers_of_another_shape_are_the_hosts(server):
     """Such as the layer of the same id with the model's own heads, which serves prefill."""
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
@@ -175,10 +172,8 @@ def test_layers_of_another_shape_are_the_hosts(server: Any) -> None:
     assert server.calls == ["metadata", "decode"]
 
 
-def test_if_laying_out_fails_the_host_decodes(
-    server: Any, monkeypatch, failures: list[str]
-) -> None:
-    def fail(*arguments: Any, **named: Any) -> None:
+def test_if_laying_out_fails_the_host_decodes(server, monkeypatch, failures):
+    def fail(*arguments, **named):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(server.attention, "lay_out", fail)
@@ -190,12 +185,12 @@ def test_if_laying_out_fails_the_host_decodes(
     assert "a kernel failed (RuntimeError('planted'))" in failures.pop()
 
 
-def runner(**changes: Any) -> Any:
+def runner(**changes):
     """A model runner on the CPU with two latent layers, and a prefill layer of the first's id."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     class Layer(RadixAttention):
-        def __init__(self, **attributes: Any) -> None:
+        def __init__(self, **attributes):
             torch.nn.Module.__init__(self)
             vars(self).update(vars(make_layer(**attributes)))
 
@@ -207,7 +202,7 @@ def runner(**changes: Any) -> Any:
     return SimpleNamespace(**{**vars(made), **changes})
 
 
-def test_a_model_runner_gets_latent_attention(host: Any) -> None:
+def test_a_model_runner_gets_latent_attention(host):
     from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 
     assert is_latent(runner())
@@ -216,7 +211,7 @@ def test_a_model_runner_gets_latent_attention(host: Any) -> None:
     assert list(division.tree) == [0, 1]
 
 
-def test_a_model_runner_is_refused_unless_asked(host: Any) -> None:
+def test_a_model_runner_is_refused_unless_asked(host):
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.hosts.sglang.start.layers import Unsupported
 
@@ -235,7 +230,7 @@ def test_a_model_runner_is_refused_unless_asked(host: Any) -> None:
         ({f"layer{i}": {"tp_q_head_num": 64} for i in range(2)}, "sharing would gain nothing"),
     ],
 )
-def test_model_runners_that_are_refused(host: Any, changes: dict[str, Any], reason: str) -> None:
+def test_model_runners_that_are_refused(host, changes, reason):
     from deft_backend.hosts.sglang.start.latent import latent_attention
     from deft_backend.hosts.sglang.start.layers import Unsupported
 

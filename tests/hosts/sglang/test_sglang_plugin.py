@@ -39,11 +39,11 @@ SWITCHES = {
 
 
 @pytest.fixture(scope="module")
-def host() -> Any:
+def host():
     return load_host()
 
 
-def make_arguments(**changes: Any) -> Any:
+def make_arguments(**changes):
     arguments = SimpleNamespace(
         attention_backend="deft", prefill_attention_backend=None, decode_attention_backend=None,
         speculative_draft_attention_backend=None, device="cpu", kv_cache_dtype="auto",
@@ -56,7 +56,7 @@ DENSE = SimpleNamespace(is_encoder_decoder=False)
 """The host's description of a model."""
 
 
-def latent_model(**config: Any) -> Any:
+def latent_model(**config):
     """The host's description of an MLA model with 64 heads."""
     return SimpleNamespace(
         is_encoder_decoder=False, num_attention_heads=64, hf_text_config=SimpleNamespace(**config)
@@ -70,18 +70,18 @@ FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
 
 
-def resolve_as_host(made: Any) -> None:
+def resolve_as_host(made):
     assert "deft" not in (made.attention_backend, made.decode_attention_backend)
     made.attention_backend = made.attention_backend or "torch_native"
 
 
 @pytest.fixture
-def arguments(host: Any, monkeypatch) -> Any:
+def arguments(host, monkeypatch):
     from deft_backend.hosts.sglang import versions
     from deft_backend.hosts.sglang.start import arguments
     from deft_backend.settings.config import VARIABLES
 
-    def names(made: Any) -> tuple[str, str]:
+    def names(made):
         return (
             made.prefill_attention_backend or made.attention_backend,
             made.decode_attention_backend or made.attention_backend,
@@ -97,7 +97,7 @@ def arguments(host: Any, monkeypatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
-def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: str) -> None:
+def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
     made = make_arguments(**{"attention_backend": None, name: "deft"})
     arguments.resolve(resolve_as_host, made)
     assert made.attention_backend == "torch_native"
@@ -116,9 +116,7 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments: Any, name: s
         {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
     ],
 )  # fmt: skip
-def test_another_backend_named_for_decode_decodes(
-    arguments: Any, caplog: Any, changes: dict[str, Any]
-) -> None:
+def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
     made = make_arguments(**changes)
     arguments.resolve(resolve_as_host, made)
     assert (made.decode_attention_backend or made.attention_backend) == "triton"
@@ -128,7 +126,7 @@ def test_another_backend_named_for_decode_decodes(
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
-def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: str) -> None:
+def test_decode_graphs_on_a_gpu(arguments, caplog, kind, kept):
     """Full graphs get a second set; other kinds are switched off, with a log line."""
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
@@ -138,7 +136,7 @@ def test_decode_graphs_on_a_gpu(arguments: Any, caplog: Any, kind: str, kept: st
     assert ("decode graphs are of the kind breakable" in caplog.text) == (kind == "breakable")
 
 
-def test_servers_that_do_not_ask_are_left_alone(arguments: Any, monkeypatch) -> None:
+def test_servers_that_do_not_ask_are_left_alone(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "nonsense")
     made = make_arguments(attention_backend="triton")
     arguments.resolve(resolve_as_host, made)
@@ -147,13 +145,13 @@ def test_servers_that_do_not_ask_are_left_alone(arguments: Any, monkeypatch) -> 
     assert decode_graphs(made) == "full"
 
 
-def test_a_wrong_setting_stops_the_server(arguments: Any, monkeypatch) -> None:
+def test_a_wrong_setting_stops_the_server(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_MIN_BATCH", "none")
     with pytest.raises(SettingsError, match="DEFT_MIN_BATCH is 'none'; expected an integer"):
         arguments.resolve(resolve_as_host, make_arguments())
 
 
-def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
+def test_the_fallback_backend(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "triton")
     made = make_arguments()
     arguments.resolve(resolve_as_host, made)
@@ -188,9 +186,7 @@ def test_the_fallback_backend(arguments: Any, monkeypatch) -> None:
         ({"model": SimpleNamespace()}, "is not supported"),
     ],
 )
-def test_servers_that_are_not_supported_run_on_the_hosts_own(
-    arguments: Any, caplog, changes: dict[str, Any], reason: str
-) -> None:
+def test_servers_that_are_not_supported_run_on_the_hosts_own(arguments, caplog, changes, reason):
     made = make_arguments(**changes)
     arguments.resolve(resolve_as_host, made)
     assert made.attention_backend == "torch_native"
@@ -201,7 +197,7 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(
     assert "torch_native" in record.message
 
 
-def test_servers_with_latent_vectors_are_served_where_asked(arguments: Any, monkeypatch) -> None:
+def test_servers_with_latent_vectors_are_served_where_asked(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_MLA", "1")
     made = make_arguments(**MLA)
     arguments.resolve(resolve_as_host, made)
@@ -209,13 +205,13 @@ def test_servers_with_latent_vectors_are_served_where_asked(arguments: Any, monk
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
-def test_servers_that_speculate_are_served(arguments: Any, algorithm: str) -> None:
+def test_servers_that_speculate_are_served(arguments, algorithm):
     made = make_arguments(speculative_algorithm=algorithm, speculative_attention_mode="prefill")
     arguments.resolve(resolve_as_host, made)
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
-def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) -> None:
+def test_drafts_of_changing_length_are_the_hosts(arguments, caplog):
     made = make_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
     arguments.resolve(resolve_as_host, made)
     assert not hasattr(made, arguments.HOST_DECODE)
@@ -224,9 +220,7 @@ def test_drafts_of_changing_length_are_the_hosts(arguments: Any, caplog: Any) ->
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE", 4), ("NGRAM", None)])
-def test_chains_and_token_trees_are_served(
-    arguments: Any, algorithm: str, topk: int | None, device: str
-) -> None:
+def test_chains_and_token_trees_are_served(arguments, algorithm, topk, device):
     made = make_arguments(
         speculative_algorithm=algorithm, speculative_eagle_topk=topk, device=device
     )
@@ -235,9 +229,7 @@ def test_chains_and_token_trees_are_served(
 
 
 @pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
-def test_verification_by_another_backend_is_the_hosts(
-    arguments: Any, mode: str, served: bool, caplog: Any
-) -> None:
+def test_verification_by_another_backend_is_the_hosts(arguments, mode, served, caplog):
     """The host can verify with its backend for prefill."""
     made = make_arguments(
         attention_backend=None, decode_attention_backend="deft",
@@ -258,9 +250,7 @@ def test_verification_by_another_backend_is_the_hosts(
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": None}, 5, True),
     ],
 )
-def test_what_a_server_verifies(
-    arguments: Any, changes: dict[str, Any], tokens: int, trees: bool | None
-) -> None:
+def test_what_a_server_verifies(arguments, changes, tokens, trees):
     from deft_backend.hosts.sglang.versions import draft_tokens, drafts_trees
 
     made = make_arguments(**changes, speculative_num_draft_tokens=5)
@@ -273,9 +263,7 @@ def test_what_a_server_verifies(
     ("changes", "tokens", "on_device"),
     [({}, 1, False), ({}, 4, True), ({"planner": "host"}, 4, True), ({"verify": True}, 4, True)],
 )
-def test_verification_is_planned_on_the_device(
-    host: Any, changes: dict[str, Any], tokens: int, on_device: bool, caplog: Any
-) -> None:
+def test_verification_is_planned_on_the_device(host, changes, tokens, on_device, caplog):
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.settings.config import Settings
 
@@ -284,7 +272,7 @@ def test_verification_is_planned_on_the_device(
     assert ("have no effect" in caplog.text) is bool(changes)
 
 
-def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any) -> None:
+def test_the_draft_models_runner_keeps_the_hosts_backend(host):
     from deft_backend.hosts.sglang.start import factory
 
     own = object()
@@ -293,8 +281,8 @@ def test_the_draft_models_runner_keeps_the_hosts_backend(host: Any) -> None:
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
-    arguments: Any, caplog, monkeypatch, version: str
-) -> None:
+    arguments, caplog, monkeypatch, version
+):
     monkeypatch.setattr(installed, "version", lambda name: version)
     made = make_arguments()
     arguments.resolve(resolve_as_host, made)
@@ -308,16 +296,14 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     assert getattr(made, arguments.HOST_DECODE) == "torch_native"
 
 
-def test_this_host_has_what_we_use(host: Any) -> None:
+def test_this_host_has_what_we_use(host):
     from deft_backend.hosts.sglang import versions
 
     versions.missing.cache_clear()
     assert versions.missing() is None
 
 
-def test_a_host_that_lacks_something_is_told_what(
-    arguments: Any, caplog, monkeypatch, tmp_path
-) -> None:
+def test_a_host_that_lacks_something_is_told_what(arguments, caplog, monkeypatch, tmp_path):
     """One line names the first member, and the number of others."""
     from deft_backend.hosts.sglang import versions
 
@@ -336,7 +322,7 @@ def test_a_host_that_lacks_something_is_told_what(
     assert "lacks a member that tree attention uses" in caplog.text
 
 
-def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch) -> None:
+def test_a_host_whose_batches_cannot_be_observed_is_said(host, monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from deft_patches.sglang import observe_batch
@@ -346,10 +332,10 @@ def test_a_host_whose_batches_cannot_be_observed_is_said(host: Any, monkeypatch)
     assert "init_new takes" in str(observe_batch.missing())
 
 
-def test_an_observer_that_fails_is_dropped(host: Any, caplog, monkeypatch) -> None:
+def test_an_observer_that_fails_is_dropped(host, caplog, monkeypatch):
     from deft_patches.sglang import observe_batch
 
-    seen: list[Any] = []
+    seen = []
     monkeypatch.setattr(
         observe_batch,
         "_observers",
@@ -362,7 +348,7 @@ def test_an_observer_that_fails_is_dropped(host: Any, caplog, monkeypatch) -> No
     assert caplog.text.count("unknown batch") == 1
 
 
-def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
+def test_registering_never_raises(host, monkeypatch, caplog):
     from deft_backend.hosts.sglang import plugin
 
     monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
@@ -372,8 +358,8 @@ def test_registering_never_raises(host: Any, monkeypatch, caplog) -> None:
 
 @pytest.mark.parametrize("attention_per_rank", [True, False])
 def test_ranks_that_decode_for_themselves_need_the_devices_planner(
-    host: Any, monkeypatch: Any, attention_per_rank: bool
-) -> None:
+    host, monkeypatch, attention_per_rank
+):
     """Each rank would choose between two sets of graphs, and graphs hold collectives."""
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.hosts.sglang.start import layers as model_layers
@@ -382,7 +368,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     class Made(Exception):
         pass
 
-    def make(**_: Any) -> None:
+    def make(**_):
         raise Made
 
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
@@ -415,8 +401,8 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
     ],
 )
 def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
-    host: Any, name: str, cache: torch.dtype, scale: float | None, refused: bool, monkeypatch
-) -> None:
+    host, name, cache, scale, refused, monkeypatch
+):
     """SGLang's torch backends write and read such a cache without its scales."""
     from deft_backend.hosts.sglang.start import layers as model_layers
 
@@ -431,7 +417,7 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
         assert reason == f"{name} ignores the scales of a KV cache in {cache}"
 
 
-def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> None:
+def test_arguments_made_before_the_plugin_was_there_are_told_so(host):
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from deft_backend.hosts.sglang.plugin import surround_backends
@@ -441,7 +427,7 @@ def test_arguments_made_before_the_plugin_was_there_are_told_so(host: Any) -> No
         ATTENTION_BACKENDS["deft"](SimpleNamespace())
 
 
-def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypatch) -> None:
+def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     from sglang.srt.layers.attention import attention_registry as registry
 
     from deft_backend.hosts.sglang import plugin
@@ -452,7 +438,7 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     monkeypatch.setattr(
         factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
     )
-    callbacks: list[Any] = []
+    callbacks = []
     monkeypatch.setattr(resolve_arguments, "install", lambda *given: None)
     monkeypatch.setattr(
         backend_names, "install", lambda target, callback: callbacks.append(callback)
@@ -476,8 +462,8 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments: Any, monkeypat
     [("1", None, True), ("0", None, False), ("1", "theirs", False)],
 )
 def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
-    host: Any, observes: str, mark: str | None, observed: bool, monkeypatch
-) -> None:
+    host, observes, mark, observed, monkeypatch
+):
     """Only in the process that builds the backend, and in servers with another backend."""
     from sglang.srt.layers.attention import attention_registry as registry
 
@@ -485,7 +471,7 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     from deft_backend.hosts.sglang.report import observe
     from deft_backend.hosts.sglang.start import factory
 
-    installed: list[bool] = []
+    installed = []
     monkeypatch.setenv("DEFT_OBSERVE", observes)
     monkeypatch.setattr(observe, "install", lambda: installed.append(True))
     monkeypatch.setattr(factory, "wrap_backend", lambda runner, name, made: made)
@@ -498,9 +484,7 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
-def test_graphs_that_memory_is_sized_with_stay(
-    arguments: Any, kind: str, served: bool, caplog: Any, monkeypatch
-) -> None:
+def test_graphs_that_memory_is_sized_with_stay(arguments, kind, served, caplog, monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
@@ -515,7 +499,7 @@ class OtherPool(MHATokenToKVPool):
 
 
 HND_POOL = MHATokenToKVPool(64)
-HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"  # type: ignore[attr-defined]
+HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"
 
 
 @pytest.mark.parametrize(
@@ -528,9 +512,7 @@ HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"  # type: ignore[attr-de
         ({"token_to_kv_pool": HND_POOL}, "a KV cache in the layout hnd"),
     ],
 )
-def test_model_runners_that_are_not_supported(
-    host: Any, changes: dict[str, Any], reason: str | None, monkeypatch
-) -> None:
+def test_model_runners_that_are_not_supported(host, changes, reason, monkeypatch):
     from deft_backend.hosts.sglang.start import factory
 
     runner = SimpleNamespace(
@@ -544,7 +526,7 @@ def test_model_runners_that_are_not_supported(
     assert found is None if reason is None else reason in str(found)
 
 
-def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> None:
+def test_models_that_call_their_backend_are_found(host, monkeypatch):
     """By the source of their modules, because the call may import its function locally."""
     from deft_backend.hosts.sglang.start import layers as model_layers
 
@@ -563,7 +545,7 @@ def test_models_that_call_their_backend_are_found(host: Any, monkeypatch) -> Non
 
 @pytest.mark.parametrize("planner", ["host", "device"])
 @pytest.mark.parametrize("graphs", ["full", "disabled"])
-def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str) -> None:
+def test_graphs_wait_where_there_are_graphs(host, planner, graphs):
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.settings.config import Settings
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
@@ -606,9 +588,7 @@ def test_graphs_wait_where_there_are_graphs(host: Any, planner: str, graphs: str
         ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
     ],
 )
-def test_the_hosts_planner_has_what_was_set(
-    host: Any, changes: dict[str, Any], device: str, wrong: bool, reason: str | None, monkeypatch
-) -> None:
+def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason, monkeypatch):
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.settings.config import Settings
     from deft_patches.sglang import observe_batch
@@ -651,14 +631,14 @@ class OwnBackend:
 )
 @pytest.mark.parametrize("planner", ["host", "device"])
 def test_a_set_up_that_fails_leaves_nothing_behind(
-    host: Any, at: str, planner: str, monkeypatch, caplog, tmp_path, failures: list[str]
-) -> None:
+    host, at, planner, monkeypatch, caplog, tmp_path, failures
+):
     """The host's backend then runs alone on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.hosts.sglang.start import layers as model_layers
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
-    def reduced(flags: torch.Tensor, operation: Any, group: Any) -> None:
+    def reduced(flags, operation, group):
         assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
         other = flags.clone()
         if at == "another rank":
@@ -722,7 +702,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         observe_batch._observers[:] = observers
 
 
-def test_decode_graphs_of_resolved_arguments_are_turned_off(host: Any, monkeypatch) -> None:
+def test_decode_graphs_of_resolved_arguments_are_turned_off(host, monkeypatch):
     """The host's own arguments of any version: resolved arguments refuse assignment."""
     from pathlib import Path
 

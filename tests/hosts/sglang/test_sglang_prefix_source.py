@@ -29,7 +29,7 @@ from sglang_fakes import (
 UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
 
 
-def random_batch(seed: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
+def random_batch(seed):
     """Prompts over a small alphabet share much; requests, page table and lengths."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
@@ -37,14 +37,14 @@ def random_batch(seed: int) -> tuple[list[Any], np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed: int) -> None:
+def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed):
     requests, table, lens = random_batch(seed)
     ours = PrefixSource(torch.from_numpy(table)).forest(UNKNOWN, requests, lens)
     assert_same_forest(ours, forest_from_page_tables(table[1:], lens))
     assert ours.tokens_stored < ours.tokens_attended
 
 
-def test_a_larger_batch_follows_a_smaller_one() -> None:
+def test_a_larger_batch_follows_a_smaller_one():
     """The copy's memory is reused and grows; content of the previous batch is not read."""
     source = PageTableSource(torch.zeros((40, 5000), dtype=torch.int32))
     for seed in range(4):
@@ -55,7 +55,7 @@ def test_a_larger_batch_follows_a_smaller_one() -> None:
             assert_same_forest(ours, forest_from_page_tables(table[1 : count + 1], lens[:count]))
 
 
-def test_a_request_that_the_host_released_shares_nothing() -> None:
+def test_a_request_that_the_host_released_shares_nothing():
     """Its row of the page table may be another request's."""
     requests, table, lens = requests_of([[1, 2, 3, 4]] * 3, Tree())
     source = PageTableSource(torch.from_numpy(table))
@@ -69,14 +69,14 @@ def test_a_request_that_the_host_released_shares_nothing() -> None:
     assert source.forest(requests, lens).num_queries.tolist() == [1, 1, 1]
 
 
-def test_the_token_being_decoded_is_private_whatever_the_table_holds() -> None:
+def test_the_token_being_decoded_is_private_whatever_the_table_holds():
     table = torch.arange(1, 7, dtype=torch.int32).repeat(3, 1)
     requests = [SimpleNamespace(req_pool_idx=row, cache_protected_len=0) for row in (1, 2)]
     forest = PageTableSource(table).forest(requests, np.array([6, 6]))
     assert forest.length.tolist() == [5, 1, 1]
 
 
-def test_what_is_not_copied_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_copied_is_not_shared(monkeypatch):
     """Huge batches are compared only by the columns that fit the memory limit."""
     requests, table, lens = requests_of([[*range(1, 30), 40], [*range(1, 30), 50]], Tree())
     monkeypatch.setattr(page_table, "LIMIT", 20)
@@ -85,7 +85,7 @@ def test_what_is_not_copied_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> No
     assert forest.tokens_attended == int(lens.sum())
 
 
-def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog: Any) -> None:
+def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog):
     """Once for each cache; another cache is tried again."""
     requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]], Tree())
     cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
@@ -101,7 +101,7 @@ def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog: Any) -> None:
     assert caplog.text.count("cannot be read") == 1
 
 
-def part(node: int, start: int, end: int, held: int | None = None) -> Any:
+def part(node, start, end, held=None):
     return SimpleNamespace(
         node_id=node, path_start=start, path_end=end,
         full_value_len=end - start if held is None else held,
@@ -115,13 +115,13 @@ def part(node: int, start: int, end: int, held: int | None = None) -> Any:
         ([part(7, 0, 4), part(8, 5, 9)], "node 8 .* starts at token 5, its parent ends at 4"),
     ],
 )
-def test_a_path_that_is_not_on_the_device_is_refused(path: list[Any], message: str) -> None:
+def test_a_path_that_is_not_on_the_device_is_refused(path, message):
     request = SimpleNamespace(last_node=8, req_pool_idx=1, cache_protected_len=9)
     with pytest.raises(TreeError, match=message):
         UnifiedTreeSource(lambda ends: [path for _ in ends]).forest([request], np.array([12]))
 
 
-def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests() -> None:
+def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests():
     """Requests that grow keep it. Another request, another order or a shorter one does not."""
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 5]], Tree(), private=40)
     attention = FakeAttention()
@@ -129,7 +129,7 @@ def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests() -> None:
         attention, PrefixSource(torch.from_numpy(table)), EAGER, make_state()
     )  # fmt: skip
 
-    def step(chosen: list[int], grown: int = 0) -> int:
+    def step(chosen, grown=0):
         batch = lens[chosen] - 30 + grown
         planner.step(observed([requests[i] for i in chosen], UNKNOWN), batch, int(batch.sum()))
         return len(attention.forests)
@@ -152,7 +152,7 @@ Made = Callable[[str, list[list[int]]], tuple[Any, list[Any], np.ndarray, np.nda
 
 
 @pytest.fixture
-def unified() -> Made:
+def unified():
     """Prompts in the host's `UnifiedRadixCache`, as the host puts them there after a prefill.
 
     Takes the kind of core and the prompts; gives the cache, requests, page table and lengths.
@@ -172,7 +172,7 @@ def unified() -> Made:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    def make(core: str, prompts: list[list[int]]) -> Any:
+    def make(core, prompts):
         table = torch.zeros((len(prompts) + 1, 32), dtype=torch.int32)
         allocator = TokenToKVPoolAllocator(1024, torch.float32, "cpu", object(), need_sort=False)
         params = CacheInitParams(
@@ -199,7 +199,7 @@ def unified() -> Made:
 
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, seed: int) -> None:
+def test_the_unified_tree_and_the_page_table_agree(unified, core, seed):
     """Later prompts split nodes of earlier prompts."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(1, 12))] for _ in range(14)]
@@ -214,7 +214,7 @@ def test_the_unified_tree_and_the_page_table_agree(unified: Made, core: str, see
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
-def test_what_the_unified_tree_does_not_own_is_private(unified: Made, core: str) -> None:
+def test_what_the_unified_tree_does_not_own_is_private(unified, core):
     """A prefill without a result yet, an ended request, and a request as long as its path."""
     cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
     tree = tree_reader(cache)
@@ -231,7 +231,7 @@ def test_what_the_unified_tree_does_not_own_is_private(unified: Made, core: str)
     assert forest.length[shared].tolist() == [4]
 
 
-def test_trees_of_several_components_are_read_from_the_page_table(unified: Made) -> None:
+def test_trees_of_several_components_are_read_from_the_page_table(unified):
     cache, *_ = unified("python", [[1, 2]])
     cache.tree_components = (*cache.tree_components, "sliding window")
     assert tree_reader(cache) is None
@@ -242,7 +242,7 @@ def test_trees_of_several_components_are_read_from_the_page_table(unified: Made)
     assert tree_reader(derived()) is None
 
 
-def test_requests_after_the_memory_was_released_are_planned_anew() -> None:
+def test_requests_after_the_memory_was_released_are_planned_anew():
     """A server with released memory and new weights may number nodes from 0 again.
 
     The new requests have the rows, nodes and lengths of the old ones, but share other tokens.
@@ -258,7 +258,7 @@ def test_requests_after_the_memory_was_released_are_planned_anew() -> None:
         ],
     )
 
-    def requests() -> list[Any]:
+    def requests():
         return [
             SimpleNamespace(
                 last_node=node, rid=f"r{node}",

@@ -1,9 +1,6 @@
 """SGLang's prefills of a few new tokens a request: which ones tree attention computes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +31,11 @@ PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9], [*PREFIX, 7, 7, 7]]
 class Server:
     """A backend whose server computes short extends, and batches of it."""
 
-    def __init__(self, prompts: list[list[int]] = PROMPTS, new: int = 16) -> None:
+    def __init__(self, prompts=PROMPTS, new=16):
         from deft_backend.hosts.sglang.step.extends import ExtendSteps
 
         self.requests, self.table, self.most = requests_of(prompts, Tree(), private=new)
-        self.calls: list[str] = []
+        self.calls = []
         self.pool = FakePool(int(self.table.max()) + 1)
         host = recording_backend(load_host(), self.pool, self.table, self.calls)()
         self.attention = small_attention(max_batch=8)
@@ -49,7 +46,7 @@ class Server:
         assert rule is not None
         self.backend.deft.extends = self.extends = ExtendSteps(rule, self.layers, self.runner)
 
-    def batch(self, new: list[int], kind: str = "extend", **changes: Any) -> Any:
+    def batch(self, new, kind="extend", **changes):
         """A prefill in which request `r` computes `new[r]` tokens, as the host's scheduler tells
         it."""
         lens = [int(most) - 16 + n for most, n in zip(self.most, new, strict=True)]
@@ -66,7 +63,7 @@ class Server:
         self.extends.observe(forward_batch, scheduled, self.runner)
         return forward_batch
 
-    def run(self, batch: Any, rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batch, rows=0):
         """One layer of a step: its output, and what it should be; `rows` of padding."""
         generator = torch.Generator().manual_seed(len(batch.out_cache_loc))
         tokens = len(batch.out_cache_loc)
@@ -89,12 +86,12 @@ class Server:
         return out, expected
 
 
-def close(out: torch.Tensor, expected: torch.Tensor) -> None:
+def close(out, expected):
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("new", [[3, 1, 4], [16, 2, 9]])
-def test_new_tokens_behind_a_shared_prefix(new: list[int]) -> None:
+def test_new_tokens_behind_a_shared_prefix(new):
     server = Server()
     batch = server.batch(new)
     out, expected = server.run(batch)
@@ -104,7 +101,7 @@ def test_new_tokens_behind_a_shared_prefix(new: list[int]) -> None:
     assert server.backend.shared_read_ends(batch.forward_mode) is not None
 
 
-def test_a_prefill_graphs_padded_copy_with_decoding_requests() -> None:
+def test_a_prefill_graphs_padded_copy_with_decoding_requests():
     server = Server()
     out, expected = server.run(server.batch([1, 1, 6], "mixed"), rows=3)
     close(out[:8], expected)
@@ -114,7 +111,7 @@ def test_a_prefill_graphs_padded_copy_with_decoding_requests() -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(st.data())
-def test_random_trees(data: st.DataObject) -> None:
+def test_random_trees(data):
     paths = st.lists(st.integers(0, 2), min_size=0, max_size=4)
     prompts = [
         [*PREFIX[:80], *(token for each in data.draw(paths) for token in [each] * 30)]
@@ -137,14 +134,14 @@ def test_random_trees(data: st.DataObject) -> None:
         ([3, 1, 4], "extend", {"global_num_tokens_cpu": [8]}),
     ],
 )
-def test_other_prefills_are_the_hosts(new: list[int], kind: str, changes: dict[str, Any]) -> None:
+def test_other_prefills_are_the_hosts(new, kind, changes):
     server = Server()
     server.run(server.batch(new, kind, **changes))
     assert server.calls == ["metadata", "extend"]
     assert server.state.short_extends == 0
 
 
-def test_batches_that_share_little_or_are_unknown_are_the_hosts() -> None:
+def test_batches_that_share_little_or_are_unknown_are_the_hosts():
     apart = Server([[n, *range(300, 400)] for n in range(3)])
     apart.run(apart.batch([3, 1, 4]))
     unknown = Server()
@@ -155,7 +152,7 @@ def test_batches_that_share_little_or_are_unknown_are_the_hosts() -> None:
         assert server.calls == ["metadata", "extend"]
 
 
-def test_a_decode_step_follows_with_its_own_plan() -> None:
+def test_a_decode_step_follows_with_its_own_plan():
     server = Server()
     close(*server.run(server.batch([3, 1, 4])))
     decode = server.batch([5, 5, 5], "decode")
@@ -168,12 +165,10 @@ def test_a_decode_step_follows_with_its_own_plan() -> None:
     assert (server.state.short_extends, server.calls) == (1, ["metadata"])
 
 
-def test_a_failed_short_extend_is_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_failed_short_extend_is_the_hosts(monkeypatch, failures):
     server = Server()
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args, **kwargs):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(server.extends._rule.attention, "run", fail)

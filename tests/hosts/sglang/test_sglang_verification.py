@@ -1,7 +1,6 @@
 """SGLang's verification of chains and token trees: eager steps, captures and replays."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ N = 4
 PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
 
 
-def links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def links(parents):
     child = torch.full((len(parents), N), -1)
     sibling = torch.full((len(parents), N), -1)
     for request, tree in enumerate(parents):
@@ -41,11 +40,11 @@ def links(parents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return child, sibling
 
 
-def chain(requests: int) -> list[list[int]]:
+def chain(requests):
     return [[-1, 0, 1, 2]] * requests
 
 
-def trees(parents: list[list[int]]) -> Any:
+def trees(parents):
     """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2."""
     child, sibling = links(parents)
     return SimpleNamespace(
@@ -60,17 +59,17 @@ NO_LINKS = SimpleNamespace(
 
 
 @pytest.fixture
-def server() -> Any:
+def server():
     """A backend over a host that records its calls."""
     host = load_host()
     from deft_backend.hosts.sglang.step.kinds import Verification
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
-    calls: list[str] = []
+    calls = []
     pool = FakePool(400)
 
-    class HostBackend(recording_backend(host, pool, table, calls)):  # type: ignore[misc]
-        def update_verify_buffers_to_fill_after_draft(self, spec: Any, bucket: Any) -> None:
+    class HostBackend(recording_backend(host, pool, table, calls)):
+        def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
             calls.append("after draft")
 
     attention = small_attention(max_batch=3, query_tokens=N)
@@ -81,7 +80,7 @@ def server() -> Any:
         verification=Verification(N, attention.max_batch, attention.device),
     )  # fmt: skip
 
-    def batch(spec: Any, kind: str = "verify", size: int = 2) -> Any:
+    def batch(spec, kind="verify", size=2):
         rows = torch.tensor([1, 2, 0][:size])
         lengths = torch.tensor([*(lens - N).tolist(), 1][:size])
         return SimpleNamespace(
@@ -96,19 +95,19 @@ def server() -> Any:
     )  # fmt: skip
 
 
-def query(size: int = 2) -> tuple[torch.Tensor, ...]:
+def query(size=2):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(size * N, heads * 64, generator=generator) for heads in (4, 2, 2))
 
 
-def forward(server: Any, batch: Any, layer: Any = None) -> Any:
+def forward(server, batch, layer=None):
     q, k, v = query(batch.batch_size)
     return server.backend.forward(
         q=q, k=k, v=v, layer=layer or make_layer(), forward_batch=batch, save_kv_cache=False
     )
 
 
-def check(server: Any, batch: Any, parents: list[list[int]], out: torch.Tensor) -> None:
+def check(server, batch, parents, out):
     """Attention in float64, token by token: the prefix and the token's ancestors."""
     q = query(batch.batch_size)[0].view(-1, N, 4, 64).double()
     expected = torch.empty_like(q)
@@ -134,7 +133,7 @@ def check(server: Any, batch: Any, parents: list[list[int]], out: torch.Tensor) 
     ("spec", "parents"),
     [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))],
 )
-def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None:
+def test_an_eager_step(server, spec, parents):
     batch = server.batch(spec)
     server.backend.init_forward_metadata(batch)
     out = forward(server, batch)
@@ -144,7 +143,7 @@ def test_an_eager_step(server: Any, spec: Any, parents: list[list[int]]) -> None
     assert server.state.steps_tree == 1
 
 
-def test_rows_beyond_the_requests_query_tokens(server: Any, caplog: Any) -> None:
+def test_rows_beyond_the_requests_query_tokens(server, caplog):
     """With DP attention, the host pads an eager step's tokens to a multiple of its ranks."""
     for spec, parents in ((CHAIN, chain(2)), (trees(PARENTS), PARENTS)):
         batch = server.batch(spec)
@@ -159,7 +158,7 @@ def test_rows_beyond_the_requests_query_tokens(server: Any, caplog: Any) -> None
     assert not caplog.records
 
 
-def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
+def test_trees_of_n_grams_have_no_topk(server):
     child, sibling = links(PARENTS)
     spec = SimpleNamespace(
         draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
@@ -169,7 +168,7 @@ def test_trees_of_n_grams_have_no_topk(server: Any) -> None:
     check(server, batch, PARENTS, forward(server, batch))
 
 
-def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> None:
+def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
     """The graph reads lengths, rows and links where the host and the adapter keep them."""
     backend = server.backend
     static = server.batch(NO_LINKS, size=3)
@@ -196,7 +195,7 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server: Any) -> N
     assert server.state.verified_tokens == 3 * 2 * N
 
 
-def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
+def test_links_that_come_after_the_preparation_of_a_replay(server):
     """With a stream for plans, the host drafts while it prepares the replay."""
     backend = server.backend
     static = server.batch(NO_LINKS)
@@ -212,7 +211,7 @@ def test_links_that_come_after_the_preparation_of_a_replay(server: Any) -> None:
     check(server, static, PARENTS, forward(server, static))
 
 
-def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> None:
+def test_links_of_batches_that_the_host_verifies_are_not_loaded(server):
     """Such a batch may be larger than the memory for links, and an idle rank has no links."""
     backend = server.backend
     static = server.batch(NO_LINKS)
@@ -224,7 +223,7 @@ def test_links_of_batches_that_the_host_verifies_are_not_loaded(server: Any) -> 
     assert torch.equal(server.steps._verification._links, held)
 
 
-def test_a_replay_without_links_stops(server: Any) -> None:
+def test_a_replay_without_links_stops(server):
     backend = server.backend
     static = server.batch(NO_LINKS)
     backend.init_forward_metadata_out_graph(static, in_capture=True)
@@ -232,7 +231,7 @@ def test_a_replay_without_links_stops(server: Any) -> None:
         backend.init_forward_metadata_out_graph(server.batch(NO_LINKS))
 
 
-def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
+def test_verifications_of_another_form_are_the_hosts(server):
     longer = SimpleNamespace(topk=1, draft_token_num=N + 1)
     fewer = trees(PARENTS[:1])
     for spec in (longer, fewer, NO_LINKS, None):
@@ -248,9 +247,7 @@ def test_verifications_of_another_form_are_the_hosts(server: Any) -> None:
     assert server.state.verified_tokens == 0
 
 
-def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
-    server: Any, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeypatch, failures):
     """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -262,9 +259,9 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
         kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=2, query_tokens=N,
     )  # fmt: skip
-    seen: list[torch.Tensor] = []
+    seen = []
 
-    def extend(q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+    def extend(q, k, v, layer, batch, save_kv_cache=True):
         assert not save_kv_cache
         seen.extend((k, v))
         return q
@@ -286,7 +283,7 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(
     assert [part.unique().tolist() for part in stored] == [[2.0], [8.0]]
 
 
-def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:
+def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     batch = server.batch(None, kind="extend")
     server.backend.init_forward_metadata(batch)
     forward(server, batch)
@@ -298,7 +295,7 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server: Any) -> None:
     assert server.calls == ["metadata", "extend", "metadata", "extend"]
 
 
-def test_a_wrapper_that_calls_forward_extend(server: Any) -> None:
+def test_a_wrapper_that_calls_forward_extend(server):
     """The host's pair of backends for prefill and decode does."""
     batch = server.batch(CHAIN)
     server.backend.init_forward_metadata(batch)
@@ -307,7 +304,7 @@ def test_a_wrapper_that_calls_forward_extend(server: Any) -> None:
     check(server, batch, chain(2), out)
 
 
-def test_without_speculation_there_is_no_verification(server: Any) -> None:
+def test_without_speculation_there_is_no_verification(server):
     server.steps._verification = None
     batch = server.batch(CHAIN)
     server.backend.init_forward_metadata(batch)
@@ -315,7 +312,7 @@ def test_without_speculation_there_is_no_verification(server: Any) -> None:
     assert server.calls == ["metadata", "extend"]
 
 
-def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observed_server_counts_verifications(monkeypatch):
     load_host()
     from deft_backend.hosts.sglang.report import observe
 
@@ -335,16 +332,14 @@ def test_an_observed_server_counts_verifications(monkeypatch: pytest.MonkeyPatch
     assert state.steps_host == {"observed": 2}
 
 
-def test_an_observed_batch_whose_lengths_only_the_device_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_observed_batch_whose_lengths_only_the_device_has(monkeypatch):
     """A verification that is prepared before the CPU knows the one before it."""
     load_host()
     from deft_backend.hosts.sglang.report import observe
 
     state = make_state()
     monkeypatch.setattr(observe, "_counting", lambda runner: state)
-    counted: list[int] = []
+    counted = []
     monkeypatch.setattr(state, "count_host", lambda reason, tokens: counted.append(tokens))
     runner = SimpleNamespace(is_draft_worker=False)
     requests = SimpleNamespace(reqs=[SimpleNamespace(seqlen=n) for n in (7, 5)])
@@ -357,8 +352,8 @@ def test_an_observed_batch_whose_lengths_only_the_device_has(
 
 @pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
 def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
-    readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    readable, monkeypatch, caplog
+):
     """If even their bytes are unknown, one line says so: no reader could use the state file."""
     load_host()
     from deft_backend.hosts.sglang.report import observe
@@ -366,12 +361,12 @@ def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
     reported = []
     theirs = Division({}, {0: "head dimension 80 is not supported"})
 
-    def divided(runner: Any, refused: Any = None) -> Division[int, LayerShape]:
+    def divided(runner, refused=None):
         return (
             theirs if refused is None else Division(dict.fromkeys((0, 1), LayerShape(4, 2, 80)), {})
         )
 
-    def state_of(runner: Any, division: Division[int, LayerShape], *names: str) -> Any:
+    def state_of(runner, division, *names):
         assert division.tree
         return make_state()
 
@@ -390,18 +385,18 @@ def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
     assert caplog.text.count(said) == (0 if readable else 1)
 
 
-def request(drafts: int = 0, accepted: int = 0) -> Any:
+def request(drafts=0, accepted=0):
     return SimpleNamespace(spec_verify_ct=drafts, spec_num_correct_drafts=accepted)
 
 
-def accept(requests: list[Any], *accepted: int) -> None:
+def accept(requests, *accepted):
     """What the host counts when the results of a verification arrive."""
     for one, tokens in zip(requests, accepted, strict=True):
         one.spec_verify_ct += 1
         one.spec_num_correct_drafts += tokens
 
 
-def test_accepted_drafts_are_the_growth_of_the_hosts_counts() -> None:
+def test_accepted_drafts_are_the_growth_of_the_hosts_counts():
     """Requests join, leave and come back; results arrive before or after the next batch."""
     load_host()
     from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
@@ -409,7 +404,7 @@ def test_accepted_drafts_are_the_growth_of_the_hosts_counts() -> None:
     runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
     drafts = AcceptedDrafts(runner)
 
-    def step(requests: list[Any]) -> None:
+    def step(requests):
         drafts.observe(verify, SimpleNamespace(reqs=requests), runner)
 
     first, second, third = request(7, 9), request(), request(1, 1)
@@ -433,7 +428,7 @@ def test_accepted_drafts_are_the_growth_of_the_hosts_counts() -> None:
     assert drafts.read() == (10, 12)
 
 
-def test_drafts_of_other_batches_are_not_counted() -> None:
+def test_drafts_of_other_batches_are_not_counted():
     load_host()
     from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 

@@ -1,9 +1,7 @@
 """Accepted draft tokens, from what vLLM's scheduler tells its workers."""
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -17,17 +15,14 @@ from vllm_fakes import make_config, speculating
 
 
 @pytest.fixture(autouse=True)
-def observers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def observers(monkeypatch):
     """Leave no observer behind, nor the wrapper."""
     monkeypatch.setattr(WorkerWrapperBase, "execute_model", WorkerWrapperBase.execute_model)
     yield
     observe_steps._observers.clear()
 
 
-def message(
-    steps: dict[str, tuple[int, int, int]], finished: set[str] = frozenset(),  # type: ignore[assignment]
-    resumed: set[str] = frozenset(), new: int = 0,  # type: ignore[assignment]
-) -> Any:  # fmt: skip
+def message(steps, finished=frozenset(), resumed=frozenset(), new=0):
     """A step: for each request, tokens computed before, tokens scheduled, and drafts of these."""
     return SimpleNamespace(
         finished_req_ids=finished,
@@ -42,7 +37,7 @@ def message(
     )  # fmt: skip
 
 
-def test_a_request_by_hand() -> None:
+def test_a_request_by_hand():
     accepted = AcceptedDrafts(late=0)
     for step, counts in (
         ({"a": (40, 60, 0)}, (0, 0)),  # a piece of its prompt
@@ -62,12 +57,12 @@ def test_a_request_by_hand() -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("seed", range(5))
-def test_many_requests_with_results_in_time_and_late(late: int, seed: int) -> None:
+def test_many_requests_with_results_in_time_and_late(late, seed):
     """A scheduler counts on all drafts, and takes back the rejected ones when it knows them."""
     rng = random.Random(seed)
     accepted = AcceptedDrafts(late)
     computed = {f"r{i}": rng.randrange(10, 90) for i in range(7)}
-    unknown: dict[str, list[tuple[int, int]]] = {name: [] for name in computed}
+    unknown = {name: [] for name in computed}
     drafts = taken = 0
     for _ in range(300):
         steps = {}
@@ -87,7 +82,7 @@ def test_many_requests_with_results_in_time_and_late(late: int, seed: int) -> No
     assert taken > drafts > 300
 
 
-def test_counts_never_fall() -> None:
+def test_counts_never_fall():
     """The host accepts 1, 0 and 4 tokens of three drafts of 4. It tells the second result early."""
     accepted = AcceptedDrafts(late=1)
     found = []
@@ -97,12 +92,12 @@ def test_counts_never_fall() -> None:
     assert found == [(0, 0), (0, 0), (1, 0), (2, 1), (3, 5)]
 
 
-def test_a_worker_shows_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_shows_its_steps(caplog):
     worker = object.__new__(WorkerWrapperBase)
     worker._apply_mm_cache = lambda step: None
     worker.worker = SimpleNamespace(execute_model=lambda step: f"result of {step}")
     assert observe_steps.missing() is None
-    seen: list[Any] = []
+    seen = []
     observe_steps.install(raising(ValueError("too many")))
     observe_steps.install(seen.append)
     assert [worker.execute_model(step) for step in ("a", "b")] == ["result of a", "result of b"]
@@ -110,7 +105,7 @@ def test_a_worker_shows_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("too many") == 1
 
 
-def test_the_next_server_of_a_process_counts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_server_of_a_process_counts_alone(monkeypatch):
     monkeypatch.setattr(server, "_current", None)
     for _ in range(2):
         config = make_config(speculative_config=speculating(4))
@@ -122,7 +117,7 @@ def test_the_next_server_of_a_process_counts_alone(monkeypatch: pytest.MonkeyPat
     assert state.read_drafts == made.drafts.read
 
 
-def test_what_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_counted(caplog):
     assert server._count_drafts(make_state(), make_config()) is None
     config = make_config(speculative_config=speculating(4), pipeline_parallel_size=2)
     assert server._count_drafts(make_state(), config) is not None

@@ -5,7 +5,6 @@ import logging
 import random
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from deft_backend.hosts.vllm.step import group
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.step import TreeStep, attach, step_of
+from deft_backend.hosts.vllm.step.step import attach, step_of
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.settings.config import SettingsError
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
@@ -46,12 +45,12 @@ DECODE = [40, 37, 33, 65, 5]
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def planned(monkeypatch):
     """Page tables of all plans in order, of either planner."""
-    tables: list[torch.Tensor] = []
+    tables = []
     plan = GroupAttention._plan
 
-    def recorded(self: Any, step: TreeStep) -> int:
+    def recorded(self, step):
         tables.append(step.page_table)
         return plan(self, step)
 
@@ -75,9 +74,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     ],
     indirect=["policy"],
 )
-def test_decode_reads_every_layout(
-    block_size: int, layout: str, padded: int, policy: str, planned: list[torch.Tensor]
-) -> None:
+def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
     layers = tree_layers()
     builder = layers.builder(make_spec(block_size))
     batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
@@ -88,7 +85,7 @@ def test_decode_reads_every_layout(
     assert len(planned) == 1
 
 
-def test_soft_cap_and_scale_are_the_layers_own() -> None:
+def test_soft_cap_and_scale_are_the_layers_own():
     layers = tree_layers(arguments={"logits_soft_cap": 2.0})
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -98,7 +95,7 @@ def test_soft_cap_and_scale_are_the_layers_own() -> None:
     assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
 
 
-def test_a_scale_that_the_model_sets_later_counts() -> None:
+def test_a_scale_that_the_model_sets_later_counts():
     """Models behind vLLM's Transformers backend set the scale in a forward."""
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -115,7 +112,7 @@ def test_a_scale_that_the_model_sets_later_counts() -> None:
 
 
 @pytest.mark.usefixtures("policy")
-def test_rows_that_no_request_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_no_request_owns(monkeypatch):
     """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
     monkeypatch.setattr(group, "_capturing", lambda tensor: True)
     layers = tree_layers()
@@ -129,7 +126,7 @@ def test_rows_that_no_request_owns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.usefixtures("policy")
-def test_blocks_computed_twice(seed: int) -> None:
+def test_blocks_computed_twice(seed):
     """vLLM keeps both of two equal pages, and later requests may hold either at any position.
 
     Two rows then agree at one position but not before it, although their content is equal.
@@ -149,7 +146,7 @@ def test_blocks_computed_twice(seed: int) -> None:
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
 
 
-def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None:
+def test_a_plan_serves_a_pass_and_no_longer(planned):
     """The host runs the same metadata again in the capture, which must also record the planning."""
     layers = tree_layers(count=3)
     builder = layers.builder(make_spec())
@@ -166,7 +163,7 @@ def test_a_plan_serves_a_pass_and_no_longer(planned: list[torch.Tensor]) -> None
     assert len(planned) == 3
 
 
-def test_a_pass_may_begin_with_any_layer(planned: list[torch.Tensor]) -> None:
+def test_a_pass_may_begin_with_any_layer(planned):
     layers = tree_layers(count=3)
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -178,9 +175,7 @@ def test_a_pass_may_begin_with_any_layer(planned: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("query_lens", [[3, 1, 20, 1, 5], [40, 37, 33, 65, 5]])
-def test_prefill_and_mixed_batches_are_the_hosts(
-    query_lens: list[int], planned: list[torch.Tensor]
-) -> None:
+def test_prefill_and_mixed_batches_are_the_hosts(query_lens, planned):
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=0, query_lens=query_lens))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -189,9 +184,7 @@ def test_prefill_and_mixed_batches_are_the_hosts(
     assert not planned
 
 
-def test_layers_of_another_kind_are_the_hosts(
-    planned: list[torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_of_another_kind_are_the_hosts(planned, caplog):
     """In one group, as without vLLM's hybrid cache manager: one log line, and the host's kernel."""
     config = make_config()
     window = tree_layers(config, count=1, arguments={"sliding_window": 9}, prefix="window")
@@ -212,7 +205,7 @@ def test_layers_of_another_kind_are_the_hosts(
     assert len(planned) == 1
 
 
-def test_layers_of_another_shape_are_the_hosts(planned: list[torch.Tensor]) -> None:
+def test_layers_of_another_shape_are_the_hosts(planned):
     config = make_config()
     layers = tree_layers(config, count=1)
     other = Layers(layers.backend, config, 1, {"num_heads": 2 * HEADS}, "other")
@@ -221,7 +214,7 @@ def test_layers_of_another_shape_are_the_hosts(planned: list[torch.Tensor]) -> N
     assert step_of(metadata).group.takes(layers.impls[0].deft_layer)
 
 
-def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_unsupported_layers_make_no_group(caplog):
     layers = tree_layers(arguments={"sliding_window": 9})
     with caplog.at_level(logging.WARNING, "deft_backend"):
         builder = layers.builder(make_spec())
@@ -232,7 +225,7 @@ def test_only_unsupported_layers_make_no_group(caplog: pytest.LogCaptureFixture)
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
 
 
-def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
+def test_groups_have_plans_of_their_own(planned):
     """Two KV cache groups hold the same requests in different pages."""
     config = make_config()
     first, second = (tree_layers(config, count=2, prefix=name) for name in ("first", "second"))
@@ -248,12 +241,10 @@ def test_groups_have_plans_of_their_own(planned: list[torch.Tensor]) -> None:
     assert len(planned) == 2
 
 
-def test_an_updated_block_table_is_planned_anew(
-    planned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_updated_block_table_is_planned_anew(planned, monkeypatch):
     """The host copies a group's metadata for another group, which must get its own step."""
 
-    def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+    def update(self, metadata, blk_table, slot_mapping):
         copied = dataclasses.replace(metadata, block_table=blk_table)
         vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
         return copied
@@ -281,9 +272,7 @@ def test_an_updated_block_table_is_planned_anew(
     ("level", "expected"),
     [("ALWAYS", "UNIFORM_BATCH"), ("UNIFORM_SINGLE_TOKEN_DECODE",) * 2, ("NEVER", "NEVER")],
 )
-def test_graphs_of_uniform_batches_only(
-    level: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_of_uniform_batches_only(level, expected, monkeypatch):
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
     builder = tree_backend(PlainCpuBackend).get_builder_cls()
@@ -292,7 +281,7 @@ def test_graphs_of_uniform_batches_only(
     assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
 
 
-def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_attention_is_in_no_graph(monkeypatch):
     """A graph only replays its capture, so it could neither compare results nor give up."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
@@ -317,8 +306,8 @@ def test_verified_attention_is_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
-    asked: str, at_attention: bool, got: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked, at_attention, got, monkeypatch
+):
     """The host raises for ``FULL`` with a backend that supports no graphs."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
@@ -333,7 +322,7 @@ def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
     assert compilation.resolve_cudagraph_mode_and_sizes(level, "deft") is CUDAGraphMode[got]
 
 
-def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cascade_is_for_what_tree_attention_leaves(monkeypatch):
     """Versions from 0.32 on have no such method and never call it."""
     host = PlainCpuBackend.get_builder_cls()
     if not hasattr(host, "use_cascade_attention"):
@@ -350,7 +339,7 @@ def test_cascade_is_for_what_tree_attention_leaves(monkeypatch: pytest.MonkeyPat
     assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
 
 
-def test_captures_and_drafts_are_no_steps() -> None:
+def test_captures_and_drafts_are_no_steps():
     layers = tree_layers()
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -368,7 +357,7 @@ class Causal(PlainCpuBackend):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch.Tensor]) -> None:
+def test_a_backend_made_of_two_is_surrounded(captured, planned):
     """vLLM's own choice for Gemma 3 with images: a backend for images and one for the rest."""
     composite = pytest.importorskip("vllm.v1.attention.backends.composite")
     host = composite.create_composite_attention_backend(
@@ -400,9 +389,7 @@ def test_a_backend_made_of_two_is_surrounded(captured: bool, planned: list[torch
         ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
     ],
 )
-def test_decodes_of_another_kind_are_counted(
-    changes: dict[str, Any], prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
     builder = tree_layers().builder(make_spec())
@@ -413,14 +400,14 @@ def test_decodes_of_another_kind_are_counted(
 
 
 @pytest.mark.parametrize("documents", [{}, {0: [], 1: [], 2: []}, {0: [(3, 9)], 1: []}])
-def test_documents_in_a_prompt_change_no_decode(documents: dict[int, Any]) -> None:
+def test_documents_in_a_prompt_change_no_decode(documents):
     """Tokens that may attend to later ones of their document have none after the decoded token."""
     builder = tree_layers().builder(make_spec())
     metadata = builder.build(0, Batch(DECODE, shared=2).common(mm_req_doc_ranges=documents))
     assert step_of(metadata) is not None
 
 
-def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_beyond_the_settings(monkeypatch):
     monkeypatch.setenv("DEFT_MAX_BATCH", "4")
     builder = tree_layers().builder(make_spec())
     assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
@@ -431,7 +418,7 @@ def test_batches_beyond_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
-def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_what_is_read(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
     monkeypatch.setenv("DEFT_PLANNER", "host")
     layers = tree_layers()
@@ -444,7 +431,7 @@ def test_counts_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state().kv_bytes_read == 46 * token
 
 
-def test_the_device_counts_its_own_steps() -> None:
+def test_the_device_counts_its_own_steps():
     layers = tree_layers(count=1)
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch([40, 37, 33], shared=2, padding=1))
@@ -459,7 +446,7 @@ def test_the_device_counts_its_own_steps() -> None:
     assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
 
 
-def test_builders_made_anew_keep_workspace_and_counters() -> None:
+def test_builders_made_anew_keep_workspace_and_counters():
     """The host builds them twice if it profiles its graphs; another server starts at zero."""
     layers = tree_layers()
     first, again = layers.builder(make_spec()), layers.builder(make_spec())
@@ -473,7 +460,7 @@ def test_builders_made_anew_keep_workspace_and_counters() -> None:
     assert state().steps_tree == 0
 
 
-def test_steps_of_equal_layers_are_counted_once() -> None:
+def test_steps_of_equal_layers_are_counted_once():
     """Other differences between two builders of the same layers must not make a step fail."""
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -488,13 +475,13 @@ def test_steps_of_equal_layers_are_counted_once() -> None:
     assert state().steps_tree == 1
 
 
-def test_a_wrong_setting_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_stops_the_server(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "fastest")
     with pytest.raises(SettingsError, match="DEFT_POLICY is 'fastest'; expected one of"):
         tree_layers().builder(make_spec())
 
 
-def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_kv_of_another_kind_makes_no_group(caplog):
     for spec, reason in (
         (make_spec(dtype=torch.bfloat16), "KV in torch.bfloat16 under a model in torch.float32"),
         (make_spec(num_kv_heads=1), "over a KV cache of 1 heads"),
@@ -507,9 +494,7 @@ def test_kv_of_another_kind_makes_no_group(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.usefixtures("policy")
-def test_a_failing_kernel_costs_a_line(
-    monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
     """The host's implementation runs the layer; the step that failed is one of the host's."""
     layers = tree_layers()
     builder = layers.builder(make_spec())
@@ -524,9 +509,7 @@ def test_a_failing_kernel_costs_a_line(
     assert (state().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
 
 
-def test_a_plan_that_fails_leaves_its_step_to_the_host(
-    policy: str, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, failures):
     """The host planner plans the next step again; a launch of the device planner is not tried."""
     layers = tree_layers()
     builder = layers.builder(make_spec())
@@ -551,9 +534,7 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-5])
-def test_verification_finds_a_wrong_kernel(
-    size: float, monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_verification_finds_a_wrong_kernel(size, monkeypatch, failures):
     """The tolerance is relative to the largest value, whatever it is."""
     monkeypatch.setenv("DEFT_VERIFY", "1")
     layers = tree_layers()
@@ -564,7 +545,7 @@ def test_verification_finds_a_wrong_kernel(
     assert not failures
     attention_run = TreeAttention.run
 
-    def wrong(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def wrong(self, *args, **kwargs):
         out = attention_run(self, *args, **kwargs)
         out[2, 1, 3] += 0.01 * size
         return out
@@ -580,14 +561,12 @@ def test_verification_finds_a_wrong_kernel(
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
-    kv_dtype: torch.dtype, failures: list[str]
-) -> None:
+def test_verification_allows_more_where_the_host_multiplies_in_8_bits(kv_dtype, failures):
     attention = SimpleNamespace(kv_dtype=kv_dtype)
     for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
         ours = torch.ones(4, dtype=torch.bfloat16)
         theirs, out = ours - difference, ours.clone()
-        group: Any = SimpleNamespace(attention=attention, failure=FailureLatch())
+        group = SimpleNamespace(attention=attention, failure=FailureLatch())
         GroupAttention._cross_check(group, out, lambda out=out, theirs=theirs: out.copy_(theirs))
         assert (group.failure.reason is None) == agrees == (not failures)
         failures.clear()
@@ -596,7 +575,7 @@ def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
 
 @pytest.mark.parametrize("q_scale", [1.0, 0.25])
 @pytest.mark.usefixtures("policy")
-def test_queries_of_eight_bits_have_a_scale(q_scale: float) -> None:
+def test_queries_of_eight_bits_have_a_scale(q_scale):
     """Some backends of vLLM take them over a cache of 8 bits."""
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -614,7 +593,7 @@ def test_queries_of_eight_bits_have_a_scale(q_scale: float) -> None:
     assert state().steps_tree == 1
 
 
-def test_a_group_takes_layers_with_its_own_kind_of_cache() -> None:
+def test_a_group_takes_layers_with_its_own_kind_of_cache():
     """Bytes of another format would be read as other numbers."""
     kinds = {"auto": torch.float32, "fp8": torch.uint8, "fp8_e5m2": torch.uint8}
     for kind, dtype in kinds.items():
@@ -628,7 +607,7 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache() -> None:
 
 
 @pytest.mark.usefixtures("policy")
-def test_an_output_within_a_larger_tensor() -> None:
+def test_an_output_within_a_larger_tensor():
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -640,7 +619,7 @@ def test_an_output_within_a_larger_tensor() -> None:
     assert state().steps_tree == 1
 
 
-def test_an_output_of_another_dtype_is_the_hosts(failures: list[str]) -> None:
+def test_an_output_of_another_dtype_is_the_hosts(failures):
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -651,12 +630,12 @@ def test_an_output_of_another_dtype_is_the_hosts(failures: list[str]) -> None:
     failures.clear()
 
 
-def test_the_host_gets_what_vllm_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_gets_what_vllm_passed(monkeypatch):
     """In calls that tree attention leaves to it: every argument, and the same objects."""
-    calls: list[tuple[Any, ...]] = []
+    calls = []
     builder_class, impl_class = PlainCpuBackend.get_builder_cls(), PlainCpuBackend.get_impl_cls()
 
-    def record(name: str, result: Any) -> Any:
+    def record(name, result):
         return lambda self, *args, **kwargs: calls.append((name, args, kwargs)) or result
 
     for name in ("build", "build_for_drafting", "build_for_cudagraph_capture"):
@@ -683,7 +662,7 @@ def test_the_host_gets_what_vllm_passed(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fused_output_quantisation_is_the_hosts(caplog):
     layers = tree_layers()
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -699,7 +678,7 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
 
 
-def test_keys_and_values_go_to_their_slots() -> None:
+def test_keys_and_values_go_to_their_slots():
     impl = tree_layers(count=1).impls[0]
     cache = Cache(4, 16, "LBHNC")
     before = cache.tensor.clone()
@@ -718,20 +697,18 @@ def test_keys_and_values_go_to_their_slots() -> None:
     [({"alibi_slopes": [1.0]}, "alibi_slopes"),
      ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
 )  # fmt: skip
-def test_the_cpu_refuses_what_it_does_not_compute(arguments: dict[str, Any], word: str) -> None:
+def test_the_cpu_refuses_what_it_does_not_compute(arguments, word):
     with pytest.raises(NotImplementedError, match=f"{word}.*without {backend_name()}"):
         tree_layers(arguments=arguments)
 
 
 @pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
-def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
-    flag: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatch):
     """A pool takes all allocations of the thread that entered it, such as plan and workspace."""
-    makers: list[int] = []
+    makers = []
     allocate = TreeAttention.__init__
 
-    def recorded(self: Any, **kwargs: Any) -> None:
+    def recorded(self, **kwargs):
         makers.append(threading.get_ident())
         allocate(self, **kwargs)
 
@@ -755,10 +732,8 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(
             forest_of(state().batch)
 
 
-def test_a_set_up_that_fails_beside_a_pool_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
-    def fail(self: Any, **kwargs: Any) -> None:
+def test_a_set_up_that_fails_beside_a_pool_is_one_line(monkeypatch, failures):
+    def fail(self, **kwargs):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(TreeAttention, "__init__", fail)
@@ -770,10 +745,8 @@ def test_a_set_up_that_fails_beside_a_pool_is_one_line(
     failures.clear()
 
 
-def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def wrong(config: Any, plan: Any, step: Any, *rest: Any, **named: Any) -> None:
+def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(monkeypatch, caplog):
+    def wrong(config, plan, step, *rest, **named):
         run_plan(config, plan, step, *rest, **named)
         step.out[1] = -step.out[1]
 
@@ -788,7 +761,7 @@ def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(
     assert "row 1 is off by 2" in caplog.text
 
 
-def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None:
+def test_prompt_lengths_alone_are_no_window(planned):
     """Document ranges hide no tokens; the model's configuration states a sliding window."""
     builder = tree_layers().builder(make_spec())
     batch = Batch(DECODE, shared=2)
@@ -797,7 +770,7 @@ def test_prompt_lengths_alone_are_no_window(planned: list[torch.Tensor]) -> None
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
 @pytest.mark.usefixtures("policy")
-def test_a_cache_of_eight_bits(kind: str) -> None:
+def test_a_cache_of_eight_bits(kind):
     """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
     layers = tree_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(DECODE, shared=2))
@@ -825,9 +798,7 @@ def test_a_cache_of_eight_bits(kind: str) -> None:
     ("kind", "dtype", "span"),
     [("fp8", torch.float8_e4m3fn, 300.0), ("fp8_e5m2", torch.float8_e5m2, 5e4)],
 )
-def test_new_keys_and_values_are_stored_as_the_host_stores_them(
-    kind: str, dtype: torch.dtype, span: float
-) -> None:
+def test_new_keys_and_values_are_stored_as_the_host_stores_them(kind, dtype, span):
     """Divided by the scale, rounded to 8 bits; what is too large becomes the largest number."""
     layers = tree_layers(arguments={"kv_cache_dtype": kind})
     module = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
@@ -841,7 +812,7 @@ def test_new_keys_and_values_are_stored_as_the_host_stores_them(
     assert not cache[0].any()
 
 
-def test_a_cache_of_four_bits_is_the_hosts() -> None:
+def test_a_cache_of_four_bits_is_the_hosts():
     from deft_backend.hosts.common.limits import refused_cache
 
     assert refused_cache("fp8") is refused_cache("fp8_e4m3") is refused_cache("fp8_e5m2") is None

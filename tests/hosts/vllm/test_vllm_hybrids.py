@@ -2,7 +2,6 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ CHUNKED = ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
 STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
-def layers_of(config: Any, prefix: str, spec: Any, count: int = 1, **arguments: Any) -> Layers:
+def layers_of(config, prefix, spec, count=1, **arguments):
     return tree_layers(config, count=count, arguments=arguments, prefix=prefix, spec=spec)
 
 
@@ -59,18 +58,18 @@ def layers_of(config: Any, prefix: str, spec: Any, count: int = 1, **arguments: 
         (make_spec(head_size_v=32), f"keys of {DIM} and values of 32 elements"),
     ],
 )
-def test_a_layers_own_cache_decides(spec: Any, reason: str | None) -> None:
+def test_a_layers_own_cache_decides(spec, reason):
     module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: spec)
     assert unsupported_kind(module, make_config()) == reason
 
 
-def test_a_kind_of_full_attention_that_is_not_known() -> None:
+def test_a_kind_of_full_attention_that_is_not_known():
     kind = type("PackedSpec", (type(make_spec()),), {})
     module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: kind(**COMMON))
     assert unsupported_kind(module, make_config()) == "a KV cache of kind PackedSpec"
 
 
-def test_every_group_decides_for_its_layers(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_group_decides_for_its_layers(caplog):
     """Full attention, sliding windows, chunks and recurrent states: one line at the start."""
     config = make_config()
     windowed = layers_of(config, "windowed", WINDOWED, 2, sliding_window=9)
@@ -102,7 +101,7 @@ def test_every_group_decides_for_its_layers(caplog: pytest.LogCaptureFixture) ->
     assert (found.num_layers, found.steps_tree) == (2, 1)
 
 
-def test_a_layer_is_the_hosts_in_a_group_of_full_layers() -> None:
+def test_a_layer_is_the_hosts_in_a_group_of_full_layers():
     """Without vLLM's hybrid cache manager, all layers have one kind of cache."""
     config = make_config()
     full = layers_of(config, "full", make_spec())
@@ -116,7 +115,7 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers() -> None:
     assert not step.group.takes(chunked.impls[0].deft_layer)
 
 
-def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
+def test_layers_of_two_shapes_have_plans_of_their_own():
     """As with full layers of two head counts: each group plans for its shape."""
     config = make_config()
     first = layers_of(config, "first", make_spec())
@@ -128,7 +127,7 @@ def test_layers_of_two_shapes_have_plans_of_their_own() -> None:
     assert [group.tree_layers for group in groups] == [1, 1]
 
 
-def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
+def test_layers_with_a_cache_of_another_dtype_are_not_counted():
     """As with ``--kv-cache-dtype-skip-layers``: bytes are counted for one dtype of cache."""
     shape, config = LayerShape(4, 2, 64), make_config()
     for at, cache in enumerate(("auto", "fp8", "fp8", "auto", "auto")):
@@ -144,7 +143,7 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
-def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
+def test_sinks_are_part_of_every_softmax(lens):
     """In tree attention, and in the CPU's replacement of the host's kernel, window or not."""
     config = make_config()
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
@@ -159,9 +158,9 @@ def test_sinks_are_part_of_every_softmax(lens: list[int] | None) -> None:
         assert not torch.allclose(found.double(), expected(batch, cache, window=window), atol=1e-2)
 
 
-def test_sinks_that_the_hosts_implementation_hides_are_its_own() -> None:
-    class Hiding(PlainCpuBackend.get_impl_cls()):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+def test_sinks_that_the_hosts_implementation_hides_are_its_own():
+    class Hiding(PlainCpuBackend.get_impl_cls()):
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.hidden = self.__dict__.pop("sinks")
 
@@ -171,7 +170,7 @@ def test_sinks_that_the_hosts_implementation_hides_are_its_own() -> None:
 
 
 @pytest.mark.parametrize(("specs", "counted"), [((WINDOWED, make_spec()), 1), ((WINDOWED,), 2)])
-def test_an_observed_server_counts_full_layers(specs: Any, counted: int) -> None:
+def test_an_observed_server_counts_full_layers(specs, counted):
     """As a server of tree attention does, so that `deft ab` compares the same layers."""
     config = make_config()
     config.model_config.get_num_attention_heads = lambda place: HEADS

@@ -1,9 +1,7 @@
 """The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.vllm.plugin import asks_for_us
 from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
@@ -32,15 +30,23 @@ from vllm_fakes import (
 
 
 def constructor(
-    num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-    alibi_slopes: Any = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-    logits_soft_cap: float | None = None, attn_type: Any = "decoder",
-    kv_sharing_target_layer_name: str | None = None, sinks: Any = None, **extra: Any,
-) -> None:  # fmt: skip
+    num_heads,
+    head_size,
+    scale,
+    num_kv_heads=None,
+    alibi_slopes=None,
+    sliding_window=None,
+    kv_cache_dtype="auto",
+    logits_soft_cap=None,
+    attn_type="decoder",
+    kv_sharing_target_layer_name=None,
+    sinks=None,
+    **extra,
+):
     """The arguments of vLLM's implementations."""
 
 
-def test_the_arguments_are_read_however_they_are_given() -> None:
+def test_the_arguments_are_read_however_they_are_given():
     layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
     assert layer == Layer(LayerShape(8, 8, 128), 0.5, 30.0, None)
     layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
@@ -49,11 +55,11 @@ def test_the_arguments_are_read_however_they_are_given() -> None:
     assert (layer.reason, layer.sinks) == (None, True)
 
 
-def passing_on(*args: Any, **kwargs: Any) -> None:
+def passing_on(*args, **kwargs):
     """An implementation made of two others."""
 
 
-def test_the_base_class_names_arguments_that_are_passed_on() -> None:
+def test_the_base_class_names_arguments_that_are_passed_on():
     plain = (8, 64, 0.1, 2, None, None, "fp8", 30.0, "decoder", None)
     layer = layer_of(passing_on, plain, {})
     assert layer == Layer(LayerShape(8, 2, 64), 0.1, 30.0, None, cache="fp8")
@@ -81,14 +87,14 @@ def test_the_base_class_names_arguments_that_are_passed_on() -> None:
         ({"kv_cache_dtype": "bfloat16"}, None),
     ],
 )
-def test_what_a_layer_must_not_have(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_a_layer_must_not_have(changes, reason):
     given = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2, **changes}
     refused = layer_of(constructor, (), given).reason
     assert refused == reason if reason is None else reason in refused
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
-def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
+def test_a_plain_layer_of_the_hosts_own_is_taken(name):
     """With the real signatures and defaults of the host's implementations."""
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
@@ -97,7 +103,7 @@ def test_a_plain_layer_of_the_hosts_own_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("several", ["_q_scale", "_k_scale", "_v_scale"])
-def test_scales_for_each_head_are_the_hosts(several: str) -> None:
+def test_scales_for_each_head_are_the_hosts(several):
     layer = Layer(LayerShape(8, 2, 64), 0.1, 0.0, None, cache="fp8")
     module = SimpleNamespace(
         _q_scale=torch.ones(1), _k_scale=torch.ones(()), _v_scale=torch.ones(1)
@@ -107,7 +113,7 @@ def test_scales_for_each_head_are_the_hosts(several: str) -> None:
     assert layer.with_scales_of(module).reason == "scales for each head"
 
 
-def test_caches_of_other_kinds_are_refused() -> None:
+def test_caches_of_other_kinds_are_refused():
     assert unsupported_spec(make_spec()) is None
     # Layers of a group differ: each layer's own specification decides. See test_vllm_hybrids.py.
     assert unsupported_spec(make_spec(sliding_window=64)) is None
@@ -131,26 +137,26 @@ def test_caches_of_other_kinds_are_refused() -> None:
         ({"use_ubatching": True}, "micro-batches"),
     ],
 )
-def test_servers_of_other_kinds_are_refused(changes: dict[str, Any], reason: str | None) -> None:
+def test_servers_of_other_kinds_are_refused(changes, reason):
     refused = unsupported_server(make_config(**changes))
     assert refused is None if reason is None else reason in refused
 
 
-def test_a_window_over_generated_tokens_is_the_hosts() -> None:
+def test_a_window_over_generated_tokens_is_the_hosts():
     """Reference sliding window attention: neither the layer's arguments nor its cache show it."""
     config = make_config()
     config.model_config.rswa_window = 64
     assert unsupported_server(config) == "reference sliding window attention is not supported"
 
 
-def test_results_that_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_must_not_depend_on_the_batch(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "batch-invariant mode is not supported" in unsupported_server(make_config())
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("padded", [0, 64])
-def test_views_name_the_same_memory(layout: str, padded: int) -> None:
+def test_views_name_the_same_memory(layout, padded):
     cache = Cache(5, 16, layout, padded)
     keys, values = kv_views(cache.tensor, DIM)
     assert keys.shape == values.shape == (5, 16, KV_HEADS, DIM)
@@ -163,7 +169,7 @@ def test_views_name_the_same_memory(layout: str, padded: int) -> None:
     assert keys.stride(-1) == values.stride(-1) == 1
 
 
-def test_a_cache_of_an_unknown_kind_is_refused() -> None:
+def test_a_cache_of_an_unknown_kind_is_refused():
     """Newer versions add fields that describe a packed cache by values other than the default."""
     assert unknown_cache(make_spec(page_size_padded=1 << 20)) is None
 
@@ -188,7 +194,7 @@ def test_a_cache_of_an_unknown_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
-def test_the_hosts_backends_have_the_standard_cache(name: str) -> None:
+def test_the_hosts_backends_have_the_standard_cache(name):
     assert has_standard_cache(original_backend(name))
 
 
@@ -206,9 +212,7 @@ def test_the_hosts_backends_have_the_standard_cache(name: str) -> None:
         ("BHLNC", (12288, 6144, 128)),
     ],
 )
-def test_a_warm_up_sees_the_strides_of_the_servers_caches(
-    layout: str, strides: tuple[int, ...]
-) -> None:
+def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     config = make_config()
@@ -229,7 +233,7 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(
         ({"data_parallel_index": 1}, 1),
     ],
 )
-def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | None) -> None:
+def test_engines_have_files_of_their_own(changes, rank):
     assert data_rank(make_config(**changes).parallel_config) == rank
 
 
@@ -252,9 +256,7 @@ def test_engines_have_files_of_their_own(changes: dict[str, int], rank: int | No
         ("vllm serve m --config FILE", None, 8000),  # the file does not exist
     ],
 )
-def test_the_port_is_read_from_the_command_line_and_its_file(
-    tmp_path: Path, words: str, content: str | None, port: int
-) -> None:
+def test_the_port_is_read_from_the_command_line_and_its_file(tmp_path, words, content, port):
     path = tmp_path / "server.yaml"
     if content is not None:
         path.write_text(content)
@@ -265,14 +267,12 @@ def test_the_port_is_read_from_the_command_line_and_its_file(
     ("longest", "columns", "drafts"),
     [(2000, [125, 128], None), (2048, [128], Drafts(5, ragged=True))],
 )
-def test_a_server_compiles_for_the_steps_that_it_will_see(
-    longest: int, columns: list[int], drafts: Drafts | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, drafts, monkeypatch):
     """vLLM may make a page table wider, to a multiple of 16 pages.
 
     Requests of a verification may have different numbers of tokens.
     """
-    warmed_up: list[StepTensors] = []
+    warmed_up = []
     monkeypatch.setenv("DEFT_PLANNER", "device")
     monkeypatch.setattr(
         factory, "warm_up_attention", lambda attention, tensors, **kwargs: warmed_up.append(tensors)
@@ -283,7 +283,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(
     assert [(each.table_columns, each.drafts) for each in warmed_up] == [(columns, drafts)]
 
 
-def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
+def test_a_server_compiles_for_each_kind_of_its_layers():
     """Layers of another shape or with another cache run through the host's implementation."""
     shape, other = LayerShape(4, 2, 64), LayerShape(8, 2, 64)
     layers = {
@@ -297,7 +297,7 @@ def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
     held = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4, dtype=torch.bfloat16)))
     config = make_config()
     config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
-    attention: Any = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16, **shape._asdict())
+    attention = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16, **shape._asdict())
     assert set(_kinds(attention, layers, config)) == {
         LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16)
     }  # fmt: skip
@@ -320,7 +320,7 @@ def test_a_server_compiles_for_each_kind_of_its_layers() -> None:
         ("serve m --config FILE", True),
     ],
 )
-def test_who_asks_for_the_plugin(words: str, asks: bool, tmp_path: Path) -> None:
+def test_who_asks_for_the_plugin(words, asks, tmp_path):
     path = tmp_path / "server.yaml"
     path.write_text("attention-backend: deft")
     assert asks_for_us(words.replace("FILE", str(path)).split()) is asks

@@ -2,9 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
@@ -22,7 +19,7 @@ from vllm_fakes import Batch, Layers, cached, forget_collectors, make_config, ma
 
 
 @pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def untouched(monkeypatch, tmp_path):
     """A server on port 8123 with its own state folder; nothing is registered before or after."""
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.delenv(metrics.MULTIPROCESS, raising=False)
@@ -35,14 +32,14 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 @pytest.fixture
-def writers(monkeypatch: pytest.MonkeyPatch) -> list[StateWriter]:
+def writers(monkeypatch):
     """Writers that the server would start; the tests call their looks themselves."""
-    started: list[StateWriter] = []
+    started = []
     monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
     return started
 
 
-def decode(steps: int) -> None:
+def decode(steps):
     """A server of this process decodes `steps` steps of three requests."""
     layers = Layers(tree_backend(PlainCpuBackend), make_config(), count=1)
     builder = layers.builder(make_spec())
@@ -51,7 +48,7 @@ def decode(steps: int) -> None:
         run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
 
 
-def page(registry: Any = REGISTRY) -> dict[str, float]:
+def page(registry=REGISTRY):
     """Our samples, by name and labels."""
     return {
         f"{sample.name} {sorted(sample.labels.items())}": sample.value
@@ -61,13 +58,11 @@ def page(registry: Any = REGISTRY) -> dict[str, float]:
     }
 
 
-def of(name: str, **labels: str) -> str:
+def of(name, **labels):
     return f"deft_{name}_total {sorted({**labels, 'tp_rank': '0'}.items())}"
 
 
-def test_one_api_server_reads_the_state_files_of_its_port(
-    writers: list[StateWriter], tmp_path: Path
-) -> None:
+def test_one_api_server_reads_the_state_files_of_its_port(writers, tmp_path):
     plugin.register()
     assert get_prometheus_registry() is REGISTRY  # the page is made from it
     assert page() == {}
@@ -93,9 +88,7 @@ def test_one_api_server_reads_the_state_files_of_its_port(
     assert state["kv_bytes_query_guided"] == 3 * 110 * 2 * 2 * 64 * 4
 
 
-def test_a_server_on_another_port_is_not_shown(
-    writers: list[StateWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_on_another_port_is_not_shown(writers, monkeypatch):
     plugin.register()
     monkeypatch.setattr("sys.argv", ["api_server.py", "--port", "8124"])
     decode(steps=1)
@@ -104,8 +97,8 @@ def test_a_server_on_another_port_is_not_shown(
 
 
 def test_several_api_servers_show_what_the_decoding_process_publishes(
-    writers: list[StateWriter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    writers, monkeypatch, tmp_path
+):
     """vLLM names the folder before it starts its processes; all of them then write into it."""
     folder = tmp_path / "prometheus"
     folder.mkdir()
@@ -128,10 +121,7 @@ def test_several_api_servers_show_what_the_decoding_process_publishes(
 
 
 @pytest.mark.parametrize("what", ["register", "publish"])
-def test_counters_that_cannot_be_shown_cost_a_line(
-    what: str, writers: list[StateWriter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_counters_that_cannot_be_shown_cost_a_line(what, writers, monkeypatch, tmp_path, caplog):
     if what == "publish":
         metrics._value_class.cache_clear()
         metrics._value.cache_clear()
@@ -148,9 +138,7 @@ def test_counters_that_cannot_be_shown_cost_a_line(
     assert server._current.state.steps_tree == 1
 
 
-def test_a_wrong_setting_is_another_servers_affair(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_setting_is_another_servers_affair(monkeypatch, caplog):
     """A server without tree attention does not read its settings."""
     monkeypatch.setenv("DEFT_POLICY", "fastest")
     with caplog.at_level(logging.WARNING, "deft_backend"):
@@ -160,7 +148,7 @@ def test_a_wrong_setting_is_another_servers_affair(
     assert page() == {}
 
 
-def test_wrong_settings_stop_the_servers_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_stop_the_servers_first_process(monkeypatch):
     """The API server loads plugins before anything else, so the message comes early and last."""
     arguments = ["api_server.py", "--attention-backend", "DEFT"]
     monkeypatch.setattr("sys.argv", arguments)

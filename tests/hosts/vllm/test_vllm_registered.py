@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 
 
 @pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
+def untouched(monkeypatch):
     """The original registry, and no choice from the previous test."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
     monkeypatch.delenv("DEFT_OBSERVE", raising=False)
@@ -45,7 +44,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Any:
         member.clear_override()
 
 
-def chosen_as_the_host_does(config: AttentionSelectorConfig = CONFIG) -> Any:
+def chosen_as_the_host_does(config=CONFIG):
     """The calls of ``platforms/cuda.py`` for a selected backend."""
     backend = CUSTOM.get_class()
     reasons = backend.validate_configuration(device_capability=None, **config._asdict())
@@ -54,11 +53,11 @@ def chosen_as_the_host_does(config: AttentionSelectorConfig = CONFIG) -> Any:
     return resolve_obj_by_qualname(".".join(backend.full_cls_name()))
 
 
-def host_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, Any]]:
+def host_chooses(monkeypatch, name):
     """Let the platform return a backend, and record its arguments."""
-    asked: list[tuple[Any, Any]] = []
+    asked = []
 
-    def choose(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+    def choose(cls, selected, config, num_heads=None):
         asked.append((selected, config))
         return AttentionBackendEnum[name if selected is None else selected.name].get_path()
 
@@ -67,9 +66,7 @@ def host_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, 
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
-def test_custom_surrounds_what_the_host_would_choose(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
     plugin.register()
     asked = host_chooses(monkeypatch, name)
     host = original_backend(name)
@@ -96,7 +93,7 @@ def test_custom_surrounds_what_the_host_would_choose(
     assert found.full_cls_name() != host.full_cls_name()  # it keeps groups apart
 
 
-def test_layers_may_get_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_may_get_different_backends(monkeypatch):
     plugin.register()
     host_chooses(monkeypatch, "FLASH_ATTN")
     first = chosen_as_the_host_does()
@@ -111,7 +108,7 @@ class HeadsOfTwoSizes:
 
     total_num_hidden_layers = 2
 
-    def __getitem__(self, layer: int) -> Any:
+    def __getitem__(self, layer):
         return SimpleNamespace(head_size=(256, 512)[layer])
 
 
@@ -121,15 +118,13 @@ class HeadsOfTwoSizes:
     ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "EmbeddingGemma2Model",
      "LlamaForCausalLM"],
 )  # fmt: skip
-def test_a_model_keeps_the_hosts_defaults_for_it(
-    architecture: str, new_version: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_keeps_the_hosts_defaults_for_it(architecture, new_version, monkeypatch):
     """The host sets some defaults only if the user names no backend; ours counts as none."""
     monkeypatch.setattr(
         "vllm.v1.attention.backends.fa_utils.is_fa_version_supported", lambda version: new_version
     )
 
-    def start(backend: Any) -> Any:
+    def start(backend):
         attention = SimpleNamespace(
             backend=backend, flash_attn_version=None, use_non_causal=False, backend_per_kind=None
         )
@@ -162,8 +157,8 @@ def test_a_model_keeps_the_hosts_defaults_for_it(
     assert config.attention_config == expected
 
 
-def test_a_users_own_backend_gets_no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    applied: list[Any] = []
+def test_a_users_own_backend_gets_no_defaults(monkeypatch):
+    applied = []
     settings = type("Gemma4Config", (), {"verify_and_update_config": applied.append})
     monkeypatch.setitem(MODELS_CONFIG_MAP, "Gemma4ForCausalLM", settings)
     for backend, times in ((AttentionBackendEnum.FLASH_ATTN, 0), (None, 0), (CUSTOM, 1)):
@@ -199,9 +194,7 @@ class Mla(PlainCpuBackend):
     ("host", "reason"),
     [(OtherLayout, "laid out"), (WritesItself, "writes the KV cache"), (Mla, "MLA")],
 )
-def test_what_cannot_be_surrounded_runs_by_itself(
-    host: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_surrounded_runs_by_itself(host, reason, monkeypatch, caplog):
     plugin.register()
     assert reason in cannot_surround(host)
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{host.__name__}")
@@ -212,7 +205,7 @@ def test_what_cannot_be_surrounded_runs_by_itself(
     assert reason in caplog.text
 
 
-def test_a_fallback_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallback_may_be_named(monkeypatch):
     plugin.register()
     asked = host_chooses(monkeypatch, "FLASH_ATTN")
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "TRITON_ATTN")
@@ -224,10 +217,10 @@ def test_a_fallback_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
             chosen_as_the_host_does()
 
 
-def test_the_hosts_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_refusal_is_ours(monkeypatch):
     plugin.register()
 
-    def refuse(cls: Any, selected: Any, config: Any, num_heads: Any = None) -> str:
+    def refuse(cls, selected, config, num_heads=None):
         raise ValueError("No valid attention backend found")
 
     monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(refuse))
@@ -235,7 +228,7 @@ def test_the_hosts_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen_as_the_host_does()
 
 
-def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
+def test_before_a_layer_is_configured_nothing_is_chosen():
     with pytest.raises(RuntimeError, match="before it configured any layer"):
         registered.Custom.get_impl_cls()
     assert registered.Custom.get_name() == "CUSTOM"
@@ -246,9 +239,7 @@ def test_before_a_layer_is_configured_nothing_is_chosen() -> None:
     [(None, "0", "host"), ("CUSTOM", "0", "tree"), ("CUSTOM", "1", "tree"),
      ("DEFT", "0", "tree"), (None, "1", "observed"), (None, "maybe", "host")],
 )  # fmt: skip
-def test_the_cpu_platforms_backend(
-    backend: Any, observe: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_platforms_backend(backend, observe, kind, monkeypatch):
     """Servers that do not ask for the plugin get the host's own class."""
     monkeypatch.setenv("DEFT_OBSERVE", observe)
     plugin.register()
@@ -267,7 +258,7 @@ def test_the_cpu_platforms_backend(
     assert found is expected[kind]
 
 
-def test_every_name_is_the_plugin() -> None:
+def test_every_name_is_the_plugin():
     plugin.register()
     plugin.register()  # like a process that vLLM forks
     names = [name for name, member in AttentionBackendEnum.__members__.items()
@@ -279,7 +270,7 @@ def test_every_name_is_the_plugin() -> None:
     assert not versions.is_ours(AttentionBackendEnum.FLASH_ATTN)
 
 
-def test_a_spawned_process_reads_our_name_before_it_loads_plugins() -> None:
+def test_a_spawned_process_reads_our_name_before_it_loads_plugins():
     """vLLM passes its configuration to spawned processes; pickle passes an enum by value."""
     plugin.register()
     backend = AttentionBackendEnum[versions.backend_name()]
@@ -297,7 +288,7 @@ def test_a_spawned_process_reads_our_name_before_it_loads_plugins() -> None:
     assert found.stdout.decode().split() == [backend.name]
 
 
-def test_registering_imports_no_compiler() -> None:
+def test_registering_imports_no_compiler():
     """A worker on the CPU looks through every imported module, and fails at llvmlite's."""
     script = (
         "import sys; sys.argv = ['server', '--attention-backend', 'CUSTOM'];"
@@ -313,14 +304,12 @@ def test_registering_imports_no_compiler() -> None:
     assert found.stdout.strip().splitlines()[-1] == "set()"
 
 
-def test_outside_of_a_server_the_host_is_untouched() -> None:
+def test_outside_of_a_server_the_host_is_untouched():
     plugin.register()
     assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
 
 
-def test_observing_counts_and_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_observing_counts_and_changes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     found = observed_backend(PlainCpuBackend)
     assert found.get_impl_cls() is PlainCpuBackend.get_impl_cls()
@@ -348,7 +337,7 @@ def test_observing_counts_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
-def test_a_gpus_backends_are_observed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_backends_are_observed(name, monkeypatch):
     if name not in AttentionBackendEnum.__members__:
         pytest.skip("this vLLM has no such backend")
     monkeypatch.setenv("DEFT_OBSERVE", "1")
@@ -359,12 +348,12 @@ def test_a_gpus_backends_are_observed(name: str, monkeypatch: pytest.MonkeyPatch
     assert found.get_name() == name
 
 
-def test_this_vllm_is_one_that_the_adapter_knows() -> None:
+def test_this_vllm_is_one_that_the_adapter_knows():
     assert versions.missing() is None
 
 
 @pytest.fixture
-def lacking(monkeypatch: pytest.MonkeyPatch) -> Any:
+def lacking(monkeypatch):
     """The contract requires a member that no vLLM has."""
     member = Member("vllm.v1.attention.backend", "AttentionImpl.forward", ("query", "tree"))
     monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, member))
@@ -373,9 +362,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Any:
     versions.missing.cache_clear()
 
 
-def test_a_vllm_without_a_member_is_left_alone(
-    lacking: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
     """A server that asks for the plugin runs the host's own choice and says why."""
     host_chooses(monkeypatch, "FLASH_ATTN")
     with caplog.at_level(logging.WARNING, "deft_backend"):
@@ -387,10 +374,7 @@ def test_a_vllm_without_a_member_is_left_alone(
 
 
 @pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
-def test_a_cpu_server_without_a_member_is_left_alone(
-    asked: str | None, lacking: None, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_a_cpu_server_without_a_member_is_left_alone(asked, lacking, monkeypatch, caplog):
     monkeypatch.setenv("DEFT_OBSERVE", "1" if asked == "observe" else "0")
     backend = CUSTOM if asked == "CUSTOM" else None
     config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
@@ -403,9 +387,7 @@ def test_a_cpu_server_without_a_member_is_left_alone(
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1", "1.0.0"])
-def test_a_version_that_was_not_tested_is_left_alone(
-    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplog):
     monkeypatch.setattr(installed, "version", lambda name: version)
     left_alone(f"tested with vLLM {versions.VLLM} and this is {version}", monkeypatch, caplog)
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
@@ -414,9 +396,7 @@ def test_a_version_that_was_not_tested_is_left_alone(
     assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
 
 
-def left_alone(
-    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def left_alone(reason, monkeypatch, caplog):
     """A server that asks for CUSTOM runs the host's own choice and says why; others do not."""
     host_chooses(monkeypatch, "FLASH_ATTN")
     with caplog.at_level(logging.WARNING, "deft_backend"):

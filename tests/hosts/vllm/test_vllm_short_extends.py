@@ -1,10 +1,6 @@
 """vLLM's prefill steps of a few new tokens a request: which ones tree attention computes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,6 @@ from deft_backend.hosts.vllm.step.step import step_of
 from vllm_fakes import (
     Batch,
     Cache,
-    Layers,
     cached,
     close,
     make_config,
@@ -33,7 +28,7 @@ from vllm_fakes import (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def switched_on() -> Iterator[None]:
+def switched_on():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEFT_SHORT_EXTENDS", "16")
         yield
@@ -43,7 +38,7 @@ LENS = [69, 74, 67, 85]
 NEW = [5, 10, 3, 7]
 
 
-def message(batch: Batch, **changes: Any) -> Any:
+def message(batch, **changes):
     """What vLLM's scheduler tells its worker before the step of a batch of new requests."""
     new = [
         SimpleNamespace(req_id=str(row), block_ids=(table[table > 0].tolist(),))
@@ -58,12 +53,12 @@ def message(batch: Batch, **changes: Any) -> Any:
     return SimpleNamespace(**values)
 
 
-def prompts(batch: Batch, **changes: Any) -> Any:
+def prompts(batch, **changes):
     """The host's metadata of a batch whose requests all compute prompts."""
     return batch.common(is_prefilling=torch.ones(len(batch.lens), dtype=torch.bool), **changes)
 
 
-def built(layers: Layers, batch: Batch, told: Any = None, **changes: Any) -> Any:
+def built(layers, batch, told=None, **changes):
     """The metadata of a step, after the scheduler's message."""
     builder = layers.builder(make_spec())
     server._current.prefixes.observe(message(batch) if told is None else told)
@@ -72,9 +67,7 @@ def built(layers: Layers, batch: Batch, told: Any = None, **changes: Any) -> Any
 
 @pytest.mark.parametrize("policy", ["auto", "deft-node"])
 @pytest.mark.parametrize(("new", "size"), [([2, 3, 4, 1], 4), (NEW, 16), ([8, 1, 1, 1], 8)])
-def test_new_tokens_behind_a_shared_prefix(
-    new: list[int], size: int, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_tokens_behind_a_shared_prefix(new, size, policy, monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", policy)
     monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
     layers = tree_layers()
@@ -93,7 +86,7 @@ def test_new_tokens_behind_a_shared_prefix(
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> Batch:
+def forests(draw):
     """Requests that share blocks in several levels, each with 1 to 16 new tokens of its own."""
     requests = draw(st.integers(2, 5))
     new = draw(st.lists(st.integers(1, 16), min_size=requests, max_size=requests))
@@ -109,7 +102,7 @@ def forests(draw: st.DrawFn) -> Batch:
 
 @settings(max_examples=6, deadline=None)
 @given(forests())
-def test_random_forests(batch: Batch) -> None:
+def test_random_forests(batch):
     layers = tree_layers(count=1)
     metadata = built(layers, batch)
     if max(batch.query_lens or ()) > 1:
@@ -118,7 +111,7 @@ def test_random_forests(batch: Batch) -> None:
         batch.pages, 16)))  # fmt: skip
 
 
-def test_a_plan_of_decode_stays_as_it_is() -> None:
+def test_a_plan_of_decode_stays_as_it_is():
     """Prompts arrive between two layers' passes of decode steps; each step has its own plan."""
     layers = tree_layers()
     decode, cache = cached(Batch([40, 37, 65], shared=2))
@@ -130,7 +123,7 @@ def test_a_plan_of_decode_stays_as_it_is() -> None:
     close(run(layers.impls[1], decode, cache, first), reference(decode, cache))
 
 
-def test_decoding_requests_and_verifications_beside_prompts() -> None:
+def test_decoding_requests_and_verifications_beside_prompts():
     config = make_config(speculative_config=speculating(4))
     layers = tree_layers(config, prefix="model.layers")
     batch, cache = cached(Batch(LENS, shared=3, query_lens=[5, 1, 9, 1]))
@@ -151,7 +144,7 @@ def test_decoding_requests_and_verifications_beside_prompts() -> None:
         ([30, 1, 1, 1], {}),
     ],
 )
-def test_other_prompts_are_the_hosts(new: list[int], changes: dict[str, Any]) -> None:
+def test_other_prompts_are_the_hosts(new, changes):
     batch = Batch(LENS, shared=3, query_lens=new)
     layers = tree_layers()
     builder = layers.builder(make_spec())
@@ -168,12 +161,12 @@ def test_other_prompts_are_the_hosts(new: list[int], changes: dict[str, Any]) ->
         lambda batch: message(batch, scheduled_new_reqs=[]),  # whose blocks nobody knows
     ],
 )
-def test_an_unknown_batch_is_the_hosts(told: Any) -> None:
+def test_an_unknown_batch_is_the_hosts(told):
     batch = Batch(LENS, shared=3, query_lens=NEW)
     assert step_of(built(tree_layers(), batch, told(batch))) is None
 
 
-def test_a_batch_that_shares_nothing_is_the_hosts() -> None:
+def test_a_batch_that_shares_nothing_is_the_hosts():
     batch = Batch(LENS, shared=0, query_lens=NEW)
     assert step_of(built(tree_layers(), batch)) is None
 
@@ -182,9 +175,7 @@ def test_a_batch_that_shares_nothing_is_the_hosts() -> None:
     ("variable", "value", "caching"),
     [("DEFT_SHORT_EXTENDS", "0", True), ("DEFT_SHORT_EXTENDS", "16", False)],
 )
-def test_servers_without_short_extends(
-    variable: str, value: str, caching: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_without_short_extends(variable, value, caching, monkeypatch):
     monkeypatch.setenv(variable, value)
     config = make_config()
     config.cache_config.enable_prefix_caching = caching
@@ -194,21 +185,19 @@ def test_servers_without_short_extends(
     assert step_of(builder.build(0, prompts(batch))) is None
 
 
-def test_a_lower_limit_leaves_longer_prompts_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lower_limit_leaves_longer_prompts_to_the_host(monkeypatch):
     monkeypatch.setenv("DEFT_SHORT_EXTENDS", "6")
     for new, taken in ([6, 1, 2, 3], True), ([7, 1, 2, 3], False):
         batch = Batch(LENS, shared=3, query_lens=new)
         assert (step_of(built(tree_layers(), batch)) is not None) is taken
 
 
-def test_a_failed_short_extend_is_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_failed_short_extend_is_the_hosts(monkeypatch, failures):
     layers = tree_layers()
     batch, cache = cached(Batch(LENS, shared=3, query_lens=NEW))
     metadata = built(layers, batch)
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args, **kwargs):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(TreeAttention, "run", fail)
@@ -220,7 +209,7 @@ def test_a_failed_short_extend_is_the_hosts(
     assert step_of(built(layers, batch)) is None  # decode and prompts are the host's from now on
 
 
-def test_what_requests_share_follows_from_their_blocks() -> None:
+def test_what_requests_share_follows_from_their_blocks():
     prefixes = CachedPrefixes()
     batch = Batch([64, 64, 64], shared=3, query_lens=[2, 2, 2])
     prefixes.observe(message(batch))
@@ -238,7 +227,7 @@ def test_what_requests_share_follows_from_their_blocks() -> None:
     assert prefixes.share(3, 6) == 12 / 6
 
 
-def test_blocks_of_hybrids_and_of_long_contexts() -> None:
+def test_blocks_of_hybrids_and_of_long_contexts():
     """The blocks of full attention decide: windows leave null blocks, states hold one."""
     prefixes = CachedPrefixes()
     full = [np.arange(1, 20001), np.concatenate([np.arange(1, 10001), np.arange(20001, 30001)])]

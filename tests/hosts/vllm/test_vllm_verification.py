@@ -3,7 +3,6 @@
 import copy
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,14 +34,14 @@ from vllm_fakes import (
 LENS = [40, 37, 33, 65, 5]
 
 
-def make_layers(tokens: int = 4, **kwargs: Any) -> Layers:
+def make_layers(tokens=4, **kwargs):
     config = make_config(speculative_config=speculating(tokens))
     return tree_layers(config, prefix="model.layers", **kwargs)
 
 
 @pytest.mark.parametrize("query_lens", [[5, 5, 5, 5, 5], [5, 1, 1, 4, 2], [1, 2, 1, 1, 1]])
 @pytest.mark.usefixtures("policy")
-def test_rows_of_one_length_and_of_several(query_lens: list[int]) -> None:
+def test_rows_of_one_length_and_of_several(query_lens):
     layers = make_layers()
     batch, cache = cached(Batch(LENS, shared=2, query_lens=query_lens))
     builder = layers.builder(make_spec())
@@ -57,7 +56,7 @@ def test_rows_of_one_length_and_of_several(query_lens: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("policy")
-def test_sinks_are_part_of_every_query_tokens_softmax() -> None:
+def test_sinks_are_part_of_every_query_tokens_softmax():
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     layers = make_layers(arguments={"sinks": sinks})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
@@ -71,7 +70,7 @@ def test_sinks_are_part_of_every_query_tokens_softmax() -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
 @pytest.mark.usefixtures("policy")
-def test_drafts_over_a_cache_of_eight_bits(kind: str) -> None:
+def test_drafts_over_a_cache_of_eight_bits(kind):
     layers = make_layers(arguments={"kv_cache_dtype": kind})
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     module = SimpleNamespace(
@@ -91,9 +90,7 @@ def test_drafts_over_a_cache_of_eight_bits(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("policy")
-def test_a_failed_verification_is_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, failures: list[str]
-) -> None:
+def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
     layers = make_layers()
     batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
     metadata = layers.builder(make_spec()).build(0, batch.common())
@@ -106,7 +103,7 @@ def test_a_failed_verification_is_the_hosts(
     failures.clear()
 
 
-def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cascade_is_not_for_verification(monkeypatch):
     """Tree attention reads the prefix that all requests share, so the host needs no cascade."""
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(
@@ -117,7 +114,7 @@ def test_cascade_is_not_for_verification(monkeypatch: pytest.MonkeyPatch) -> Non
         assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
 
 
-def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
+def test_the_same_metadata_serves_another_batch_of_a_graph():
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
     layers = make_layers()
     builder = layers.builder(make_spec())
@@ -132,14 +129,14 @@ def test_the_same_metadata_serves_another_batch_of_a_graph() -> None:
     assert state().verified_tokens == 0  # a capture is no step
 
 
-def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
     layers = make_layers()
     batch, cache = cached(Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4]))
     metadata = layers.builder(make_spec()).build(0, batch.common(num_actual_tokens=14))
     rows = []
     attention_run = TreeAttention.run
 
-    def recorded(self: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def recorded(self, q, *args, **kwargs):
         rows.extend((len(q), len(kwargs["out"])))
         return attention_run(self, q, *args, **kwargs)
 
@@ -158,7 +155,7 @@ def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch: pytest.Monkey
         ([5, 1, 5, 1, 5], {"is_prefilling": None, "mm_req_doc_ranges": {1: [(0, 3)]}}),
     ],
 )
-def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict[str, Any]) -> None:
+def test_batches_with_prompts_are_the_hosts(query_lens, changes):
     layers = make_layers()
     batch, cache = cached(Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens))
     metadata = layers.builder(make_spec()).build(0, batch.common(**changes))
@@ -167,21 +164,21 @@ def test_batches_with_prompts_are_the_hosts(query_lens: list[int], changes: dict
     assert state().verified_tokens == state().counters().decode_steps == 0
 
 
-def test_a_verification_outside_the_limits_is_counted_with_its_reason() -> None:
+def test_a_verification_outside_the_limits_is_counted_with_its_reason():
     layers = make_layers()
     batch = Batch([40], shared=0, query_lens=[5])
     assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
     assert state().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
 
 
-def test_without_speculation_several_tokens_are_a_prompts() -> None:
+def test_without_speculation_several_tokens_are_a_prompts():
     config = make_config()
     layers = tree_layers(config)
     batch = Batch([40, 37], shared=2, query_lens=[2, 2])
     assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
 
 
-def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_draft_models_layers_are_the_hosts(caplog):
     layers = make_layers()
     draft = Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
     with caplog.at_level(logging.INFO, "deft_backend"):
@@ -201,7 +198,7 @@ def test_the_draft_models_layers_are_the_hosts(caplog: pytest.LogCaptureFixture)
     assert state().steps_tree == 1
 
 
-def test_a_layer_that_the_host_marks_is_the_draft_models() -> None:
+def test_a_layer_that_the_host_marks_is_the_draft_models():
     """Beside a target with images, a draft's layers may count from 0, with no prefix.
 
     Their builder may get a copy of the server's configuration; it must not replace the server.
@@ -225,18 +222,18 @@ def test_a_layer_that_the_host_marks_is_the_draft_models() -> None:
         ("encoder.attn", False),
     ],
 )  # fmt: skip
-def test_draft_layers_are_known_by_their_names(name: str, expected: bool) -> None:
+def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
     assert drafts(name, make_config(speculative_config=speculating(2))) is expected
     assert not drafts(name, make_config())
 
 
-def test_query_tokens_are_the_drafts_and_the_token_before_them() -> None:
+def test_query_tokens_are_the_drafts_and_the_token_before_them():
     assert query_tokens_of(make_config()) == 1
     assert query_tokens_of(make_config(speculative_config=speculating(7))) == 8
 
 
-def test_an_observed_server_counts_verifications() -> None:
+def test_an_observed_server_counts_verifications():
     config = make_config(speculative_config=speculating(4))
     config.model_config.get_num_attention_heads = lambda parallel: 4
     config.attention_config.backend = None

@@ -9,13 +9,13 @@ from deft_backend.hosts.contract.version_numbers import matches, version_key
 from deft_backend.hosts.vllm import versions
 
 
-def test_the_contract_names_every_member_once() -> None:
+def test_the_contract_names_every_member_once():
     named = [str(member) for member in versions.CONTRACT]
     assert len(named) == len(set(named))
     assert all(member.use for member in versions.CONTRACT)
 
 
-def test_every_member_is_expected_in_some_version_of_the_window() -> None:
+def test_every_member_is_expected_in_some_version_of_the_window():
     window = versions.VLLM
     lowest, beyond = version_key(window.lowest), version_key(window.beyond)
     tried = [f"0.{minor}.0" for minor in range(lowest[1], beyond[1])]
@@ -28,11 +28,11 @@ def test_every_member_is_expected_in_some_version_of_the_window() -> None:
     ("version", "name"),
     [("0.26.0", "CUSTOM"), ("0.31.1", "CUSTOM"), ("0.32.0", "DEFT"), ("0.33.0+cu130", "DEFT")],
 )
-def test_a_server_is_started_with_our_own_name(version: str, name: str) -> None:
+def test_a_server_is_started_with_our_own_name(version, name):
     assert versions.backend_name(version) == name
 
 
-def test_the_module_needs_neither_vllm_nor_torch() -> None:
+def test_the_module_needs_neither_vllm_nor_torch():
     script = (
         "import sys, deft_backend.hosts.vllm.versions; "
         "print({'vllm', 'torch', 'numpy', 'numba'} & set(sys.modules))"

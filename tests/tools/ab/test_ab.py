@@ -11,7 +11,6 @@ from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -47,7 +46,7 @@ from failure_lines import raising
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
 
-def ab(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+def ab(folder, *arguments, code=0):
     environment = {"COLUMNS": "100", "DEFT_STATE_DIR": str(folder / "state")}
     result = CliRunner(env=environment).invoke(
         app, ["ab", "--out", str(folder / "out"), *arguments]
@@ -60,15 +59,15 @@ def ab(folder: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], st
 
 
 @pytest.fixture(autouse=True)
-def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def plots(request, monkeypatch):
     """Drawing takes half a second for each workload: only the test of the page needs it."""
     if "two_equal" not in request.node.name:
         monkeypatch.setattr(report, "time_plots", lambda w, names: "data:")
         monkeypatch.setattr(report, "kv_plot", lambda result, side: "data:")
 
 
-def run(fake: Fake, workload: Workload, context: int | None = None) -> Replayed:
-    async def send() -> Replayed:
+def run(fake, workload, context=None):
+    async def send():
         async with ServerClient(fake.url) as client:
             client.model = "made-up"
             return await replay(workload, client, context)
@@ -76,15 +75,15 @@ def run(fake: Fake, workload: Workload, context: int | None = None) -> Replayed:
     return asyncio.run(send())
 
 
-def workload_of(*requests: Request) -> Workload:
+def workload_of(*requests):
     return Workload("made-up", "", (), requests)
 
 
-def request(name: str, **fields: Any) -> Request:
+def request(name, **fields):
     return Request(name, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
 
 
-def test_two_equal_servers(tmp_path: Path) -> None:
+def test_two_equal_servers(tmp_path):
     with serving(Fake()) as a, serving(Fake()) as b:
         data, printed = ab(
             tmp_path, "--urls", a.url, f"{b.url}/v1", "--workload", "few-shot", "--workload",
@@ -106,7 +105,7 @@ def test_two_equal_servers(tmp_path: Path) -> None:
     assert "http" not in page.replace(a.url, "").replace(b.url, "").replace("http://www.w3", "")
 
 
-def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
+def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
     trace = tmp_path / "t.jsonl"
     arrivals = make_arrivals(TraceShape(12, 40.0, 600, 2, 800, 60, 6, seed=2))
     trace.write_text("\n".join(dump_arrivals(arrivals)))
@@ -131,16 +130,14 @@ def test_a_trace_with_its_own_times_and_a_small_context(tmp_path: Path) -> None:
     assert counted == pytest.approx(asked, rel=0.02)
 
 
-def test_without_matplotlib_there_are_no_plots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "time_plots", raising(ImportError("matplotlib")))
     with serving(Fake()) as a:
         ab(tmp_path, "--urls", a.url, a.url, "--workload", "few-shot", *SMALL)
     assert "No plots, because matplotlib" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_each_fault_is_counted_under_its_name() -> None:
+def test_each_fault_is_counted_under_its_name():
     faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
     with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:
         workload = workload_of(
@@ -159,7 +156,7 @@ def test_each_fault_is_counted_under_its_name() -> None:
     assert "404" in found.outcomes[0].detail
 
 
-def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
+def test_a_server_that_dies_ends_the_run(tmp_path):
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
         data, printed = ab(
             tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", "--workload", "unshared",
@@ -174,7 +171,7 @@ def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_a_server_with_openais_fields_alone_sets_the_level_for_both(tmp_path: Path) -> None:
+def test_a_server_with_openais_fields_alone_sets_the_level_for_both(tmp_path):
     with serving(Fake()) as a, serving(Fake(plain=True)) as b:
         data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
         assert "ignore_eos" not in b.bodies[-1]
@@ -183,7 +180,7 @@ def test_a_server_with_openais_fields_alone_sets_the_level_for_both(tmp_path: Pa
     assert "B does not take ignore_eos" in printed
 
 
-def test_answers_that_differ(tmp_path: Path) -> None:
+def test_answers_that_differ(tmp_path):
     with serving(Fake(margin=0.01)) as a, serving(Fake(salt="z", margin=0.02)) as b:
         data, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
         difference = data["workloads"][0]["agreement"]["differences"][0]
@@ -197,7 +194,7 @@ def test_answers_that_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_second", [False, True])
-def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path: Path, of_second: bool) -> None:
+def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path, of_second):
     """The state file of either server says so; the report names the limit."""
     with serving(Fake(margin=0.4)) as a, serving(Fake(salt="z", margin=0.4)) as b:
         state = make_state()
@@ -213,7 +210,7 @@ def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path: Path, of_sec
     assert "9 of 9 answers differ where a server was sure of its token" in printed
 
 
-def test_a_difference_inside_a_piece_of_several_tokens(tmp_path: Path) -> None:
+def test_a_difference_inside_a_piece_of_several_tokens(tmp_path):
     """Servers that speculate send several tokens at a time; only the whole piece has a text."""
     with (
         serving(Fake(margin=0.01)) as a,
@@ -228,7 +225,7 @@ def test_a_difference_inside_a_piece_of_several_tokens(tmp_path: Path) -> None:
     assert {body["prompt"] for body in asked} <= sent  # nothing of the piece stands behind it
 
 
-def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
+def test_a_stream_without_its_end_is_a_lost_request(tmp_path):
     """A proxy in between may close the stream of a server that died as if it were complete."""
     faults = {"prompt a": "cut", "prompt b": "end"}
     with serving(Fake(faults=faults)) as fake:
@@ -245,19 +242,19 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path: Path) -> None:
         {"choices": [], "usage": {"prompt_tokens": "many"}},
     ],
 )  # fmt: skip
-def test_pieces_of_another_form_are_a_failed_request(piece: Any) -> None:
+def test_pieces_of_another_form_are_a_failed_request(piece):
     with serving(Fake(faults={"prompt a": piece})) as fake:
         (outcome,) = run(fake, workload_of(request("a"))).outcomes
     assert outcome.status == "failed"
     assert "the stream cannot be read" in outcome.detail
 
 
-def test_models_of_another_form(tmp_path: Path) -> None:
+def test_models_of_another_form(tmp_path):
     with serving(Fake(listed=["made-up"])) as a:
         assert "is not a list of models" in ab(tmp_path, "--urls", a.url, a.url, code=2)[1]
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input(tmp_path):
     arrivals = tmp_path / "arrivals.jsonl"
     arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
     blocks = tmp_path / "blocks.jsonl"
@@ -288,7 +285,7 @@ def test_bad_input(tmp_path: Path) -> None:
             assert message in ab(tmp_path, *arguments, code=2)[1]
 
 
-def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     with serving(Fake(token_seconds=0.02)) as a:
         command = [
             sys.executable, "-m", "deft_backend", "ab", "--out", str(tmp_path), "--urls", a.url,
@@ -310,7 +307,7 @@ def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path: Path) -> None:
     assert "No decision" in data["verdict"]
 
 
-def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
+def test_counters_come_from_the_state_file_or_the_page(tmp_path):
     page = "\n".join(
         f"deft_{name}_total{{{labels}}} {value}"
         for name, labels, value in (
@@ -334,13 +331,13 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path: Path) -> None:
     assert ServerCounters("http://example.invalid:1", tmp_path).state() is None
 
 
-def test_addresses() -> None:
+def test_addresses():
     for wrong in ("", "http://", "ftp://x", "http://a?b", "a:999999", "a:-1"):
         with pytest.raises(ServerError):
             base_url(wrong)
 
 
-def side(tpot: float, ttft: float = 0.1, count: int = 20, lost: int = 0) -> Replayed:
+def side(tpot, ttft=0.1, count=20, lost=0):
     answers = []
     for i in range(count):
         arrivals = [ttft + at * tpot * (1 + i / 100) for at in range(11)]
@@ -350,7 +347,7 @@ def side(tpot: float, ttft: float = 0.1, count: int = 20, lost: int = 0) -> Repl
     return Replayed(tuple(found), 5.0)
 
 
-def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any) -> AbResult:
+def result(*runs, device="cuda", **fields):
     offers = Offers("m", None, 0, 4.0)
     sides = [
         SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device)
@@ -378,20 +375,20 @@ def result(*runs: tuple[Replayed, Replayed], device: str = "cuda", **fields: Any
         ([(side(0.02, lost=2), side(0.01, lost=2))], "Switch to B"),
     ],
 )  # fmt: skip
-def test_the_sentence(pairs: list[tuple[Replayed, Replayed]], said: str) -> None:
+def test_the_sentence(pairs, said):
     assert verdict(result(*pairs)).startswith(said)
     assert verdict(result(*pairs)).count(". ") == 0
 
 
-def test_the_sentence_without_a_gpu_or_an_end() -> None:
+def test_the_sentence_without_a_gpu_or_an_end():
     pair = (side(0.02), side(0.01))
     assert verdict(result(pair, device="cpu")).startswith("No decision about times")
     assert "was interrupted" in verdict(result(pair, interrupted=True))
     assert verdict(result()) == "No decision: the run ended before B was measured."
 
 
-def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
-    def change(noise: float) -> tuple[float, float, float]:
+def test_the_interval_contains_the_change_and_grows_with_noise():
+    def change(noise):
         noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
         pair = (side(0.01), Replayed(tuple(noisy), 5.0))
         found = paired_change(ComparedWorkload("w", "", "", pair, (None, None), Agreement(0, 0)))
@@ -405,7 +402,7 @@ def test_the_interval_contains_the_change_and_grows_with_noise() -> None:
     assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
 
 
-def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path: Path) -> None:
+def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path):
     counters = Counters(10, 10, 3, {}, 33_440_000_000, 133_760_000_000, 0.0)
     found = result((side(1.0646), side(1.2345, ttft=1.5, count=200)))
     workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
@@ -424,16 +421,16 @@ def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path
     assert read in page.read_text(encoding="utf-8").replace("\n", "")
 
 
-def test_axes_have_plain_numbers() -> None:
+def test_axes_have_plain_numbers():
     (workload,) = result((side(0.05, ttft=0.13), side(1.2, ttft=6.5))).workloads
     drawn = base64.b64decode(time_plots(workload, ("A", "B")).split(",", 1)[1]).decode()
     assert [n for n in ("200", "500", "1,000", "2,000", "5,000") if f">{n}<" not in drawn] == []
 
 
-def test_answers_without_ids_are_compared_by_text() -> None:
+def test_answers_without_ids_are_compared_by_text():
     """The place of a difference is a piece: the margin is asked behind the pieces before it."""
 
-    def answered(*pieces: str) -> Replayed:
+    def answered(*pieces):
         times = [float(at) for at in range(len(pieces))]
         answer = Answer(text="".join(pieces), tokens=list(pieces), arrivals=times)
         return Replayed((Outcome("r", 0, 0, "answered", "", 4, answer),), 1)
@@ -448,7 +445,7 @@ def test_answers_without_ids_are_compared_by_text() -> None:
         assert Agreement(1, 0, (Difference("r", 2, margin),), close=0.5).unexplained == count
 
 
-def sampled(text: str, ids: bool = True) -> Replayed:
+def sampled(text, ids=True):
     answer = Answer(
         ids=list(map(ord, text)) if ids else [], tokens=list(text), text=text,
         arrivals=[float(at) for at in range(len(text))],
@@ -461,27 +458,23 @@ def sampled(text: str, ids: bool = True) -> Replayed:
     ("first", "second", "at"),
     [("abcd", "abcd", None), ("abcd", "abce", 3), ("axyz", "abcd", 1), ("abcd", "ab", 2)],
 )
-def test_an_answer_differs_at_its_first_other_token(
-    first: str, second: str, at: int | None, ids: bool
-) -> None:
+def test_an_answer_differs_at_its_first_other_token(first, second, at, ids):
     found = agreement(sampled(first, ids), sampled(second, ids))
     assert [d.position for d in found.differences] == ([] if at is None else [at])
     assert (found.compared, found.equal) == (1, int(at is None))
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_servers_of_its_own_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
-) -> None:
+def test_servers_of_its_own_run_one_after_the_other(tmp_path, monkeypatch, counts):
     """The host's own backend comes first, then the plugin; it must have counted steps."""
     pytest.importorskip("sglang")
-    running: list[str] = []
-    started: list[tuple[str | None, dict[str, str]]] = []
+    running = []
+    started = []
 
     class Started:
         """In place of a real server: a made-up one, which counts as the plugin does."""
 
-        def __init__(self, command: Any, log: Path, *, progress: Any) -> None:
+        def __init__(self, command, log, *, progress):
             progress(0.5)
             backend = dict(pairwise(command.arguments)).get("--attention-backend")
             started.append((backend, dict(command.environment)))
@@ -489,10 +482,10 @@ def test_servers_of_its_own_run_one_after_the_other(
             self._serving = serving(Fake())
             log.write_text("deft: these layers run through fa3\n")
 
-        def check_alive(self) -> None:
+        def check_alive(self):
             pass
 
-        def __enter__(self) -> Any:
+        def __enter__(self):
             assert not running
             fake = self._serving.__enter__()
             running.append(fake.url)
@@ -504,7 +497,7 @@ def test_servers_of_its_own_run_one_after_the_other(
                 StateWriter(state, self.state_folder).look()
             return self
 
-        def __exit__(self, *error: Any) -> None:
+        def __exit__(self, *error):
             running.clear()
             self._serving.__exit__(*error)
 
@@ -527,7 +520,7 @@ def test_servers_of_its_own_run_one_after_the_other(
 EXACT = ("--workload", "few-shot", "--workload", "tree-of-thoughts", "--exact", *SMALL)
 
 
-def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path: Path) -> None:
+def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path):
     """Even a near tie ends with exit code 1; what continues a difference is not compared."""
     with serving(Fake()) as a, serving(Fake(salt="z", margin=0.02)) as b:
         data, printed = ab(tmp_path, "--urls", a.url, b.url, *EXACT, code=1)
@@ -548,14 +541,14 @@ def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path: Path) -> N
     assert "B says &#x27;z&#x27; (-0.100)" in page
 
 
-def test_exact_answers_of_equal_servers(tmp_path: Path) -> None:
+def test_exact_answers_of_equal_servers(tmp_path):
     with serving(Fake()) as a:
         data, printed = ab(tmp_path, "--urls", a.url, a.url, *EXACT)
     assert data["same"]
     assert "✓ all" in printed
 
 
-def test_a_near_tie_is_a_fault_only_where_every_token_counts() -> None:
+def test_a_near_tie_is_a_fault_only_where_every_token_counts():
     pair = (sampled("abcd"), sampled("abce"))
     near = replace(agreement(*pair), differences=(Difference("r", 3, 0.01),))
     workload = ComparedWorkload("w", "", "", pair, (None, None), near)
@@ -563,7 +556,7 @@ def test_a_near_tie_is_a_fault_only_where_every_token_counts() -> None:
     assert (tied.faults, replace(tied, exact=True).faults) == (False, True)
 
 
-def test_the_page_shows_the_environment_and_the_speculation(tmp_path: Path) -> None:
+def test_the_page_shows_the_environment_and_the_speculation(tmp_path):
     outcome = result((side(0.02), side(0.01)))
     first, second = outcome.sides
     sides = (replace(first, acceptance_length=2.504, command="python -m host"), second)
@@ -588,7 +581,7 @@ def test_the_page_shows_the_environment_and_the_speculation(tmp_path: Path) -> N
         ("the server is ready", None),
     ],
 )  # fmt: skip
-def test_the_line_of_a_refusal(line: str, expected: str | None) -> None:
+def test_the_line_of_a_refusal(line, expected):
     assert sides.refusal(f"loading\n{line}\nfired up") == expected
 
 
@@ -597,16 +590,16 @@ def test_the_line_of_a_refusal(line: str, expected: str | None) -> None:
     [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"),
      (3e9, "3.00 GB")],
 )  # fmt: skip
-def test_bytes(value: float | None, shown: str) -> None:
+def test_bytes(value, shown):
     assert megabytes(value) == shown
 
 
-def test_no_minus_zero() -> None:
+def test_no_minus_zero():
     assert percent(-0.0001) == "0.0 %"
     assert percent(-0.012) == "-1.2 %"
 
 
-def told(name: str, text: str, *logprobs: float) -> Outcome:
+def told(name, text, *logprobs):
     times = [float(at) for at in range(len(text))]
     answer = Answer(
         ids=list(map(ord, text)), tokens=list(text), text=text, arrivals=times,
@@ -615,7 +608,7 @@ def told(name: str, text: str, *logprobs: float) -> Outcome:
     return Outcome(name, 0.0, 0.0, "answered", "", len(text), answer)
 
 
-def test_the_largest_gap_is_of_the_tokens_that_agree() -> None:
+def test_the_largest_gap_is_of_the_tokens_that_agree():
     first = Replayed((told("r", "abcd", -0.1, -0.2, -0.3, -0.1),), 1.0)
     second = Replayed((told("r", "abcz", -0.1, -0.8, -0.4, -5.0),), 1.0)
     compared = agreement(first, second)
@@ -625,7 +618,7 @@ def test_the_largest_gap_is_of_the_tokens_that_agree() -> None:
     assert difference.tokens == (("d", -0.1), ("z", -5.0))
 
 
-def test_no_descendant_of_a_difference_is_compared() -> None:
+def test_no_descendant_of_a_difference_is_compared():
     """The grandchild's answer is equal, but its prompt was not."""
     after = {"a": None, "b": "a", "c": "b", "d": None}
     first, second = (
@@ -640,7 +633,7 @@ def test_no_descendant_of_a_difference_is_compared() -> None:
 class Counting(Fake):
     """Its page counts one decode step for each request that it got."""
 
-    async def page(self, request: Any) -> Any:
+    async def page(self, request):
         steps = len(self.bodies)
         self.metrics = "\n".join(
             f'deft_decode_steps_total{{kernel="{kernel}",tp_rank="0"}} {count}'
@@ -649,7 +642,7 @@ class Counting(Fake):
         return await super().page(request)
 
 
-def test_counters_are_of_one_workload(tmp_path: Path) -> None:
+def test_counters_are_of_one_workload(tmp_path):
     with serving(Counting()) as a, serving(Fake()) as b:
         words = ["--workload", "few-shot", "--workload", "unshared", *SMALL]
         data, _ = ab(tmp_path, "--urls", a.url, b.url, *words)
@@ -657,7 +650,7 @@ def test_counters_are_of_one_workload(tmp_path: Path) -> None:
     assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
 
 
-def test_the_surer_server_decides_whether_a_difference_is_a_tie(tmp_path: Path) -> None:
+def test_the_surer_server_decides_whether_a_difference_is_a_tie(tmp_path):
     with serving(Fake(margin=0.5)) as a, serving(Fake(salt="z", margin=0.02)) as b:
         data, _ = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=1)
     differences = data["workloads"][0]["agreement"]["differences"]

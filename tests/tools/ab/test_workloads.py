@@ -25,7 +25,7 @@ from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, lay_out
 SMALL = Sizes(4, 300, 8)
 
 
-def test_workloads_are_the_same_in_another_process() -> None:
+def test_workloads_are_the_same_in_another_process():
     script = (
         "import hashlib; from deft_backend.tools.ab.sizes import Sizes, make_workloads;"
         "from deft_backend.tools.ab.workloads import WORKLOADS;"
@@ -40,36 +40,36 @@ def test_workloads_are_the_same_in_another_process() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(0, 50))
-def test_passages_are_exactly_as_long_as_asked_for(size: int, seed: int) -> None:
+def test_passages_are_exactly_as_long_as_asked_for(size, seed):
     assert len(passage(size, seed).encode()) == size
 
 
-def test_neighbouring_questions_differ() -> None:
+def test_neighbouring_questions_differ():
     notes = passage(300, 1)
     asked = [question(branch, notes) for branch in range(60)]
     assert len(set(asked)) == len(asked)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_every_workload_decodes_what_was_asked_for(name: str) -> None:
+def test_every_workload_decodes_what_was_asked_for(name):
     (workload,) = make_workloads([name], SMALL)
     assert workload.name == name
     assert all(1 <= request.max_tokens <= SMALL.max_tokens for request in workload.requests)
     assert workload.tokens == sum(r.max_tokens for r in workload.requests)
 
 
-def test_few_shot_branches_share_the_warm_prompt_and_then_differ() -> None:
+def test_few_shot_branches_share_the_warm_prompt_and_then_differ():
     workload = few_shot(5, 300, 24)
     assert all(r.prompt.startswith(workload.warm[0]) for r in workload.requests)
     assert len({r.prompt for r in workload.requests}) == len(workload.requests) == 5
 
 
-def test_parallel_samples_have_one_prompt() -> None:
+def test_parallel_samples_have_one_prompt():
     requests = parallel_samples(7, 600, 24).requests
     assert (len(requests), {request.prompt for request in requests}) == (7, {requests[0].prompt})
 
 
-def test_document_questions_share_two_levels() -> None:
+def test_document_questions_share_two_levels():
     workload = document_questions(3, 4, 200, 24)
     assert len(workload.requests) == 12
     assert len({text[:20] for text in workload.warm}) == 1  # the instruction
@@ -77,14 +77,14 @@ def test_document_questions_share_two_levels() -> None:
         assert sum(r.prompt.startswith(text) for r in workload.requests) == 4
 
 
-def test_unshared_prompts_share_nothing() -> None:
+def test_unshared_prompts_share_nothing():
     workload = unshared(9, 300, 24)
     heads = [r.prompt for r in workload.requests]
     assert workload.warm == ()
     assert all(a[0] != b[0] for a, b in itertools.combinations(heads, 2))
 
 
-def test_tree_of_thoughts_follows_the_recorded_tree() -> None:
+def test_tree_of_thoughts_follows_the_recorded_tree():
     # Thought 2 was recorded as empty, so its child continues from the prompt.
     children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
     nodes = lay_out({0: 20, 1: 10, 2: 0, 3: 6, 4: 4, 5: 8}, children)
@@ -102,7 +102,7 @@ def test_tree_of_thoughts_follows_the_recorded_tree() -> None:
     assert all(r.prompt.startswith("p" * 10) for r in workload.requests if r.after is None)
 
 
-def test_trees_without_thoughts_are_refused() -> None:
+def test_trees_without_thoughts_are_refused():
     for nodes in ({}, lay_out({ROOT: 3}, {ROOT: ()})):
         with pytest.raises(WorkloadError, match="the trace's tree holds"):
             tree_of_thoughts(ThoughtTree("abc", True, nodes), 1.0)
@@ -112,12 +112,12 @@ def test_trees_without_thoughts_are_refused() -> None:
             tree_of_thoughts(tree, scale)
 
 
-def test_bad_names_are_quoted() -> None:
+def test_bad_names_are_quoted():
     with pytest.raises(WorkloadError, match="unknown 'b'"):
         Workload("w", "", (), (Request("a", "x", 1, after="b"),))
 
 
-def test_quick_is_smaller() -> None:
+def test_quick_is_smaller():
     for gpu in (True, False):
         quick, full = (default_sizes(on_gpu=gpu, quick=q) for q in (True, False))
         assert quick.branches < full.branches

@@ -14,13 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deft_backend.cli.app import app
-from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.forest import build_forest
 from deft_backend.planner import plan_grouping
 from deft_backend.planner.encoding import OPEN_END
-from deft_backend.policies import POLICY_NAMES, Grouping, Target, get_policy
+from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 from deft_backend.tools.explain import count_plan_loads, explain, render
-from strategies import GROWTH, Batch, batches, regular_forest, targets
+from strategies import GROWTH, batches, regular_forest, targets
 
 LLAMA_2_7B = Target(
     num_query_heads=32, num_kv_heads=32, head_dim=128, dtype_bytes=2, num_programs=16
@@ -38,11 +38,11 @@ class Counts(NamedTuple):
     partials: int
 
 
-def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
+def counts_by_hand(grouping, target):
     """Cut every group into tiles and items, as docs/how-it-works.md describes."""
     *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
     items = kv_tokens = masked_tokens = 0
-    tiles_of: dict[int, list[tuple[bool, int]]] = {}  # a query's items: smallest shape? queries?
+    tiles_of = {}  # a query's items: smallest shape? queries?
     for group in range(grouping.num_groups):
         queries = grouping.group_queries(group).tolist()
         segments = list(grouping.segments(group))
@@ -74,9 +74,7 @@ def counts_by_hand(grouping: Grouping, target: Target) -> Counts:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=60)
 @given(batch=batches(), target=targets)
-def test_figures_are_those_of_the_groups_and_of_the_plan(
-    name: str, batch: Batch, target: Target
-) -> None:
+def test_figures_are_those_of_the_groups_and_of_the_plan(name, batch, target):
     forest = batch.forest()
     grouping = get_policy(name).group(forest, target)
     explanation = explain(forest, grouping, target, num_layers=3)
@@ -103,7 +101,7 @@ def test_figures_are_those_of_the_groups_and_of_the_plan(
 @pytest.mark.parametrize("name", [n for n in POLICY_NAMES if n.startswith("deft")])
 @settings(max_examples=40)
 @given(batch=batches(), target=targets)
-def test_deft_reads_every_stored_token_once(name: str, batch: Batch, target: Target) -> None:
+def test_deft_reads_every_stored_token_once(name, batch, target):
     forest = batch.forest()
     explanation = explain(forest, get_policy(name).group(forest, target), target)
     token = 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads
@@ -111,7 +109,7 @@ def test_deft_reads_every_stored_token_once(name: str, batch: Batch, target: Tar
     assert explanation.kv_bytes_flash_decoding == int(batch.seq_lens.sum()) * token
 
 
-def _few_shot(branches: int, prompt: int, generated: int) -> PrefixForest:
+def _few_shot(branches, prompt, generated):
     return build_forest(
         np.arange(branches), [prompt] * (branches - 1), np.full(branches, prompt + generated)
     )
@@ -121,9 +119,7 @@ def _few_shot(branches: int, prompt: int, generated: int) -> PrefixForest:
     ("branches", "flash_decoding", "deft", "reduction", "digits"),
     [(20, 17.62, 1.68, 90.47, 2), (30, 26.43, 2.10, 92.1, 1), (50, 44.05, 2.94, 93.33, 2)],
 )
-def test_deft_table_17(
-    branches: int, flash_decoding: float, deft: float, reduction: float, digits: int
-) -> None:
+def test_deft_table_17(branches, flash_decoding, deft, reduction, digits):
     """Few-shot prompting, 400 iterations on a 4,000-token prompt, Llama-2-7B."""
     policies = ("flash-decoding", "deft-flatten", "deft-node", "deft-node-chunk")
     read = Counter[str]()
@@ -138,7 +134,7 @@ def test_deft_table_17(
     assert round(100 * (1 - ours[0] / baseline), digits) == reduction
 
 
-def test_tiles_and_layers_multiply_what_is_issued() -> None:
+def test_tiles_and_layers_multiply_what_is_issued():
     forest = regular_forest([1, 100], [1000, 10])
     grouping = get_policy("deft-node").group(forest, GQA)
     one = explain(forest, grouping, GQA)
@@ -160,7 +156,7 @@ def test_tiles_and_layers_multiply_what_is_issued() -> None:
         explain(forest, grouping, GQA, num_layers=0)
 
 
-def test_masks_are_counted_by_token_behind_the_stem() -> None:
+def test_masks_are_counted_by_token_behind_the_stem():
     forest = regular_forest([1, 100], [28, 1])
     target = Target(num_query_heads=2, num_kv_heads=2, head_dim=64)
     explanation = explain(forest, get_policy("deft-flatten").group(forest, target), target)
@@ -171,14 +167,14 @@ def test_masks_are_counted_by_token_behind_the_stem() -> None:
     assert explanation.num_partials == 200
 
 
-def test_a_query_with_one_chunk_writes_no_partial_result() -> None:
+def test_a_query_with_one_chunk_writes_no_partial_result():
     forest = build_forest([0, 1, 2], [0, 100], [50, 150, 150])
     explanation = explain(forest, get_policy("deft-node").group(forest, GQA), GQA)
     assert explanation.num_partials == 4
     assert explanation.output_bytes == 3 * 8 * 64 * 2
 
 
-def test_chunks_of_one_range_are_one_group() -> None:
+def test_chunks_of_one_range_are_one_group():
     forest = _few_shot(5, 1000, 10)
     explanation = explain(forest, get_policy("deft-node-chunk").group(forest, GQA), GQA)
     assert explanation.num_chunks == 8 + 5
@@ -192,9 +188,7 @@ def test_chunks_of_one_range_are_one_group() -> None:
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=40)
 @given(batch=batches(), target=targets)
-def test_every_node_is_read_and_every_chunk_reads_one(
-    name: str, batch: Batch, target: Target
-) -> None:
+def test_every_node_is_read_and_every_chunk_reads_one(name, batch, target):
     forest = batch.forest()
     explanation = explain(forest, get_policy(name).group(forest, target), target)
     readers = {chunk for node in explanation.nodes for chunk in node.chunks}
@@ -206,7 +200,7 @@ def test_every_node_is_read_and_every_chunk_reads_one(
     assert sum(chunk.kv_bytes for chunk in explanation.chunks) == explanation.kv_bytes
 
 
-def test_to_dict_is_json() -> None:
+def test_to_dict_is_json():
     forest = _few_shot(3, 100, 10)
     explanation = explain(forest, get_policy("auto").group(forest, GQA), GQA)
     data = json.loads(json.dumps(explanation.to_dict()))
@@ -214,14 +208,14 @@ def test_to_dict_is_json() -> None:
     assert data["nodes"][0]["queries"] == 3
 
 
-def _rendered(forest: PrefixForest, name: str = "deft-node") -> str:
+def _rendered(forest, name="deft-node"):
     out = io.StringIO()
     console = Console(file=out, width=120, color_system=None)
     render(explain(forest, get_policy(name).group(forest, GQA), GQA), console)
     return out.getvalue()
 
 
-def test_render_draws_nodes_groups_and_totals() -> None:
+def test_render_draws_nodes_groups_and_totals():
     text = _rendered(regular_forest([1, 3], [1000, 20]), "deft-node-chunk")
     assert "1,000 tokens 0–1,000 of request 0 · 3 queries · group 0 (8 chunks)" in text
     assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 3" in text
@@ -229,7 +223,7 @@ def test_render_draws_nodes_groups_and_totals() -> None:
     assert "65.36 %" in text  # 1 - 1060 / 3060
 
 
-def test_render_shortens_large_forests_and_empty_leaves() -> None:
+def test_render_shortens_large_forests_and_empty_leaves():
     text = _rendered(regular_forest([1, 300], [100, 7]))
     assert "… 292 more · 2,044 tokens" in text
     assert len(text.splitlines()) < 40
@@ -242,11 +236,11 @@ def test_render_shortens_large_forests_and_empty_leaves() -> None:
     assert "2 requests without tokens" in _rendered(build_forest([0, 1], [0], [0, 0]))
 
 
-def test_render_of_an_empty_batch() -> None:
+def test_render_of_an_empty_batch():
     assert "batch of 0" in _rendered(build_forest([], [], []))
 
 
-def test_the_documented_token_tree_is_drawn_as_documented(tmp_path: Path) -> None:
+def test_the_documented_token_tree_is_drawn_as_documented(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     trace, _, drawing = page.partition('```json\n{"Tree_Structure"')[2].partition("\n```")
     path = tmp_path / "tokens.json"

@@ -5,7 +5,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +17,14 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path
 
 
 @needs_compiler
-def test_it_exports_the_symbol_and_answers_with_an_error(cache: Path) -> None:
+def test_it_exports_the_symbol_and_answers_with_an_error(cache):
     folder = ensure_driver_stub()
     assert folder.is_relative_to(cache)
     assert [path.name for path in folder.iterdir()] == ["libcuda.so.1"]
@@ -35,7 +34,7 @@ def test_it_exports_the_symbol_and_answers_with_an_error(cache: Path) -> None:
 
 
 @needs_compiler
-def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
+def test_it_is_found_by_its_name_and_is_no_driver(cache):
     if driver_stub.has_nvidia_driver():
         pytest.skip("this machine has a real driver")
     script = (
@@ -49,15 +48,13 @@ def test_it_is_found_by_its_name_and_is_no_driver(cache: Path) -> None:
 
 
 @needs_compiler
-def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_compiled_once(cache, monkeypatch):
     folder = ensure_driver_stub()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ensure_driver_stub() == folder
 
 
-def test_a_missing_compiler_is_named_with_what_to_install(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_named_with_what_to_install(cache, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     with pytest.raises(DriverStubError, match=r"'no-such-compiler -O2'.*install gcc"):
         ensure_driver_stub()
@@ -67,9 +64,7 @@ def test_a_missing_compiler_is_named_with_what_to_install(
         ensure_driver_stub()
 
 
-def test_a_failing_compiler_leaves_nothing_behind(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_compiler_leaves_nothing_behind(cache, monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.raises(DriverStubError, match="failed with exit code 1"):
         ensure_driver_stub()
@@ -77,9 +72,7 @@ def test_a_failing_compiler_leaves_nothing_behind(
 
 
 @needs_compiler
-def test_it_lies_in_the_package_s_own_cache_folder(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_lies_in_the_package_s_own_cache_folder(cache, tmp_path, monkeypatch):
     chosen = tmp_path / "chosen"
     monkeypatch.setenv("DEFT_CACHE_DIR", str(chosen))
     folder = ensure_driver_stub()
@@ -88,7 +81,7 @@ def test_it_lies_in_the_package_s_own_cache_folder(
         assert stat.S_IMODE(made.stat().st_mode) == 0o700, made
 
 
-def test_a_cache_folder_that_is_none_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_is_none_is_named(cache, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", __file__)
     with pytest.raises(DriverStubError, match=r"DEFT_CACHE_DIR is .*expected a directory"):
         ensure_driver_stub()

@@ -25,13 +25,13 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def command(script: str, *arguments: str) -> ServerCommand:
+def command(script, *arguments):
     port = free_port()
     words = (sys.executable, "-c", script, str(port), *arguments)
     return ServerCommand(words, {}, port, on_gpu=False)
 
 
-def gone(pid: int) -> bool:
+def gone(pid):
     """Whether the process has ended (or is a zombie that nobody has waited for)."""
     for _ in range(100):
         try:
@@ -45,8 +45,8 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_the_whole_tree_ends_with_the_block(path: str, tmp_path: Path) -> None:
-    waited: list[float] = []
+def test_the_whole_tree_ends_with_the_block(path, tmp_path):
+    waited = []
     log = tmp_path / "log"
     with ServerProcess(command(SERVER, path), log, progress=waited.append) as server:
         leader = server.pid
@@ -59,10 +59,10 @@ def test_the_whole_tree_ends_with_the_block(path: str, tmp_path: Path) -> None:
     assert gone(child)
 
 
-def test_an_exception_ends_it_too(tmp_path: Path) -> None:
+def test_an_exception_ends_it_too(tmp_path):
     log = tmp_path / "log"
 
-    def interrupted() -> None:
+    def interrupted():
         with ServerProcess(command(SERVER, "/health"), log):
             raise KeyboardInterrupt
 
@@ -71,7 +71,7 @@ def test_an_exception_ends_it_too(tmp_path: Path) -> None:
     assert gone(int(log.read_text().split()[1]))
 
 
-def test_early_death_shows_the_end_of_the_log(tmp_path: Path) -> None:
+def test_early_death_shows_the_end_of_the_log(tmp_path):
     script = "print('first'); [print('line', n) for n in range(40)]; raise SystemExit(3)"
     log = tmp_path / "folder" / "log"
     with pytest.raises(StartError) as error:
@@ -83,7 +83,7 @@ def test_early_death_shows_the_end_of_the_log(tmp_path: Path) -> None:
     assert "first" not in said
 
 
-def test_silence_is_given_up_on(tmp_path: Path) -> None:
+def test_silence_is_given_up_on(tmp_path):
     script = "import time; time.sleep(600)"
     process = ServerProcess(command(script), tmp_path / "log", timeout=1.0)
     with pytest.raises(StartError, match=r"did not answer on port \d+ within 1 s"):
@@ -91,7 +91,7 @@ def test_silence_is_given_up_on(tmp_path: Path) -> None:
     assert process.pid is None
 
 
-def test_death_while_in_use_is_told(tmp_path: Path) -> None:
+def test_death_while_in_use_is_told(tmp_path):
     with ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
         child = int((tmp_path / "log").read_text().split()[1])
         assert server.pid is not None
@@ -102,9 +102,7 @@ def test_death_while_in_use_is_told(tmp_path: Path) -> None:
     assert gone(child)
 
 
-def test_the_cpu_engine_gets_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_engine_gets_its_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
     monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
@@ -123,7 +121,7 @@ def test_the_cpu_engine_gets_its_environment(
     assert "SGLANG_USE_CPU_ENGINE=1" in found.shell()
 
 
-def test_a_gpu_needs_nothing_special() -> None:
+def test_a_gpu_needs_nothing_special():
     found = server_command("M", 1234, backend=None, gpu=True)
     assert found.arguments[1:] == (
         "-m",
@@ -138,12 +136,12 @@ def test_a_gpu_needs_nothing_special() -> None:
     assert dict(found.environment) == {}
 
 
-def test_a_driver_needs_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_needs_no_stand_in(monkeypatch):
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: True)
     assert "LD_LIBRARY_PATH" not in server_command("M", 1, gpu=False).environment
 
 
-def test_vllm_on_the_cpu_gets_its_environment() -> None:
+def test_vllm_on_the_cpu_gets_its_environment():
     found = server_command("M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"],
                            gpu=False)  # fmt: skip
     words = " ".join(found.arguments[1:])
@@ -157,7 +155,7 @@ def test_vllm_on_the_cpu_gets_its_environment() -> None:
 
 
 @pytest.mark.parametrize(("backend", "named"), [(None, None), ("FLASHINFER", "FLASHINFER")])
-def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | None) -> None:
+def test_vllm_on_a_gpu_needs_nothing_special(backend, named):
     found = server_command("M", 1234, host="vllm", backend=backend, gpu=True)
     expected = ["--model", "M", "--host", "127.0.0.1", "--port", "1234"]
     expected += [] if named is None else ["--attention-backend", named]
@@ -165,7 +163,7 @@ def test_vllm_on_a_gpu_needs_nothing_special(backend: str | None, named: str | N
     assert dict(found.environment) == {}
 
 
-def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch):
     monkeypatch.setattr(command_module, "use_gpu", lambda: True)
     for is_cpu, expected in ((True, False), (False, True)):
         monkeypatch.setattr(command_module, "vllm_is_cpu_build", lambda is_cpu=is_cpu: is_cpu)
@@ -173,7 +171,7 @@ def test_a_cpu_build_of_vllm_uses_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_servers_listen_on_the_loopback_interface_unless_asked(host: str) -> None:
+def test_servers_listen_on_the_loopback_interface_unless_asked(host):
     found = server_command("M", 1, host=host, host_arguments=["--host", "0.0.0.0"], gpu=True)
     listened = [
         b for a, b in zip(found.arguments, found.arguments[1:], strict=False) if a == "--host"
@@ -181,6 +179,6 @@ def test_servers_listen_on_the_loopback_interface_unless_asked(host: str) -> Non
     assert listened == ["127.0.0.1", "0.0.0.0"]  # the last one wins
 
 
-def test_an_unknown_host_is_refused() -> None:
+def test_an_unknown_host_is_refused():
     with pytest.raises(StartError, match="no host 'tgi'; expected one of sglang, vllm"):
         server_command("M", 1, host="tgi")

@@ -2,9 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 import typer
@@ -14,20 +12,20 @@ from deft_backend.cli.ab_run import Drafting
 from deft_backend.tools.servers.model_files import ModelFilesError
 from deft_backend.tools.servers.speculation import acceptance_length, speculative_arguments
 
-PAGES: dict[str, str] = {}
+PAGES = {}
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     """A server of `PAGES`."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.send_response(200 if self.path in PAGES else 404)
             self.end_headers()
             self.wfile.write(PAGES.get(self.path, "").encode())
 
-        def log_message(self, *args: object) -> None:
+        def log_message(self, *args):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
@@ -38,7 +36,7 @@ def url() -> Iterator[str]:
     PAGES.clear()
 
 
-def test_acceptance_of_vllm_is_summed_over_its_engines(url: str) -> None:
+def test_acceptance_of_vllm_is_summed_over_its_engines(url):
     assert acceptance_length(url) is None
     lines = ["# HELP vllm:spec_decode_num_drafts_total Drafts"]
     for engine, drafts, accepted in ((0, "10.0", "15.0"), (1, "30.0", "5.0")):
@@ -62,20 +60,18 @@ def test_acceptance_of_vllm_is_summed_over_its_engines(url: str) -> None:
         ([{}], None),
     ],
 )
-def test_acceptance_of_sglang_is_its_engines_average(
-    url: str, states: list[dict[str, float]], expected: float | None
-) -> None:
+def test_acceptance_of_sglang_is_its_engines_average(url, states, expected):
     PAGES["/server_info"] = json.dumps({"internal_states": states})
     assert acceptance_length(url) == expected
     PAGES["/server_info"] = "not JSON"
     assert acceptance_length(url) is None
 
 
-def test_a_server_that_does_not_answer_has_no_acceptance() -> None:
+def test_a_server_that_does_not_answer_has_no_acceptance():
     assert acceptance_length("http://127.0.0.1:9") is None
 
 
-def test_each_host_gets_its_own_options() -> None:
+def test_each_host_gets_its_own_options():
     found = " ".join(speculative_arguments("sglang", "a/draft", 3))
     assert "--speculative-algorithm STANDALONE --speculative-draft-model-path a/draft" in found
     assert "--speculative-num-steps 3 --speculative-eagle-topk 1" in found
@@ -87,7 +83,7 @@ def test_each_host_gets_its_own_options() -> None:
     assert json.loads(value) == {"model": "a/draft", "num_speculative_tokens": 3}
 
 
-def test_the_users_own_options_come_last() -> None:
+def test_the_users_own_options_come_last():
     extra = ["--speculative-num-steps", "2"]
     found = Drafting("ngram", None).arguments("sglang", extra)
     assert found == [*speculative_arguments("sglang", "ngram", 4), *extra]
@@ -96,10 +92,8 @@ def test_the_users_own_options_come_last() -> None:
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
 @pytest.mark.parametrize("draft", ["", " ", "NGRAM", "eagle", "/no/such/folder"])
-def test_what_drafts_nothing_is_refused_before_a_server_starts(
-    host: str, draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def look_up(model: str, name: str, revision: str | None) -> None:
+def test_what_drafts_nothing_is_refused_before_a_server_starts(host, draft, monkeypatch, capsys):
+    def look_up(model, name, revision):
         raise ModelFilesError(f"the hub has no model {model}")
 
     monkeypatch.setattr(models, "model_file", look_up)
@@ -110,13 +104,13 @@ def test_what_drafts_nothing_is_refused_before_a_server_starts(
     assert f"--speculative is {draft!r}; expected 'ngram', or a draft model's folder" in said
 
 
-def test_a_draft_model_that_exists_is_taken(tmp_path: Path) -> None:
+def test_a_draft_model_that_exists_is_taken(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert str(tmp_path) in Drafting(str(tmp_path), None).arguments("sglang", [])
     assert "s3://a/b" in Drafting("s3://a/b", None).arguments("sglang", [])  # the host can tell
 
 
-def test_a_number_of_drafts_needs_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_drafts_needs_speculation(capsys):
     with pytest.raises(typer.Exit):
         Drafting(None, 3).check()
     assert "--draft-tokens belongs to --speculative" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,14 +27,14 @@ LINE = {
 }  # fmt: skip
 
 
-def written(tmp_path: Path, *lines: object) -> Path:
+def written(tmp_path, *lines):
     path = tmp_path / "trace.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts) + "\n")
     return path
 
 
-def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
+def test_a_trace_is_read_in_the_order_of_time(tmp_path):
     path = written(tmp_path, LINE, "", {**LINE, "timestamp": 5.5, "hash_ids": [46, 47]})
     assert load_arrivals(path) == [
         Arrival(5.5, 1055, 52, (46, 47)),
@@ -64,13 +63,13 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         ({"timestamp": 1}, "line 2: input_length is missing; there is timestamp"),
     ],
 )  # fmt: skip
-def test_errors_name_the_line_and_the_field(tmp_path: Path, line: object, message: str) -> None:
+def test_errors_name_the_line_and_the_field(tmp_path, line, message):
     with pytest.raises(TraceError) as error:
         load_arrivals(written(tmp_path, LINE, line))
     assert message in str(error.value)
 
 
-def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
+def test_files_that_hold_nothing_are_refused(tmp_path):
     with pytest.raises(TraceError, match="holds no request"):
         load_arrivals(written(tmp_path, ""))
     with pytest.raises(TraceError, match="cannot read the trace"):
@@ -80,7 +79,7 @@ def test_files_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         load_arrivals(tmp_path / "binary.jsonl")
 
 
-def test_the_two_kinds_of_traces_are_told_apart(tmp_path: Path) -> None:
+def test_the_two_kinds_of_traces_are_told_apart(tmp_path):
     trees = tmp_path / "trees.json"
     trees.write_text('[{"incompleted": false}]')
     assert not is_arrival_trace(trees)
@@ -93,9 +92,7 @@ def test_the_two_kinds_of_traces_are_told_apart(tmp_path: Path) -> None:
 @given(
     st.integers(1, 40), st.integers(0, 3), st.integers(0, 2000), st.floats(1, 4), st.integers(0, 4)
 )
-def test_made_traces_are_traces_of_that_shape(
-    requests: int, documents: int, system: int, turns: float, forks: int
-) -> None:
+def test_made_traces_are_traces_of_that_shape(requests, documents, system, turns, forks):
     shape = TraceShape(requests, 3.0, system, documents, 700, 50, 20, turns, 7, forks)
     arrivals = make_arrivals(shape)
     assert arrivals == make_arrivals(shape)
@@ -105,13 +102,13 @@ def test_made_traces_are_traces_of_that_shape(
         full = min(system // BLOCK_TOKENS, len(arrival.hash_ids))
         assert arrival.hash_ids[:full] == arrivals[0].hash_ids[:full]
     # An id also stands for the text before it: it always has the same place and predecessor.
-    before: dict[int, int] = {}
+    before = {}
     for arrival in arrivals:
         for last, id in zip((-1, *arrival.hash_ids), arrival.hash_ids, strict=False):
             assert before.setdefault(id, last) == last
 
 
-def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers() -> None:
+def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers():
     arrivals = make_arrivals(TraceShape(400, 2.0, 512, 2, 2048, 3000, 100, 6.0, 3, forks=3))
     together = [
         list(group) for _, group in itertools.groupby(arrivals, lambda each: each.timestamp)
@@ -134,7 +131,7 @@ def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers() 
     assert returns > 20
 
 
-def test_a_made_trace_can_be_read_back(tmp_path: Path) -> None:
+def test_a_made_trace_can_be_read_back(tmp_path):
     path = tmp_path / "made.jsonl"
     result = CliRunner().invoke(app, ["trace", "--requests", "25", "--out", str(path)])
     assert result.exit_code == 0
@@ -149,7 +146,7 @@ def test_a_made_trace_can_be_read_back(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 3000), st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0]))
-def test_a_scaled_request_keeps_its_blocks(tokens: int, scale: float) -> None:
+def test_a_scaled_request_keeps_its_blocks(tokens, scale):
     ids = tuple(range(-(-tokens // BLOCK_TOKENS)))
     found = Arrival(0.0, tokens, 10, ids).scaled(scale)
     assert found.input_length >= 1
@@ -157,7 +154,7 @@ def test_a_scaled_request_keeps_its_blocks(tokens: int, scale: float) -> None:
     assert found.input_length == pytest.approx(tokens * scale, abs=1 + 0.02 * tokens + len(ids))
 
 
-def test_equal_ids_share_text_and_nothing_else_does() -> None:
+def test_equal_ids_share_text_and_nothing_else_does():
     arrivals = [
         Arrival(1000, 1200, 5, (1, 2, 3)),
         Arrival(1500, 1100, 5, (1, 2, 3)),
@@ -179,7 +176,7 @@ def test_equal_ids_share_text_and_nothing_else_does() -> None:
     assert other.requests[0].text()[:8] != texts[0][:8]
 
 
-def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
+def test_poisson_arrivals_have_the_rate_and_repeat():
     times, said = poisson(4000, 20.0, 3)
     assert times == sorted(times)
     assert times[-1] == pytest.approx(200.0, rel=0.1)

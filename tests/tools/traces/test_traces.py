@@ -3,15 +3,13 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, TraceError
+from deft_backend.tools.traces.recorded_trees import ROOT, TokenTree, TraceError
 from deft_backend.tools.traces.trace_files import (
     load_thought_trees,
     load_token_tree,
@@ -32,10 +30,10 @@ shapes = st.builds(
 trees = st.builds(generate_thought_tree, shapes, st.integers(0, 1000))
 
 
-def example() -> list[dict[str, Any]]:
+def example():
     """A prompt of 5 tokens, thoughts 1 and 2, thought 3 below 1."""
 
-    def node(id_: int, value: int, start: int, children: list[int]) -> dict[str, Any]:
+    def node(id_, value, start, children):
         end = start + value - 1
         return {"id": id_, "value": value, "start": start, "end": end, "children": children}
 
@@ -48,13 +46,13 @@ def example() -> list[dict[str, Any]]:
     return [{"incompleted": False, "prompt": "hello", "data": data}]
 
 
-def load(content: object, folder: Path) -> list[ThoughtTree]:
+def load(content, folder):
     path = folder / "trace.json"
     path.write_text(json.dumps(content))
     return load_thought_trees(path)
 
 
-def rows_of(forest: PrefixForest) -> list[list[tuple[int, int]]]:
+def rows_of(forest):
     """The (node, token) pairs that each request attends to, sorted by length."""
     rows = []
     for position in range(forest.batch_size):
@@ -62,7 +60,7 @@ def rows_of(forest: PrefixForest) -> list[list[tuple[int, int]]]:
     return rows
 
 
-def brute_force(tree: ThoughtTree, iteration: int) -> list[set[tuple[int, int]]]:
+def brute_force(tree, iteration):
     """Token sets of the decoding thoughts, by a walk up from every node."""
     above = {c: n.id for n in tree.nodes.values() for c in n.children}
     found = []
@@ -78,7 +76,7 @@ def brute_force(tree: ThoughtTree, iteration: int) -> list[set[tuple[int, int]]]
     return found
 
 
-def test_reads_nodes_and_parents(tmp_path: Path) -> None:
+def test_reads_nodes_and_parents(tmp_path):
     (tree,) = load(example(), tmp_path)
     assert tree.path(3) == [0, 1, 3]
     assert tree.last_iteration == 6
@@ -100,9 +98,7 @@ def test_reads_nodes_and_parents(tmp_path: Path) -> None:
         ("1", "children", 3, "node 1: children is int"),
     ],
 )
-def test_a_bad_field_is_named(
-    node: str, field: str, value: object, said: str, tmp_path: Path
-) -> None:
+def test_a_bad_field_is_named(node, field, value, said, tmp_path):
     content = example()
     content[0]["data"][node][field] = value
     with pytest.raises(TraceError) as error:
@@ -111,14 +107,14 @@ def test_a_bad_field_is_named(
     assert said in str(error.value)
 
 
-def test_a_missing_field_is_named(tmp_path: Path) -> None:
+def test_a_missing_field_is_named(tmp_path):
     content = example()
     del content[0]["data"]["2"]["end"]
     with pytest.raises(TraceError, match=r"tree 0, node 2: end is missing"):
         load(content, tmp_path)
 
 
-def test_a_late_child_is_named(tmp_path: Path) -> None:
+def test_a_late_child_is_named(tmp_path):
     content = example()
     content[0]["data"]["3"] |= {"start": 5, "end": 6}
     with pytest.raises(TraceError, match=r"node 3: start is 5; expected 4"):
@@ -126,12 +122,12 @@ def test_a_late_child_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [{}, 3, [3], [{"incompleted": False, "prompt": ""}]])
-def test_other_json_is_refused(content: object, tmp_path: Path) -> None:
+def test_other_json_is_refused(content, tmp_path):
     with pytest.raises(TraceError, match=r"trace\.json"):
         load(content, tmp_path)
 
 
-def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_broken_and_missing_files_are_named(tmp_path):
     path = tmp_path / "trace.json"
     with pytest.raises(TraceError, match=r"trace\.json: No such file"):
         load_trace(path)
@@ -140,8 +136,8 @@ def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
         load_trace(path)
 
 
-def test_only_incomplete_trees_may_be_empty(tmp_path: Path) -> None:
-    content: list[dict[str, Any]] = [{"incompleted": True, "prompt": "", "data": {}}]
+def test_only_incomplete_trees_may_be_empty(tmp_path):
+    content = [{"incompleted": True, "prompt": "", "data": {}}]
     (tree,) = load(content, tmp_path)
     with pytest.raises(TraceError, match="holds no nodes"):
         forest_at(tree, 1)
@@ -151,16 +147,14 @@ def test_only_incomplete_trees_may_be_empty(tmp_path: Path) -> None:
 
 
 @given(trees)
-def test_what_is_generated_reads_back(
-    tmp_path_factory: pytest.TempPathFactory, tree: ThoughtTree
-) -> None:
+def test_what_is_generated_reads_back(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     dump_thought_trees([tree, tree], path)
     assert load_trace(path) == [tree, tree]
 
 
 @given(shapes, st.integers(0, 1000))
-def test_the_generator_keeps_its_shape(shape: ThoughtTreeShape, seed: int) -> None:
+def test_the_generator_keeps_its_shape(shape, seed):
     tree = generate_thought_tree(shape, seed)
     assert tree == generate_thought_tree(shape, seed)
     thoughts = [node for node in tree.nodes.values() if node.id != ROOT]
@@ -171,7 +165,7 @@ def test_the_generator_keeps_its_shape(shape: ThoughtTreeShape, seed: int) -> No
 
 
 @given(trees, st.data())
-def test_forest_at_agrees_with_a_count_of_tokens(tree: ThoughtTree, data: st.DataObject) -> None:
+def test_forest_at_agrees_with_a_count_of_tokens(tree, data):
     iteration = data.draw(st.integers(0, tree.last_iteration))
     forest = forest_at(tree, iteration)
     expected = brute_force(tree, iteration)
@@ -183,7 +177,7 @@ def test_forest_at_agrees_with_a_count_of_tokens(tree: ThoughtTree, data: st.Dat
     assert overlaps == sorted(len(a & b) for a in expected for b in expected)
 
 
-def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path: Path) -> None:
+def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path):
     (tree,) = load(example(), tmp_path)
     assert forest_at(tree, 0).seq_lens.tolist() == [5]
     for iteration in (7, -1):
@@ -192,7 +186,7 @@ def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path: Path) -> Non
 
 
 @given(trees, st.floats(0.01, 3))
-def test_scaling_keeps_the_branching(tree: ThoughtTree, scale: float) -> None:
+def test_scaling_keeps_the_branching(tree, scale):
     scaled = tree.scaled(scale)
     assert {n: t.children for n, t in scaled.nodes.items()} == {
         n: t.children for n, t in tree.nodes.items()
@@ -203,7 +197,7 @@ def test_scaling_keeps_the_branching(tree: ThoughtTree, scale: float) -> None:
             assert scaled.nodes[child].start == node.end + 1
 
 
-def test_levels_describe_trees() -> None:
+def test_levels_describe_trees():
     forest = forest_from_levels("1,4,16 1024,256,32")
     assert forest.batch_size == 16
     assert forest.tokens_stored == 1024 + 4 * 256 + 16 * 32
@@ -214,13 +208,13 @@ def test_levels_describe_trees() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1,2", "1,2 3", "1,x 3,4", "2,1 3,4", "0,1 3,4", "1 2 3"])
-def test_bad_levels_are_quoted(text: str) -> None:
+def test_bad_levels_are_quoted(text):
     with pytest.raises(TraceError) as error:
         forest_from_levels(text)
     assert repr(text) in str(error.value)
 
 
-def test_token_trees(tmp_path: Path) -> None:
+def test_token_trees(tmp_path):
     path = tmp_path / "medusa.json"
     content = {
         "Tree_Structure": [[0], [1], [0, 0]],
@@ -244,7 +238,7 @@ def test_token_trees(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     "DEFT_TRACES" not in os.environ, reason="DEFT_TRACES does not name a folder of DeFT's traces"
 )
-def test_recorded_traces_read() -> None:
+def test_recorded_traces_read():
     files = sorted(Path(os.environ["DEFT_TRACES"]).glob("*.json"))
     assert files
     for path in files:

@@ -1,7 +1,5 @@
 """`deft tune`: fits on times with known constants, the tables' keys and files, the command."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -36,7 +34,7 @@ from deft_backend.tools.tuning.block_times import measure_block_times
 from deft_backend.tools.tuning.fasttree_fit import ARTIFACT, measure_coefficients
 from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.least_squares import fit_times
-from deft_backend.tools.tuning.machine import Launch, Machine, Work
+from deft_backend.tools.tuning.machine import Machine, Work
 from deft_backend.tools.tuning.measure import measure
 from deft_backend.tools.tuning.search import SearchResult, search
 from deft_backend.tools.tuning.tile_fit import measure_tile_costs
@@ -52,14 +50,14 @@ TARGET = Target(32, 8, 128)
 
 
 @pytest.fixture(autouse=True)
-def _forgotten_warnings() -> None:
+def _forgotten_warnings():
     table_lookup._warn_once.cache_clear()
 
 
 # --- fits ----------------------------------------------------------------------------------------
 
 
-def test_least_squares_finds_exact_coefficients_and_no_negative_ones() -> None:
+def test_least_squares_finds_exact_coefficients_and_no_negative_ones():
     rng = np.random.default_rng(0)
     features = rng.uniform(0.5, 2.0, (30, 3))
     found, error = fit_times(features, features @ [3.0, 0.0, 0.25])
@@ -75,16 +73,16 @@ def test_least_squares_finds_exact_coefficients_and_no_negative_ones() -> None:
     assert 0.0 < error < 0.1
 
 
-def test_a_small_time_weighs_as_much_as_a_large_one() -> None:
+def test_a_small_time_weighs_as_much_as_a_large_one():
     found, _ = fit_times([[1.0], [1.0]], [1.0, 1000.0])
     assert found[0] < 3.0  # an unweighted fit says 500
 
 
 @pytest.mark.parametrize("target", [TARGET, Target(16, 1, 64), Target(32, 32, 128)])
-def test_tile_costs_are_recovered(target: Target) -> None:
+def test_tile_costs_are_recovered(target):
     item, token = (5800.0, 5000.0), (60.0, 28.0)
 
-    def time_us(work: Work) -> float:
+    def time_us(work):
         shape = next(s for s, held in enumerate(target.single_range_tiles) if held >= work.queries)
         assert work.resident
         rounds = -(-work.groups // target.tile_programs[shape])
@@ -104,22 +102,22 @@ def test_tile_costs_are_recovered(target: Target) -> None:
     assert max(errors.values()) < 1e-6
 
 
-def test_tile_costs_stay_above_zero() -> None:
+def test_tile_costs_stay_above_zero():
     costs, _ = measure_tile_costs(lambda work: 7.0, TARGET, Grid())
     assert min(*costs.item_ns, *costs.token_ns, costs.partial_ns, costs.reduce_ns) > 0.0
 
 
 @pytest.mark.parametrize("beta", [1e-8, 0.0])
-def test_fasttree_weights_are_recovered(beta: float) -> None:
+def test_fasttree_weights_are_recovered(beta):
     """Times that follow the equations, typed here from the paper's notes."""
     alpha, gamma = 2e-8, 1.2e-6
     own = {16: 4e-8, 64: 3e-8, 128: 2.5e-8}
     dim, kv_heads, gqa, context_tile = 128, 8, 4, 64
 
-    def pad(tile: int, size: int) -> int:
+    def pad(tile, size):
         return tile - ((size - 1) % tile + 1)
 
-    def time_us(work: Work) -> float:
+    def time_us(work):
         rows = work.queries * gqa
         tile = next(held for held in own if held >= rows)
         element = work.groups * kv_heads * dim
@@ -141,12 +139,10 @@ def test_fasttree_weights_are_recovered(beta: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["no padding", "noise"])
-def test_a_poor_fasttree_fit_keeps_the_artifacts_weights(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_poor_fasttree_fit_keeps_the_artifacts_weights(kind, caplog):
     rng = np.random.default_rng(3)
 
-    def time_us(work: Work) -> float:
+    def time_us(work):
         if kind == "noise":
             return float(np.exp(4.0 * rng.standard_normal()))
         return 10.0 + 1e-3 * work.groups * work.queries * work.tokens
@@ -157,10 +153,10 @@ def test_a_poor_fasttree_fit_keeps_the_artifacts_weights(
     assert "the defaults of its artifact are kept" in caplog.text
 
 
-def test_the_block_table_never_falls_and_knows_its_launch() -> None:
-    calls: dict[Work, int] = {}
+def test_the_block_table_never_falls_and_knows_its_launch():
+    calls = {}
 
-    def time_us(work: Work) -> float:
+    def time_us(work):
         assert not work.resident
         assert work.parts == 1
         calls[work] = calls.get(work, 0) + 1
@@ -186,9 +182,7 @@ TINY = Grid(
 )  # fmt: skip
 
 
-def _machine(
-    page_size: int, clock: machine_module.Clock, kv_dtype: torch.dtype = torch.float16
-) -> Machine:
+def _machine(page_size, clock, kv_dtype=torch.float16):
     return Machine(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, kv_dtype=kv_dtype,
         page_size=page_size, device=torch.device("cpu"), clock=clock,
@@ -196,17 +190,17 @@ def _machine(
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, "float16"), (16, "float8_e4m3fn")])
-def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_path: Path) -> None:
+def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
     """Every launch runs in the interpreter; only the times are invented."""
     launches = 0
 
-    def clock(launch: Launch) -> float:
+    def clock(launch):
         nonlocal launches
         launches += 1
         assert launch().isfinite().all()
         return 10.0 + launches % 7
 
-    said: list[str] = []
+    said = []
     key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size, dtype=dtype)
     before = replace(default_cost_model(), bandwidth_gb_s=999.0)
     machine = _machine(page_size, clock, getattr(torch, dtype))
@@ -227,19 +221,17 @@ def test_a_rehearsal_of_the_whole_measurement(page_size: int, dtype: str, tmp_pa
 
 @pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize(("queries", "parts"), [(1, 1), (3, 1), (2, 4)])
-def test_launches_are_the_attention_that_they_stand_for(
-    queries: int, parts: int, resident: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_are_the_attention_that_they_stand_for(queries, parts, resident, monkeypatch):
     """The timed launches are right: every query attends to its own context, in the given parts."""
-    seen: dict[str, torch.Tensor] = {}
+    seen = {}
     real = machine_module.TreeAttention.run
 
-    def run(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+    def run(self, q, k, v, *rest, **options):
         table, lens = rest
         rows = options["table_rows"].long()
         seen.update(expected=reference_attention(q, k, v, table[rows], lens))
-        seen.update(plan=self.last_plan)  # type: ignore[attr-defined]
-        return real(self, q, k, v, *rest, **options)  # type: ignore[arg-type]
+        seen.update(plan=self.last_plan)
+        return real(self, q, k, v, *rest, **options)
 
     monkeypatch.setattr(machine_module.TreeAttention, "run", run)
     work = Work(groups=4, queries=queries, tokens=21, parts=parts, resident=resident)
@@ -254,9 +246,7 @@ def test_launches_are_the_attention_that_they_stand_for(
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPE_BYTES if name != "float32"])
-def test_the_command_in_a_message_asks_for_the_table_of_its_key(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_in_a_message_asks_for_the_table_of_its_key(dtype, tmp_path, monkeypatch):
     """A GPU without a table, also with a cache of 8 bits: the log's command names the same key."""
     gpu = "NVIDIA L40S"
     _on(gpu, monkeypatch)
@@ -270,13 +260,13 @@ def test_the_command_in_a_message_asks_for_the_table_of_its_key(
     assert out.startswith(f"{gpu}: {key.shape}")
 
 
-def test_a_cache_that_tune_does_not_know_is_refused() -> None:
+def test_a_cache_that_tune_does_not_know_is_refused():
     code, _, err = run("tune", "--kv-cache-dtype", "fp4")
     assert code == 2
     assert "--kv-cache-dtype is 'fp4'; expected auto or one of fp8, fp8_e4m3, fp8_e5m2" in err
 
 
-def test_every_part_of_the_key_names_another_file() -> None:
+def test_every_part_of_the_key_names_another_file():
     changed = {
         "gpu": "NVIDIA A100-SXM4-80GB", "package": "1.2.4", "kernels": "0124", "torch": "2.12.0",
         "triton": "3.7.0", "query_heads": 16, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16",
@@ -288,7 +278,7 @@ def test_every_part_of_the_key_names_another_file() -> None:
     assert KEY.file_name.startswith("nvidia-a100-sxm4-40gb-32x8-d128-float16-p1-")
 
 
-def test_the_key_of_this_machine() -> None:
+def test_the_key_of_this_machine():
     key = table_key(torch.device("cpu"), 4, 2, 64, torch.bfloat16, 16)
     assert (key.gpu, key.dtype, key.page_size) == ("", "bfloat16", 16)
     assert (key.query_heads, key.kv_heads, key.head_dim) == (4, 2, 64)
@@ -296,7 +286,7 @@ def test_the_key_of_this_machine() -> None:
     assert len(key.kernels) == 16
 
 
-def test_a_tuned_table_is_found_again(tmp_path: Path) -> None:
+def test_a_tuned_table_is_found_again(tmp_path):
     model = replace(default_cost_model(), source="tuned here")
     save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)
     found = table_in_use(KEY, tmp_path / "deeper")
@@ -307,9 +297,7 @@ def test_a_tuned_table_is_found_again(tmp_path: Path) -> None:
     assert not table_in_use(other, tmp_path / "deeper").tuned
 
 
-def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert cost_model_for(KEY, tmp_path) is default_cost_model()
         cost_model_for(KEY, tmp_path)
@@ -320,9 +308,7 @@ def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", ""])
-def test_an_h100_and_the_cpu_are_silent(
-    gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_h100_and_the_cpu_are_silent(gpu, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert cost_model_for(replace(KEY, gpu=gpu), tmp_path) is default_cost_model()
     assert not caplog.records
@@ -330,9 +316,7 @@ def test_an_h100_and_the_cpu_are_silent(
 
 @pytest.mark.parametrize("damage", ["cut", "list", "no key", "key", "type", "field", "time"])
 @pytest.mark.parametrize("gpu", [KEY.gpu, "NVIDIA H100 80GB HBM3"])
-def test_a_damaged_file_is_named_in_one_warning_and_ignored(
-    damage: str, gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, gpu, tmp_path, caplog):
     key = replace(KEY, gpu=gpu)
     path = tmp_path / key.file_name
     save_table(default_cost_model(), key, path)
@@ -359,21 +343,19 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(
     assert "deft tune" in record.message
 
 
-def test_a_folder_in_the_files_place_is_ignored(tmp_path: Path) -> None:
+def test_a_folder_in_the_files_place_is_ignored(tmp_path):
     (tmp_path / KEY.file_name).mkdir()
     found = table_in_use(KEY, tmp_path)
     assert found.model is default_cost_model()
     assert found.damage is not None
 
 
-def test_a_broken_write_leaves_the_old_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_write_leaves_the_old_table(tmp_path, monkeypatch):
     path = tmp_path / KEY.file_name
     save_table(default_cost_model(), KEY, path)
     before = path.read_bytes()
 
-    def full(*arguments: object) -> None:
+    def full(*arguments):
         assert path.read_bytes() == before  # complete until the end
         raise OSError(28, "No space left on device")
 
@@ -384,7 +366,7 @@ def test_a_broken_write_leaves_the_old_table(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_shipped_table_is_scaled_by_bytes() -> None:
+def test_the_shipped_table_is_scaled_by_bytes():
     model = default_cost_model()
     key = read_key(DEFAULT_TABLE)
     assert shipped_for(key.query_heads, key.head_dim, key.dtype) is model
@@ -400,7 +382,7 @@ def test_the_shipped_table_is_scaled_by_bytes() -> None:
             assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
 
 
-def test_the_shipped_table_fits_the_kernels() -> None:
+def test_the_shipped_table_fits_the_kernels():
     assert "H100" in read_key(DEFAULT_TABLE).gpu
     assert len(default_cost_model().tiles.item_ns) == TILE_SEGMENTS.count(1)
     with pytest.raises(CostModelError, match="No such file"):
@@ -411,9 +393,7 @@ def test_the_shipped_table_fits_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
-def test_a_measured_gpu_plans_with_its_own_table(
-    table, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
     assert table.path in SHIPPED_TABLES
     key = replace(KEY, gpu=table.key.gpu, dtype=table.key.dtype)
     with caplog.at_level(logging.INFO):
@@ -424,7 +404,7 @@ def test_a_measured_gpu_plans_with_its_own_table(
 
 
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
-def test_a_derived_table_follows_the_facts(table) -> None:  # type: ignore[no-untyped-def]
+def test_a_derived_table_follows_the_facts(table):
     was, model = table.facts, table.model
     assert derived_table(table, was) is derived_table(table, None) is model
     half = GpuFacts(was.sms // 2, was.sm_clock_mhz / 2, was.memory_gb_s / 4)
@@ -441,9 +421,7 @@ def test_a_derived_table_follows_the_facts(table) -> None:  # type: ignore[no-un
     assert f"{half.sms} SMs" in found.source
 
 
-def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
     h100, h200, _ = shipped_tables()
     lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
     rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
@@ -457,7 +435,7 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(
     assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
 
 
-def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path: Path) -> None:
+def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
     """Also on a GPU that only has a table of 16 bits: it is carried to the GPU's facts."""
     _, h200, eight_bits = shipped_tables()
     assert eight_bits.key.dtype == "float8_e4m3fn"
@@ -482,30 +460,30 @@ class MadeUpTrials:
 
     names = ("a", "b")
 
-    def __init__(self, best_ns: float) -> None:
+    def __init__(self, best_ns):
         self.best_ns, self.plans = best_ns, 0
 
-    def times_us(self, model: CostModel) -> dict[str, float]:
+    def times_us(self, model):
         self.plans += 1
         off = abs(np.log(model.tiles.item_ns[1] / self.best_ns))
         return {"a": 10.0 + off, "b": 50.0}
 
 
-def _with_item(nanoseconds: float) -> CostModel:
+def _with_item(nanoseconds):
     model = default_cost_model()
     return replace(model, tiles=replace(model.tiles, item_ns=(5300.0, nanoseconds)))
 
 
-def test_the_search_never_takes_slower_plans() -> None:
+def test_the_search_never_takes_slower_plans():
     before = _with_item(2000.0)
-    found = search(MadeUpTrials(2000.0), [before, _with_item(4000.0)])  # type: ignore[arg-type]
+    found = search(MadeUpTrials(2000.0), [before, _with_item(4000.0)])
     assert (found.model, found.ratio, found.start) == (before, 1.0, 0)
 
 
-def test_the_search_finds_better_costs_from_the_better_start() -> None:
+def test_the_search_finds_better_costs_from_the_better_start():
     before, measured = _with_item(2000.0), _with_item(1000.0)
     trials = MadeUpTrials(700.0)
-    found = search(trials, [before, measured])  # type: ignore[arg-type]
+    found = search(trials, [before, measured])
     assert found.model.tiles.item_ns == (5300.0, 700.0)
     assert found.start == 1
     assert found.ratio == pytest.approx((10.0 / (10.0 + np.log(2000 / 700))) ** 0.5)
@@ -513,26 +491,26 @@ def test_the_search_finds_better_costs_from_the_better_start() -> None:
     assert found.plans == trials.plans
 
 
-def test_a_gain_within_the_noise_changes_nothing() -> None:
+def test_a_gain_within_the_noise_changes_nothing():
     before = _with_item(2000.0)
-    found = search(MadeUpTrials(1995.0), [before, _with_item(1995.0)])  # type: ignore[arg-type]
+    found = search(MadeUpTrials(1995.0), [before, _with_item(1995.0)])
     assert found.model is before
 
 
-def test_trials_run_the_batch_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_run_the_batch_that_they_name(monkeypatch):
     """Each plan is right, and tables that lead to one plan share one measurement."""
-    seen: list[tuple[torch.Tensor, ...]] = []
+    seen = []
     real = machine_module.TreeAttention.run
 
-    def run(self: object, q: torch.Tensor, *rest, **options):  # type: ignore[no-untyped-def]
+    def run(self, q, *rest, **options):
         assert options["static_launch"]
         seen.append((q, *rest))
-        return real(self, q, *rest, **options)  # type: ignore[arg-type]
+        return real(self, q, *rest, **options)
 
     monkeypatch.setattr(machine_module.TreeAttention, "run", run)
     clocked = 0
 
-    def clock(launch: Launch) -> float:
+    def clock(launch):
         nonlocal clocked
         clocked += 1
         out = launch()
@@ -552,7 +530,7 @@ def test_trials_run_the_batch_that_they_name(monkeypatch: pytest.MonkeyPatch) ->
     assert len(set(table[:, -1].tolist())) == 3
 
 
-def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_tables_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     cpu = torch.device("cpu")
     assert cost_model_on(cpu, 32, 8, 128, torch.float16) is default_cost_model()
@@ -561,7 +539,7 @@ def test_where_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- the command ---------------------------------------------------------------------------------
 
 
-def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+def run(*arguments, **environment):
     result = runner.invoke(app, list(arguments), env=environment)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -569,7 +547,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_tune_without_a_gpu_says_so_in_a_line() -> None:
+def test_tune_without_a_gpu_says_so_in_a_line():
     code, out, err = run("tune")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -587,19 +565,19 @@ def test_tune_without_a_gpu_says_so_in_a_line() -> None:
         (["--show", "--out", "x.json"], "--show measures nothing"),
     ],
 )
-def test_tune_refuses_bad_input(arguments: list[str], said: str) -> None:
+def test_tune_refuses_bad_input(arguments, said):
     code, _, err = run("tune", *arguments)
     assert (code, said in err) == (2, True)
 
 
-def test_tune_refuses_a_cache_that_is_no_folder(tmp_path: Path) -> None:
+def test_tune_refuses_a_cache_that_is_no_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
     code, _, err = run("tune", DEFT_CACHE_DIR=str(file))
     assert (code, "DEFT_CACHE_DIR" in err) == (2, True)
 
 
-def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _on(gpu, monkeypatch):
     from deft_backend.costs import device_tables
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -610,7 +588,7 @@ def _on(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deft_backend.costs.gpu_facts.gpu_facts", lambda device: facts)
 
 
-def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
     """The command end to end, without the measurement."""
     from deft_backend.tools.tuning import measure as measure_module
 
@@ -619,9 +597,9 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     (model / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     _on("NVIDIA L40S", monkeypatch)
-    asked: list[TableKey] = []
+    asked = []
 
-    def tune(key: TableKey, before: CostModel, say: object) -> measure_module.Tuned:
+    def tune(key, before, say):
         asked.append(key)
         assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
         measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
@@ -653,7 +631,7 @@ def test_tune_writes_and_shows_the_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert (code, "cannot write" in err) == (2, True)
 
 
-def test_doctor_names_the_table_in_use(tmp_path: Path) -> None:
+def test_doctor_names_the_table_in_use(tmp_path):
     _, out, _ = run("doctor", "--all", "--json", DEFT_CACHE_DIR=str(tmp_path))
     kernels = {(k["head_dim"], k["dtype"]): k for k in json.loads(out)["kernels"]}
     if torch.cuda.is_available():

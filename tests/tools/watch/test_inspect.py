@@ -4,18 +4,16 @@ import http.client
 import json
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from browser import CHROMIUM, DRIVER, MISSING, Browser, browser
+from browser import CHROMIUM, DRIVER, MISSING, browser
 from deft_backend.cli.app import app
-from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.forest import build_forest
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
-from deft_backend.telemetry.state import ServerState, StateWriter
+from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.explain.structure import describe_items
 from deft_backend.tools.watch.page_server import PageServer, page
 from deft_backend.tools.watch.snapshot import Inspector
@@ -24,7 +22,7 @@ from sglang_fakes import make_state
 SECRET = "the text of a prompt"
 
 
-def forest_of(names: list[str]) -> PrefixForest:
+def forest_of(names):
     """The first half shares 640 tokens, all share 512; each has 20 of its own."""
     half = len(names) // 2
     shared = [640 if at < half else 512 for at in range(1, len(names))]
@@ -35,21 +33,21 @@ def forest_of(names: list[str]) -> PrefixForest:
 class Served:
     """A server's state file and the page about it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.state: ServerState = make_state()
+    def __init__(self, folder):
+        self.state = make_state()
         self.writer = StateWriter(self.state, folder)
         self.decode(["a", "b", "c", "d"])
         self.writer.start()  # signs of life, however slow the machine is
         self.page = PageServer("127.0.0.1", 0, Inspector(folder, 1).state)
         threading.Thread(target=self.page.serve_forever, args=(0.05,), daemon=True).start()
 
-    def decode(self, names: list[str]) -> None:
+    def decode(self, names):
         forest = forest_of(names)
         self.state.forest, self.state.rids = forest, names
         self.state.count_tree(forest.tokens_attended, forest.tokens_stored, 2)
         self.writer.look()
 
-    def get(self, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    def get(self, path, method="GET", **headers):
         port = self.page.server_address[1]
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         connection.request(method, path, headers=headers)
@@ -57,7 +55,7 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path):
     found = Served(tmp_path / "state")
     yield found
     found.page.shutdown()
@@ -65,7 +63,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_work_items_cover_each_query_of_each_node(name: str) -> None:
+def test_work_items_cover_each_query_of_each_node(name):
     """Whatever the policy, a query's items read every node on its path, and nothing else."""
     forest = forest_of([*"abcdefgh"])
     target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64)
@@ -80,7 +78,7 @@ def test_work_items_cover_each_query_of_each_node(name: str) -> None:
             assert read == set(forest.path(place))
 
 
-def test_the_data(served: Served) -> None:
+def test_the_data(served):
     answer = served.get("/state.json")
     assert answer.headers["Content-Type"] == "application/json"
     content = json.loads(answer.read())
@@ -100,7 +98,7 @@ def test_the_data(served: Served) -> None:
     assert SECRET not in json.dumps(content)
 
 
-def test_a_server_that_comes_later_is_found(tmp_path: Path) -> None:
+def test_a_server_that_comes_later_is_found(tmp_path):
     inspector = Inspector(tmp_path, 1)
     assert inspector.state()["status"] == "missing"
     (tmp_path / "1-tp0.json").write_text('{"schema": 99}')
@@ -108,7 +106,7 @@ def test_a_server_that_comes_later_is_found(tmp_path: Path) -> None:
     assert "schema 99" in Inspector(tmp_path, 1).state()["problem"]
 
 
-def test_only_two_documents_and_only_reading(served: Served) -> None:
+def test_only_two_documents_and_only_reading(served):
     assert served.get("/").status == 200
     for path in ("/x", "/../etc/passwd", "/state.json/", "/%2e%2e/state.json"):
         assert served.get(path).status == 404, path
@@ -117,7 +115,7 @@ def test_only_two_documents_and_only_reading(served: Served) -> None:
     assert served.get("/state.json?engine=-1&known=1e9&x=%00").status == 200
 
 
-def test_names_that_lead_here_from_elsewhere_are_refused(served: Served) -> None:
+def test_names_that_lead_here_from_elsewhere_are_refused(served):
     """DNS rebinding: the browser sends the attacker's name."""
     port = served.page.server_address[1]
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:9", "[::1]:80", "127.1.2.3"):
@@ -129,14 +127,14 @@ def test_names_that_lead_here_from_elsewhere_are_refused(served: Served) -> None
         assert b"batch" not in answer.read()
 
 
-def test_beyond_loopback_addresses_are_accepted_but_other_names_are_not() -> None:
+def test_beyond_loopback_addresses_are_accepted_but_other_names_are_not():
     with PageServer("0.0.0.0", 0, lambda engine, known: {}) as everywhere:
         assert not everywhere.loopback
         assert everywhere.accepts("192.0.2.1:8765")
         assert not everywhere.accepts("evil.example")
 
 
-def test_the_page_loads_nothing(served: Served) -> None:
+def test_the_page_loads_nothing(served):
     answer = served.get("/")
     policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
@@ -149,8 +147,8 @@ def test_the_page_loads_nothing(served: Served) -> None:
     assert len(page()) < 40_000
 
 
-def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
-    def run(*arguments: str) -> str:
+def test_bad_input_is_refused_in_one_line(tmp_path):
+    def run(*arguments):
         runner = CliRunner(env={"DEFT_STATE_DIR": str(tmp_path), "COLUMNS": "400"})
         result = runner.invoke(app, ["inspect", *arguments])
         assert result.exit_code == 2
@@ -166,22 +164,22 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tab(tmp_path: Path) -> Iterator[Browser]:
+def tab(tmp_path):
     if CHROMIUM is None or DRIVER is None:
         pytest.skip(MISSING)
     with browser(tmp_path) as found:
         yield found
 
 
-def test_the_page_in_a_browser(served: Served, tab: Browser) -> None:
+def test_the_page_in_a_browser(served, tab):
     """A block is drawn, chosen by mouse and by keys, and followed while the forest changes."""
     tab.open(served.page.url)
 
-    def blocks() -> list[dict[str, float]]:
+    def blocks():
         script = """return [...document.querySelectorAll('rect.node')].map(r => ({
             width: +r.getAttribute('width'), height: +r.getAttribute('height'),
             label: r.getAttribute('aria-label'), fill: r.getAttribute('fill')}))"""
-        return tab.run(script)  # type: ignore[no-any-return]
+        return tab.run(script)
 
     tab.until(lambda: len(blocks()) == 6)
     drawn = {block["label"]: block for block in blocks()}

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.shown_batch import Batch
-from deft_backend.telemetry.state import ServerState, StateWriter
+from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.batches import (
     BatchView,
     Rate,
@@ -36,7 +35,7 @@ WRITTEN = 1_800_000_000.0
 FOREST = build_forest([2, 0, 1], [60, 40], [100, 90, 80])
 
 
-def decoding(folder: Path, port: int = 7, **fields: object) -> tuple[ServerState, StateWriter]:
+def decoding(folder, port=7, **fields):
     state = make_state()
     state.port = port
     for name, value in fields.items():
@@ -48,7 +47,7 @@ def decoding(folder: Path, port: int = 7, **fields: object) -> tuple[ServerState
     return state, writer
 
 
-def shown(folder: Path, *arguments: str) -> tuple[int, str]:
+def shown(folder, *arguments):
     result = CliRunner(env={"COLUMNS": "80", "DEFT_STATE_DIR": str(folder)}).invoke(
         app, ["top", *arguments]
     )
@@ -57,19 +56,19 @@ def shown(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def dead_pid() -> int:
+def dead_pid():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
-def status(path: Path, later: float = 0.0) -> str:
+def status(path, later=0.0):
     """Of the server, so many seconds after its file was written."""
     (engine,) = find_engines(path.parent, now=WRITTEN + later)
     return engine.status
 
 
-def test_the_states_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: WRITTEN)
     state, writer = decoding(tmp_path)
     os.utime(writer.path, (0, WRITTEN))
@@ -89,7 +88,7 @@ def test_the_states_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert status(writer.path) == UNREADABLE
 
 
-def test_a_writer_without_news_shows_that_it_lives(tmp_path: Path) -> None:
+def test_a_writer_without_news_shows_that_it_lives(tmp_path):
     _, writer = decoding(tmp_path)
     os.utime(writer.path, (0, 0))
     content = writer.path.read_text()
@@ -101,7 +100,7 @@ def test_a_writer_without_news_shows_that_it_lives(tmp_path: Path) -> None:
     assert writer.path.read_text() == content or json.loads(writer.path.read_text())
 
 
-def test_ranks_add_their_bytes_but_not_their_steps(tmp_path: Path) -> None:
+def test_ranks_add_their_bytes_but_not_their_steps(tmp_path):
     decoding(tmp_path)
     decoding(tmp_path, rank=1)
     decoding(tmp_path, port=8)
@@ -111,12 +110,12 @@ def test_ranks_add_their_bytes_but_not_their_steps(tmp_path: Path) -> None:
     assert first.counters.kv_bytes_read == 2 * second.counters.kv_bytes_read
 
 
-def test_shared_prefixes_are_sorted_by_what_they_save() -> None:
+def test_shared_prefixes_are_sorted_by_what_they_save():
     assert shared_prefixes(FOREST) == [SharedPrefix(2, 0, 40, 3), SharedPrefix(2, 40, 20, 2)]
     assert [prefix.saved for prefix in shared_prefixes(FOREST)] == [80, 20]
 
 
-def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server() -> None:
+def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     rate = Rate(5.0)
     assert rate.add(0.0, 1, Counters(decode_steps=10)) is None
     for second in range(1, 21):
@@ -128,9 +127,7 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server() 
     assert rate.add(22.0, 2, Counters(decode_steps=30)) is None
 
 
-def test_once_shows_all_that_a_server_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(COMPILING, "seconds", 9.81)
     state, writer = decoding(tmp_path)
     state.count_host("batch smaller than DEFT_MIN_BATCH=2", 10)
@@ -148,7 +145,7 @@ def test_once_shows_all_that_a_server_counts(
     assert "kept secret" not in text
 
 
-def test_json_for_scripts(tmp_path: Path) -> None:
+def test_json_for_scripts(tmp_path):
     decoding(tmp_path)
     code, text = shown(tmp_path, "--json")
     (server,) = json.loads(text)
@@ -162,7 +159,7 @@ def test_json_for_scripts(tmp_path: Path) -> None:
     assert server["kv_saved"] == pytest.approx(1 - stored / attended)
 
 
-def test_without_a_server_it_says_so(tmp_path: Path) -> None:
+def test_without_a_server_it_says_so(tmp_path):
     code, text = shown(tmp_path, "--once")
     assert code == 1
     assert "No server with the plugin is running" in text
@@ -180,7 +177,7 @@ def test_without_a_server_it_says_so(tmp_path: Path) -> None:
     assert "No server with the plugin is running on port 9" in text
 
 
-def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_path: Path) -> None:
+def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_path):
     StateWriter(make_state(), tmp_path).look()
     assert "no request has been decoded yet" in shown(tmp_path, "--once")[1]
     _, writer = decoding(tmp_path, port=9)
@@ -191,7 +188,7 @@ def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_pat
     assert f"process {os.getpid()} hangs" in " ".join(text.split())
 
 
-def test_a_server_with_the_device_planner_is_asked(tmp_path: Path) -> None:
+def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state, writer = decoding(tmp_path)
     state.forest = None
     state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
@@ -214,7 +211,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path: Path) -> None:
     batches.close()
 
 
-def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_names_with_markup_are_shown_as_they_are(tmp_path):
     state, writer = decoding(tmp_path)
     state.count_host("[red]odd[/red] reason", 10)
     writer.look()
@@ -224,7 +221,7 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "[red]odd[/red] reason" in console.export_text()
 
 
-def test_the_acceptance_length_of_a_server_that_speculates(tmp_path: Path) -> None:
+def test_the_acceptance_length_of_a_server_that_speculates(tmp_path):
     state, writer = decoding(tmp_path)
     assert "verified" not in shown(tmp_path, "--once")[1]
     state.verified_tokens = 1240
