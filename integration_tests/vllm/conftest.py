@@ -1,5 +1,7 @@
 """Servers that the tests share: the host's own backend all the time, ours one after another."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
