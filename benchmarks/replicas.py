@@ -7,6 +7,7 @@ attention reads the prefix once. A router that takes turns splits them.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import tempfile
@@ -20,8 +21,8 @@ from typing import Any
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import settled_counters, state_file
 from deft_backend.tools.servers.command import free_port, server_command
+from deft_backend.tools.servers.driver_stub import num_gpus
 from deft_backend.tools.servers.process import ServerProcess
-from deft_backend.tools.traces.invented_text import passage
 
 ONE_SERVER = "one server"
 
@@ -37,26 +38,31 @@ class Trace:
     together: int = 16
 
     def prompts(self) -> list[str]:
-        """Every branch of every prefix."""
-        prompts = [
-            f"{passage(self.characters, prefix)}\n\nQuestion {branch}:"
-            for prefix in range(self.prefixes)
-            for branch in range(self.branches)
-        ]
-        random.Random(0).shuffle(prompts)
+        """Every branch of every prefix, in words that made-up tokenizers know too (``w12``)."""
+        chance = random.Random(0)
+        prompts = []
+        for _ in range(self.prefixes):
+            words = " ".join(f"w{chance.randrange(1000)}" for _ in range(self.characters // 4))
+            prompts += [f"{words[: self.characters]} w{branch}" for branch in range(self.branches)]
+        chance.shuffle(prompts)
         return prompts
 
 
 @contextmanager
 def replicas(
-    host: str, count: int, model: str, folder: Path, logs: Path
+    host: str, count: int, model: str, folder: Path, logs: Path, options: Sequence[str] = ()
 ) -> Iterator[list[ServerProcess]]:
-    """`count` servers of one model; each writes its state file into `folder`."""
+    """`count` servers of one model; each has a GPU of its own, and its state file in `folder`."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(number) for number in range(num_gpus())]
     with ExitStack() as running:
         servers = []
         for number in range(count):
+            variables = {"DEFT_STATE_DIR": str(folder)}
+            if len(gpus) >= count:
+                variables["CUDA_VISIBLE_DEVICES"] = gpus[number]
             command = server_command(
-                model, free_port(), host=host, environment={"DEFT_STATE_DIR": str(folder)}
+                model, free_port(), host=host, environment=variables, host_arguments=options
             )
             log = logs / f"{host}-{number}.log"
             servers.append(running.enter_context(ServerProcess(command, log)))
@@ -137,8 +143,10 @@ async def send(url: str, model: str, trace: Trace) -> None:
         await asyncio.gather(*(ask(session, prompt) for prompt in trace.prompts()))
 
 
-def row(setup: str, policy: str | None, counters: Sequence[Counters]) -> dict[str, Any]:
-    """The figures of one run: the sum over servers, and each server's steps."""
+def row(
+    setup: str, policy: str | None, counters: Sequence[Counters], seconds: float
+) -> dict[str, Any]:
+    """The figures of one run: the sum over servers, each server's steps, the trace's time."""
     read = sum(each.kv_bytes_read for each in counters)
     guided = sum(each.kv_bytes_query_guided for each in counters)
     return {
@@ -146,30 +154,36 @@ def row(setup: str, policy: str | None, counters: Sequence[Counters]) -> dict[st
         "read_share": round(read / guided, 4),
         "steps_tree": [each.steps_tree for each in counters],
         "steps_host": [sum(each.steps_host.values()) for each in counters],
+        "seconds": round(seconds, 2),
     }  # fmt: skip
 
 
 def measure(
-    host: str, program: str, policies: Sequence[str], model: str, trace: Trace, count: int = 2
-) -> Iterator[dict[str, Any]]:
+    host: str, program: str, policies: Sequence[str], model: str, trace: Trace, count: int = 2,
+    options: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for one server, then one for each policy of the router before `count` servers.
 
-    Servers start anew for each row, with empty prefix caches.
+    Servers start anew for each row, with empty prefix caches, and get the host's `options`.
     """
     for policy in (None, *policies):
         with tempfile.TemporaryDirectory() as work, ExitStack() as running:
             folder = Path(work) / "state"
             number = 1 if policy is None else count
-            servers = running.enter_context(replicas(host, number, model, folder, Path(work)))
+            servers = running.enter_context(
+                replicas(host, number, model, folder, Path(work), options)
+            )
             urls = [server.url for server in servers]
             url = urls[0]
             if policy is not None:
                 url = running.enter_context(router(program, policy, urls, Path(work) / "router"))
+            start = time.monotonic()
             asyncio.run(send(url, model, trace))
+            seconds = time.monotonic() - start
             counters = [
                 settled_counters(state_file(folder, server.command.port)) for server in servers
             ]
             setup = (
                 ONE_SERVER if policy is None else f"{number} servers behind {Path(program).name}"
             )
-            yield row(setup, policy, counters)
+            yield row(setup, policy, counters, seconds)
