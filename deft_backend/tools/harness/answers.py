@@ -10,7 +10,7 @@ EIGHT_BITS = 3.0
 below moves a key or a value over the middle of two numbers, the cache holds the other number: in
 e4m3, 6 to 12 % away. The hosts' own backends also round queries and probabilities to 8 bits. With
 three times bfloat16's 0.26, none of a soak's 26,281 tokens was wrong
-(soak-vllm-h100-fp8-ngram.json)."""
+(soak-h100.json)."""
 
 
 @dataclass
