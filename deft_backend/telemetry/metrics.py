@@ -42,37 +42,48 @@ class Metric(NamedTuple):
     meaning: str
     labels: tuple[str, ...] = ()
 
+    @property
+    def series(self) -> str:
+        """Its name on the page."""
+        return f"{self.name}_total"
+
 
 STEPS = Metric("deft_decode_steps", "Decode steps, by the kernel that ran them.", ("kernel",))
 HOST_STEPS = Metric(
     "deft_host_decode_steps", "Decode steps on the host's kernel, by reason.", ("reason",)
 )
-READ = Metric("deft_kv_read_bytes", "Bytes of KV cache that decode attention read, all layers.")
-GUIDED = Metric(
-    "deft_kv_query_guided_bytes",
-    "Bytes of KV cache that the same steps would have read query by query.",
-)
-PLANS = Metric("deft_plans", "Plans of tree attention, of the host planner or the device planner.")
-PLAN_SECONDS = Metric("deft_plan_seconds", "Seconds spent on those plans.")
-VERIFIED = Metric(
-    "deft_verified_tokens", "Query tokens of verifications through tree attention, all requests."
-)
-DRAFTS = Metric(
-    "deft_verified_drafts",
-    "Drafts that the host verified with any kernel, one for each request of a verification.",
-)
-ACCEPTED = Metric("deft_accepted_tokens", "Draft tokens of those drafts that the host accepted.")
-COMPILE_SECONDS = Metric(
-    "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
-)
-EXTENDS = Metric(
-    "deft_short_extends",
-    "Prefill steps of a few new tokens a request that went through tree attention.",
-)
-METRICS = (
-    STEPS, HOST_STEPS, READ, GUIDED, PLANS, PLAN_SECONDS, VERIFIED, DRAFTS, ACCEPTED,
-    COMPILE_SECONDS, EXTENDS,
-)  # fmt: skip
+FIGURES = {
+    "kv_bytes_read": Metric(
+        "deft_kv_read_bytes", "Bytes of KV cache that decode attention read, all layers."
+    ),
+    "kv_bytes_query_guided": Metric(
+        "deft_kv_query_guided_bytes",
+        "Bytes of KV cache that the same steps would have read query by query.",
+    ),
+    "plans": Metric(
+        "deft_plans", "Plans of tree attention, of the host planner or the device planner."
+    ),
+    "plan_seconds": Metric("deft_plan_seconds", "Seconds spent on those plans."),
+    "verified_tokens": Metric(
+        "deft_verified_tokens",
+        "Query tokens of verifications through tree attention, all requests.",
+    ),
+    "verified_drafts": Metric(
+        "deft_verified_drafts",
+        "Drafts that the host verified with any kernel, one for each request of a verification.",
+    ),
+    "accepted_tokens": Metric(
+        "deft_accepted_tokens", "Draft tokens of those drafts that the host accepted."
+    ),
+    "compile_seconds": Metric(
+        "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
+    ),
+    "short_extends": Metric(
+        "deft_short_extends",
+        "Prefill steps of a few new tokens a request that went through tree attention.",
+    ),
+}
+"""Metrics of one number, by the field of :class:`Counters` that holds it."""
 
 
 class Sample(NamedTuple):
@@ -89,15 +100,8 @@ def samples(counters: Counters) -> Iterator[Sample]:
     yield Sample(STEPS, ("host",), sum(counters.steps_host.values()))
     for reason, steps in counters.steps_host.items():
         yield Sample(HOST_STEPS, (reason,), steps)
-    yield Sample(READ, (), counters.kv_bytes_read)
-    yield Sample(GUIDED, (), counters.kv_bytes_query_guided)
-    yield Sample(PLANS, (), counters.plans)
-    yield Sample(PLAN_SECONDS, (), counters.plan_seconds)
-    yield Sample(VERIFIED, (), counters.verified_tokens)
-    yield Sample(DRAFTS, (), counters.verified_drafts)
-    yield Sample(ACCEPTED, (), counters.accepted_tokens)
-    yield Sample(COMPILE_SECONDS, (), counters.compile_seconds)
-    yield Sample(EXTENDS, (), counters.short_extends)
+    for field, metric in FIGURES.items():
+        yield Sample(metric, (), getattr(counters, field))
 
 
 def rank_labels(path: Path) -> dict[str, str]:
@@ -133,9 +137,7 @@ def _value(metric: Metric, labels: tuple[str, ...], ranks: tuple[tuple[str, str]
     """A series of this process. One object: two would overwrite each other's entry."""
     names = (*metric.labels, *(name for name, _ in ranks))
     values = (*labels, *(rank for _, rank in ranks))
-    return _value_class()(
-        "counter", metric.name, f"{metric.name}_total", names, values, metric.meaning
-    )
+    return _value_class()("counter", metric.name, metric.series, names, values, metric.meaning)
 
 
 class Publisher:
@@ -205,7 +207,7 @@ class StateCollector:
             ranks = rank_labels(path)
             for metric, values, value in samples(counters):
                 labels = {**dict(zip(metric.labels, values, strict=True)), **ranks}
-                families[metric].add_sample(f"{metric.name}_total", labels, value)
+                families[metric].add_sample(metric.series, labels, value)
         return [family for family in families.values() if family.samples]
 
 
@@ -235,7 +237,8 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
 def _families() -> dict[Metric, CounterMetricFamily]:
     from prometheus_client.core import CounterMetricFamily
 
-    return {metric: CounterMetricFamily(metric.name, metric.meaning) for metric in METRICS}
+    metrics = (STEPS, HOST_STEPS, *FIGURES.values())
+    return {metric: CounterMetricFamily(metric.name, metric.meaning) for metric in metrics}
 
 
 def _living(path: Path) -> Counters | None:

@@ -7,16 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.metrics import (
-    COMPILE_SECONDS,
-    GUIDED,
-    HOST_STEPS,
-    PLAN_SECONDS,
-    PLANS,
-    READ,
-    STEPS,
-    Metric,
-)
+from deft_backend.telemetry.metrics import FIGURES, HOST_STEPS, STEPS
 from deft_backend.telemetry.state_reader import (
     StateError,
     StateReading,
@@ -87,27 +78,18 @@ def counters_of_page(page: str) -> Counters | None:
     total: dict[tuple[str, str], float] = defaultdict(float)
     for name, labels, value in _SERIES.findall(page):
         values: dict[str, str] = dict(_LABEL.findall(labels))
-        if name not in (_name(READ), _name(GUIDED)) and any(
-            values.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")
-        ):
+        every = name.startswith("deft_kv_")  # each rank reads its own part of the KV cache
+        if not every and any(values.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")):
             continue
         kind = values.get("kernel", values.get("reason", ""))
         total[name, kind] += float(value)
-    if (_name(STEPS), "tree") not in total:
+    if (STEPS.series, "tree") not in total:
         return None
-    tree, host = total[_name(STEPS), "tree"], total[_name(STEPS), "host"]
-    reasons = {reason: int(n) for (name, reason), n in total.items() if name == _name(HOST_STEPS)}
+    tree, host = total[STEPS.series, "tree"], total[STEPS.series, "host"]
+    figures = {field: total[metric.series, ""] for field, metric in FIGURES.items()}
     return Counters(
         decode_steps=int(tree + host),
         steps_tree=int(tree),
-        plans=int(total[_name(PLANS), ""]),
-        steps_host=reasons,
-        kv_bytes_read=int(total[_name(READ), ""]),
-        kv_bytes_query_guided=int(total[_name(GUIDED), ""]),
-        plan_seconds=float(total[_name(PLAN_SECONDS), ""]),
-        compile_seconds=float(total[_name(COMPILE_SECONDS), ""]),
+        steps_host={why: int(n) for (name, why), n in total.items() if name == HOST_STEPS.series},
+        **{name: n if name.endswith("_seconds") else int(n) for name, n in figures.items()},
     )
-
-
-def _name(metric: Metric) -> str:
-    return f"{metric.name}_total"

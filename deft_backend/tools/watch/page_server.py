@@ -109,11 +109,17 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """No line for each request: the page asks once a second."""
 
+    def parse_request(self) -> bool:
+        """Refuse a foreign ``Host`` before anything else, whatever the method."""
+        if not super().parse_request():
+            return False
+        if self.server.accepts(self.headers.get("Host")):
+            return True
+        self._send(403, b"the Host header names another machine; open the address that "
+                        b"'deft inspect' printed\n")  # fmt: skip
+        return False
+
     def do_GET(self) -> None:
-        if not self.server.accepts(self.headers.get("Host")):
-            self._send(403, b"the Host header names another machine; open the address that "
-                            b"'deft inspect' printed\n")  # fmt: skip
-            return
         try:
             parts = urlsplit(self.path)
         except ValueError:  # such as "//["

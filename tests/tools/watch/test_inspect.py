@@ -125,6 +125,7 @@ def test_names_that_lead_here_from_elsewhere_are_refused(served):
         answer = served.get("/state.json", Host=host)
         assert answer.status == 403, host
         assert b"batch" not in answer.read()
+        assert served.get("/state.json", "DELETE", Host=host).status == 403, host
 
 
 def test_beyond_loopback_addresses_are_accepted_but_other_names_are_not():
