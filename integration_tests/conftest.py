@@ -1,7 +1,5 @@
 """Servers that the tests share: the baseline all the time, the others one after another."""
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
@@ -12,22 +10,19 @@ from integration_tests.common.fixtures import (  # noqa: F401
     reference,
     servers_end_with_the_tests,
 )
-from integration_tests.common.server import Server
 from integration_tests.cpu_speculation.plugin import unusable
 from integration_tests.sglang_server import GROUPS, Group, running
 
 
 @pytest.fixture(scope="session")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def baseline(tmp_path_factory):
     """The host's own backend, observed."""
     with running(None, Group(), tmp_path_factory.mktemp("baseline")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(request, tmp_path_factory):
     """A server with the plugin, under the flags of the test's group."""
     group = GROUPS[request.param]
     reason = unusable() if group.cpu_speculation else None

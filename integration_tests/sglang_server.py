@@ -1,11 +1,9 @@
 """Real SGLang servers on the CPU engine: started once for many tests, and always ended."""
 
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
@@ -48,7 +46,7 @@ _SMALL_CACHE = (
 )  # fmt: skip
 
 
-def _speculating(*flags: str, draft: bool = True) -> Group:
+def _speculating(*flags, draft=True):
     """A server that drafts 3 tokens a step from each of `topk` branches, or n-grams."""
     model = ("--speculative-draft-model-path", str(DRAFT), "--speculative-num-steps", "3")
     return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
@@ -115,10 +113,10 @@ class Ask:
     n: int = 1
 
     @property
-    def choices(self) -> int:
+    def choices(self):
         return self.n
 
-    def body(self) -> dict[str, Any]:
+    def body(self):
         """The request in the form of the `openai` client."""
         return {
             "model": "default", "prompt": self.prompt, "max_tokens": self.tokens, "n": self.n,
@@ -127,7 +125,7 @@ class Ask:
 
 
 @contextmanager
-def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]:
+def running(backend, group, folder):
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder), **group.settings}
@@ -149,7 +147,7 @@ def running(backend: str | None, group: Group, folder: Path) -> Iterator[Server]
         yield server
 
 
-def in_shared_memory(folder: Path) -> dict[str, Any]:
+def in_shared_memory(folder):
     """A checkpoint as the body of ``update_weights_from_tensor``."""
     import torch.multiprocessing as sharing
     from safetensors.torch import load_file

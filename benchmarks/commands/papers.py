@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +14,9 @@ from rich.table import Table as Shown
 
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
 from deft_backend.cli.errors import fail, reported, say
+
+if TYPE_CHECKING:
+    from benchmarks.e2e.choice import Choice
 
 COUNTED, COUNTERS, STEPS, SERVERS = "deft-io", "counters", "deft-steps", "servers"
 PLACE_OF_STEPS = "DeFT, Figure 4, Tables 5 and 8"
@@ -165,16 +169,58 @@ def _servers(
     from benchmarks.e2e.backend_runs import record as record_servers
     from benchmarks.e2e.backends import HOSTS
     from benchmarks.e2e.prepare_run import ERRORS, prepared
-    from benchmarks.papers.servers import choices
     from benchmarks.row_files import RowsError
 
     one_of("--host", host, tuple(HOSTS))
     path = out / f"papers-servers-{host}.json"
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    for choice in choices(host, policies, traces, path, checkpoint, command):
+    for choice in _choices(host, policies, traces, path, checkpoint, command):
         with reported(*ERRORS, RowsError), prepared(choice) as setup:
             record_servers(setup, lambda line: say(console, line))
     say(console, f"{path}")
+
+
+def _choices(
+    host: str,
+    policies: Sequence[str],
+    traces: Path,
+    out: Path,
+    checkpoint: Path | None,
+    command: str = "",
+) -> list[Choice]:
+    """A run for each policy, and the host's own backend last; all add to one file of rows.
+
+    All get the same requests: the papers' reasoning trees, few-shot prompts and documents.
+    """
+    from benchmarks.e2e.backends import HOSTS
+    from benchmarks.e2e.choice import (
+        BatchChoice,
+        Choice,
+        ModelChoice,
+        Output,
+        ServerChoice,
+        TreeChoice,
+    )
+    from benchmarks.papers.workloads import FEW_SHOT, PROMPT_TOKENS
+
+    on_gpu = HOSTS[host].on_gpu()
+    backend, reference = HOSTS[host].ours, HOSTS[host].reference()
+    servers = [
+        *(ServerChoice(host, [backend], reference, policy=policy) for policy in policies),
+        ServerChoice(host, [reference], reference),
+    ]
+    cases = [f"{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else []
+    return [
+        Choice(
+            Output(out, command),
+            ("grid", "documents", "trees"),
+            server,
+            ModelChoice(weights="dummy" if on_gpu else "random", checkpoint=checkpoint),
+            BatchChoice(cases, None, repeats=2),
+            TreeChoice(traces, 1.0 if on_gpu else 0.01),
+        )
+        for server in servers
+    ]
 
 
 def _line(row: dict[str, Any]) -> str:

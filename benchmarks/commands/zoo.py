@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.commands.server_options import HostArguments
 from benchmarks.row_files import write_rows
 from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.engine_options import engine_arguments
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.processes import end_all
-from benchmarks.zoo.readme_line import readme_line
 from benchmarks.zoo.zoo_run import run
 from deft_backend.cli.errors import host_arguments, reported
 from deft_backend.files.provenance import provenance
@@ -108,3 +107,59 @@ def _line(row: dict[str, object]) -> str:
         f"tree, {row['layers_host']} host  tokens: {row['tokens_checked']}, "
         f"{row['tokens_wrong']} wrong, {row['ties']} ties  {row.get('note', '')}"
     )
+
+
+def _passed(row: Mapping[str, Any]) -> bool:
+    """Whether tree attention's tokens were checked, and none was wrong."""
+    return "backend" not in row and bool(row["tokens_checked"] and not row["tokens_wrong"])
+
+
+def readme_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The line of the README's table: architectures whose full layers tree attention decodes.
+
+    An architecture counts if every row that checked tokens passed. An architecture stands in the
+    second column if the host decodes all of its layers.
+    """
+    failed = {row["architecture"] for row in rows if row["tokens_wrong"] and "backend" not in row}
+    good = [row for row in rows if _passed(row) and row["architecture"] not in failed]
+    tree = {row["architecture"] for row in good if row["layers_tree"]}
+    host = {row["architecture"] for row in good} - tree
+    return f"| architectures checked | {_titles(tree)} | {_titles(host) or '–'} |"
+
+
+def _titles(names: set[str]) -> str:
+    return ", ".join(sorted(ARCHITECTURES[name].title for name in names))
+
+
+def engine_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """A server's options as arguments of the host's engine: ``--page-size 64`` is page_size=64.
+
+    An option without a value is True, one with several values is a list. Values in JSON are read.
+
+    Raises
+    ------
+    ValueError
+        If a value stands before the first option.
+    """
+    found: dict[str, list[Any]] = {}
+    name = ""
+    for word in arguments:
+        if word.startswith("--"):
+            name, assigned, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [_read(value)] if assigned else []
+        elif name:
+            found[name].append(_read(word))
+        else:
+            raise ValueError(f"expected an option such as --page-size 64, got {word!r}")
+    return {
+        name: True if not values else values[0] if len(values) == 1 else values
+        for name, values in found.items()
+    }
+
+
+def _read(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

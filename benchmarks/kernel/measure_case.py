@@ -14,7 +14,6 @@ from benchmarks.kernel.kernel_rows import Row
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.plan_timing import plan_us
-from benchmarks.kernel.roof import roof_us
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.tools.tuning.ceilings import Ceilings
@@ -205,3 +204,14 @@ def _still_there(device: torch.device, name: str, failure: Exception) -> None:
             f"the GPU no longer works after {name} failed ({failure}). The rows so far are kept; "
             "run the other cases again without that method"
         ) from failure
+
+
+def roof_us(inputs: Inputs, ceilings: Ceilings) -> float:
+    """A lower bound for the microseconds of any kernel, from ceilings measured in the same run.
+
+    The larger of two times. One is for the bytes that must move (KV once, queries in, outputs out)
+    at the read bandwidth. The other is for the operations of :attr:`Inputs.flops` at the rate of a
+    matrix product.
+    """
+    moved = inputs.kv_bytes + 2 * inputs.q.nbytes
+    return max(moved / ceilings.read_gb_s / 1e3, inputs.flops / ceilings.tflop_s / 1e6)

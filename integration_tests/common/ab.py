@@ -4,16 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from integration_tests.common.server import ROOT
 
 
-def deft_ab(
-    folder: Path, *arguments: str, settings: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], str]:
+def deft_ab(folder, *arguments, settings=None):
     """Run it into a folder and check its results; returns the results and its output.
 
     Parameters
@@ -40,7 +35,7 @@ def deft_ab(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    data: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    data = json.loads((folder / "results.json").read_text())
     assert data["same"]
     for workload in data["workloads"]:
         # The amount depends on the steps in which requests meet, and so on the machine.

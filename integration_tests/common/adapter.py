@@ -2,7 +2,6 @@
 answers would depend on the rounding of each sum."""
 
 import json
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -10,7 +9,7 @@ from safetensors.torch import save_file
 RANK = 8
 
 
-def write_adapter(folder: Path, model: Path, seed: int = 5) -> None:
+def write_adapter(folder, model, seed=5):
     """An adapter of rank 8 for the queries, keys and values of every layer of a checkpoint."""
     config = json.loads((model / "config.json").read_text())
     width, dim = config["hidden_size"], config["head_dim"]

@@ -1,13 +1,11 @@
 """Compare answers with the reference's, and send the traffic for them."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
 
 import pytest
 
 from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
-from integration_tests.common.server import Answer, Ask, Server, complete
+from integration_tests.common.server import complete
 
 TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
 PREFIX = (
@@ -17,13 +15,7 @@ PREFIX = (
 )
 
 
-class Reference(Protocol):
-    """Something that knows the right answers."""
-
-    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]: ...
-
-
-def on(*groups: str, smoke: Sequence[str] = (), rare: Sequence[str] = ()) -> pytest.MarkDecorator:
+def on(*groups, smoke=(), rare=()):
     """Run the test on a server of each group.
 
     The groups in `smoke` are also in the smoke suite; those in `rare` are left out by default.
@@ -48,20 +40,14 @@ POLICY_GROUPS = tuple(f"policy-{name}" for name in POLICY_NAMES if name != AUTO)
 RARE_POLICIES = tuple(group for group in POLICY_GROUPS if group != "policy-fasttree")
 
 
-def check_policy(server: Server, reference: Reference, asks: Sequence[Ask], group: str) -> None:
+def check_policy(server, reference, asks, group):
     """Tree attention decodes by the policy that the group is named after, and the log names it."""
     check(server, reference, asks)
     assert server.state()["steps_tree"] > 0
     assert group.removeprefix("policy-") in server.log
 
 
-def assert_same(
-    asks: Sequence[Ask],
-    found: list[list[Answer]],
-    expected: list[list[Answer]],
-    *,
-    gaps: bool = False,
-) -> None:
+def assert_same(asks, found, expected, *, gaps=False):
     """Check that every choice equals the reference's, token by token, with its log-probabilities.
 
     With `gaps` the lists of tokens may lack some tokens, but the text may not: see
@@ -92,11 +78,11 @@ Token = tuple[str, float, dict[str, float]]
 """Text, log-probability, and the likeliest tokens at its position."""
 
 
-def _tokens(answer: Answer) -> list[Token]:
+def _tokens(answer):
     return list(zip(answer.token_texts, answer.logprobs, answer.likeliest, strict=True))
 
 
-def _those_in(tokens: list[Token], expected: list[Token]) -> list[Token]:
+def _those_in(tokens, expected):
     """The expected tokens that `tokens` lists, in order; at most two may be missing."""
     found, rest = [], iter(expected)
     for text, logprob, _ in tokens:
@@ -106,7 +92,7 @@ def _those_in(tokens: list[Token], expected: list[Token]) -> list[Token]:
     return [t for t in found if t is not None]
 
 
-def check(server: Server, reference: Reference, asks: Sequence[Ask]) -> list[list[Answer]]:
+def check(server, reference, asks):
     """Send all requests at once and compare; returns the answers."""
     found = server.complete(asks)
     assert_same(asks, found, reference.answers(asks), gaps=server.loses_logprobs)
@@ -114,17 +100,14 @@ def check(server: Server, reference: Reference, asks: Sequence[Ask]) -> list[lis
     return found
 
 
-def check_joins_and_aborts(
-    server: Server, reference: Reference, *, kept: Sequence[Ask], cut: Sequence[Ask],
-    later: Sequence[Ask],
-) -> None:  # fmt: skip
+def check_joins_and_aborts(server, reference, *, kept, cut, later):
     """Cut off some requests after a few tokens; let others join while the rest decode."""
 
-    async def traffic() -> tuple[list[list[Answer]], list[list[Answer]]]:
+    async def traffic():
         async with server.client() as client:
             begun = asyncio.Event()
 
-            async def abandon(ask: Ask) -> None:
+            async def abandon(ask):
                 body = {**ask.body(), "max_tokens": 200, "stream": True}
                 stream = await client.completions.create(**body)
                 seen = 0
@@ -135,7 +118,7 @@ def check_joins_and_aborts(
                         break
                 await stream.close()
 
-            async def join(ask: Ask) -> list[Answer]:
+            async def join(ask):
                 await begun.wait()
                 return await complete(client, ask)
 
@@ -151,7 +134,7 @@ def check_joins_and_aborts(
     assert not server.trouble()
 
 
-def check_both_ranks(server: Server) -> None:
+def check_both_ranks(server):
     """Check that both ranks decoded the same steps, each with half of the KV heads."""
     ours, theirs = server.state("tp0"), server.state("tp1")
     assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]

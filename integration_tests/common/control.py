@@ -5,35 +5,28 @@ import json
 import shutil
 import threading
 import urllib.error
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration_tests.common.answers import Reference, assert_same
+from integration_tests.common.answers import assert_same
 from integration_tests.common.host_client import answers_of
-from integration_tests.common.server import Answer, Ask, Server, complete
-
-T = TypeVar("T")
+from integration_tests.common.server import complete
 
 
-def while_decoding(
-    server: Server, asks: Sequence[Ask], act: Callable[[], None]
-) -> list[list[Answer]]:
+def while_decoding(server, asks, act):
     """Send all requests, call `act` as soon as tokens arrive, and return the answers.
 
     One more request streams, and so shows when the server decodes.
     """
 
-    async def traffic() -> list[list[Answer]]:
+    async def traffic():
         async with server.client() as client:
             body = {**asks[0].body(), "stream": True, "n": 1}
             stream = await client.completions.create(**body)
             answers = [asyncio.create_task(complete(client, ask)) for ask in asks]
-            acting: asyncio.Future[None] | None = None
+            acting = None
             async for _ in stream:
                 acting = acting or asyncio.ensure_future(asyncio.to_thread(act))
             assert acting is not None, "no token arrived"
@@ -43,17 +36,13 @@ def while_decoding(
     return asyncio.run(traffic())
 
 
-def check_while_decoding(
-    server: Server, reference: Reference, asks: Sequence[Ask], act: Callable[[], None]
-) -> None:
+def check_while_decoding(server, reference, asks, act):
     """Check the answers of requests during which `act` is called."""
     assert_same(asks, while_decoding(server, asks, act), reference.answers(asks))
     assert not server.trouble()
 
 
-def check_host_client(
-    host: str, servers: tuple[Server, Server], folder: Path, ask: Ask, act: Callable[[], None]
-) -> None:
+def check_host_client(host, servers, folder, ask, act):
     """Check that a server answers the host's own client as the baseline does, though disturbed.
 
     Until the client ends, other clients send `ask` and hang up, and `act` is called, in turns.
@@ -65,18 +54,18 @@ def check_host_client(
     assert not server.trouble()
 
 
-def _disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable[[], T]) -> T:
+def _disturbed(server, ask, act, work):
     """The result of `work`; until it ends, clients hang up and `act` is called, in turns."""
     done = threading.Event()
 
-    async def hang_up() -> None:
+    async def hang_up():
         async with server.client() as client:
             stream = await client.completions.create(**{**ask.body(), "stream": True})
             async for _ in stream:
                 break
             await stream.close()
 
-    def disturb() -> int:
+    def disturb():
         turns = 0
         while not done.is_set():
             asyncio.run(hang_up())
@@ -94,7 +83,7 @@ def _disturbed(server: Server, ask: Ask, act: Callable[[], None], work: Callable
     return result
 
 
-def ask_to(server: Server, path: str, body: Any = None) -> int:
+def ask_to(server, path, body=None):
     """Send a control request; returns the HTTP status."""
     try:
         with server.open(path, json.dumps(body or {}).encode()) as response:
@@ -104,7 +93,7 @@ def ask_to(server: Server, path: str, body: Any = None) -> int:
         return error.code
 
 
-def changed_weights(model: Path, folder: Path) -> Path:
+def changed_weights(model, folder):
     """A copy of a checkpoint in which every weight matrix differs a little."""
     copy = folder / "changed"
     shutil.copytree(model, copy)

@@ -2,11 +2,8 @@
 
 import re
 import time
-from typing import Any
 
 import pytest
-
-from integration_tests.common.server import Series, Server
 
 LINE = re.compile(
     r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
@@ -15,10 +12,10 @@ LINE = re.compile(
 )
 
 
-def expected_series(state: dict[str, Any]) -> Series:
+def expected_series(state):
     """The series that correspond to a state file."""
     host = state["steps_host"]
-    values: list[tuple[str, dict[str, str], float]] = [
+    values = [
         ("deft_decode_steps_total", {"kernel": "tree"}, state["steps_tree"]),
         ("deft_decode_steps_total", {"kernel": "host"}, sum(host.values())),
         *(("deft_host_decode_steps_total", {"reason": r}, n) for r, n in host.items()),
@@ -35,7 +32,7 @@ def expected_series(state: dict[str, Any]) -> Series:
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
 
 
-def check_metrics(server: Server) -> dict[str, Any]:
+def check_metrics(server):
     """Check that an idle server's page shows its state file; returns the file's content."""
     deadline = time.monotonic() + 60  # until the writer has caught up, even on a slow machine
     while True:
@@ -47,7 +44,7 @@ def check_metrics(server: Server) -> dict[str, Any]:
     return state
 
 
-def logged_steps(log: str) -> tuple[int, int]:
+def logged_steps(log):
     """Steps through tree attention and through the host's kernel, of all lines."""
     tree = host = 0
     for line in LINE.finditer(log):

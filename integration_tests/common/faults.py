@@ -1,7 +1,5 @@
 """A small selection of the fault harness, for the tests of either host."""
 
-from pathlib import Path
-
 from benchmarks.faults.run import Harness
 from integration_tests.common.server import MODEL
 
@@ -12,7 +10,7 @@ SELECTED = {
 """Faults that share one server; `python -m benchmarks faults` injects all of them."""
 
 
-def check_faults(host: str, folder: Path) -> None:
+def check_faults(host, folder):
     """Inject the selected faults into a server, and expect what docs/reliability.md promises."""
     rows = Harness(host, folder, MODEL, 1, 0, print).run(SELECTED[host])
     assert {row["fault"] for row in rows} == SELECTED[host]

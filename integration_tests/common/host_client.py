@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 from benchmarks.e2e.host_clients import HostClient, requests_of
 from benchmarks.e2e.served_model import Model
-from integration_tests.common.server import MODEL, Server
+from integration_tests.common.server import MODEL
 
 
-def answers_of(host: str, server: Server, folder: Path) -> list[str]:
+def answers_of(host, server, folder):
     """Texts of the client's greedy answers, in the order of its prompts.
 
     The prompts come from 8 prefixes of 256 tokens, more than the caches of these tests hold.
@@ -19,7 +18,7 @@ def answers_of(host: str, server: Server, folder: Path) -> list[str]:
     client = HostClient(host, "evicting", timeout=300, answers=True, served_name=name)
     model = Model(str(MODEL), "tiny", ids=256, context=2048)
     run = client.run(server.process.url, model, server.process.command.environment, folder)
-    texts: list[str] = asyncio.run(run)["generated_texts"]
+    texts = asyncio.run(run)["generated_texts"]
     assert len(texts) == requests_of(client)
     assert all(texts)
     return texts

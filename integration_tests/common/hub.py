@@ -1,14 +1,12 @@
 """A cache of the Hugging Face hub with the tiny model, like after a download."""
 
-from pathlib import Path
-
 NAME = "made-up/tiny-llama"
 REVISION = "v2"
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _OLDER = "fedcba9876543210fedcba9876543210fedcba98"
 
 
-def write_hub_cache(home: Path, model: Path) -> dict[str, str]:
+def write_hub_cache(home, model):
     """Write it under `home`.
 
     :data:`REVISION` holds the files of the folder `model`; the main branch holds none.

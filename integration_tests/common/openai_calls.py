@@ -1,10 +1,6 @@
 """Requests in every form that the `openai` package has for text, and their answers."""
 
-import asyncio
 from dataclasses import dataclass, field
-from typing import Any
-
-import openai
 
 from integration_tests.common.server import Answer
 
@@ -22,20 +18,20 @@ class Call:
     stream: bool = False
 
     @property
-    def prompt(self) -> str:
+    def prompt(self):
         return f"{self.prefix}\n\n{self.question}"
 
     @property
-    def choices(self) -> int:
+    def choices(self):
         return self.n
 
-    def body(self) -> dict[str, Any]:
+    def body(self):
         """The request without the model's name.
 
         vLLM refuses several choices at temperature 0. The likeliest token alone, sampled, is the
         same answer. A completion has the requested length; a chat may end earlier, as usual.
         """
-        extra: dict[str, Any] = {"top_k": 1} if self.n > 1 else {}
+        extra = {"top_k": 1} if self.n > 1 else {}
         body = {
             "max_tokens": self.tokens, "n": self.n, "temperature": 1 if self.n > 1 else 0,
             "stream": self.stream, "extra_body": extra,
@@ -60,7 +56,7 @@ class _Choice:
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[dict[str, float]] = field(default_factory=list)
 
-    def add(self, part: Any, chat: bool) -> None:
+    def add(self, part, chat):
         """Add a choice of a response or of a stream's chunk."""
         self.finish = part.finish_reason or self.finish
         logs = part.logprobs
@@ -78,20 +74,13 @@ class _Choice:
                 self.logprobs += logs.token_logprobs
                 self.likeliest += logs.top_logprobs
 
-    def answer(self) -> Answer:
+    def answer(self):
         return Answer(
             self.text, self.finish, tuple(self.tokens), tuple(self.logprobs), tuple(self.likeliest)
         )
 
 
-async def answer(
-    client: openai.AsyncOpenAI,
-    model: str,
-    call: Call,
-    *,
-    begun: asyncio.Event | None = None,
-    leave_after: int | None = None,
-) -> list[Answer]:
+async def answer(client, model, call, *, begun=None, leave_after=None):
     """Send a request; returns its choices in order.
 
     Parameters
@@ -108,7 +97,7 @@ async def answer(
     """
     found = [_Choice() for _ in range(call.n)]
 
-    def add(response: Any) -> None:
+    def add(response):
         if begun is not None:
             begun.set()
         for part in response.choices:

@@ -3,15 +3,14 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import openai
 
 from integration_tests.common.answers import assert_same
 from integration_tests.common.openai_calls import Call, answer
-from integration_tests.common.server import REQUEST_SECONDS, Answer, Server
+from integration_tests.common.server import REQUEST_SECONDS, Answer
 
 _NOTE = (
     "The town of {town} stands on the river {river}. Its ruler is King {king}. "
@@ -68,9 +67,7 @@ class Compared:
     """Answers cut off by either side; what had come was the beginning of the host's own."""
 
 
-def check_openai_client(
-    server: Server, own: Server, rounds: Sequence[Round], flush: Callable[[], bool]
-) -> Compared:
+def check_openai_client(server, own, rounds, flush):
     """Compare every answer of the `openai` package with that of the host's own backend.
 
     Each round sends requests of every form at once, behind a few long prefixes. Some clients leave
@@ -101,7 +98,7 @@ def check_openai_client(
     return compared
 
 
-def _kept(number: int) -> list[Call]:
+def _kept(number):
     """Two requests of every form, of different lengths, dealt out to the prefixes."""
     prefixes, lengths = itertools.cycle(_PREFIXES), itertools.cycle(_LENGTHS)
     questions = itertools.islice(itertools.cycle(_QUESTIONS), number, None)
@@ -111,7 +108,7 @@ def _kept(number: int) -> list[Call]:
     ]
 
 
-def _left(number: int) -> list[Call]:
+def _left(number):
     """Streams that the client closes: completions and chats, of one choice and of several."""
     forms = [(chat, n) for chat, stream, n in _FORMS if stream]
     return [
@@ -127,21 +124,19 @@ def _left(number: int) -> list[Call]:
     ]
 
 
-async def _undisturbed(server: Server, calls: Sequence[Call]) -> list[list[Answer]]:
+async def _undisturbed(server, calls):
     async with server.client() as client:
         model = await _served(client)
         return list(await asyncio.gather(*(answer(client, model, call) for call in calls)))
 
 
-async def _disturbed(
-    server: Server, kept: Sequence[Call], left: Sequence[Call], each: Round
-) -> list[list[Answer]]:
+async def _disturbed(server, kept, left, each):
     """Answers of the requests that stay, and the parts that came for clients that left."""
     begun = asyncio.Event()
     async with server.client() as client:
         model = await _served(client)
 
-        async def sent(call: Call, leave_after: int | None = None) -> list[Answer]:
+        async def sent(call, leave_after=None):
             try:
                 return await answer(client, model, call, begun=begun, leave_after=leave_after)
             except openai.APIError:
@@ -164,21 +159,19 @@ async def _disturbed(
         return list(await asyncio.gather(*staying, *leaving))
 
 
-async def _first(number: int, tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _first(number, tasks):
     """Wait until so many tasks have ended."""
     pending = set(tasks)
     while len(tasks) - len(pending) < number:
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _served(client: openai.AsyncOpenAI) -> str:
+async def _served(client):
     """The name of the served model."""
     return (await client.models.list()).data[0].id
 
 
-def _compare(
-    call: Call, ours: list[Answer], theirs: list[Answer], may_be_cut: bool, compared: Compared
-) -> None:
+def _compare(call, ours, theirs, may_be_cut, compared):
     """Check that an answer equals the host's own, or is its beginning if it was cut off."""
     if may_be_cut and any(a.finish not in ("length", "stop") for a in ours):
         for a, b in zip(ours, theirs, strict=True):
@@ -190,7 +183,7 @@ def _compare(
     compared.tokens += sum(len(a.token_texts) for a in ours)
 
 
-def _check_steps(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_steps(before, after):
     """Check that tree attention decoded in a round, and read shared KV once."""
     steps, read, guided = (
         after[name] - before[name]
@@ -200,7 +193,7 @@ def _check_steps(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert 0 < read < guided
 
 
-def _until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+def _until(done, seconds=30.0):
     """Wait until it is done: a host notices only after a while that a client has left."""
     end = time.monotonic() + seconds
     while not done():

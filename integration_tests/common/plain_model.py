@@ -1,12 +1,8 @@
 """Greedy answers of the model itself, in float32 and without a server: a second reference."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
 
-from integration_tests.common.server import Answer, Ask
+from integration_tests.common.server import Answer
 
 
 class PlainModel:
@@ -21,32 +17,32 @@ class PlainModel:
         holds them.
     """
 
-    def __init__(self, folder: Path, kv_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder, kv_dtype=None):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(1)  # servers need the other cores
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
         chosen = {} if kv_dtype is None else {"attn_implementation": _stored_in(kv_dtype)}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **chosen).float().eval()
-        self._known: dict[tuple[str, int], Answer] = {}
+        self._model = AutoModelForCausalLM.from_pretrained(folder, **chosen).float().eval()
+        self._known = {}
 
-    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+    def answers(self, asks):
         return [self._choices(ask.body()) for ask in asks]
 
-    def _choices(self, body: dict[str, Any]) -> list[Answer]:
+    def _choices(self, body):
         assert body["temperature"] == 0, "only greedy answers have a reference"
         prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
         return [self._answer(p, body["max_tokens"]) for p in prompts for _ in range(body["n"])]
 
-    def _answer(self, prompt: str, tokens: int) -> Answer:
+    def _answer(self, prompt, tokens):
         if (prompt, tokens) not in self._known:
             self._known[prompt, tokens] = self._decode(prompt, tokens)
         return self._known[prompt, tokens]
 
     @torch.no_grad()
-    def _decode(self, prompt: str, tokens: int) -> Answer:
-        ids: list[int] = []
-        logprobs: list[float] = []
+    def _decode(self, prompt, tokens):
+        ids = []
+        logprobs = []
         rows = torch.tensor([self._tokenizer(prompt)["input_ids"]])
         cache = None
         for _ in range(tokens):
@@ -62,19 +58,16 @@ class PlainModel:
         return Answer(text, "length", texts, tuple(logprobs), likeliest)
 
 
-def _stored_in(kv_dtype: torch.dtype) -> str:
+def _stored_in(kv_dtype):
     """The name of an attention over keys and values of this dtype, which transformers knows now."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     most = torch.finfo(kv_dtype).max
 
-    def stored(new: torch.Tensor) -> torch.Tensor:
+    def stored(new):
         return new.clamp(-most, most).to(kv_dtype).to(new.dtype)
 
-    def attention(
-        module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    def attention(module, q, k, v, mask, scaling, **_):
         """Causal attention of the last tokens, [B, H, T, D] each; returns [B, T, H, D]."""
         group = q.shape[1] // k.shape[1]
         keys, values = (stored(x).repeat_interleave(group, 1) for x in (k, v))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,28 +10,28 @@ from integration_tests.common.steps import StepTotal
 _KEY = "deft_steps"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--result", type=Path, help="Write counts of tests and steps to this file.")
 
 
 class _Result:
     """Counts of the reporting process; counts of servers come from the processes that run tests."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
-        self._failed: set[str] = set()
-        self._passed: set[str] = set()
+        self._failed = set()
+        self._passed = set()
         self._tree_steps = 0
         self._device = StepTotal.device
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if report.failed:
             self._failed.add(report.nodeid)
         elif report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
+    def pytest_testnodedown(self, node):
         """A process of pytest-xdist has ended."""
         steps = getattr(node, "workeroutput", {}).get(_KEY)
         if steps is not None:
@@ -40,7 +39,7 @@ class _Result:
             self._device = steps["device"]
 
     # Run this last: servers of the session end after its last test.
-    def pytest_unconfigure(self) -> None:
+    def pytest_unconfigure(self):
         content = {
             "passed": len(self._passed - self._failed),
             "failed": len(self._failed),
@@ -50,13 +49,13 @@ class _Result:
         self._path.write_text(json.dumps(content))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     path = config.getoption("--result")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Result(path))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_KEY] = {"tree_steps": StepTotal.tree_steps, "device": StepTotal.device}

@@ -8,14 +8,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import openai
-
-from deft_backend.tools.servers.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
@@ -37,7 +33,7 @@ TROUBLE = re.compile(
 EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
 
 
-def cores_of_two_ranks() -> str:
+def cores_of_two_ranks():
     """One CPU core for each of two tensor-parallel ranks, in both hosts' variables."""
     cores = sorted(os.sched_getaffinity(0))
     return f"{cores[0]}|{cores[-1]}"
@@ -45,20 +41,6 @@ def cores_of_two_ranks() -> str:
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 """Samples of ``/metrics``: name and labels to value."""
-
-
-class Ask(Protocol):
-    """A request for a completion; hashable."""
-
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def choices(self) -> int:
-        """Number of expected choices."""
-
-    def body(self) -> dict[str, Any]:
-        """The request in the form of the `openai` client."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +57,16 @@ class Answer:
 class Server:
     """A running server."""
 
-    def __init__(self, process: ServerProcess, state_dir: Path) -> None:
+    def __init__(self, process, state_dir):
         self.process = process
         self._state_dir = state_dir
 
     @property
-    def log(self) -> str:
+    def log(self):
         return self.process.log.read_text(errors="replace")
 
     @property
-    def loses_logprobs(self) -> bool:
+    def loses_logprobs(self):
         """Whether lists of log-probabilities may lack a token of the text.
 
         This happens in SGLang 0.5.17, also with its own backend. Its switch for tests retracts a
@@ -92,17 +74,17 @@ class Server:
         """
         return "SGLANG_TEST_RETRACT" in self.process.command.environment
 
-    def trouble(self) -> list[str]:
+    def trouble(self):
         """Log lines that a healthy server never writes."""
         return [line for line in self.log.splitlines() if TROUBLE.search(line)]
 
-    def state(self, rank: str = "tp0") -> dict[str, Any]:
+    def state(self, rank="tp0"):
         """The settled state file of one of the server's ranks."""
         time.sleep(0.8)  # three rounds of the writer
         port = self.process.command.port
         return json.loads((self._state_dir / f"{port}-{rank}.json").read_text())
 
-    def explain(self) -> dict[str, Any]:
+    def explain(self):
         """The JSON that ``deft explain --server`` prints about the last batch."""
         command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
         done = subprocess.run(
@@ -110,10 +92,10 @@ class Server:
             env={**os.environ, "DEFT_STATE_DIR": str(self._state_dir)}, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
+        found = json.loads(done.stdout)
         return found
 
-    def metrics(self, prefix: str) -> Series:
+    def metrics(self, prefix):
         """The series of the server's ``/metrics`` with names that begin with `prefix`."""
         from prometheus_client.parser import text_string_to_metric_families
 
@@ -126,26 +108,26 @@ class Server:
             if sample.name.startswith(prefix)
         }
 
-    def client(self) -> openai.AsyncOpenAI:
+    def client(self):
         return openai.AsyncOpenAI(
             base_url=f"{self.process.url}/v1", api_key="none", timeout=REQUEST_SECONDS,
             max_retries=0,
         )  # fmt: skip
 
-    def complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+    def complete(self, asks):
         """Send all requests at once; returns the answers in order, each a list of choices."""
         return asyncio.run(self._complete(asks))
 
-    async def _complete(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+    async def _complete(self, asks):
         async with self.client() as client:
             return list(await asyncio.gather(*(complete(client, ask) for ask in asks)))
 
-    def post(self, path: str, body: Any) -> Any:
+    def post(self, path, body):
         """The answer of one of the host's own endpoints."""
         with self.open(path, json.dumps(body).encode()) as response:
             return json.loads(response.read())
 
-    def open(self, path: str, data: bytes | None = None) -> Any:
+    def open(self, path, data=None):
         """The response of an endpoint: to a GET, or to a POST of `data`."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(
@@ -154,7 +136,7 @@ class Server:
         return opener.open(request, timeout=30 if data is None else REQUEST_SECONDS)
 
 
-async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:
+async def complete(client, ask):
     """One completion, its choices in order."""
     response = await client.completions.create(**ask.body())
     found = []
@@ -175,17 +157,17 @@ async def complete(client: openai.AsyncOpenAI, ask: Ask) -> list[Answer]:
 class Reference:
     """The answers of the host's own backend; each is requested once."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server):
         self._server = server
-        self._known: dict[Ask, list[Answer]] = {}
+        self._known = {}
 
-    def answers(self, asks: Sequence[Ask]) -> list[list[Answer]]:
+    def answers(self, asks):
         unknown = list(dict.fromkeys(ask for ask in asks if ask not in self._known))
         self._known.update(zip(unknown, self._server.complete(unknown), strict=True))
         return [self._known[ask] for ask in asks]
 
 
-def state_settings(backend: str | None, folder: Path) -> dict[str, str]:
+def state_settings(backend, folder):
     """Settings of a server that keeps its state in a folder and verifies every decode.
 
     The model is tiny: threads of an operation would wait for each other longer than they compute.

@@ -1,15 +1,7 @@
 """Sum the decode steps through tree attention over all servers of a test run."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from integration_tests.common.server import Server
 
 
 class StepTotal:
@@ -20,7 +12,7 @@ class StepTotal:
 
 
 @contextmanager
-def counted(server: Server, state_dir: Path) -> Iterator[Server]:
+def counted(server, state_dir):
     """A server for a `with` block; its steps are added when the block ends."""
     try:
         yield server

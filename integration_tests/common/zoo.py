@@ -1,7 +1,5 @@
 """Architectures of the zoo on a host's CPU engine: every token is the host's own."""
 
-from pathlib import Path
-
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.zoo_run import run
@@ -9,7 +7,7 @@ from benchmarks.zoo.zoo_run import run
 SECONDS = 800.0
 
 
-def check_architectures(host: str, folder: Path) -> None:
+def check_architectures(host, folder):
     """Run the host's architectures for tests; `python -m benchmarks zoo` runs the others."""
     names = [name for name, architecture in ARCHITECTURES.items() if host in architecture.ci]
     assert names

@@ -4,14 +4,14 @@ import torch
 
 
 def extend_attention_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    k_buffer: torch.Tensor, v_buffer: torch.Tensor, k_scale: float, v_scale: float,
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor, extend_start_loc: torch.Tensor, max_extend_len: int,
-    sm_scale: float, logit_cap: float, is_cross: bool, window: int,
-    encoder_lens: torch.Tensor | None, sinks: torch.Tensor | None,
-    tree_mask: torch.Tensor | None, causal: bool,
-) -> None:  # fmt: skip
+    q, k, v, out,
+    k_buffer, v_buffer, k_scale, v_scale,
+    req_to_token, req_pool_indices, seq_lens,
+    extend_seq_lens, extend_start_loc, max_extend_len,
+    sm_scale, logit_cap, is_cross, window,
+    encoder_lens, sinks,
+    tree_mask, causal,
+):  # fmt: skip
     """Each request's last tokens attend to its tokens; the cache holds the new ones already."""
     assert (is_cross, causal, window, sinks) == (False, True, 0, None)
     for request, length in enumerate(seq_lens.tolist()):
@@ -27,12 +27,12 @@ def extend_attention_cpu(
 
 
 def decode_attention_cpu(
-    q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, k_scale: float,
-    v_scale: float, out: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
-    loc: torch.Tensor, attn_logits: torch.Tensor, req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float, logit_cap: float,
-    is_cross: bool, window: int, encoder_lens: torch.Tensor | None, sinks: torch.Tensor | None,
-) -> None:  # fmt: skip
+    q, k_buffer, v_buffer, k_scale,
+    v_scale, out, k, v,
+    loc, attn_logits, req_to_token,
+    req_pool_indices, seq_lens, sm_scale, logit_cap,
+    is_cross, window, encoder_lens, sinks,
+):  # fmt: skip
     """Write the new keys and values; then each request's last token attends to its tokens."""
     assert (is_cross, window, sinks) == (False, 0, None)
     if k is not None and v is not None:
@@ -45,9 +45,7 @@ def decode_attention_cpu(
         out[row] = _attend(q[row], k_buffer[places], v_buffer[places], seen, sm_scale, logit_cap)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, cap: float
-) -> torch.Tensor:
+def _attend(q, k, v, seen, scale, cap):
     """[t, Hq, D] over [n, Hkv, D]; `seen` [t, n] says which tokens a query token sees."""
     tokens, heads, dim = q.shape
     grouped = q.view(tokens, k.shape[1], heads // k.shape[1], dim).float()

@@ -1,15 +1,14 @@
 """Where tokens lie: page tables, the places of drafts, and accepted tokens that move."""
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
-    end_offset: torch.Tensor, out_cache_loc: torch.Tensor, pool_len: int,
-) -> None:  # fmt: skip
+    req_pool_indices, req_to_token, start_offset,
+    end_offset, out_cache_loc, pool_len,
+):  # fmt: skip
     """Write new places into page tables: `assign_req_to_token_pool`."""
     for row, start, end, first in _ranges(req_pool_indices, start_offset, end_offset):
         req_to_token[row, start:end] = out_cache_loc[first : first + end - start].to(
@@ -18,18 +17,18 @@ def assign_req_to_token_pool_cpu(
 
 
 def assign_extend_cache_locs_cpu(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
-    end_offset: torch.Tensor, out_cache_loc: torch.Tensor, pool_len: int,
-) -> None:  # fmt: skip
+    req_pool_indices, req_to_token, start_offset,
+    end_offset, out_cache_loc, pool_len,
+):  # fmt: skip
     """Read places from page tables, one request behind another: `assign_extend_cache_locs`."""
     for row, start, end, first in _ranges(req_pool_indices, start_offset, end_offset):
         out_cache_loc[first : first + end - start] = req_to_token[row, start:end]
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor, pool_len: int, topk: int, num_steps: int,
-) -> None:  # fmt: skip
+    req_pool_indices, req_to_token, seq_lens,
+    out_cache_loc, pool_len, topk, num_steps,
+):  # fmt: skip
     """Each request's next places, for all drafts: `assign_draft_cache_locs_contiguous`."""
     ends = seq_lens + topk * num_steps
     flat = out_cache_loc.view(-1)
@@ -37,9 +36,9 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def build_draft_decode_metadata_cpu(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, topk: int,
-    num_steps: int, pool_len: int,
-) -> torch.Tensor:  # fmt: skip
+    req_to_token, req_pool_indices, seq_lens, topk,
+    num_steps, pool_len,
+):  # fmt: skip
     """A page table with a row for each branch: the request's tokens, then the branch's drafts."""
     rows = torch.zeros((len(seq_lens) * topk, pool_len), dtype=req_to_token.dtype)
     for request, (row, length) in enumerate(
@@ -54,18 +53,13 @@ def build_draft_decode_metadata_cpu(
     return rows
 
 
-def fill_bonus_tokens_cpu(
-    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor,
-    accept_stride: int,
-) -> None:  # fmt: skip
+def fill_bonus_tokens_cpu(accept_tokens, accept_lens, bonus_tokens, accept_stride):
     """The last accepted token of each request: `fill_bonus_tokens`."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens.long() - 1
     bonus_tokens.view(-1)[: len(last)] = accept_tokens.view(-1)[last].to(bonus_tokens.dtype)
 
 
-def fill_accept_out_cache_loc_cpu(
-    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
-) -> None:
+def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_loc):
     """The places of accepted tokens, without gaps: `fill_accept_out_cache_loc`."""
     accepted = accept_index.reshape(-1)
     accepted = accepted[accepted >= 0].long()
@@ -73,9 +67,9 @@ def fill_accept_out_cache_loc_cpu(
 
 
 def rotate_input_ids_cpu(
-    input_ids: torch.Tensor, extend_start_loc: torch.Tensor, extend_seq_lens: torch.Tensor,
-    topk_index: torch.Tensor, select_index: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    input_ids, extend_start_loc, extend_seq_lens,
+    topk_index, select_index = None,
+):  # fmt: skip
     """Shift each request's tokens by one and append a new one: `rotate_input_ids_kernel`."""
     new = topk_index.reshape(-1)
     for request, (start, tokens) in enumerate(
@@ -87,9 +81,7 @@ def rotate_input_ids_cpu(
             input_ids[last if select_index is None else int(select_index[request])] = new[request]
 
 
-def copy_all_layer_kv_cache_cpu(
-    data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
-) -> None:
+def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
     """Copy tokens between places in every buffer: `copy_all_layer_kv_cache_tiled`.
 
     A place may be read and written; each buffer is read before it is written.
@@ -100,9 +92,7 @@ def copy_all_layer_kv_cache_cpu(
             ctypes.memmove(base + place * size, content, size)
 
 
-def _ranges(
-    rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> Iterator[tuple[int, int, int, int]]:
+def _ranges(rows, starts, ends):
     """Row, start, end, and the number of tokens in the ranges before this one."""
     first = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):

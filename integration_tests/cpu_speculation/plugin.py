@@ -2,8 +2,6 @@
 
 import os
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SINCE = "0.5.23"
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder):
     """Write the plugin's entry point below `folder`; returns settings of servers that use it."""
     described = folder / "cpu_speculation-0.0.dist-info"
     described.mkdir(parents=True, exist_ok=True)
@@ -30,7 +28,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def unusable() -> str | None:
+def unusable():
     """Why the installed SGLang cannot use the stand-ins, or None."""
     found = installed_version("sglang")
     if found is None or version_key(found) >= version_key(SINCE):
@@ -38,7 +36,7 @@ def unusable() -> str | None:
     return f"the stand-ins have the signatures of SGLang {SINCE}; this is {found}"
 
 
-def register() -> None:
+def register():
     """Add the operations; let the host choose its backend for CPUs with AMX, which uses them."""
     import sgl_kernel  # noqa: F401
     import sglang.srt.arg_groups.overrides as overrides
@@ -50,7 +48,7 @@ def register() -> None:
     overrides.get_platform = lambda: _WithAmx(real())
 
 
-def _operations(module: ModuleType) -> dict[str, Any]:
+def _operations(module):
     return {name: value for name, value in vars(module).items() if name.endswith("_cpu")}
 
 
@@ -59,8 +57,8 @@ class _WithAmx:
 
     has_amx = True
 
-    def __init__(self, platform: Any) -> None:
+    def __init__(self, platform):
         self._platform = platform
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._platform, name)

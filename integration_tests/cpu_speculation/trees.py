@@ -1,7 +1,5 @@
 """Token trees: how drafts become trees, and which drafts a greedy verification accepts."""
 
-from collections.abc import Sequence
-
 import torch
 
 QUERY_TOKENS_ONLY = 1
@@ -9,11 +7,11 @@ QUERY_TOKENS_ONLY = 1
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list: torch.Tensor, selected_index: torch.Tensor, verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor, positions: torch.Tensor, retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor, retrive_next_sibling: torch.Tensor, topk: int, depth: int,
-    draft_token_num: int, tree_mask_mode: int,
-) -> None:  # fmt: skip
+    parent_list, selected_index, verified_seq_len,
+    tree_mask, positions, retrive_index,
+    retrive_next_token, retrive_next_sibling, topk, depth,
+    draft_token_num, tree_mask_mode,
+):  # fmt: skip
     """EAGLE's trees, as `sgl_build_tree_kernel_efficient_triton` builds them.
 
     A draft model proposes `topk` children of each of `topk` tokens in every step. The host keeps
@@ -38,10 +36,10 @@ def build_tree_kernel_efficient_cpu(
 
 
 def reconstruct_indices_from_tree_mask_cpu(
-    tree_mask: torch.Tensor, verified_seq_len: torch.Tensor, positions: torch.Tensor,
-    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor, batch_size: int, draft_token_num: int,
-) -> None:  # fmt: skip
+    tree_mask, verified_seq_len, positions,
+    retrive_index, retrive_next_token,
+    retrive_next_sibling, batch_size, draft_token_num,
+):  # fmt: skip
     """Links of n-gram trees from their masks [B, n, n]: a parent is the last ancestor."""
     masks = tree_mask.view(-1, draft_token_num, draft_token_num)[:batch_size].bool()
     for request, length in enumerate(verified_seq_len.tolist()):
@@ -56,10 +54,10 @@ def reconstruct_indices_from_tree_mask_cpu(
 
 
 def verify_tree_greedy_cpu(
-    predicts: torch.Tensor, accept_index: torch.Tensor, accept_token_num: torch.Tensor,
-    candidates: torch.Tensor, retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor, target_predict: torch.Tensor,
-) -> None:  # fmt: skip
+    predicts, accept_index, accept_token_num,
+    candidates, retrive_index, retrive_next_token,
+    retrive_next_sibling, target_predict,
+):  # fmt: skip
     """Accept the path of drafts that the target predicts: `verify_tree_greedy_kernel_triton`."""
     tokens = candidates.shape[1]
     predicted = target_predict.reshape(-1)
@@ -82,10 +80,10 @@ def verify_tree_greedy_cpu(
 
 
 def _write(
-    request: int, length: int, parents: Sequence[int], positions: torch.Tensor,
-    retrive_index: torch.Tensor, retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-) -> None:  # fmt: skip
+    request, length, parents, positions,
+    retrive_index, retrive_next_token,
+    retrive_next_sibling,
+):  # fmt: skip
     """Positions and links of one request's tree; its siblings are in ascending order."""
     tokens = len(parents)
     child, sibling = [-1] * tokens, [-1] * tokens
@@ -101,7 +99,7 @@ def _write(
     retrive_next_sibling.view(-1, tokens)[request] = torch.tensor(sibling)
 
 
-def _path(parents: Sequence[int], token: int) -> list[int]:
+def _path(parents, token):
     """A token and its ancestors."""
     path = []
     while token >= 0:

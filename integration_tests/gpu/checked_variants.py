@@ -3,17 +3,13 @@
 import asyncio
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from benchmarks.e2e.checked_answers import TOLERANCE, Sample, check
-from benchmarks.e2e.served_model import Model
+from benchmarks.e2e.checked_answers import TOLERANCE, check
 from benchmarks.token_client.client import Client
 from deft_backend.files.provenance import provenance
-from integration_tests.common.server import Server
 from integration_tests.gpu.forest_traffic import answered, requests
-from integration_tests.gpu.variants import ADAPTERS, Fleet
+from integration_tests.gpu.variants import ADAPTERS
 
 TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
 LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
@@ -22,9 +18,7 @@ MOSTLY = 0.9
 """Least share of equal tokens, not just ties, in a correct run."""
 
 
-def check_every_token(
-    fleet: Fleet, variant: str, pair: tuple[Server, Server], model: Model, *adapters: str | None
-) -> None:
+def check_every_token(fleet, variant, pair, model, *adapters):
     """Two rounds of a forest whose requests join, end and hang up."""
     found = {
         adapter or "base": asyncio.run(checked(fleet, pair, model, adapter, tolerance(variant)))
@@ -38,7 +32,7 @@ def check_every_token(
     assert not pair[0].trouble()
 
 
-def check_adapters(fleet: Fleet, variant: str, pair: tuple[Server, Server], model: Model) -> None:
+def check_adapters(fleet, variant, pair, model):
     """The base and both adapters decode the same forest together, and answer as alone.
 
     Prompts of the same tokens have other KV behind each adapter: nothing of it may be shared.
@@ -46,7 +40,7 @@ def check_adapters(fleet: Fleet, variant: str, pair: tuple[Server, Server], mode
     ours, theirs = pair
     names = (None, *ADAPTERS)
 
-    async def together() -> list[Any]:
+    async def together():
         found = await asyncio.gather(*(answers(fleet, ours, model, name) for name in names))
         assert len({tuple(tuple(ids) for _, ids in samples) for samples in found}) == len(names)
         return [
@@ -62,7 +56,7 @@ def check_adapters(fleet: Fleet, variant: str, pair: tuple[Server, Server], mode
     assert not ours.trouble()
 
 
-def check_steps(fleet: Fleet, variant: str, ours: Server) -> None:
+def check_steps(fleet, variant, ours):
     """Every step that shares KV went through tree attention, on every rank, and read less KV.
 
     A server that checks others' answers decodes many requests alone.
@@ -83,27 +77,25 @@ def check_steps(fleet: Fleet, variant: str, ours: Server) -> None:
             assert state["steps_tree"] == states[0]["steps_tree"]
 
 
-def tolerance(variant: str) -> float:
+def tolerance(variant):
     """Largest difference of log-probability at which another token is a tie."""
     return TOLERANCE["float16" if variant == "float16" else "bfloat16"]
 
 
-def client_of(fleet: Fleet, server: Server, adapter: str | None = None) -> Client:
+def client_of(fleet, server, adapter=None):
     field = {"sglang": "lora_path", "vllm": "model"}[fleet.host]
     fields = {field: adapter} if adapter else {}
     return Client(server.process.url, fleet.host, fields)
 
 
-async def checked(
-    fleet: Fleet, pair: tuple[Server, Server], model: Model, adapter: str | None, tolerance: float
-) -> dict[str, Any]:
+async def checked(fleet, pair, model, adapter, tolerance):
     """One server's answers to the forest, checked by the other."""
     ours, theirs = pair
     samples = await answers(fleet, ours, model, adapter)
     return await compared(fleet, samples, theirs, adapter, tolerance)
 
 
-async def answers(fleet: Fleet, ours: Server, model: Model, adapter: str | None) -> list[Sample]:
+async def answers(fleet, ours, model, adapter):
     samples = []
     async with client_of(fleet, ours, adapter) as client:
         for seed in range(2):
@@ -111,14 +103,12 @@ async def answers(fleet: Fleet, ours: Server, model: Model, adapter: str | None)
     return samples
 
 
-async def compared(
-    fleet: Fleet, samples: list[Sample], theirs: Server, adapter: str | None, tolerance: float
-) -> dict[str, Any]:
+async def compared(fleet, samples, theirs, adapter, tolerance):
     async with client_of(fleet, theirs, adapter) as client:
         return (await check(samples, client, tolerance, at_once=64)).to_dict(tolerance)
 
 
-def report(variant: str, what: str, found: Mapping[str, Any]) -> None:
+def report(variant, what, found):
     """Add to the variant's file in the folder that the environment names, if any."""
     if folder := os.environ.get("GPU_REPORT"):
         file = Path(folder) / f"{variant}.json"

@@ -1,12 +1,11 @@
 """A small model with random weights, and a server for every variant that this machine can run."""
 
-from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from benchmarks.e2e.served_model import Model, write_model
+from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
@@ -24,16 +23,16 @@ else:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory):
     """Four layers with the heads of Llama-3.1-8B."""
     return write_model(tmp_path_factory.mktemp("model"), "four-layers", "random", "bfloat16")
 
 
-def _asked(session: pytest.Session) -> list[str]:
+def _asked(session):
     """The variants of this run's tests, and the variants that check their answers."""
-    found: dict[str, None] = {}
+    found = {}
     for item in session.items:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("variant")  # type: ignore[attr-defined]
+        name = getattr(item, "callspec", None) and item.callspec.params.get("variant")
         while name in FLEET.variants:
             found[name] = None
             name = FLEET.variants[name].against
@@ -43,9 +42,7 @@ def _asked(session: pytest.Session) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def servers(
-    request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mapping[str, Server | StartError]]:
+def servers(request, model, tmp_path_factory):
     """Servers by name, or the reason why one did not start. Variants that need too many GPUs are
     missing."""
     gpus = num_gpus()
@@ -58,16 +55,16 @@ def servers(
 
 
 @pytest.fixture
-def variant(request: pytest.FixtureRequest) -> str:
+def variant(request):
     """The name of a variant; skips if this machine has too few GPUs."""
-    name: str = request.param
+    name = request.param
     if FLEET.variants[name].ranks > num_gpus():
         pytest.skip(f"{name} needs {FLEET.variants[name].ranks} GPUs")
     return name
 
 
 @pytest.fixture
-def pair(variant: str, servers: Mapping[str, Server | StartError]) -> tuple[Server, Server]:
+def pair(variant, servers):
     """The variant's server, and the server that checks its answers."""
     ours, theirs = servers[variant], servers[FLEET.variants[variant].against]
     for server in (ours, theirs):

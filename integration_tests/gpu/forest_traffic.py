@@ -4,9 +4,6 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from benchmarks.e2e.checked_answers import Sample
-from benchmarks.token_client.client import Client
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -29,14 +26,14 @@ class Asked:
     joins: bool = False
 
 
-def requests(ids: int, seed: int) -> list[Asked]:
+def requests(ids, seed):
     """Two trees (one has three levels), equal prompts and unshared prompts."""
     choose = random.Random(seed)
 
-    def draw(tokens: int) -> tuple[int, ...]:
+    def draw(tokens):
         return tuple(choose.randrange(ids) for _ in range(tokens))
 
-    def asked(prompt: tuple[int, ...]) -> Asked:
+    def asked(prompt):
         tokens = choose.randint(16, 72)
         leaves = choose.random() < 0.15
         return Asked(
@@ -53,10 +50,10 @@ def requests(ids: int, seed: int) -> list[Asked]:
     return [asked(prompt) for prompt in prompts]
 
 
-async def answered(client: Client, asked: list[Asked]) -> list[Sample]:
+async def answered(client, asked):
     """Prompts and answers of the requests that did not hang up."""
 
-    async def one(request: Asked) -> Sample | None:
+    async def one(request):
         if request.joins:
             await asyncio.sleep(0.1)
         found = await client.stream(request.prompt, request.tokens, leave_after=request.leave_after)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from deft_backend.cli.app import app
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
-from deft_backend.kernels import Step
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.gpu.checked_variants import report
 
@@ -28,11 +25,11 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a G
 
 
 @pytest.fixture
-def failure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+def failure(monkeypatch):
     """The check of a server on a GPU without recorded results; its report, and why it failed."""
     monkeypatch.setattr(self_check, "unrecorded", lambda name: "this GPU")
 
-    def check(head_dim: int = 128) -> str | None:
+    def check(head_dim=128):
         attention = TreeAttention(
             num_query_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16,
             device="cuda", max_batch=256,
@@ -50,16 +47,14 @@ def failure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
 
 
 @pytest.mark.parametrize("caches", ["empty", "full"])
-def test_doctor_checks_every_case(
-    caches: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_checks_every_case(caches, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.getbasetemp() / "triton"
     monkeypatch.setenv("DEFT_CACHE_DIR", str(folder))
     with knobs.cache.scope():
         knobs.cache.dir = str(folder)
         began = time.perf_counter()
         result = CliRunner().invoke(app, ["doctor", "--check", "--json"])
-    content: dict[str, Any] = json.loads(result.stdout)
+    content = json.loads(result.stdout)
     rows = content["check"]
     report(
         "self-check", f"doctor, {caches} caches",
@@ -71,16 +66,14 @@ def test_doctor_checks_every_case(
         assert not [row for row in rows if row["error"] is None]
 
 
-def test_sound_kernels_pass(failure: Callable[..., str | None]) -> None:
+def test_sound_kernels_pass(failure):
     assert failure() is None
 
 
-def test_a_wrong_row_is_found(
-    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_is_found(failure, monkeypatch):
     run_plan = tree_attention.run_plan
 
-    def wrong(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+    def wrong(config, plan, step, *rest, **named):
         run_plan(config, plan, step, *rest, **named)
         step.out[1] = step.out[0]
 
@@ -93,16 +86,14 @@ def test_a_wrong_row_is_found(
 
 
 @triton.jit
-def broken(x) -> None:  # type: ignore[no-untyped-def]
+def broken(x):
     x.no_such_operation()
 
 
-def test_a_kernel_that_does_not_compile(
-    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_does_not_compile(failure, monkeypatch):
     launch = Kernel.launch
 
-    def no_kernel(self: Kernel, *given: Any, **named: Any) -> None:
+    def no_kernel(self, *given, **named):
         if "small_tile" in self._name:
             broken.warmup(torch.float32, grid=(1,))
         launch(self, *given, **named)
@@ -115,9 +106,7 @@ def test_a_kernel_that_does_not_compile(
     assert "no_such_operation" in found
 
 
-def test_a_device_with_64_kib_of_shared_memory(
-    failure: Callable[..., str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_64_kib_of_shared_memory(failure, monkeypatch):
     """The warm-up cannot load the kernels. A server then logs the error and keeps its backend."""
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 64 * 1024)
     with pytest.raises(OutOfResources, match="shared memory"):
@@ -125,13 +114,11 @@ def test_a_device_with_64_kib_of_shared_memory(
     report("self-check", "64 KiB of shared memory", {"raised": "OutOfResources"})
 
 
-def _after(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any
-) -> Callable[..., Any]:
+def _after(monkeypatch, owner, name, fault):
     """The check with a fault that the warm-up did not have."""
     check = self_check.first_failure
 
-    def checked(*given: Any) -> Any:
+    def checked(*given):
         monkeypatch.setattr(owner, name, fault)
         return check(*given)
 

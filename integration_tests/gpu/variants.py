@@ -1,13 +1,11 @@
 """Servers on GPUs with different dtypes, pages, ranks and modes, all started at once."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from benchmarks.e2e.served_model import Model
 from deft_backend.settings.policy_names import (
     DEFT_FLATTEN,
     DEFT_NODE,
@@ -87,19 +85,18 @@ class Fleet:
     variants: Mapping[str, Variant]
 
     @property
-    def servers(self) -> dict[str, Variant]:
+    def servers(self):
         return {**self.references, **self.variants}
 
 
 @contextmanager
-def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapters: Path,
-            folder: Path) -> Iterator[dict[str, Server | StartError]]:  # fmt: skip
+def running(fleet, names, gpus, model, adapters, folder):
     """Servers of these names, or the reason why one did not start, for a `with` block."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     visible = given.split(",")[:gpus] if given else [str(index) for index in range(gpus)]
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
 
-        def start(at: int, name: str) -> Server | StartError:
+        def start(at, name):
             variant = fleet.servers[name]
             shown = ",".join(visible if variant.ranks > 1 else [visible[at % gpus]])
             try:
@@ -110,10 +107,7 @@ def running(fleet: Fleet, names: list[str], gpus: int, model: Model, adapters: P
         yield dict(zip(names, threads.map(start, range(len(names)), names), strict=True))
 
 
-def _start(
-    fleet: Fleet, name: str, gpus: str, model: Model, adapters: Path, folder: Path,
-    stack: ExitStack,
-) -> Server:  # fmt: skip
+def _start(fleet, name, gpus, model, adapters, folder, stack):
     variant = fleet.servers[name]
     flags = [*fleet.common, *variant.flags]
     if variant.lora:

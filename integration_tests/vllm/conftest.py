@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +16,12 @@ else:
         reference,
         servers_end_with_the_tests,
     )
-    from integration_tests.common.server import MODEL, Server
+    from integration_tests.common.server import MODEL
     from integration_tests.vllm.vllm_server import GROUPS, running
 
 
 @pytest.fixture(scope="session")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(tmp_path_factory):
     """A LoRA adapter with random weights."""
     folder = tmp_path_factory.mktemp("adapter")
     write_adapter(folder, MODEL)
@@ -31,7 +29,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def baseline(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[Server]:
+def baseline(tmp_path_factory, adapter):
     """The host's own backend, observed."""
     folder = tmp_path_factory.mktemp("baseline")
     with running(None, GROUPS["default"], folder, adapter) as server:
@@ -39,11 +37,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def server(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    adapter: Path,
-) -> Iterator[Server]:
+def server(request, tmp_path_factory, adapter):
     """A server with the plugin, under the flags of the test's group."""
     folder = tmp_path_factory.mktemp(request.param)
     with running("deft", GROUPS[request.param], folder, adapter) as server:

@@ -1,11 +1,8 @@
 """Real vLLM servers on the CPU: started once for many tests, and always ended."""
 
 import json
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
@@ -99,17 +96,17 @@ class Ask:
     """Further prompts of the same request; each gets its own choice."""
 
     @property
-    def choices(self) -> int:
+    def choices(self):
         return (self.beams or self.n) * (1 + len(self.also))
 
-    def body(self) -> dict[str, Any]:
+    def body(self):
         """The request in the form of the `openai` client."""
-        extra: dict[str, Any] = {}
+        extra = {}
         if self.pattern is not None:
             extra["structured_outputs"] = {"regex": self.pattern}
         else:
             extra["ignore_eos"] = True
-        body: dict[str, Any] = {
+        body = {
             "model": self.model, "prompt": [self.prompt, *self.also], "max_tokens": self.tokens,
             "n": self.n, "temperature": 1.6 if self.n > 1 else 0.0, "seed": 7,
         }  # fmt: skip
@@ -122,7 +119,7 @@ class Ask:
         return {**body, "extra_body": extra}
 
 
-def together(asks: Sequence[Ask]) -> Ask:
+def together(asks):
     """Several greedy completions in one request, so that they decode together. On few cores,
     separate requests may arrive so late that each decodes alone.
     """
@@ -130,7 +127,7 @@ def together(asks: Sequence[Ask]) -> Ask:
 
 
 @contextmanager
-def running(backend: str | None, group: Group, folder: Path, adapter: Path) -> Iterator[Server]:
+def running(backend, group, folder, adapter):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
     settings = {**state_settings(backend, folder), "VLLM_SERVER_DEV_MODE": "1"}
     if backend == "deft":

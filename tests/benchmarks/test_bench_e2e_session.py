@@ -14,29 +14,24 @@ from benchmarks.__main__ import app
 from benchmarks.e2e.backend_runs import Setup, record
 from benchmarks.e2e.backends import Host
 from benchmarks.e2e.choice import (
-    BatchChoice,
     Choice,
     ChoiceError,
-    ClientChoice,
     ModelChoice,
     Output,
     ServerChoice,
-    TreeChoice,
 )
-from benchmarks.e2e.host_clients import HostClient, HostClientError, fill, requests_of
+from benchmarks.e2e.host_clients import HostClient, HostClientError, fill
 from benchmarks.e2e.mixed_traffic import Traffic
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import GRID as GRID_SIZES
 from benchmarks.e2e.prompt_cases import grid_case
 from benchmarks.e2e.random_weights import write_weights
-from benchmarks.e2e.served_model import ModelError, read_model, write_model
+from benchmarks.e2e.served_model import ModelError, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
 from benchmarks.e2e.serving_rows import by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend.settings import installed as distributions
 from deft_backend.tools.servers import command as launch
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
-from thought_tree_files import dump_thought_trees
 
 GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 
@@ -93,11 +88,6 @@ def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path):
     assert "ended with exit code" in rows["few-shot", "dies"]["error"]
     assert "ended with exit code" in rows["unshared", "dies"]["error"]
     assert rows["unshared", "right"]["error"] is None
-
-
-def test_a_refused_workload_does_not_end_the_others(tmp_path):
-    rows, _ = run(tmp_path, ("short",), [GRID, GRID])
-    assert "ClientError: asked for" in rows["few-shot", "short"]["error"]
 
 
 def test_a_server_that_hangs_is_given_up(tmp_path):
@@ -198,14 +188,6 @@ def client_row():
     return make_row("generated-shared-prefix:tiny", "sglang", "deft", "fake", "")
 
 
-def test_a_clients_figures_become_a_row():
-    row = client_row()
-    fill(row, [FIGURES])
-    assert (row["tpot_ms"], row["ttft_ms"], row["ttft_p99_ms"]) == (4.5, 51.7, 60.0)
-    assert (row["itl_p50_ms"], row["itl_p99_ms"], row["tokens_per_s"]) == (4.4, 9.0, 1023.9)
-    assert row["detail"]["requests"] == 12
-
-
 def test_the_median_of_a_clients_runs_counts():
     row = client_row()
     runs = [{**FIGURES, "median_ttft_ms": t, "output_throughput": 1e3 * t} for t in (5.0, 1.0, 2.0)]
@@ -214,54 +196,6 @@ def test_the_median_of_a_clients_runs_counts():
     assert row["detail"]["ttft_runs_ms"] == [5.0, 1.0, 2.0]
     with pytest.raises(HostClientError, match="figures without"):
         fill(client_row(), [*runs, {**FIGURES, "median_tpot_ms": None}])
-
-
-@pytest.mark.parametrize(
-    ("host", "shape", "requests"),
-    [("sglang", "default", 1024), ("sglang", "64-groups", 2048), ("sglang", "tiny", 12),
-     ("vllm", "default", 1000), ("vllm", "64-groups", 2048), ("vllm", "tiny", 12)],
-)  # fmt: skip
-def test_how_many_requests_a_shape_sends(host, shape, requests):
-    assert requests_of(HostClient(host, shape)) == requests
-
-
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_a_client_is_run_and_its_figures_are_read(tmp_path, host, monkeypatch):
-    script = tmp_path / "client.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "assert os.environ['HF_HUB_OFFLINE'] == '1' and os.environ['EXTRA'] == '1'\n"
-        f"open(sys.argv[1], 'a').write(json.dumps({FIGURES!r}) + '\\n')\n"
-    )
-    client = HostClient(host, "tiny")
-    command = client.command("http://x", MODEL, tmp_path / "o.json")
-    assert "http://x" in command
-    named = replace(client, served_name="tiny").command("http://x", MODEL, tmp_path / "o.json")
-    at = named.index("--served-model-name")
-    assert named[at + 1] == "tiny"
-    assert named[:at] + named[at + 2 :] == command
-    other = replace(client, seed=7).command("http://x", MODEL, tmp_path / "o.json")
-    assert {b for a, b in zip(command, other, strict=True) if a != b} == {"7"}
-    assert command[command.index("--dataset-name") + 1].startswith(("generated", "prefix_rep"))
-    monkeypatch.setattr(
-        HostClient, "command", lambda self, url, model, out: [sys.executable, script, str(out)]
-    )
-    for _ in range(2):  # a file of an earlier run stays as it is
-        figures = asyncio.run(client.run("http://x", MODEL, {"EXTRA": "1"}, tmp_path / "client"))
-        assert figures == FIGURES
-
-
-def test_a_client_that_fails_says_how(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        HostClient, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('no server')"]
-    )
-    with pytest.raises(HostClientError, match=r"(?s)ended with 1.*no server"):
-        asyncio.run(HostClient("sglang", "tiny").run("http://x", MODEL, {}, tmp_path))
-    monkeypatch.setattr(
-        HostClient, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
-    )
-    with pytest.raises(HostClientError, match="did not end within"):
-        asyncio.run(HostClient("sglang", "tiny", timeout=0.2).run("http://x", MODEL, {}, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -297,17 +231,6 @@ def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_random_weights_have_the_shapes_of_the_config(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    model = write_model(tmp_path, "tiny", "random", "float32")
-    assert model.load_format is None
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
-    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert loaded.config.num_hidden_layers == 2
-
-
 def test_another_process_writes_what_this_one_would(tmp_path):
     write_model(tmp_path, "tiny", "random", "float32", seed=7)
     names = ["head.safetensors", "layer-00.safetensors", "layer-01.safetensors"]
@@ -318,18 +241,6 @@ def test_another_process_writes_what_this_one_would(tmp_path):
         file.unlink()
     write_weights(tmp_path, 7)
     assert [file.read_bytes() for file in files] == written
-
-
-def test_a_users_checkpoint_is_asked_for_its_ids(tmp_path):
-    with pytest.raises(ModelError, match="cannot be read as a checkpoint"):
-        read_model(str(tmp_path))
-    config = {
-        "vocab_size": 320, "max_position_embeddings": 100, "bos_token_id": 256,
-        "eos_token_id": [257, 255], "pad_token_id": 0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = read_model(str(tmp_path))
-    assert (model.ids, model.context, model.load_format) == (255, 100, None)
 
 
 # -- the command -----------------------------------------------------------------------------
@@ -347,23 +258,14 @@ def installed(monkeypatch):
     ("choice", "message"),
     [
         ({"servers": ServerChoice("tgi")}, "the host is 'tgi'; expected one of sglang, vllm"),
-        ({"workloads": ["speed"]}, "the workload is 'speed'"),
-        ({"model": ModelChoice(shape="huge", weights="dummy")}, "the shape is 'huge'"),
-        ({"model": ModelChoice(shape="tiny", weights="good")}, "the weights is 'good'"),
-        ({"workloads": ["trees"]}, "--traces"),
         (
             {"workloads": ["scheduler", "grid"], "model": ModelChoice(weights="dummy")},
             "run it by itself",
         ),
         ({"workloads": ["traffic"]}, "dummy weights"),
-        ({"workloads": ["clients"], "clients": ClientChoice(["vast"])}, "'vast'"),
-        ({"servers": ServerChoice(tensor_parallel=0)}, "--tp is 0; expected 1 or more"),
         ({"servers": ServerChoice(tensor_parallel=3)}, "a divisor of the 4 query heads"),
         ({"servers": ServerChoice(options=("--tp-size=2",))}, "--tp-size=2 is among"),
-        ({"servers": ServerChoice(policy="best")}, "the policy is 'best'; expected one of flash"),
         ({"servers": ServerChoice(backends=("triton",), policy="auto")}, "for the backend deft"),
-        ({"model": ModelChoice(shape="tiny", layers=3)}, "--layers is 3; expected 1 to 2"),
-        ({"model": ModelChoice("a/model", layers=1)}, "--layers is given, but --model"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused_before_a_server(tmp_path, choice, message):
@@ -373,25 +275,6 @@ def test_a_choice_that_cannot_be_is_refused_before_a_server(tmp_path, choice, me
         prepared(Choice(Output(tmp_path / "e.json"), **asked)),
     ):
         pytest.fail("it was let through")
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_written_checkpoint_is_found_again(tmp_path):
-    choice = Choice(
-        Output(tmp_path / "e.json"),
-        model=ModelChoice(shape="tiny", checkpoint=tmp_path / "kept"),
-    )
-    with prepared(choice) as setup:
-        path = Path(setup.launch.model.path)
-    before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
-    assert len(list(path.glob("*.safetensors"))) == 3
-    with prepared(choice) as setup:
-        assert setup.launch.model.path == str(path)
-        assert setup.launch.model.load_format is None
-        command = setup.launch.command("deft", tmp_path)
-    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
-    assert "--skip-tokenizer-init" in command.arguments
-    assert command.arguments[command.arguments.index("--attention-backend") + 1] == "deft"
 
 
 @pytest.mark.usefixtures("installed")
@@ -418,7 +301,6 @@ def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path):
     ("host", "reference", "set_by_user", "expected"),
     [
         ("sglang", "triton", None, "triton"),
-        ("sglang", None, None, None),
         ("sglang", "triton", "flashinfer", None),  # the user's setting reaches the server anyway
         ("vllm", "FLASHINFER", None, None),
     ],
@@ -467,26 +349,6 @@ def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
 
 
 @pytest.mark.usefixtures("installed")
-def test_servers_of_clients_have_a_tokenizer(tmp_path):
-    choice = Choice(
-        Output(tmp_path / "e.json"), ("clients", "grid"),
-        ServerChoice(options=("--page-size", "16")), ModelChoice(shape="tiny", weights="dummy"),
-    )  # fmt: skip
-    with prepared(choice) as setup:
-        command = setup.launch.command("host", tmp_path)
-        assert "--skip-tokenizer-init" not in command.arguments
-        assert "--attention-backend" not in command.arguments
-        assert command.arguments[-2:] == ("--page-size", "16")
-        assert command.arguments[command.arguments.index("--load-format") + 1] == "dummy"
-        assert setup.launch.label == "(tokenizer) --page-size 16"
-    of_vllm = replace(choice, workloads=("grid",), servers=ServerChoice("vllm"))
-    with prepared(of_vllm) as s:
-        arguments = s.launch.command("CUSTOM", tmp_path).arguments
-        assert arguments[arguments.index("--attention-backend") + 1] == "CUSTOM"
-        assert "vllm.entrypoints.openai.api_server" in arguments
-
-
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
 def test_servers_on_several_gpus(tmp_path, monkeypatch, host):
     """Rows say how many GPUs and layers there were; more ranks than GPUs are refused."""
@@ -508,36 +370,6 @@ def test_servers_on_several_gpus(tmp_path, monkeypatch, host):
     more = replace(choice, servers=ServerChoice(host, tensor_parallel=4))
     with pytest.raises(ChoiceError, match="--tp is 4, but this machine has 2 GPUs"), prepared(more):
         pytest.fail("it was let through")
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("on_gpu", "gen", "repeats"), [(True, 512, 12), (False, 512, 1)])
-def test_the_schedulers_model_is_another(tmp_path, monkeypatch, on_gpu, gen, repeats):
-    monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
-    choice = Choice(Output(tmp_path / "e.json"), ("scheduler",), model=ModelChoice(weights="dummy"))
-    with prepared(choice) as setup:
-        assert setup.launch.model.name.startswith("one-layer, dummy weights, ")
-        rows = [workload.row(setup.launch, "deft") for workload in setup.workloads]
-        assert {(each.repeats, each.fastest) for each in setup.workloads} == {(repeats, True)}
-    assert [(row["workload"], row["prefix"], row["gen"]) for row in rows] == [
-        ("scheduler", 0, gen), ("scheduler", 2048, gen),
-    ]  # fmt: skip
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("on_gpu", "asked", "repeats"), [(True, None, 3), (False, None, 1), (True, 5, 5), (False, 2, 2)]
-)
-def test_trees_are_replayed_as_often_as_asked_for(tmp_path, monkeypatch, on_gpu, asked, repeats):
-    monkeypatch.setattr(Host, "on_gpu", lambda self: on_gpu)
-    tree = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
-    dump_thought_trees([tree], tmp_path / "a.json")
-    choice = Choice(
-        Output(tmp_path / "e.json"), ("trees",), model=ModelChoice(weights="dummy"),
-        trees=TreeChoice(tmp_path / "a.json"), batches=BatchChoice(repeats=asked),
-    )  # fmt: skip
-    with prepared(choice) as setup:
-        assert [workload.repeats for workload in setup.workloads] == [repeats]
 
 
 @pytest.mark.usefixtures("installed")

@@ -8,8 +8,8 @@ import pytest
 from bench_e2e_fakes import GAP, MODEL, FakeClient, decode, third_choice
 from benchmarks.e2e import checked_answers, tree_replay
 from benchmarks.e2e.batch_timing import measure, steady
-from benchmarks.e2e.checked_answers import check, load_samples, save_samples
-from benchmarks.e2e.kept_answers import ask, compare
+from benchmarks.e2e.checked_answers import check
+from benchmarks.e2e.kept_answers import compare
 from benchmarks.e2e.memory import growth
 from benchmarks.e2e.mixed_traffic import Traffic, drive
 from benchmarks.e2e.prompt_cases import (
@@ -17,13 +17,11 @@ from benchmarks.e2e.prompt_cases import (
     Documents,
     check_fits,
     grid_case,
-    parse_case,
     percentile,
 )
 from benchmarks.e2e.serving_rows import make_row
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, TraceError, lay_out
-from thought_tree_files import dump_thought_trees
+from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 
 
 def row_of(name="few-shot"):
@@ -57,12 +55,6 @@ def test_documents_are_mixed_with_loners():
     assert sum(len(prompt) == 20 for prompt in case.prompts) == 6
     of = [next((i for i, t in enumerate(case.warm) if p[:50] == t), 3) for p in case.prompts]
     assert of != sorted(of)
-
-
-@pytest.mark.parametrize("text", ["", "1,2", "a,b,c", "-1,2,3", "4,0,3", "4,2,0", "1,2,3,4"])
-def test_a_case_that_is_none_is_refused(text):
-    with pytest.raises(CaseError, match="PREFIX,BRANCHES,SUFFIX"):
-        parse_case(text)
 
 
 def test_a_case_must_fit_the_context():
@@ -288,14 +280,6 @@ def test_a_replay_finds_only_its_own_prompt_cached():
     assert again.by_replay == client.by_replay  # another backend gets the same
 
 
-@pytest.mark.parametrize(
-    ("seconds", "replays"), [(0.5, 5), (4.0, 4), (6.5, 2), (12.0, 2), (12.5, 1)]
-)
-def test_long_replays_are_not_repeated(seconds, replays):
-    row, _ = replayed(5, seconds, [0.01] * 5)
-    assert len(row["detail"]["tpot_runs_ms"]) == replays
-
-
 def test_a_steps_latency_is_the_median_of_those_alive():
     def answered(start, arrivals):
         answer = decode([1], len(arrivals))
@@ -313,17 +297,6 @@ def test_a_steps_latency_is_the_median_of_those_alive():
     points = tree_replay.plotted({i: 0.001 * i for i in range(1, 1001)})
     assert len(points["ms"]) <= tree_replay.POINTS
     assert points["iteration"][0] == points["ms"][0] == 2.0
-
-
-def test_of_a_file_the_tree_with_most_thoughts_is_replayed(tmp_path):
-    small = ThoughtTree("p", False, lay_out({0: 2, 1: 1}, {0: (1,), 1: ()}))
-    dump_thought_trees([small, the_tree(), small], tmp_path / "a.json")
-    (tmp_path / "medusa.json").write_text('{"Tree_Structure": [[0]], "Records": []}')
-    ((name, tree),) = tree_replay.recorded_trees(tmp_path)
-    assert (name, len(tree.nodes)) == ("a[1]", 6)
-    (tmp_path / "a.json").unlink()
-    with pytest.raises(TraceError, match="holds no tree of thoughts"):
-        tree_replay.recorded_trees(tmp_path)
 
 
 # -- answers ---------------------------------------------------------------------------------
@@ -384,12 +357,6 @@ def test_an_answer_that_is_wrong_all_over_is_left(monkeypatch):
     assert found.tokens < 19
 
 
-def test_samples_survive_their_file(tmp_path):
-    samples = [((1, 2), [3, 4]), ((5,), [6])]
-    save_samples(tmp_path / "deep" / "s", samples)
-    assert load_samples(tmp_path / "deep" / "s") == samples
-
-
 def test_agreement_counts_up_to_where_answers_part():
     prompts = [[1, 2, 3, 4], [9, 9]]
     reference = [decode(prompt, 6) for prompt in prompts]
@@ -401,24 +368,6 @@ def test_agreement_counts_up_to_where_answers_part():
     assert compare(reference, reference)["equal_answers"] == 2
     outside = compare(reference, [decode(prompt, 6, "wrong") for prompt in prompts])
     assert (outside["parted_outside_top"], outside["gap_where_parted_max"]) == (2, None)
-
-
-def test_of_log_probabilities_the_spread_is_told():
-    reference = [decode([9, 9], 200)]
-    other = [decode([9, 9], 200)]
-    other[0].logprobs = [value - (7 * i) % 200 for i, value in enumerate(other[0].logprobs)]
-    found = compare(reference, other)
-    names = ("median", "p99", "max")
-    spread = [found[f"logprob_difference_{name}"] for name in names]
-    assert spread == pytest.approx([99, 197, 199])  # of 0 to 199
-    nothing = compare([], [])
-    assert [nothing[f"logprob_difference_{name}"] for name in names] == [None] * 3
-
-
-def test_what_is_kept_to_compare_is_small():
-    prompts = [[number, 9] for number in range(20)]
-    kept = asyncio.run(ask(FakeClient(), prompts, 100))
-    assert [answer.ids for answer in kept] == [decode(p, 32).ids for p in prompts[:16]]
 
 
 # -- traffic ---------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from benchmarks.kernel import measure_case as run_module
 from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import lay_out, make_inputs
 from benchmarks.kernel.kernel_rows import key_of
-from benchmarks.kernel.measure_case import Setup, measure_case
+from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import (
     OURS,
-    PEERS,
     Method,
     Prepared,
     Refused,
@@ -28,17 +27,11 @@ from benchmarks.kernel.methods import (
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.mixed_forests import mixed_forest
 from benchmarks.kernel.recorded_workloads import recorded_workloads
-from benchmarks.kernel.roof import roof_us
 from benchmarks.kernel.tree_workloads import (
     Case,
     Workload,
-    WorkloadChoiceError,
-    cases_of,
     described,
     forest_from_parents,
-    parse_heads,
-    quick,
-    set_names,
     workloads_of,
 )
 from deft_backend.attention.reference_attention import reference_attention, relative_error
@@ -108,42 +101,8 @@ def test_flashforge_families_hold_what_they_are_named_for():
             assert forest.tokens_stored == pytest.approx(120000, rel=2e-3)
 
 
-def test_page_size_follows_the_lengths_unless_asked():
-    chosen = [described("1,4 32,16"), described("1,4 32,17"), Workload("own", "", mixed, 64)]
-    assert [c.page_size for c in cases_of(chosen, None, None)] == [16, 1, 64]
-    assert [c.page_size for c in cases_of(chosen, None, 5)] == [5, 5, 5]
-
-
 def mixed():
     return mixed_forest(7, 40)
-
-
-def test_heads_are_those_of_the_set_unless_asked():
-    chosen = workloads_of("fasttree")[:1] + workloads_of("deft")[:1]
-    assert [c.heads for c in cases_of(chosen, None, None)] == ["32/8", "32/32", "16/1", "32/8"]
-    assert [c.heads for c in cases_of(chosen, [(28, 4)], None)] == ["28/4", "28/4"]
-
-
-def test_quick_keeps_some_of_every_set():
-    every = [workload for name in set_names() for workload in workloads_of(name)]
-    assert {workload.set for workload in quick(every)} == set(set_names())
-    assert len(quick(every)) == 2 * len(set_names())
-
-
-def test_mixed_forests_hold_sharers_and_loners():
-    forest = mixed()
-    assert forest.batch_size == 40
-    alone = forest.depth[forest.leaf] == 0
-    assert 0 < alone.sum() < 40
-    assert len(np.unique(forest.query_end[(forest.depth == 0) & ~forest.is_leaf])) > 1
-    assert np.array_equal(mixed().length, forest.length)
-    assert not np.array_equal(mixed_forest(8, 40).seq_lens, forest.seq_lens)
-
-
-@pytest.mark.parametrize("text", ["32", "32/0", "32/5", "a/b", "8/32", ""])
-def test_bad_heads_are_named(text):
-    with pytest.raises(WorkloadChoiceError, match=f"--heads is '{text}'; expected QUERY/KV"):
-        parse_heads(text)
 
 
 def test_recorded_trees_step_by_step(tmp_path):
@@ -283,21 +242,6 @@ def mixed_small():
     return forest_from_paths(paths, [sum(n for _, n in path) for path in paths])
 
 
-def test_cascade_refuses_what_it_cannot_be(monkeypatch):
-    with_fakes(monkeypatch)
-    with pytest.raises(Refused, match="nothing is shared"):
-        make_method("cascade").prepare(inputs_of(described("3 24").forest, 1))
-
-
-def test_peers_say_why_they_cannot_run():
-    for name in ("flashinfer", "cascade", "fa3", "flashinfer-fa2", "fa2"):
-        assert make_method(name).unavailable(CPU) == "needs an NVIDIA GPU"
-    assert set(PEERS) == {
-        "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill", "flashinfer-fa2",
-        "fa2",
-    }  # fmt: skip
-
-
 # Runs
 
 
@@ -435,13 +379,6 @@ def test_plans_made_on_the_device_are_measured_too(page_size):
     assert "items" not in row["facts"]["deft"]  # the CPU does not know
 
 
-def test_more_requests_than_the_device_plans_are_refused():
-    many = forest_from_parents([-1] * 2049, [1] * 2049)
-    measured = replace(setup(), ours=Ours(OURS, "auto", "device"))
-    row = measure_case(case(many, 1), measured)
-    assert row["skipped"]["deft"].startswith("2049 requests; device plans hold at most 2048")
-
-
 def test_a_result_that_changes_from_run_to_run_is_seen():
     class Drifting(Ours):
         def prepare(self, inputs):
@@ -457,3 +394,29 @@ def test_a_result_that_changes_from_run_to_run_is_seen():
         case(described("1,2 4,2").forest, 1), replace(setup(), ours=Drifting(OURS, "auto"))
     )
     assert row["repeatable"] is False
+
+
+PHASED = forest_from_parents([-1, *[0] * 9, -1, 10, 10, -1], [300, *range(1, 10), 40, 3, 5, 700])
+"""Nine leaves on a shared node, two requests that fit a small tile, and a long unshared request."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("deft-node", ["large_tile", "small_tile", "reduction"]),
+        ("deft-flatten", ["masked_tile", "reduction"]),
+        ("flash-decoding", ["small_tile"]),
+    ],
+)
+def test_launches_one_after_the_other_compute_the_plan(policy, expected):
+    inputs = make_inputs(case(PHASED, 1), 64, torch.float16, CPU, "shuffled", 0)
+    names, out = [], torch.empty(0)
+    for name, launch in Ours(OURS, policy).phases(inputs):
+        if not names:
+            launch().fill_(torch.nan)  # NaN shows elements that no launch writes
+        names.append(name)
+        out = launch()
+    every = ["masked_tile", "large_tile", "small_tile", "reduction"]
+    assert set(expected) <= set(names) <= set(every)
+    assert names == sorted(names, key=every.index)
+    assert relative_error(out, correct(inputs)) < 1e-3

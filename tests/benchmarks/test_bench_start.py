@@ -1,18 +1,12 @@
 """`benchmarks start` and first tokens: over servers of our own, whose caches we look into."""
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
-from bench_e2e_fakes import MODEL, FakeClient, FakeLaunch, fake_launch
-from benchmarks.__main__ import app
-from benchmarks.e2e.choice import BatchChoice, Choice
-from benchmarks.e2e.chosen_workloads import chosen_workloads
+from bench_e2e_fakes import FakeClient, FakeLaunch, fake_launch
 from benchmarks.e2e.first_tokens import TOKENS, WARM_UPS, FirstTokens
-from benchmarks.e2e.prompt_cases import CaseError
 from benchmarks.e2e.start_times import BATCHES, CACHES, start_times
 
 
@@ -57,37 +51,11 @@ def test_a_backend_finds_the_caches_of_its_first_start(tmp_path, monkeypatch):
     assert len(folders) == 3 * len(CACHES)
 
 
-def test_the_plugins_lines_are_kept(tmp_path, monkeypatch):
-    from benchmarks.e2e import start_times as module
-
-    async def ask(row, launch, url, began):
-        log = tmp_path / "logs" / f"sglang-right-{row['cache']}.log"
-        log.write_text("INFO other\n[TP0] deft: 36 kernels ready in 3.0 s\n")
-
-    monkeypatch.setattr(module, "_ask", ask)
-    (empty, _) = starts(tmp_path, ["right"], first=None)
-    assert empty["log"] == ["[TP0] deft: 36 kernels ready in 3.0 s"]
-
-
 def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path):
     rows = starts(tmp_path, ["crashes", "right"], first=None)
     assert "the server does not start" in rows[0]["error"]
     assert [row["error"] is None for row in rows] == [False, False, True, True]
     assert rows[0]["seconds"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--shape", "huge"], "--shape is 'huge'; expected one of"),
-        (["--host", "tgi"], "there is no host 'tgi'"),
-    ],
-)
-def test_bad_input_is_named(arguments, said, tmp_path):
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    result = runner.invoke(app, ["start", *arguments, "--out", str(tmp_path / "s.json")])
-    assert result.exit_code == 2
-    assert said in result.stderr
 
 
 def test_first_tokens_are_medians_of_new_prompts_behind_one_prefix():
@@ -114,14 +82,3 @@ def test_first_tokens_of_the_slowest_request_and_the_median():
     served = SimpleNamespace(launch=fake_launch(), backend="right", client=client)
     row = asyncio.run(FirstTokens(20, 3, 5, repeats=3).run(served, []))
     assert (row["ttft_ms"], row["ttft_p99_ms"]) == (200.0, 300.0)
-
-
-def test_the_sizes_of_first_tokens():
-    default = list(chosen_workloads("first-tokens", Choice(Path()), MODEL, False))
-    assert [(w.prefix, w.branches, w.suffix) for w in default] == [(256, 4, 16)]
-    asked = Choice(Path(), batches=BatchChoice(["64,2,8"], repeats=7))
-    (one,) = chosen_workloads("first-tokens", asked, MODEL, True)
-    assert one == FirstTokens(64, 2, 8, 7)
-    nothing = Choice(Path(), batches=BatchChoice(["0,2,8"]))
-    with pytest.raises(CaseError, match="behind a cached prefix"):
-        list(chosen_workloads("first-tokens", nothing, MODEL, True))

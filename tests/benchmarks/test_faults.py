@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.bad_files import spoil, still_there
-from benchmarks.faults.record import drawn_into, merged, page_table, read_record
-from benchmarks.faults.reference import draw_prompts
+from benchmarks.faults.record import drawn_into, page_table, read_record
 from benchmarks.faults.run import is_ok
 from benchmarks.faults.table import BOTH, FAULTS
 from benchmarks.faults.tested_server import Judged
-from benchmarks.row_files import RowsError, write_rows
+from benchmarks.row_files import RowsError
 
 ROOT = Path(__file__).parents[2]
 INSIDE = ROOT / "benchmarks" / "faults" / "inside"
@@ -71,35 +69,6 @@ def test_a_failed_fault_shows_on_the_page():
         drawn_into("no marks", [])
 
 
-def test_a_run_keeps_the_rows_that_it_does_not_repeat(tmp_path):
-    path = tmp_path / "record.json"
-    first, clock = {**GOOD, "run": 1}, {**GOOD, "fault": "clock", "run": 1}
-    write_rows(path, *merged(path, "vllm", [GOOD, {**GOOD, "fault": "clock"}], {"date": 1}))
-    other = {**GOOD, "host": "sglang"}
-    rows, header = merged(path, "sglang", [other], {"date": 2})
-    assert rows == [first, clock, {**other, "run": 2}]
-    assert [(run["host"], run["date"]) for run in header["runs"]] == [("vllm", 1), ("sglang", 2)]
-    write_rows(path, rows, header)
-    rows, header = merged(path, "vllm", [GOOD], {"date": 3})
-    assert rows == [clock, {**other, "run": 2}, {**GOOD, "run": 3}]
-    write_rows(path, rows, header)
-    rows, header = merged(path, "vllm", [{**GOOD, "fault": "clock"}], {"date": 4})
-    assert [run["date"] for run in header["runs"]] == [2, 3, 4]
-
-
-def test_prompts_share_a_prefix_and_follow_their_seed():
-    prompts = draw_prompts(3, 5, 20, 6)
-    assert prompts == draw_prompts(3, 5, 20, 6)
-    assert len({prompt[:20] for prompt in prompts}) == 1
-    assert len(set(prompts)) == 5
-
-
-def test_bad_files_are_bad(tmp_path):
-    assert len(spoil(tmp_path / "cache", 1234)) == 4
-    assert (tmp_path / "cache" / "servers" / "1234-tp0.json").is_symlink()
-    assert still_there(tmp_path / "cache")
-
-
 PLANTED = """
 import torch
 from pathlib import Path
@@ -143,18 +112,6 @@ print("all planted")
 """
 
 
-def test_every_fault_inside_a_server_can_be_planted(tmp_path):
-    environment = {
-        **os.environ, "FAULTS": str(tmp_path), "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),
-    }  # fmt: skip
-    result = subprocess.run(
-        [sys.executable, "-c", PLANTED], env=environment, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert result.stdout.strip() == "all planted", result.stderr[-2000:]
-
-
 STATE = """
 import json, os
 from pathlib import Path
@@ -177,13 +134,14 @@ print("both planted")
 """
 
 
-def test_the_disk_and_the_clock_of_a_server_can_be_planted(tmp_path):
+@pytest.mark.parametrize(("script", "said"), [(PLANTED, "all planted"), (STATE, "both planted")])
+def test_every_fault_inside_a_server_can_be_planted(tmp_path, script, said):
     environment = {
-        **os.environ, "FAULTS": str(tmp_path),
+        **os.environ, "FAULTS": str(tmp_path), "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join((str(INSIDE), str(ROOT))),
     }  # fmt: skip
     result = subprocess.run(
-        [sys.executable, "-c", STATE], env=environment, capture_output=True, text=True,
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
-    assert result.stdout.strip() == "both planted", result.stderr[-2000:]
+    assert result.stdout.strip() == said, result.stderr[-2000:]

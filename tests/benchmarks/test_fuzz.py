@@ -22,9 +22,8 @@ from benchmarks.fuzz.case_files import CaseFileError, keep, replay
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
 from benchmarks.fuzz.fuzz_process import Job, work
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
-from benchmarks.fuzz.plan_settings import PlanSetting, plan_settings
+from benchmarks.fuzz.plan_settings import PlanSetting
 from benchmarks.fuzz.walk_plan import fault_of
-from benchmarks.row_files import RowsError, make_folder
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import PlanCapacity, plan_forest
@@ -183,12 +182,6 @@ def test_the_command_records_what_it_ran(what, tmp_path):
     assert not (tmp_path / "cases").exists()
 
 
-def test_settings_name_every_choice():
-    assert {setting.block_tokens for setting in plan_settings()[:3]} == {64, 16, 1 << 15}
-    # Any policy may get any setting, so its group must fit the large and the masked tile.
-    assert all(min(setting.target().tile_queries[1:]) >= 1 for setting in plan_settings())
-
-
 def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
     fuzzer = PlanFuzzer(SETTING, CPU, large=False)
     batch = planned()[0]
@@ -238,10 +231,3 @@ def test_nearby_costs_differ_by_a_rounding():
     for near in ties.nearby_targets(target):
         for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
             assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01
-
-
-def test_a_folder_cannot_be_the_file_of_rows(tmp_path):
-    with pytest.raises(RowsError, match="it is a folder; expected a file"):
-        make_folder(tmp_path)
-    make_folder(tmp_path / "new" / "rows.json")
-    assert (tmp_path / "new").is_dir()

@@ -55,14 +55,6 @@ def test_every_method_of_every_table_is_right(tmp_path, monkeypatch):
     assert max(row["error"].values()) < 2e-2
 
 
-def test_tables_have_names_of_their_own_and_methods_that_exist():
-    names = [table.name for table in tables.TABLES]
-    assert len(set(names)) == len(names)
-    for table in tables.TABLES:
-        for name in table.methods:
-            assert tables.method_named(name).name in (name, "deft"), name
-
-
 def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     """By hand: step by step, each thought that decodes attends to its path; stored is the union."""
     for name in THOUGHTS:
@@ -146,18 +138,3 @@ def test_each_policy_has_a_server_and_the_host_another(host, tmp_path, monkeypat
     assert names[0] == names[1] == names[2]
     for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
         assert any(name.startswith(kind) for name in names[0]), (kind, names[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--table", "servers"], "name it with --host"),
-        (["--table", "deft-13"], "expected one of deft-splits"),
-        (["--table", "deft-io"], "add --traces FOLDER"),
-        (["--table", "deft-widths", "--dtype", "fp8"], "expected one of fp16, bf16"),
-    ],
-)
-def test_bad_choices_are_named(arguments, said):
-    done = CliRunner().invoke(app, ["papers", *arguments])
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.split())

@@ -132,14 +132,11 @@ def launch_of(folder, host, options, fallback=""):
     ("host", "options", "fallback", "expected"),
     [
         ("sglang", (), "", ("bfloat16", "bfloat16", False)),
-        ("vllm", ("--kv-cache-dtype=auto",), "", ("bfloat16", "bfloat16", False)),
         ("vllm", ("--dtype", "half"), "", None),
-        ("sglang", ("--dtype", "bfloat16"), "", ("bfloat16", "bfloat16", False)),
         ("sglang", ("--kv-cache-dtype", "fp8_e4m3"), "fa3", ("bfloat16", "float8_e4m3fn", True)),
         ("sglang", ("--kv-cache-dtype=fp8_e4m3",), "", ("bfloat16", "float8_e4m3fn", True)),
         ("sglang", ("--kv-cache-dtype=fp8_e4m3",), "triton", None),
         ("sglang", ("--kv-cache-dtype=fp8_e5m2",), "", None),  # fa3 has no e5m2
-        ("sglang", ("--kv-cache-dtype", "fp4_e2m1"), "", None),
         ("vllm", ("--kv-cache-dtype", "fp8"), "", None),
     ],
 )

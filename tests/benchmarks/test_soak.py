@@ -1,29 +1,12 @@
 """The soak adds slices up, goes on after an interruption, and sees memory that grows."""
 
 import json
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from benchmarks import soak as soaks
 from benchmarks.e2e.choice import ModelChoice, ServerChoice
-from benchmarks.e2e.serving_rows import make_row
-from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Soak, is_level, level, run, summary, totals
-
-
-@dataclass(frozen=True)
-class FakeSetup:
-    """A run whose plugin is "deft"."""
-
-    out: Path
-    backends: tuple[str, ...] = ()
-    reference: str = "fa3"
-    launch: Any = field(default_factory=lambda: SimpleNamespace(host=SimpleNamespace(ours="deft")))
 
 
 def row(part=1, wrong=0, grows=0.0, error=None):
@@ -87,43 +70,3 @@ def test_a_later_run_goes_on_where_the_first_ended(tmp_path, monkeypatch):
     content = json.loads(out.read_text())
     assert [found["part"] for found in content["rows"]] == [1, 2, 3]
     assert len(content["header"]["runs"]) == 3
-
-
-def test_traffic_whose_check_was_interrupted_is_only_checked(tmp_path, monkeypatch):
-    ran = []
-
-    @contextmanager
-    def prepared(choice):
-        yield FakeSetup(choice.output.rows)
-
-    def record(setup, say):
-        ran.append(setup.backends)
-        made = {**make_row("mixed-traffic part 1", "sglang", "deft", "tiny", ""), **row()}
-        if setup.backends[0] == "deft":
-            del made["detail"]["checked"]
-            setup.out.parent.mkdir(parents=True, exist_ok=True)
-            write_rows(setup.out, [made], {})
-            raise KeyboardInterrupt
-        write_rows(setup.out, [made], {})
-
-    monkeypatch.setattr(soaks, "prepared", prepared)
-    monkeypatch.setattr(soaks, "record", record)
-    out = tmp_path / "soak.json"
-    asked = Soak(out, 50.0, 50.0, ServerChoice(), ModelChoice(), None, None, "soak")
-    for _ in range(2):  # without the soak's own file, the rows are another soak's
-        with pytest.raises(KeyboardInterrupt):
-            run(asked, lambda line: None)
-        out.unlink()
-    with pytest.raises(KeyboardInterrupt):
-        run(asked, lambda line: None)
-    said = []
-    assert run(asked, said.append)["checked_tokens"] == 60
-    assert ran == [("deft", "fa3")] * 3 + [("fa3",)]
-    assert "slice 1: its traffic is done; only the check is left" in said
-
-
-def test_another_file_is_not_overwritten(tmp_path):
-    out = tmp_path / "soak.json"
-    out.write_text("[]")
-    with pytest.raises(RowsError, match="holds no soak"):
-        run(Soak(out, 1, 1, ServerChoice(), ModelChoice(), None, None, ""), lambda line: None)

@@ -7,10 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app
-from benchmarks.commands import step_hooks as command_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,11 +30,3 @@ def test_the_file_holds_what_a_replayed_step_takes(tmp_path):
         assert row["added_us"] == pytest.approx(row["with_hooks_us"] - row["without_us"], abs=2e-3)
     # Compare the two in most rows, because another process may delay any single row.
     assert statistics.median(row["added_us"] for row in found["rows"]) > 0
-
-
-def test_without_sglang_it_says_so_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(command_module, "find_spec", lambda name: None)
-    done = CliRunner().invoke(app, ["step-hooks", "--out", str(tmp_path / "hooks.json")])
-    assert done.exit_code == 2
-    assert "sglang is not installed" in done.stderr
-    assert not list(tmp_path.iterdir())

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench_e2e_fakes import MODEL, FakeHost, beam, decode, fake_launch
+from bench_e2e_fakes import MODEL, FakeHost, beam, fake_launch
 from benchmarks.e2e.backend_runs import Setup, record
 from benchmarks.e2e.backends import HOSTS, Host, Launch
 from benchmarks.e2e.choice import (
     BatchChoice,
     Choice,
-    ChoiceError,
     ModelChoice,
     Output,
     ServerChoice,
@@ -218,13 +217,6 @@ def test_a_server_drafts_with_a_model_that_the_command_writes(tmp_path):
     }
 
 
-@pytest.mark.parametrize("tokens", [16, 60, 256])
-def test_a_draft_tree_has_as_many_nodes_as_asked_for(tokens):
-    drafts = parse_drafts(f"eagle,{tokens},3")
-    candidates = drafts.topk + (drafts.steps - 1) * drafts.topk**2
-    assert candidates >= tokens - 1
-
-
 def test_chains_of_both_hosts(tmp_path):
     chain = parse_drafts("ngram,5,2.5")
     sglang = chain.options("sglang", {}, tmp_path)
@@ -252,22 +244,6 @@ def test_a_case_may_be_of_one_workload_and_have_its_own_tokens(tmp_path):
             prepared(choice(tmp_path, "beams", cases=[text])).__enter__()
 
 
-@pytest.mark.parametrize("text", ["", "eagle", "eagle,1,1", "eagle,4,5", "medusa,4,2", "ngram,x,2"])
-def test_drafts_of_another_form_are_refused(text):
-    with pytest.raises(ChoiceError, match="expected KIND,TOKENS,ACCEPTED"):
-        parse_drafts(text)
-
-
-@pytest.mark.usefixtures("on_gpu")
-def test_what_cannot_be_measured_is_refused_before_a_server(tmp_path):
-    with pytest.raises(ChoiceError, match="--drafts eagle,60,3"):
-        prepared(choice(tmp_path, "draft-trees")).__enter__()
-    with pytest.raises(ChoiceError, match="vLLM drafts chains alone"):
-        prepared(choice(tmp_path, "grid", drafts="eagle,60,3", host="vllm")).__enter__()
-    with pytest.raises(CaseError, match=r"agents .* has requests of"):
-        prepared(choice(tmp_path, "agents", cases=["131000,2,64"])).__enter__()
-
-
 @pytest.mark.usefixtures("on_gpu")
 def test_rollouts_need_a_server_that_can_sleep(tmp_path):
     with prepared(choice(tmp_path, "beams", "rollouts", cases=["64,4,1"], gen=32)) as setup:
@@ -279,8 +255,3 @@ def test_rollouts_need_a_server_that_can_sleep(tmp_path):
     asleep = Launch(HOSTS["vllm"], MODEL, sleeps=True).command("host", tmp_path)
     assert "--enable-sleep-mode" in asleep.arguments
     assert asleep.environment["VLLM_SERVER_DEV_MODE"] == "1"
-
-
-def test_decoding_by_hand_is_what_the_fake_does():
-    """The beams of the fake differ from its answer, or a mixed-up beam would go unseen."""
-    assert beam([1, 2], 0, 4).ids != beam([1, 2], 1, 4).ids != decode([1, 2], 4).ids

@@ -1,24 +1,19 @@
 """The zoo of architectures: how answers are checked, and that the README says what was checked."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.commands.zoo import readme_line
 from benchmarks.e2e.checked_answers import TOLERANCE
-from benchmarks.row_files import write_rows
 from benchmarks.zoo.answering import check
 from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
 from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
-from benchmarks.zoo.engine_options import engine_arguments
-from benchmarks.zoo.host_engines import _AfterImport
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.prompts import requests
 from benchmarks.zoo.random_values import fill
-from benchmarks.zoo.readme_line import readme_line
 from deft_backend.tools.harness.answers import Answer
 
 ROOT = Path(__file__).parents[2]
@@ -101,15 +96,6 @@ def test_weights_follow_from_names_and_shapes():
     assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
 
 
-def test_a_module_is_changed_when_it_is_imported(monkeypatch):
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    sys.meta_path.insert(0, _AfterImport("colorsys", lambda module: setattr(module, "ONE", 1)))
-    assert "colorsys" not in sys.modules
-    assert importlib.import_module("colorsys").ONE == 1
-    assert not any(isinstance(finder, _AfterImport) for finder in sys.meta_path)
-
-
 @pytest.mark.parametrize(
     ("log", "tree"),
     [
@@ -124,41 +110,6 @@ def test_a_module_is_changed_when_it_is_imported(monkeypatch):
 )  # fmt: skip
 def test_the_log_says_how_many_layers_it_decodes(log, tree):
     assert layers_of_tree(log, 4) == tree
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "deft: verification of 4 tokens a request goes through tree attention",
-        "deft: verification of up to 5 tokens of 4 layers goes through tree attention",
-        "deft: decode of 4 layers goes through tree attention",
-    ],
-)
-def test_servers_that_speculate_decode_through_tree_attention(line):
-    assert layers_of_tree(line, 4) == 4
-
-
-def test_every_architecture_says_what_it_is():
-    for name, architecture in ARCHITECTURES.items():
-        query, kv, _ = architecture.heads
-        assert query % kv == 0, name
-        assert 0 <= architecture.tree <= architecture.layers, name
-        assert set(architecture.ci) <= set(architecture.cpu), name
-    assert len({architecture.title for architecture in ARCHITECTURES.values()}) == len(
-        ARCHITECTURES
-    )
-
-
-def test_the_line_of_the_readme(tmp_path):
-    def row(name, tree, wrong=0, checked=9):
-        return {"architecture": name, "layers_tree": tree, "tokens_wrong": wrong,
-                "tokens_checked": checked}  # fmt: skip
-
-    rows = [row("qwen3", 2), row("gpt-oss", 2), row("llama", 2), row("llama", 2, wrong=1),
-            row("gemma4", 0), row("phi-4", 2, checked=0)]  # fmt: skip
-    assert readme_line(rows) == "| architectures checked | Qwen3, gpt-oss | Gemma 4 |"
-    write_rows(tmp_path / "rows.json", rows, {})
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
 
 
 def test_the_readme_names_the_architectures_that_were_checked():
@@ -178,14 +129,3 @@ def test_a_cache_of_8_bits_has_wider_ties():
     for kv_dtype, expected in ((None, (1, 0)), ("fp8_e4m3", (0, 1))):
         found = check(Counting({40: gap}), [(1, 2)], [[3, 40, 41]], "bfloat16", kv_dtype)
         assert (found.wrong, found.ties) == expected
-
-
-def test_options_of_a_server_are_arguments_of_its_engine():
-    words = ["--kv-cache-dtype", "fp8_e4m3", "--page-size=64", "--enable-hierarchical-cache"]
-    words += ["--cuda-graph-bs-decode", "1", "8", "--speculative-config", '{"method":"ngram"}']
-    assert engine_arguments(words) == {
-        "kv_cache_dtype": "fp8_e4m3", "page_size": 64, "enable_hierarchical_cache": True,
-        "cuda_graph_bs_decode": [1, 8], "speculative_config": {"method": "ngram"},
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="expected an option such as --page-size 64, got '64'"):
-        engine_arguments(["64"])

@@ -102,8 +102,3 @@ def test_the_base_is_the_newest_supported_version(host):
     assert re.fullmatch(rf"{image}:v{re.escape(TESTED[host].newest)}(\.\d+)?", found[0].value)
     entry = json.loads(next(step.value for step in found if step.word == "ENTRYPOINT"))
     assert entry[entry.index("--attention-backend") + 1] == {"sglang": "deft", "vllm": "DEFT"}[host]
-
-
-def test_instructions_are_joined():
-    text = "# no\nFROM a\nRUN b \\\n# no\n  && c\n\nENV D=e\n"
-    assert steps(text) == [Step("FROM", "a"), Step("RUN", "b && c"), Step("ENV", "D=e")]

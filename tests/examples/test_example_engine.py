@@ -14,7 +14,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.planner.on_device import largest_batch
 from examples.page_table_engine.cache import PADDING_PAGE, PagePool, page_keys
 from examples.page_table_engine.engine import Engine
-from examples.page_table_engine.model import Llama, LlamaConfig
+from examples.page_table_engine.model import Llama
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-llama"
@@ -128,19 +128,6 @@ def test_padding_writes_nothing_that_is_read(model):
     assert not caches[1][:, :, PADDING_PAGE].any()
 
 
-def test_unshared_batch_takes_the_same_path(model):
-    answers = []
-    for attention in ("torch", "tree"):
-        engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention=attention)
-        engine.add(PROMPTS[0], 4)
-        engine.add(DIGITS, 4)
-        answers.append(drain(engine))
-    assert answers[0] == answers[1]
-    counts = engine.state.counters()
-    assert counts.steps_tree == counts.decode_steps == 3
-    assert counts.kv_bytes_read == counts.kv_bytes_query_guided
-
-
 def test_graph_replays_read_the_static_buffers(model, monkeypatch):
     """With a stand-in for CUDA graphs: a replay repeats the captured forward."""
     plain = Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch")
@@ -223,48 +210,6 @@ def test_what_cannot_run_is_said_and_delegated(
     assert set(engine.state.steps_host) == {"no tree attention"}
 
 
-def test_requests_with_one_prefix_hold_the_same_pages(model):
-    engine = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
-    unused = engine.pool.num_unused
-    for prompt in PROMPTS:
-        engine.add(prompt, 4)
-    engine.step()
-    full = len(BELMORA) // 8
-    running = list(engine.running.values())
-    for request in running:
-        assert engine.page_table[request.row, : len(request.pages)].tolist() == request.pages
-        assert request.pages[:full] == running[0].pages[:full]
-        assert PADDING_PAGE not in request.pages
-    own = [page for request in running for page in request.pages[full:]]
-    assert len(set(own)) == len(own)
-    assert not set(own) & set(running[0].pages[:full])
-    assert engine.pool.num_unused == unused - full - len(own)
-    drain(engine)
-    assert engine.pool.num_unused == unused
-
-
-def test_generated_pages_are_shared_too_and_found_again(model):
-    engine = Engine(model, num_pages=64, page_size=8, max_batch=2, attention="torch")
-    unused = engine.pool.num_unused
-    first = engine.add(PROMPTS[0], 16)
-    for _ in range(12):
-        engine.step()
-    request = engine.running[first]
-    full = (len(request.tokens) - 1) // 8  # the last token's KV is not written yet
-    assert full * 8 > len(PROMPTS[0])
-    fork = engine.add([*request.tokens, *b"!"], 4)
-    engine.step()
-    assert engine.running[fork].pages[:full] == request.pages[:full]
-    assert engine.running[fork].pages[full] != request.pages[full]
-    engine.abort(first)
-    engine.abort(fork)
-    assert engine.pool.num_unused == unused
-    engine.step()
-    later = engine.add(request.tokens, 4)
-    engine.step()
-    assert engine.running[later].pages[:full] == request.pages[:full]
-
-
 def test_requests_wait_for_pages_and_rows(model):
     prompts = (PROMPTS[0], DIGITS, PROMPTS[1])
     roomy = Engine(model, num_pages=64, page_size=8, max_batch=3, attention="torch")
@@ -301,29 +246,6 @@ def test_pages_given_out_anew_are_forgotten():
     fresh = pool.acquire([], 1)
     assert fresh == pages[2:]  # the end of a prefix goes first
     assert pool.match(keys) == pages[:2]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "new", "message"),
-    [
-        ([], 4, "0 prompt tokens"),
-        ([1], 0, "0 new ones"),
-        ([1], 10_000, "hold 504"),
-        ([1, 320], 4, "token 320"),
-    ],
-)
-def test_bad_requests_are_refused(model, tokens, new, message):
-    engine = Engine(model, num_pages=64, page_size=8, attention="torch")
-    with pytest.raises(ValueError, match=message):
-        engine.add(tokens, new)
-    assert engine.is_idle
-
-
-def test_other_models_are_refused(tmp_path):
-    text = (MODEL / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"llama"', '"gemma2"'))
-    with pytest.raises(ValueError, match="model_type is 'gemma2'; expected 'llama'"):
-        LlamaConfig.read(tmp_path)
 
 
 def defined_in(path):

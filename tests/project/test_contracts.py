@@ -1,7 +1,5 @@
 """The contracts' check with a made-up host and an index that is a folder: real pip, no network."""
 
-from collections.abc import Callable
-
 import pytest
 
 from deft_backend.hosts.common import tested_versions
@@ -9,8 +7,6 @@ from deft_backend.hosts.contract import Member
 from made_up_host import write_wheel
 from tools.host_matrix import contracts as contracts_module
 from tools.host_matrix.__main__ import main
-
-Run = Callable[..., tuple[int, str, str]]
 
 CONTRACT = (
     Member("madeup.engine.runner", "Runner.step", ("batch", "overlap"), use="wrapped"),
@@ -119,14 +115,6 @@ def test_a_version_that_is_not_there_is_an_error(index, run):
     assert "the index has no wheel of madeup 1.9; its last versions are 1.0" in errors
 
 
-def test_an_index_out_of_reach_is_an_error(index, run):
-    for arguments in (("--version", "1.0"), ()):
-        code, _, errors = run("--host", "sglang", *arguments)
-        assert code == 2
-        assert "the package index named no version of madeup" in errors
-        assert "check the network" in errors
-
-
 def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path, run):
     text = tmp_path / "notes.txt"
     text.write_text("no wheel")
@@ -143,8 +131,3 @@ def test_files_that_are_no_wheel_of_a_host_are_errors(tmp_path, run):
         code, _, errors = run("--wheel", str(path))
         assert code == 2
         assert said in errors
-
-
-def test_a_version_needs_its_host(tmp_path, run):
-    assert "needs --host" in run("--version", "1.0")[2]
-    assert "exclude each other" in run("--version", "1.0", "--wheel", str(tmp_path))[2]

@@ -15,7 +15,7 @@ from tools.host_matrix import __main__ as command
 from tools.host_matrix import environment, version_choice
 from tools.host_matrix.environment import pins_a_stub, requirements_of
 from tools.host_matrix.rows import put, row_of
-from tools.host_matrix.suite import Outcome, run_suite
+from tools.host_matrix.suite import Outcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,30 +69,12 @@ def test_a_release_of_torch_is_no_local_build(tmp_path):
     assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
 
 
-def test_a_wheel_without_metadata_is_an_error(tmp_path):
-    wheel = tmp_path / "empty.whl"
-    zipfile.ZipFile(wheel, "w").close()
-    with pytest.raises(ValueError, match=r"expected a wheel of a host"):
-        requirements_of(wheel)
-
-
 @pytest.mark.parametrize("host", version_choice.HOSTS)
 def test_the_extras_are_the_windows(host):
     text = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
     tested = TESTED[host]
     assert extra == f">={tested.lowest},<{tested.beyond}"
-
-
-def test_names_of_versions(monkeypatch):
-    """The newest version may be outside the window."""
-    tested = TESTED["vllm"]
-    released = [tested.lowest, "0.28.0", tested.beyond + ".1"]
-    monkeypatch.setattr(version_choice, "released_versions", lambda *_: released)
-    monkeypatch.setattr(type(tested), "holds", lambda self, v: v != released[-1])
-    assert version_choice.resolve("vllm", "newest") == "0.28.0"
-    assert version_choice.resolve("vllm", "oldest") == tested.lowest
-    assert version_choice.resolve("vllm", "0.99.0") == "0.99.0"
 
 
 def test_rows_replace_those_of_the_same_version_device_and_suite(tmp_path):
@@ -140,21 +122,6 @@ def test_a_row_says_what_the_environment_holds(tmp_path):
     )
     assert (row["passed"], row["failed"], row["tree_steps"]) == (5, 1, 40)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
-
-
-def test_a_suite_that_cannot_run_is_a_failure(tmp_path):
-    folder = environment_of(tmp_path, "exit 4")
-    assert run_suite("sglang", "smoke", folder) == Outcome(4, 0, 0, 0, "")
-
-
-@pytest.mark.parametrize("suite", ["smoke", "common", "full"])
-def test_a_suite_selects_tests_by_their_marks(suite, tmp_path):
-    folder = environment_of(tmp_path, f'echo "$*" > {tmp_path}/asked')
-    run_suite("vllm", suite, folder, processes=1)
-    asked = (tmp_path / "asked").read_text()
-    assert asked.startswith("-m pytest ")
-    assert " integration_tests/vllm" in asked
-    assert ("-m smoke" in asked, "-m not rare" in asked) == (suite == "smoke", suite == "common")
 
 
 def test_a_suite_that_cannot_run_adds_no_row(tmp_path, monkeypatch, capsys):

@@ -3,17 +3,14 @@
 Outputs and workspaces hold NaN before: a read before a write, and a row that nobody writes, show.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.forest import PrefixForest
 from deft_backend.planner import plan_grouping
-from deft_backend.policies import Grouping, Target
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -28,32 +25,32 @@ class Batch(NamedTuple):
 
 
 def check(
-    batch: Batch,
-    query_tokens: int = 1,
+    batch,
+    query_tokens=1,
     *,
-    most: int | None = None,
-    policy: str = "auto",
-    on_device: bool = False,
-    dtype: torch.dtype = torch.float16,
-    device: str = "cpu",
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 64,
-    page_size: int = 1,
-    tree: torch.Tensor | None = None,
-    counts: list[int] | None = None,
-    own_rows: bool = True,
-    logit_cap: float = 0.0,
-    grow: int = 0,
-    sm_scale: float | None = None,
-    values: float = 1.0,
-    layout: str = "apart",
-    kv_dtype: torch.dtype | None = None,
-    scales_on_device: bool = False,
-    sinks: torch.dtype | None = None,
-    static_launch: bool = False,
-    group: Callable[[PrefixForest, Target], Grouping] | None = None,
-    prepare: Callable[[TreeAttention], None] = lambda attention: None,
-) -> TreeAttention:
+    most=None,
+    policy="auto",
+    on_device=False,
+    dtype=torch.float16,
+    device="cpu",
+    heads=(4, 2),
+    head_dim=64,
+    page_size=1,
+    tree=None,
+    counts=None,
+    own_rows=True,
+    logit_cap=0.0,
+    grow=0,
+    sm_scale=None,
+    values=1.0,
+    layout="apart",
+    kv_dtype=None,
+    scales_on_device=False,
+    sinks=None,
+    static_launch=False,
+    group=None,
+    prepare=lambda attention: None,
+):
     """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
     `counts` are the requests' query tokens if they differ, `tree` their ancestors; `most` is the
@@ -65,7 +62,7 @@ def check(
     requests = len(batch.seq_lens)
     generator = torch.Generator().manual_seed(int(batch.seq_lens.sum()) + head_dim + query_tokens)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     q = normal(requests * query_tokens if counts is None else sum(counts), query_heads, head_dim)
@@ -79,7 +76,7 @@ def check(
         wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
         v_cache = wide[:, 1:].transpose(1, 2)
     v_cache *= values
-    scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+    scales = {"k_scale": 1.0, "v_scale": 1.0}
     if kv_dtype is not None:
         scales = {"k_scale": 0.0125, "v_scale": 0.5}
         k_cache = (k_cache / scales["k_scale"]).clamp(-448, 448).to(kv_dtype)
@@ -105,7 +102,7 @@ def check(
         else:
             plan = plan_grouping(group(forest, attention.target), forest, attention.target)
             attention.use(plan, forest)
-    given: dict[str, Any] = {
+    given = {
         "logit_cap": logit_cap, "sm_scale": sm_scale,
         "ancestors": None if tree is None else tree.to(device),
         "sinks": None if sink is None or sinks is None else sink.to(device, sinks),

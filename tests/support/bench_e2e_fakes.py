@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -34,25 +33,25 @@ GAP = 0.125
 MODEL = Model("/nowhere", "fake", VOCABULARY, 4096)
 
 
-def first_choice(context: Sequence[int]) -> int:
+def first_choice(context):
     return (sum(context) * 31 + len(context) * 7) % VOCABULARY
 
 
-def second_choice(context: Sequence[int]) -> int:
+def second_choice(context):
     return (first_choice(context) + 1) % VOCABULARY
 
 
-def third_choice(context: Sequence[int]) -> int:
+def third_choice(context):
     """Tokens without a reported log-probability."""
     return (first_choice(context) + 50) % VOCABULARY
 
 
-def gap_to(context: Sequence[int], token: int) -> float:
+def gap_to(context, token):
     """Log-probability of the first choice minus that of `token`."""
     return {first_choice(context): 0.0, second_choice(context): GAP}.get(token, 8.5)
 
 
-def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
+def decode(prompt, tokens, mode="right"):
     """The answer; at every fifth position it follows `mode`: ``tie`` or ``wrong``."""
     context, answer = list(prompt), Answer()
     for _ in range(tokens):
@@ -69,12 +68,12 @@ def decode(prompt: Sequence[int], tokens: int, mode: str = "right") -> Answer:
     return answer
 
 
-def beam(prompt: Sequence[int], number: int, tokens: int, mode: str = "right") -> Answer:
+def beam(prompt, number, tokens, mode="right"):
     """Beam `number`: the answer to a prompt that no other beam has."""
     return decode([*prompt, number], tokens, mode)
 
 
-def of_prompt(prompt: Sequence[int], at: int) -> dict[str, dict[str, float]]:
+def of_prompt(prompt, at):
     """vLLM's report on a prompt's token: the likeliest tokens there, and the token itself."""
     before = prompt[:at]
     return {
@@ -96,7 +95,7 @@ class FakeHost:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     slept: list[str] = field(default_factory=list)
 
-    def app(self) -> web.Application:
+    def app(self):
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
@@ -106,24 +105,24 @@ class FakeHost:
             app.router.add_post(path, self.sleep)
         return app
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self, request):
         return web.Response(text="ok")
 
-    async def sleep(self, request: web.Request) -> web.Response:
+    async def sleep(self, request):
         self.slept.append(request.path_qs)
         return web.Response()
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request):
         return web.json_response({"data": [{"id": "served"}]})
 
-    def _enough(self) -> None:
+    def _enough(self):
         self.requests += 1
         if self.mode == "dies" and self.requests > 2:
             os._exit(3)
         if self.mode == "refuses":
             raise web.HTTPBadRequest(text="no room")
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate(self, request):
         self._enough()
         body = json.loads(await request.text())
         self.bodies.append(body)
@@ -153,7 +152,7 @@ class FakeHost:
         ]
         return await self._stream(request, pieces)
 
-    def _whole(self, prompt: list[int], body: dict[str, Any], tokens: int) -> dict[str, Any]:
+    def _whole(self, prompt, body, tokens):
         self.prompts.append(prompt)
         width = body["sampling_params"].get("beam_width")
         if width is None:
@@ -163,8 +162,8 @@ class FakeHost:
         best = {**beams[0], "meta_info": {**beams[0]["meta_info"], "beam_results": beams}}
         return best
 
-    def _sglang(self, answer: Answer, logprobs: bool) -> dict[str, Any]:
-        meta: dict[str, Any] = {"completion_tokens": len(answer.ids), "cached_tokens": 3}
+    def _sglang(self, answer, logprobs):
+        meta = {"completion_tokens": len(answer.ids), "cached_tokens": 3}
         if logprobs:
             meta["output_token_logprobs"] = [
                 [value, token, None]
@@ -175,7 +174,7 @@ class FakeHost:
             ]
         return {"output_ids": answer.ids, "meta_info": meta}
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request):
         self._enough()
         body = json.loads(await request.text())
         self.bodies.append(body)
@@ -209,9 +208,7 @@ class FakeHost:
         ]  # fmt: skip
         return web.json_response({"choices": choices[::-1]})  # in any order
 
-    async def _stream(
-        self, request: web.Request, pieces: list[dict[str, Any]]
-    ) -> web.StreamResponse:
+    async def _stream(self, request, pieces):
         response = web.StreamResponse()
         await response.prepare(request)
         try:
@@ -227,13 +224,13 @@ class FakeHost:
 class FakeLaunch(Launch):
     """Starts the script below instead of a host; the backend's name selects its behaviour."""
 
-    def command(self, backend: str, state: Path) -> ServerCommand:
+    def command(self, backend, state):
         port = free_port()
         arguments = (sys.executable, __file__, str(port), self.host.name, backend)
         return ServerCommand(arguments, {}, port, on_gpu=False)
 
 
-def fake_launch(host: str = "sglang") -> FakeLaunch:
+def fake_launch(host="sglang"):
     """`right` is our backend; other backends have the name of their fault."""
     named = replace(HOSTS[host], backends=("right", "tie"), on_cpu=("right", "tie"))
     return FakeLaunch(named, MODEL)
@@ -242,30 +239,26 @@ def fake_launch(host: str = "sglang") -> FakeLaunch:
 class FakeClient:
     """A client without a server; a formula gives its times."""
 
-    def __init__(self, seconds_a_token: float = 0.01, seconds_before: float = 0.5) -> None:
+    def __init__(self, seconds_a_token=0.01, seconds_before=0.5):
         self.seconds_a_token = seconds_a_token
         self.seconds_before = seconds_before
-        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.asked = []
         self.mode = "right"
         self.under_way = 0
         self.takes_in_together = True
 
-    async def batch(
-        self, prompts: Sequence[Sequence[int]], tokens: int, *, logprobs: bool = False
-    ) -> tuple[list[Answer], float]:
+    async def batch(self, prompts, tokens, *, logprobs=False):
         seconds = self.seconds_before + self.seconds_a_token * (tokens - 1)
         self.under_way += 1
         await asyncio.sleep(0)
         self.under_way -= 1
         return [decode(prompt, tokens, self.mode) for prompt in prompts], seconds
 
-    async def gap(self, prompt: Sequence[int], token: int) -> float:
+    async def gap(self, prompt, token):
         assert not self.under_way, "a gap is asked for beside other requests"
         return gap_to(prompt, token)
 
-    async def stream(
-        self, prompt: Sequence[int], tokens: int, *, leave_after: int | None = None
-    ) -> Answer:
+    async def stream(self, prompt, tokens, *, leave_after=None):
         self.asked.append((tuple(prompt), tokens))
         await asyncio.sleep(0)
         answer = decode(prompt, tokens, self.mode)

@@ -1,6 +1,5 @@
 """A headless Chromium for tests of pages, driven through WebDriver by the standard library."""
 
-import base64
 import json
 import re
 import shutil
@@ -8,10 +7,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -34,26 +30,26 @@ KEYS = {
 class Browser:
     """One tab of a browser."""
 
-    def __init__(self, base: str) -> None:
+    def __init__(self, base):
         self._base = base
 
-    def open(self, url: str) -> None:
+    def open(self, url):
         self._call("POST", "url", {"url": url})
 
-    def run(self, script: str, *arguments: Any) -> Any:
+    def run(self, script, *arguments):
         """The value that a JavaScript function body returns."""
         return self._call("POST", "execute/sync", {"script": script, "args": list(arguments)})
 
-    def text(self, selector: str) -> str:
-        found: str = self.run("return document.querySelector(arguments[0]).innerText", selector)
+    def text(self, selector):
+        found = self.run("return document.querySelector(arguments[0]).innerText", selector)
         return found
 
-    def click(self, selector: str) -> None:
+    def click(self, selector):
         """A real click, which fails if another element covers this one."""
         found = self._call("POST", "element", {"using": "css selector", "value": selector})
         self._call("POST", f"element/{found[_ELEMENT]}/click", {})
 
-    def press(self, *keys: str) -> None:
+    def press(self, *keys):
         """Keys, to the element with the focus."""
         presses = [
             {"type": kind, "value": KEYS.get(key, key)}
@@ -63,7 +59,7 @@ class Browser:
         source = {"type": "key", "id": "keys", "actions": presses}
         self._call("POST", "actions", {"actions": [source]})
 
-    def until(self, met: Callable[[], Any], seconds: float = 20.0) -> Any:
+    def until(self, met, seconds=20.0):
         """Wait until a condition is true; returns its value."""
         end = time.monotonic() + seconds
         while not (value := met()):
@@ -71,26 +67,23 @@ class Browser:
             time.sleep(0.1)
         return value
 
-    def scheme(self, name: str) -> None:
+    def scheme(self, name):
         """Prefer ``light`` or ``dark``."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         asked = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._call("POST", "goog/cdp/execute", asked)
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("GET", "screenshot")))
-
-    def messages(self) -> list[str]:
+    def messages(self):
         """What the browser logged since the last time: errors of scripts, refused resources."""
         found = self._call("POST", "se/log", {"type": "browser"})
         return [entry["message"] for entry in found]
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
+    def _call(self, method, path, body=None):
         return _call(method, f"{self._base}/{path}", body)
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
+def browser(folder):
     """A browser with a fresh profile under `folder`, for a `with` block."""
     assert DRIVER is not None
     log = folder / "chromedriver.log"
@@ -113,7 +106,7 @@ def browser(folder: Path) -> Iterator[Browser]:
         driver.wait(timeout=20)
 
 
-def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
+def _port(driver, log):
     end = time.monotonic() + 30
     while (
         match := re.search(r"started successfully on port (\d+)", said := log.read_text())
@@ -124,7 +117,7 @@ def _port(driver: subprocess.Popen[bytes], log: Path) -> int:
     return int(match[1])
 
 
-def _call(method: str, url: str, body: Any = None) -> Any:
+def _call(method, url, body=None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -4,36 +4,34 @@ After a failure the host's kernel computes the right numbers, so results alone s
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
 
 import pytest
 
 SIGNS = ("a kernel failed", "planning failed", "could not be set up", "results of tree attention")
 
 
-def raising(error: BaseException) -> Callable[..., NoReturn]:
+def raising(error):
     """A stand-in for a function that fails."""
 
-    def fail(*args: Any, **kwargs: Any) -> NoReturn:
+    def fail(*args, **kwargs):
         raise error
 
     return fail
 
 
 class _Failures(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         line = record.getMessage()
         if record.levelno >= logging.WARNING and any(sign in line for sign in SIGNS):
             self.lines.append(line)
 
 
 @pytest.fixture
-def failures() -> Iterator[list[str]]:
+def failures():
     """The log's lines about failures; a test that expects one clears the list."""
     handler = _Failures()
     logger = logging.getLogger("deft_backend")

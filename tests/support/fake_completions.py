@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,21 +54,21 @@ class Fake:
     url: str = ""
 
     @property
-    def dead(self) -> bool:
+    def dead(self):
         return self.dies_after is not None and len(self.bodies) > self.dies_after
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def models(self, request):
         if self.dead:
             return self._drop(request)
-        entry: dict[str, Any] = {"id": "made-up"}
+        entry = {"id": "made-up"}
         if self.context is not None and self.shows_context:
             entry["max_model_len"] = self.context
         return web.json_response({"data": self.listed or [entry]})
 
-    async def page(self, request: web.Request) -> web.StreamResponse:
+    async def page(self, request):
         return web.Response(text=self.metrics)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request):
         body = await request.json()
         self.bodies.append(body)
         prompt, tokens = body["prompt"], body["max_tokens"]
@@ -100,10 +99,7 @@ class Fake:
             return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
         return await self._stream(request, answer, usage, fault, bool(extra), "logprobs" in body)
 
-    async def _stream(
-        self, request: web.Request, answer: str, usage: dict[str, int], fault: Any,
-        extra: bool, logprobs: bool,
-    ) -> web.StreamResponse:  # fmt: skip
+    async def _stream(self, request, answer, usage, fault, extra, logprobs):
         response = web.StreamResponse()
         await response.prepare(request)
         for at in range(0, len(answer), self.piece_tokens):
@@ -122,7 +118,7 @@ class Fake:
                 break
             await asyncio.sleep(self.token_seconds)
             text = answer[at : at + self.piece_tokens]
-            choice: dict[str, Any] = {"index": 0, "text": text}
+            choice = {"index": 0, "text": text}
             if extra:
                 choice["token_ids"] = list(map(ord, text))
             if logprobs:
@@ -138,27 +134,27 @@ class Fake:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _piece(self, response: web.StreamResponse, content: Any) -> None:
+    async def _piece(self, response, content):
         await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
 
-    def _answer(self, prompt: str, tokens: int) -> str:
+    def _answer(self, prompt, tokens):
         seed = sum(map(ord, prompt[-40:]))
         text = "".join(chr(97 + (seed * (at + 3)) % 26) for at in range(tokens))
         return text if not self.salt else text[: tokens // 2] + self.salt * (tokens - tokens // 2)
 
-    def _drop(self, request: web.Request) -> web.StreamResponse:
+    def _drop(self, request):
         assert request.transport is not None
         request.transport.abort()
         return web.Response()
 
 
 @contextmanager
-def serving(fake: Fake) -> Iterator[Fake]:
+def serving(fake):
     """The server on a port of its own, in a thread, for a `with` block."""
     loop = asyncio.new_event_loop()
     started = threading.Event()
 
-    async def start() -> web.AppRunner:
+    async def start():
         app = web.Application(client_max_size=2**26)
         app.add_routes(
             [
@@ -174,7 +170,7 @@ def serving(fake: Fake) -> Iterator[Fake]:
         fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner
 
-    def run() -> None:
+    def run():
         runner = loop.run_until_complete(start())
         started.set()
         loop.run_forever()

@@ -1,7 +1,5 @@
 """The forest in plain Python: the reference for the compiled builders, array by array."""
 
-from typing import Any
-
 import numpy as np
 
 from deft_backend.forest import VIRTUAL_ROOT
@@ -9,26 +7,26 @@ from deft_backend.forest import VIRTUAL_ROOT
 Arrays = dict[str, list[int]]
 
 
-def oracle_of_tables(tables: Any, lens: Any, page_size: int) -> Arrays:
+def oracle_of_tables(tables, lens, page_size):
     """From page tables: split groups of equal rows, with a binary search for the column."""
     full = [max(0, int(n)) // page_size for n in lens]
     order, shared = _sort_rows(np.asarray(tables), np.array(full, dtype=np.int64))
     return oracle_of_neighbours(order, [n * page_size for n in shared], [int(n) for n in lens])
 
 
-def oracle_of_paths(paths: Any, lens: Any) -> Arrays:
+def oracle_of_paths(paths, lens):
     """From paths: walk a trie of dictionaries depth first."""
-    root: dict[Any, Any] = {}
+    root = {}
     for request, path in enumerate(paths):
         node, depth = root, 0
         for identity, tokens in path:
             depth += tokens
             node = node.setdefault(("node", identity), (depth, {}))[1]
         node["request", request] = (depth, request)
-    order: list[int] = []
-    shared: list[int] = []
+    order = []
+    shared = []
 
-    def walk(node: dict[Any, Any], depth: int, seam: int) -> None:
+    def walk(node, depth, seam):
         for (kind, _), (below, content) in node.items():
             if kind == "request":
                 if order:
@@ -42,16 +40,16 @@ def oracle_of_paths(paths: Any, lens: Any) -> Arrays:
     return oracle_of_neighbours(order, shared, [int(n) for n in lens])
 
 
-def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -> Arrays:
+def oracle_of_neighbours(order, shared, lens):
     """From a batch order and the neighbours' shared tokens, with lists of open and closed nodes."""
     batch = len(order)
-    found: Arrays = {
+    found = {
         "order": list(order), "seq_lens": list(lens), "parent": [], "request": [], "start": [],
         "length": [], "query_begin": [], "query_end": [], "leaf": [],
     }  # fmt: skip
     lcp = [0, *shared, 0]
-    opening: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
-    stack: list[tuple[int, int]] = []
+    opening = [[] for _ in range(batch)]
+    stack = []
     for position in range(1, batch + 1):
         begin = position - 1
         while stack and stack[-1][1] > lcp[position]:
@@ -60,10 +58,10 @@ def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -
         if lcp[position] > 0 and (not stack or stack[-1][1] < lcp[position]):
             stack.append((begin, lcp[position]))
 
-    path: list[int] = []
-    end: list[int] = []
+    path = []
+    end = []
 
-    def add(position: int, stop: int, until: int) -> int:
+    def add(position, stop, until):
         above = path[-1] if path else VIRTUAL_ROOT
         start = end[above] if path else 0
         end.append(until)
@@ -83,14 +81,14 @@ def oracle_of_neighbours(order: list[int], shared: list[int], lens: list[int]) -
     return found
 
 
-def _sort_rows(tables: Any, full: Any) -> tuple[list[int], list[int]]:
+def _sort_rows(tables, full):
     """The forest order, and the full pages that neighbours share."""
     batch = len(full)
-    order: list[int] = []
+    order = []
     shared = [0] * max(0, batch - 1)
     # Groups of rows (ascending) that agree on the first `pages` pages, in depth-first order.
     # Neighbours of different groups share the pages of the group that was split (`seam`).
-    stack: list[tuple[Any, int, int]] = [(np.arange(batch), 0, 0)] if batch else []
+    stack = [(np.arange(batch), 0, 0)] if batch else []
     while stack:
         rows, pages, seam = stack.pop()
         if order:
@@ -105,7 +103,7 @@ def _sort_rows(tables: Any, full: Any) -> tuple[list[int], list[int]]:
     return order, shared
 
 
-def _split(tables: Any, rows: Any, pages: int, full: Any) -> list[tuple[Any, int]]:
+def _split(tables, rows, pages, full):
     """Split rows that agree on `pages` pages by their next page; a row that ends is alone."""
     going_on = full[rows] > pages
     parts = [(rows[i : i + 1], pages) for i in np.flatnonzero(~going_on)]
@@ -116,7 +114,7 @@ def _split(tables: Any, rows: Any, pages: int, full: Any) -> list[tuple[Any, int
     return sorted(parts, key=lambda part: int(part[0][0]))
 
 
-def _agreement(tables: Any, rows: Any, full: Any) -> int:
+def _agreement(tables, rows, full):
     """Pages on which all rows agree, by reading them."""
     for page in range(int(full[rows].min())):
         if len(set(tables[rows, page].tolist())) > 1:

@@ -2,14 +2,13 @@
 
 import math
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 
 Tensor = torch.Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(q, k, v):
     """Attention of q [n, Hq, D] over all of k, v [t, Hkv, D], with its log-sum-exp [n, Hq]."""
     n, heads, dim = q.shape
     if len(k) == 0:
@@ -20,12 +19,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.reshape(n, heads, dim), scores.logsumexp(-1).reshape(n, heads)
 
 
-def gathered(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
+def gathered(cache, pages, tokens):
     """The first `tokens` tokens of `pages`, [tokens, Hkv, D]."""
     return cache[pages.long()].flatten(0, 1)[:tokens]
 
 
-def check_scales(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Tensor]) -> None:
+def check_scales(q, k, v, scales):
     """FlashAttention-3 takes one dtype, and scales with 8 bits."""
     assert q.dtype == k.dtype == v.dtype
     names = {"q_descale", "k_descale", "v_descale"} if k.itemsize == 1 else set()
@@ -36,7 +35,7 @@ def check_scales(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Tensor]) -> 
 class Groups:
     """Queries in contiguous groups, each over its own pages, in FlashInfer's format."""
 
-    def __init__(self, qo: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, size: int):
+    def __init__(self, qo, indptr, indices, last, size):
         for values in (qo, indptr, indices, last):
             assert values.dtype == torch.int32
         assert len(qo) == len(indptr) == len(last) + 1
@@ -47,7 +46,7 @@ class Groups:
         )  # fmt: skip
         self.indices, self.size, self.batch = indices, size, int(qo[-1])
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, q, cache):
         assert len(q) == self.batch
         outs, lses = [], []
         for first, end, page, stop, last in self.groups:
@@ -63,23 +62,21 @@ class Groups:
 class DecodeWrapper:
     """``flashinfer.BatchDecodeWithPagedKVCacheWrapper``."""
 
-    def __init__(
-        self, workspace: Tensor, layout: str, *, use_tensor_cores: bool, backend: str
-    ) -> None:
+    def __init__(self, workspace, layout, *, use_tensor_cores, backend):
         assert (layout, use_tensor_cores) == ("NHD", True)
         assert backend in ("auto", "fa2")
 
     def plan(
-        self, indptr: Tensor, indices: Tensor, last: Tensor, query_heads: int, kv_heads: int,
-        head_dim: int, page_size: int, *, q_data_type: torch.dtype, kv_data_type: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, indptr, indices, last, query_heads, kv_heads,
+        head_dim, page_size, *, q_data_type, kv_data_type,
+    ):  # fmt: skip
         assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         self.kv_dtype = kv_data_type
         self.shape = (query_heads, kv_heads, head_dim)
         one_each = torch.arange(len(last) + 1, dtype=torch.int32)
         self.planned = Groups(one_each, indptr, indices, last, page_size)
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+    def run(self, q, cache, *, out):
         assert (q.shape[1], cache[0].shape[2], q.shape[2]) == self.shape
         assert cache[0].dtype == cache[1].dtype == self.kv_dtype
         return out.copy_(self.planned.run(q, cache)[0])
@@ -88,16 +85,16 @@ class DecodeWrapper:
 class CascadeWrapper:
     """``flashinfer.MultiLevelCascadeAttentionWrapper``, merging in its order."""
 
-    def __init__(self, levels: int, workspace: Tensor, layout: str) -> None:
+    def __init__(self, levels, workspace, layout):
         assert layout == "NHD"
         self.levels = levels
 
-    def plan(self, *arguments: Any, q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+    def plan(self, *arguments, q_data_type, kv_data_type):
         *arrays, self.query_heads, self.kv_heads, self.head_dim, page_size = arguments
         assert all(len(values) == self.levels for values in arrays)
         self.planned = [Groups(*level, page_size) for level in zip(*arrays, strict=True)]
 
-    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def run(self, q, cache):
         assert q.shape[1:] == (self.query_heads, self.head_dim)
         assert cache[0].shape[2] == self.kv_heads
         out, lse = self.planned[-1].run(q, cache)
@@ -119,17 +116,17 @@ FLASHINFER = SimpleNamespace(
 class VllmFlashAttention(ModuleType):
     """``vllm.vllm_flash_attn.flash_attn_interface``."""
 
-    def get_scheduler_metadata(self, **arguments: Any) -> tuple[int, ...]:
+    def get_scheduler_metadata(self, **arguments):
         assert arguments["causal"]
         assert arguments["num_splits"] == 0
         return arguments["num_heads_q"], arguments["num_heads_kv"], arguments["headdim"]
 
     def flash_attn_varlen_func(
-        self, q: Tensor, k: Tensor, v: Tensor, *, max_seqlen_q: int, cu_seqlens_q: Tensor,
-        max_seqlen_k: int, seqused_k: Tensor, block_table: Tensor, causal: bool, out: Tensor,
-        fa_version: int, scheduler_metadata: tuple[int, ...] = (), num_splits: int = 0,
-        **scales: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, q, k, v, *, max_seqlen_q, cu_seqlens_q,
+        max_seqlen_k, seqused_k, block_table, causal, out,
+        fa_version, scheduler_metadata = (), num_splits = 0,
+        **scales,
+    ):  # fmt: skip
         check_scales(q, k, v, scales)
         assert (max_seqlen_q, num_splits, causal) == (1, 0, True)
         made = (q.shape[1], k.shape[2], q.shape[2])
@@ -146,10 +143,7 @@ class VllmFlashAttention(ModuleType):
 class SglangFlashAttention(ModuleType):
     """``sgl_kernel.flash_attn``."""
 
-    def flash_attn_with_kvcache(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
-        causal: bool, out: Tensor, **scales: Tensor,
-    ) -> Tensor:  # fmt: skip
+    def flash_attn_with_kvcache(self, q, k, v, *, cache_seqlens, page_table, causal, out, **scales):
         check_scales(q, k, v, scales)
         assert causal
         assert q.shape[1] == out.shape[1] == 1

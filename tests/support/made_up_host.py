@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from pathlib import Path
 
 FILES = {
     "madeup/__init__.py": """
@@ -137,7 +136,7 @@ FILES = {
 }
 
 
-def write_host(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Path:
+def write_host(folder, changes=None):
     """Write the package into a folder.
 
     Parameters
@@ -152,13 +151,7 @@ def write_host(folder: Path, changes: dict[str, tuple[str, str]] | None = None) 
     return folder
 
 
-def write_wheel(
-    folder: Path,
-    changes: dict[str, tuple[str, str]] | None = None,
-    *,
-    version: str = "1.0",
-    tag: str = "py3-none-any",
-) -> Path:
+def write_wheel(folder, changes=None, *, version="1.0", tag="py3-none-any"):
     """Write the package as a wheel of the distribution ``madeup``; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"madeup-{version}-{tag}.whl"
@@ -177,7 +170,7 @@ def write_wheel(
     return path
 
 
-def contents(changes: dict[str, tuple[str, str]] | None = None) -> dict[str, str]:
+def contents(changes=None):
     """The text of each file, changed."""
     found = {name: _dedent(text) for name, text in FILES.items()}
     for name, (piece, instead) in (changes or {}).items():
@@ -186,5 +179,5 @@ def contents(changes: dict[str, tuple[str, str]] | None = None) -> dict[str, str
     return found
 
 
-def _dedent(text: str) -> str:
+def _dedent(text):
     return "\n".join(line[8:] if line.startswith(" " * 8) else line for line in text.split("\n"))

@@ -21,7 +21,7 @@ CHEAP = (
 )  # fmt: skip
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments):
     """Print a command and run it; leave with its exit code if it fails."""
     print(f"+ DEFT_RANDOM_TESTS=1 {shlex.join(['python', *arguments])}", flush=True)
     done = subprocess.run(
@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> None:
         sys.exit(f"new draws failed; the command above draws them again (code {done.returncode})")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     seconds = parser.parse_args().seconds

@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ SLOW_IMPORTS = (
 )  # fmt: skip
 
 
-def copied(folder: Path) -> None:
+def copied(folder):
     """A copy of the checkout's files, without recorded runs."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -48,7 +47,7 @@ def copied(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def _run(folder: Path, tests: list[str], log: Path) -> None:
+def _run(folder, tests, log):
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -63,7 +62,7 @@ def _run(folder: Path, tests: list[str], log: Path) -> None:
     os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:warnings", *tests]))
 
 
-def passes(folder: Path, tests: list[str], seconds: float) -> tuple[int, str]:
+def passes(folder, tests, seconds):
     """Pytest's exit code in a copy, and the first failed test."""
     log = folder / "pytest.log"
     run = multiprocessing.get_context("fork").Process(target=_run, args=(folder, tests, log))
@@ -77,7 +76,7 @@ def passes(folder: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     return run.exitcode, failed[0] if failed else text[-300:] if run.exitcode else ""
 
 
-def plant(fault: dict[str, Any], folder: Path, seconds: float, known: str = "") -> tuple[str, str]:
+def plant(fault, folder, seconds, known=""):
     """One fault's result, and what noticed it; `known` is the test that noticed it before."""
     path = folder / fault["file"]
     text = path.read_text() if path.exists() else ""
@@ -100,27 +99,27 @@ def plant(fault: dict[str, Any], folder: Path, seconds: float, known: str = "") 
     return ("caught" if code in (FAILED, INTERRUPTED) else "no test"), told
 
 
-def provenance() -> dict[str, Any]:
+def provenance():
     """Of this checkout, read in another process: see ``SLOW_IMPORTS``."""
     script = "from deft_backend.files.provenance import provenance; print(json.dumps(provenance()))"
     done = subprocess.run(
         [sys.executable, "-c", f"import json; {script}"], cwd=ROOT, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def write(path, header, rows):
     lines = ",\n  ".join(map(json.dumps, rows))
     path.write_text(f'{{"header": {json.dumps(header)},\n "rows": [\n  {lines}\n]}}\n')
 
 
-def name_of(fault: dict[str, Any]) -> tuple[str, str, str]:
+def name_of(fault):
     return fault["file"], fault["old"], fault["new"]
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="faults whose file contains this text")

@@ -8,10 +8,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from deft_backend.tools.servers.command import free_port
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def program(name: str) -> str:
+def program(name):
     """The path of `prometheus` or `promtool`; without it, the test is skipped."""
     found = shutil.which(name)
     if found is None:
@@ -28,7 +26,7 @@ def program(name: str) -> str:
     return found
 
 
-def dashboard_queries() -> dict[str, str]:
+def dashboard_queries():
     """Every query of the dashboard, by panel and letter, with Grafana's variables filled in."""
     panels = json.loads((DEPLOY / "grafana" / "deft.json").read_text())["panels"]
     filled = {"$__rate_interval": "1m", "$__range": "1m", "$instance": ".*"}
@@ -43,7 +41,7 @@ def dashboard_queries() -> dict[str, str]:
     return queries
 
 
-def alert_queries() -> dict[str, str]:
+def alert_queries():
     """The expression of every alert, by the alert's name."""
     text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
     found = re.findall(r"- alert: (\w+)\n.*?expr: \|\n(.*?)\n {8}\w+:", text, re.DOTALL)
@@ -54,16 +52,16 @@ def alert_queries() -> dict[str, str]:
 class Prometheus:
     """A running Prometheus."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._url = f"http://127.0.0.1:{port}"
 
-    def query(self, query: str) -> list[dict[str, Any]]:
+    def query(self, query):
         """The series that an instant query returns."""
         address = f"{self._url}/api/v1/query?" + urllib.parse.urlencode({"query": query})
         with urllib.request.urlopen(address, timeout=10) as response:
             return json.load(response)["data"]["result"]
 
-    def wait(self, queries: dict[str, str], seconds: float = 30.0) -> dict[str, list[Any]]:
+    def wait(self, queries, seconds=30.0):
         """The answers to all queries, as soon as each has data, or at the end of `seconds`."""
         end = time.monotonic() + seconds
         while True:
@@ -78,7 +76,7 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(addresses: Sequence[str], folder: Path) -> Iterator[Prometheus]:
+def prometheus(addresses, folder):
     """Scrape `addresses` every second, with the alerts of deploy/ loaded."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

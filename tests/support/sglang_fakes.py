@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner, Observed
@@ -27,12 +26,12 @@ ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query
 """The arrays of a forest that follow from who shares what."""
 
 
-def assert_same_forest(ours: PrefixForest, theirs: PrefixForest) -> None:
+def assert_same_forest(ours, theirs):
     for name in (*ARRAYS, "seq_lens"):
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
 
 
-def mode(name: str) -> Any:
+def mode(name):
     """What a batch does: "decode", "verify" or "extend"."""
     return SimpleNamespace(
         name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
@@ -45,23 +44,23 @@ class Node:
 
     counter = 0
 
-    def __init__(self, parent: Node | None, key: list[int]) -> None:
+    def __init__(self, parent, key):
         Node.counter += 1
         self.id = Node.counter
         self.parent = parent
         self.key = key
-        self.slots: list[int] = []
-        self.children: dict[int, Node] = {}
+        self.slots = []
+        self.children = {}
 
 
 class Tree:
     """A radix tree that splits nodes like the host's: the new node goes above the old node."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.root = Node(None, [])
         self.next_slot = 1
 
-    def insert(self, tokens: list[int]) -> tuple[Node, list[int]]:
+    def insert(self, tokens):
         """The node that ends `tokens`, and their slots."""
         node, slots = self.root, []
         while tokens:
@@ -85,16 +84,16 @@ class Tree:
             tokens, node = tokens[shared:], child
         return node, slots
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count):
         self.next_slot += count
         return list(range(self.next_slot - count, self.next_slot))
 
 
-def make_request(node: Node | None, owned: int, row: int | None = 0, rid: str = "r") -> Any:
+def make_request(node, owned, row=0, rid="r"):
     return SimpleNamespace(last_node=node, cache_protected_len=owned, req_pool_idx=row, rid=rid)
 
 
-def requests_of(prompts: list[list[int]], tree: Tree, private: int = 1) -> tuple[Any, Any, Any]:
+def requests_of(prompts, tree, private=1):
     """Requests over a tree, their page table, and their lengths (`private` tokens beyond)."""
     made = []
     for prompt in prompts:
@@ -112,17 +111,17 @@ def requests_of(prompts: list[list[int]], tree: Tree, private: int = 1) -> tuple
 class FakeAttention:
     """Plans on the host planner, and counts the plans."""
 
-    def __init__(self, policy: str = "deft-node") -> None:
+    def __init__(self, policy="deft-node"):
         self.policy = get_policy(policy)
-        self.forests: list[PrefixForest] = []
+        self.forests = []
 
-    def plan(self, forest: PrefixForest) -> Any:
+    def plan(self, forest):
         self.forests.append(forest)
         target = Target(num_query_heads=4, num_kv_heads=2, head_dim=64)
         return plan_forest(forest, self.policy, target, PlanCapacity.for_batch(64))[0]
 
 
-def make_state() -> ServerState:
+def make_state():
     return ServerState(
         port=1, rank=0, host="sglang", host_version="0", backend="deft", policy="auto",
         device="cpu", dtype="float32", num_layers=2, num_query_heads=4, num_kv_heads=2,
@@ -130,27 +129,27 @@ def make_state() -> ServerState:
     )  # fmt: skip
 
 
-def make_planner(settings: Settings = EAGER, check: Any = None) -> tuple[DecodePlanner, Any]:
+def make_planner(settings=EAGER, check=None):
     attention = FakeAttention()
     return DecodePlanner(attention, tree_source(), settings, make_state(), check), attention
 
 
-def step(planner: DecodePlanner, requests: list[Any], lens: Any) -> Any:
+def step(planner, requests, lens):
     lens = np.asarray(lens)
     return planner.step(observed(requests), lens, int(lens.sum()))
 
 
-def tree_source() -> PrefixSource:
+def tree_source():
     """For batches under a plain radix tree, where nothing reads the page table."""
     return PrefixSource(torch.empty((0, 0), dtype=torch.int32))
 
 
-def observed(requests: list[Any], tree_cache: Any = None) -> Observed:
+def observed(requests, tree_cache=None):
     """A batch, under the plain radix tree unless another cache is given."""
     return Observed(None, requests, RADIX_CACHE if tree_cache is None else tree_cache)
 
 
-def make_layer(**changes: Any) -> Any:
+def make_layer(**changes):
     layer = SimpleNamespace(
         is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"),
         sliding_window_size=-1, use_irope=False, pos_encoding_mode="NONE", xai_temperature_len=-1,
@@ -163,19 +162,19 @@ def make_layer(**changes: Any) -> Any:
 class FakePool:
     """Keys and values of each layer: `k` and `v` are those of layer 0."""
 
-    def __init__(self, slots: int = 64, heads: int = 2) -> None:
+    def __init__(self, slots=64, heads=2):
         shape, generator = (2, slots, heads, 64), torch.Generator().manual_seed(0)
         self.buffers = [torch.randn(shape, generator=generator).unbind() for _ in range(3)]
         self.k, self.v = self.buffers[0]
 
-    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+    def set_kv_buffer(self, layer, loc, k, v):
         held = self.buffers[layer.layer_id]
         held[0][loc.loc], held[1][loc.loc] = k.view(-1, 2, 64), v.view(-1, 2, 64)
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_key_buffer(self, layer_id):
         return self.buffers[layer_id][0]
 
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_value_buffer(self, layer_id):
         return self.buffers[layer_id][1]
 
 
@@ -190,35 +189,35 @@ class MHATokenToKVPool(FakePool):
 class SWAKVPool:
     """Full-attention layers in one pool, layers with a sliding window in another."""
 
-    def __init__(self, full: list[int], windowed: list[int], slots: int = 64) -> None:
+    def __init__(self, full, windowed, slots=64):
         self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(slots), MHATokenToKVPool(slots)
         self.layers_mapping = {layer: (at, False) for at, layer in enumerate(full)}
         self.layers_mapping |= {layer: (at, True) for at, layer in enumerate(windowed)}
 
-    def _of(self, layer_id: int) -> FakePool:
+    def _of(self, layer_id):
         return self.swa_kv_pool if self.layers_mapping[layer_id][1] else self.full_kv_pool
 
-    def set_kv_buffer(self, layer: Any, loc: Any, k: Any, v: Any) -> None:
+    def set_kv_buffer(self, layer, loc, k, v):
         if self.layers_mapping[layer.layer_id][1]:
             assert loc.swa_loc is not None  # as in the host: only its backends know these pages
         self._of(layer.layer_id).set_kv_buffer(layer, loc, k, v)
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_key_buffer(self, layer_id):
         return self._of(layer_id).get_key_buffer(layer_id)
 
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+    def get_value_buffer(self, layer_id):
         return self._of(layer_id).get_value_buffer(layer_id)
 
 
 class HybridLinearKVPool:
     """Full-attention layers in a pool; linear layers keep a state elsewhere."""
 
-    def __init__(self, full: list[int], slots: int = 64) -> None:
-        self.full_kv_pool: Any = MHATokenToKVPool(slots)
+    def __init__(self, full, slots=64):
+        self.full_kv_pool = MHATokenToKVPool(slots)
         self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
 
 
-def small_attention(**arguments: Any) -> TreeAttention:
+def small_attention(**arguments):
     """Tree attention of the shape of :func:`make_layer`, on the CPU."""
     return TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
@@ -226,10 +225,7 @@ def small_attention(**arguments: Any) -> TreeAttention:
     )  # fmt: skip
 
 
-def decode_attention(
-    pool: FakePool, table: Any, rows: Any, lens: Any, q: torch.Tensor, scale: float = 0.125,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def decode_attention(pool, table, rows, lens, q, scale=0.125, sinks=None):
     """[B, 256]: decode attention in float64, request by request, over the page table."""
     out = torch.empty(len(q), 4, 64, dtype=torch.float64)
     for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
@@ -244,13 +240,13 @@ def decode_attention(
     return out.view(len(q), -1)
 
 
-def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> type[Any]:
+def recording_backend(host, pool, table, calls):
     """A class of the host's backends that notes each call in `calls` and attends to nothing.
 
     It writes keys and values if it is asked to, as a host's backend does.
     """
 
-    def write(k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool) -> None:
+    def write(k, v, layer, batch, save_kv_cache):
         if save_kv_cache and k is not None:
             loc = SimpleNamespace(loc=batch.out_cache_loc, swa_loc=batch.out_cache_loc)
             pool.set_kv_buffer(layer, loc, k, v)
@@ -259,29 +255,21 @@ def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> typ
         token_to_kv_pool = pool
         req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
 
-        def init_forward_metadata(self, forward_batch: Any) -> None:
+        def init_forward_metadata(self, forward_batch):
             calls.append("metadata")
 
-        def init_forward_metadata_out_graph(
-            self, forward_batch: Any, in_capture: bool = False
-        ) -> None:
+        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
             calls.append("capture" if in_capture else "replay")
 
-        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        def init_forward_metadata_in_graph(self, forward_batch):
             calls.append("in graph")
 
-        def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True,
-            **kwargs: Any,
-        ) -> Any:  # fmt: skip
+        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
             calls.append("decode")
             write(k, v, layer, batch, save_kv_cache)
             return torch.zeros_like(q)
 
-        def forward_extend(
-            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True,
-            **kwargs: Any,
-        ) -> Any:  # fmt: skip
+        def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
             calls.append("extend")
             write(k, v, layer, batch, save_kv_cache)
             return q
@@ -289,7 +277,7 @@ def recording_backend(host: Any, pool: Any, table: Any, calls: list[str]) -> typ
     return HostBackend
 
 
-def tree_layers(host: Any, attention: Any, state: ServerState, **options: Any) -> Any:
+def tree_layers(host, attention, state, **options):
     """The layers of a model in which tree attention may run all; `host_layers`: but these."""
     from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
 
@@ -297,9 +285,7 @@ def tree_layers(host: Any, attention: Any, state: ServerState, **options: Any) -
     return TreeLayers(host, attention, state, division, **options)
 
 
-def device_planned(
-    host: Any, attention: Any, state: ServerState, settings: Settings, **options: Any
-) -> Any:
+def device_planned(host, attention, state, settings, **options):
     """The backend that a server with the device planner gets."""
     from deft_backend.hosts.sglang.step.backend import surround
     from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
@@ -308,7 +294,7 @@ def device_planned(
     return surround(host, DevicePlannedSteps(layers, settings, **options))
 
 
-def load_host() -> Any:
+def load_host():
     """The host's base class; the driver stand-in makes it importable without a driver."""
     pytest.importorskip("sglang")
     import ctypes

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tables
-from deft_backend.policies import Grouping, Target
+from deft_backend.forest import build_forest, forest_from_page_tables
+from deft_backend.policies import Target
 
 GROWTH = 40
 """Tokens that every request of a batch may grow by: its page table has room for them."""
@@ -26,10 +26,10 @@ class Batch:
     seq_lens: npt.NDArray[np.int32]
     page_size: int
 
-    def forest(self) -> PrefixForest:
+    def forest(self):
         return forest_from_page_tables(self.page_tables, self.seq_lens, self.page_size)
 
-    def slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
+    def slots(self, row, start, end):
         """Physical slots of positions ``start … end - 1`` of `row`."""
         position = np.arange(start, end)
         page = self.page_tables[row, position // self.page_size].astype(np.int64)
@@ -37,22 +37,22 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_requests: int = 12, page_size: int | None = None) -> Batch:
+def batches(draw, max_requests=12, page_size=None):
     """Batches over one or several random trees."""
     page_size = page_size or draw(st.sampled_from([1, 3, 16]))
-    parents: list[int] = []
-    pages: list[list[int]] = []
+    parents = []
+    pages = []
     fresh = 0
     for node in range(draw(st.integers(0, 7))):
         parents.append(draw(st.integers(-1, node - 1)))
         count = draw(st.integers(1, 6 if page_size > 1 else 90))
         pages.append(list(range(fresh, fresh + count)))
         fresh += count
-    tables: list[list[int]] = []
-    lens: list[int] = []
+    tables = []
+    lens = []
     for _ in range(draw(st.integers(0, max_requests))):
         node = draw(st.integers(-1, len(parents) - 1))
-        path: list[int] = []
+        path = []
         while node >= 0:
             path = pages[node] + path
             node = parents[node]
@@ -92,7 +92,7 @@ targets = st.builds(
 )
 
 
-def regular_forest(fan_out: list[int], tokens: list[int]) -> PrefixForest:
+def regular_forest(fan_out, tokens):
     """A tree with `fan_out` children at each level and `tokens` tokens a node of it."""
     batch = int(np.prod(fan_out))
     depth = np.cumsum(tokens)
@@ -108,7 +108,7 @@ def regular_forest(fan_out: list[int], tokens: list[int]) -> PrefixForest:
     return build_forest(np.arange(batch), shared, np.full(batch, depth[-1]))
 
 
-def check_coverage(batch: Batch, grouping: Grouping, growth: npt.NDArray[np.int32]) -> None:
+def check_coverage(batch, grouping, growth):
     """Each query attends to its own tokens, each once, after growing by `growth` tokens.
 
     Raises

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-
-from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 
-def dump_thought_trees(trees: Sequence[ThoughtTree], path: Path) -> None:
+def dump_thought_trees(trees, path):
     """Write a file that `load_thought_trees` reads."""
     content = [
         {

@@ -10,7 +10,7 @@ import torch
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
-def make_config(**changes: Any) -> Any:
+def make_config(**changes):
     """The parts of a ``VllmConfig`` that the adapter reads."""
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
@@ -39,19 +39,19 @@ def make_config(**changes: Any) -> Any:
     return config
 
 
-def speculating(tokens: int, **changes: Any) -> Any:
+def speculating(tokens, **changes):
     """A ``SpeculativeConfig`` that drafts `tokens` tokens, as far as the adapter reads it."""
     return SimpleNamespace(num_speculative_tokens=tokens, **changes)
 
 
-def _layout(name: str) -> Any:
+def _layout(name):
     """Set a memory order of caches, in versions whose servers resolve one."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return KVCacheLayout[name]
 
 
-def make_spec(block_size: int = 16, **changes: Any) -> Any:
+def make_spec(block_size=16, **changes):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     values = {
@@ -73,7 +73,7 @@ class Layers:
     spec: Any = None
     """The layers' own cache specification; None: only their arguments describe them."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.impls = []
         context = self.config.compilation_config.static_forward_context
         for index in range(self.count):
@@ -88,7 +88,7 @@ class Layers:
             context[f"{self.prefix}.{index}"] = module
             self.impls.append(impl)
 
-    def builder(self, spec: Any) -> Any:
+    def builder(self, spec):
         names = [f"{self.prefix}.{index}" for index in range(self.count)]
         return self.backend.get_builder_cls()(spec, names, self.config, torch.device("cpu"))
 
@@ -102,7 +102,7 @@ class Cache:
 
     LAYERS = 3
 
-    def __init__(self, pages: int, block_size: int, layout: str = "LBNHC", padded: int = 0) -> None:
+    def __init__(self, pages, block_size, layout="LBNHC", padded=0):
         generator = torch.Generator().manual_seed(pages + block_size)
         numbers = torch.randn((pages, KV_HEADS, block_size, 2 * DIM), generator=generator)
         sizes = {"L": self.LAYERS, "B": pages, "H": KV_HEADS, "N": block_size, "C": 2 * DIM}
@@ -113,12 +113,12 @@ class Cache:
         self.tensor.copy_(numbers)
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self):
         """[pages, block_size, Hkv, D]: computed here, independently of the adapter."""
         return self.tensor.permute(0, 2, 1, 3)[..., :DIM]
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self):
         return self.tensor.permute(0, 2, 1, 3)[..., DIM:]
 
 
@@ -133,7 +133,7 @@ class Batch:
     padding: int = 0
     first_page: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         pages = max(-(-length // self.block_size) for length in self.seq_lens) + 1
         rows = len(self.seq_lens) + self.padding
         self.table = torch.zeros((rows, pages), dtype=torch.int32)
@@ -154,7 +154,7 @@ class Batch:
         fused = torch.randn((sum(queries), 2 * HEADS, DIM), generator=generator)
         self.query = fused[:, :HEADS]  # a part of a fused projection: tokens are far apart
 
-    def common(self, **changes: Any) -> Any:
+    def common(self, **changes):
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         rows = len(self.lens)
@@ -170,12 +170,12 @@ class Batch:
         return CommonAttentionMetadata(**values)
 
 
-def cached(batch: Batch) -> tuple[Batch, Cache]:
+def cached(batch):
     """A batch and a cache that holds its pages."""
     return batch, Cache(batch.pages, batch.block_size)
 
 
-def state() -> Any:
+def state():
     """The counters of this process's server."""
     from deft_backend.hosts.vllm.report import server
 
@@ -184,7 +184,7 @@ def state() -> Any:
     return server._current.state
 
 
-def tree_layers(config: Any = None, **kwargs: Any) -> Layers:
+def tree_layers(config=None, **kwargs):
     """Layers behind tree attention around the CPU's backend."""
     from deft_backend.hosts.vllm.step.backend import tree_backend
     from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
@@ -192,14 +192,11 @@ def tree_layers(config: Any = None, **kwargs: Any) -> Layers:
     return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def close(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-def reference(
-    batch: Batch, cache: Cache, *, window: int | None = None, cap: float = 0.0,
-    scale: float = DIM**-0.5, sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def reference(batch, cache, *, window=None, cap=0.0, scale=DIM**-0.5, sinks=None):
     """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
     out = torch.zeros(batch.query.shape, dtype=torch.float64)
     for row, length in enumerate(batch.lens.tolist()):
@@ -224,7 +221,7 @@ def reference(
     return out
 
 
-def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> torch.Tensor:
+def run(impl, batch, cache, metadata, rows=0):
     """One layer's forward; `rows` padding tokens follow the batch's tokens."""
     padding = torch.full((rows, HEADS, DIM), 7.0)
     output = torch.full((len(batch.query) + rows, HEADS, DIM), 7.0)
@@ -234,7 +231,7 @@ def run(impl: Any, batch: Batch, cache: Cache, metadata: Any, rows: int = 0) -> 
     return output
 
 
-def forget_collectors() -> None:
+def forget_collectors():
     """Remove the plugin's registrations from the client's global registry."""
     from prometheus_client import REGISTRY
 
