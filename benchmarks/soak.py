@@ -39,8 +39,6 @@ class Soak:
         Of one server's life.
     servers : ServerChoice
     model : ModelChoice
-    workers : int, optional
-    logs : Path, optional
     command : str
         For the record.
     """
@@ -50,14 +48,12 @@ class Soak:
     slice_seconds: float
     servers: ServerChoice
     model: ModelChoice
-    workers: int | None
-    logs: Path | None
     command: str
 
     @property
     def folder(self) -> Path:
         """The folder of the slices' rows and logs."""
-        return self.logs or self.out.with_suffix("")
+        return self.out.with_suffix("")
 
 
 def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
@@ -109,7 +105,7 @@ def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) ->
     choice = Choice(
         Output(folder / ROWS, soak.command, folder), ["traffic"],
         soak.servers, soak.model,
-        traffic=TrafficChoice(seconds / 60, part, soak.workers),
+        traffic=TrafficChoice(seconds / 60, part),
     )  # fmt: skip
     with prepared(choice) as setup:
         checks, ours = reference or setup.reference, setup.launch.host.ours

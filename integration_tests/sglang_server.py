@@ -1,23 +1,19 @@
 """Real SGLang servers on the CPU engine: started once for many tests, and always ended."""
 
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deft_backend.tools.servers.command import free_port, server_command
-from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.server import (
     DRAFT,
     EAGER,
     MODEL,
-    START_SECONDS,
-    Server,
     cores_of_two_ranks,
+    started,
     state_settings,
 )
-from integration_tests.common.steps import counted
 from integration_tests.cpu_speculation.plugin import environment as cpu_speculation
 
 
@@ -124,7 +120,6 @@ class Ask:
         }  # fmt: skip
 
 
-@contextmanager
 def running(backend, group, folder):
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +135,7 @@ def running(backend, group, folder):
     if group.cli:
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
-    with (
-        ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process,
-        counted(Server(process, folder / "state"), folder / "state") as server,
-    ):
-        yield server
+    return started(command, folder)
 
 
 def in_shared_memory(folder):

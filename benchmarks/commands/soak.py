@@ -32,10 +32,6 @@ def soak(
         str | None, typer.Option(help="Default: llama-3.1-8b; tiny without a GPU.")
     ] = None,
     reference: ReferenceOption = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Requests in flight at the same time.")
-    ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder for server logs and answers.")] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Time limit for a server's start, in seconds.")
     ] = 500.0,
@@ -58,7 +54,7 @@ def soak(
             chosen_host(host, needed=True), None, reference, tuple(host_arguments(host_args)),
             start_seconds=start_timeout,
         ),
-        ModelChoice(model, shape), workers, logs,
+        ModelChoice(model, shape),
         shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
     )  # fmt: skip
     stopped = f"all servers have ended; finished slices are in {out}"

@@ -37,13 +37,6 @@ def zoo(
         "reports/zoo"
     ),
     at_once: Annotated[int, typer.Option(help="Architectures that run at the same time.")] = 1,
-    answers: Annotated[
-        str | None,
-        typer.Option(
-            help="Backend that answers. Default: the plugin. Another of the host's backends shows "
-            "what rounding alone changes."
-        ),
-    ] = None,
     seconds: Annotated[float, typer.Option(help="End the run after this time.")] = 3600.0,
 ) -> None:
     """Check the answers of small models of many architectures, token by token.
@@ -68,7 +61,7 @@ def zoo(
         signal.signal(number, _stop)
     rows, runs = _known(out)
     runs.append(provenance())
-    place = Place(named, gpu, answers, asked=asked)
+    place = Place(named, gpu, asked=asked)
     for row in run(names, place, logs, at_once, seconds):
         rows[_key(row)] = {**row, "run": len(runs) - 1}
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +77,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _key(row: dict[str, object]) -> tuple[object, ...]:
-    names = ("host", "version", "architecture", "kv_dtype", "device", "backend")
+    names = ("host", "version", "architecture", "kv_dtype", "device")
     options = json.dumps(row.get("options", {}), sort_keys=True)
     return (*(row.get(name) for name in names), options)
 
@@ -109,19 +102,14 @@ def _line(row: dict[str, object]) -> str:
     )
 
 
-def _passed(row: Mapping[str, Any]) -> bool:
-    """Whether tree attention's tokens were checked, and none was wrong."""
-    return "backend" not in row and bool(row["tokens_checked"] and not row["tokens_wrong"])
-
-
 def readme_line(rows: Sequence[Mapping[str, Any]]) -> str:
     """The line of the README's table: architectures whose full layers tree attention decodes.
 
     An architecture counts if every row that checked tokens passed. An architecture stands in the
     second column if the host decodes all of its layers.
     """
-    failed = {row["architecture"] for row in rows if row["tokens_wrong"] and "backend" not in row}
-    good = [row for row in rows if _passed(row) and row["architecture"] not in failed]
+    failed = {row["architecture"] for row in rows if row["tokens_wrong"]}
+    good = [r for r in rows if r["tokens_checked"] and r["architecture"] not in failed]
     tree = {row["architecture"] for row in good if row["layers_tree"]}
     host = {row["architecture"] for row in good} - tree
     return f"| architectures checked | {_titles(tree)} | {_titles(host) or '–'} |"

@@ -81,8 +81,6 @@ class Run:
             "tokens_checked": 0, "tokens_wrong": 0, "ties": 0,
             "device": "gpu" if self.place.gpu else "cpu",
         }  # fmt: skip
-        if self.place.answers is not None:
-            row["backend"] = self.place.answers
         if self.place.asked:
             row["options"] = dict(self.place.asked)
         if not self.done:

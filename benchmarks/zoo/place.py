@@ -24,9 +24,6 @@ class Place:
     host : str
         "sglang" or "vllm".
     gpu : bool
-    answers : str, optional
-        The backend that answers; None: the plugin. With another backend of the host, the rows show
-        what rounding alone changes.
     share : float
         Part of the GPU's memory for one engine of vLLM.
     asked : mapping
@@ -35,14 +32,13 @@ class Place:
 
     host: str
     gpu: bool
-    answers: str | None = None
     share: float = 0.06
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def backend(self) -> str:
-        """The host's name for the backend that answers."""
-        return self.answers or BACKEND_NAMES[self.host]
+        """The host's name for tree attention, which answers."""
+        return BACKEND_NAMES[self.host]
 
     @property
     def in_one_process(self) -> bool:

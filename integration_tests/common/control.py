@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.e2e.host_clients import HostClient, requests_of
+from benchmarks.e2e.served_model import Model
 from integration_tests.common.answers import assert_same
-from integration_tests.common.host_client import answers_of
-from integration_tests.common.server import complete
+from integration_tests.common.server import MODEL, complete
 
 
 def while_decoding(server, asks, act):
@@ -48,8 +49,8 @@ def check_host_client(host, servers, folder, ask, act):
     Until the client ends, other clients send `ask` and hang up, and `act` is called, in turns.
     """
     server, baseline = servers
-    expected = answers_of(host, baseline, folder / "baseline")
-    found = _disturbed(server, ask, act, lambda: answers_of(host, server, folder / "ours"))
+    expected = _answers_of(host, baseline, folder / "baseline")
+    found = _disturbed(server, ask, act, lambda: _answers_of(host, server, folder / "ours"))
     assert found == expected
     assert not server.trouble()
 
@@ -107,3 +108,19 @@ def changed_weights(model, folder):
                 weights[name] = changed.to(weight.dtype)
         save_file(weights, str(file), metadata={"format": "pt"})
     return copy
+
+
+def _answers_of(host, server, folder):
+    """Texts of the greedy answers of the host's own client, in the order of its prompts.
+
+    The prompts come from 8 prefixes of 256 tokens, more than the caches of these tests hold.
+    """
+    with server.open("v1/models") as response:
+        name = json.loads(response.read())["data"][0]["id"]
+    client = HostClient(host, "evicting", timeout=300, answers=True, served_name=name)
+    model = Model(str(MODEL), "tiny", ids=256, context=2048)
+    run = client.run(server.process.url, model, server.process.command.environment, folder)
+    texts = asyncio.run(run)["generated_texts"]
+    assert len(texts) == requests_of(client)
+    assert all(texts)
+    return texts

@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
+
+from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.result import StepTotal
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
@@ -179,3 +183,17 @@ def state_settings(backend, folder):
         "DEFT_LOG": "debug",
         "DEFT_OBSERVE": "0" if backend == "deft" else "1",
     }
+
+
+@contextmanager
+def started(command, folder):
+    """A server for a `with` block; its decode steps then count in :class:`StepTotal`."""
+    with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
+        try:
+            yield Server(process, folder / "state")
+        finally:
+            path = folder / "state" / f"{command.port}-tp0.json"
+            if path.is_file():
+                state = json.loads(path.read_text())
+                StepTotal.tree_steps += state["steps_tree"]
+                StepTotal.device = state["device"]

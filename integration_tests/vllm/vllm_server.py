@@ -1,22 +1,18 @@
 """Real vLLM servers on the CPU: started once for many tests, and always ended."""
 
 import json
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
-from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.server import (
     DRAFT,
     MODEL,
-    START_SECONDS,
-    Server,
     cores_of_two_ranks,
+    started,
     state_settings,
 )
-from integration_tests.common.steps import counted
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,6 @@ def together(asks):
     return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
 
 
-@contextmanager
 def running(backend, group, folder, adapter):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
     settings = {**state_settings(backend, folder), "VLLM_SERVER_DEV_MODE": "1"}
@@ -140,8 +135,4 @@ def running(backend, group, folder, adapter):
         str(MODEL), free_port(), host="vllm", backend=backend, host_arguments=flags,
         environment=settings, gpu=False,
     )  # fmt: skip
-    with (
-        ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process,
-        counted(Server(process, folder / "state"), folder / "state") as server,
-    ):
-        yield server
+    return started(command, folder)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from benchmarks.kernel.case_inputs import make_inputs
 from benchmarks.kernel.kernel_bars import is_met
 from benchmarks.kernel.measure_case import Setup, measure_case
-from benchmarks.kernel.methods import OURS, Refused, flashinfer_prefill, make_method
+from benchmarks.kernel.methods import OURS, Refused, make_method
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
 from benchmarks.kernel.verified_workloads import (
@@ -22,8 +21,6 @@ from benchmarks.kernel.verified_workloads import (
     verified_workloads,
 )
 from deft_backend.attention.reference_attention import (
-    reference_attention,
-    relative_error,
     seen_tokens,
 )
 from deft_backend.tools.tuning.launch_clock import QUICK
@@ -103,49 +100,6 @@ def test_bars(mask, workload, share, times, met):
         "heads": "32/8",
     }  # fmt: skip
     assert is_met(row) is met
-
-
-class PrefillWrapper:
-    """``flashinfer.BatchPrefillWithPagedKVCacheWrapper``, in float64."""
-
-    def __init__(self, workspace, layout, backend):
-        assert (layout, backend) == ("NHD", "fa2")
-
-    def plan(self, starts, indptr, indices, last, *shape, custom_mask, causal, **dtypes):
-        assert causal == (custom_mask is None)
-        self.starts, self.ends, self.indices = starts.tolist(), indptr.tolist(), indices
-        self.last, self.size, self.mask = last.tolist(), shape[-1], custom_mask
-
-    def run(self, q, cache, *, out):
-        used = 0
-        for request, last in enumerate(self.last):
-            pages = self.indices[self.ends[request] : self.ends[request + 1]].long()
-            tokens = (len(pages) - 1) * self.size + last
-            rows = slice(self.starts[request], self.starts[request + 1])
-            k, v = (part[pages].flatten(0, 1)[:tokens].double() for part in cache)
-            own = q[rows].double()
-            seen = seen_tokens(len(own), tokens)
-            if self.mask is not None:
-                seen = self.mask[used : used + seen.numel()].view(seen.shape)
-                used += seen.numel()
-            grouped = own.view(len(own), k.shape[1], -1, own.shape[-1])
-            scores = torch.einsum("nhgd,thd->nhgt", grouped, k) / own.shape[-1] ** 0.5
-            weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-            out[rows] = torch.einsum("nhgt,thd->nhgd", weights, v).reshape(own.shape).to(out.dtype)
-
-
-@pytest.mark.parametrize("mask", CASES)
-def test_flashinfers_prefill_gets_the_mask(mask, monkeypatch):
-    package = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper)
-    monkeypatch.setattr(flashinfer_prefill, "flashinfer", lambda: package)
-    monkeypatch.setattr(flashinfer_prefill, "float_workspace", lambda device: torch.empty(0))
-    inputs = make_inputs(Case(CASES[mask], 4, 2, 16), 64, torch.float32, CPU, "shuffled", 0)
-    out = make_method("flashinfer-prefill").prepare(inputs).launch()
-    reference = reference_attention(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
-        ancestors=inputs.ancestors,
-    )  # fmt: skip
-    assert relative_error(out, reference) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3"])

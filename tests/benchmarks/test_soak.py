@@ -61,7 +61,7 @@ def test_a_later_run_goes_on_where_the_first_ended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(soaks, "_slice", fake)
     out = tmp_path / "soak.json"
-    asked = Soak(out, 100.0, 40.0, ServerChoice(), ModelChoice(), None, None, "soak")
+    asked = Soak(out, 100.0, 40.0, ServerChoice(), ModelChoice(), "soak")
     with pytest.raises(KeyboardInterrupt):
         run(asked, lambda line: None)
     total = run(asked, lambda line: None)

@@ -144,7 +144,7 @@ def test_the_plugin_counts_tests_and_the_servers_steps(processes, tmp_path):
     """In one process and in two, with the steps of all processes."""
     (tmp_path / "test_made_up.py").write_text(
         "import pytest\n"
-        "from integration_tests.common.steps import StepTotal\n"
+        "from integration_tests.common.result import StepTotal\n"
         "@pytest.fixture\n"
         "def broken():\n    raise RuntimeError\n"
         "@pytest.fixture\n"
