@@ -181,8 +181,22 @@ def compile_all(
         left = [variant for variant, kernel in made.items() if kernel is None]
         made.update(zip(left, pool.map(partial(make, wait=True), left), strict=True))
         kernels = tuple(made[variant] for variant in wanted)
+    if load:
+        _give_own_launchers(kernels)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+def _give_own_launchers(kernels: Iterable[Any]) -> None:
+    """Make the launcher of each loaded kernel anew, one after another.
+
+    Triton 3.6 compiles launchers as modules of one name. A launcher that is loaded again
+    changes the module that was loaded last. So of two threads, one may take the other's launcher.
+    """
+    from triton.runtime import driver
+
+    for kernel in kernels:
+        kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _compiled(variant: Variant) -> Any:

@@ -1,6 +1,8 @@
 """The start compiles the variants that steps launch, under the keys that launches look up."""
 
+import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from triton import knobs
 from triton.compiler.errors import CompilationError
+from triton.runtime import driver
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile import variants
@@ -386,6 +389,36 @@ def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path):
     assert [kernel.hash for kernel in first.kernels] == [kernel.hash for kernel in again.kernels]
     assert "2 kernels ready" in str(first)
     assert "2 compiled on 2 threads, 0 from the cache" in str(first)
+
+
+def test_threads_that_load_at_once_do_not_take_each_others_launcher(monkeypatch):
+    """Triton 3.6 loads launchers into one module, which the last load has changed."""
+    module, both = SimpleNamespace(), threading.Barrier(2)
+
+    def launcher(src, metadata):
+        module.launch = src
+        if threading.current_thread() is not threading.main_thread():
+            both.wait(10)
+        return module.launch
+
+    class Loaded:
+        def __init__(self, src):
+            self.src, self.metadata = src, None
+
+        def __getitem__(self, grid):
+            self._run = launcher(self.src, self.metadata)
+
+    class Wanted:
+        device_caches = dict.fromkeys([0])
+
+        def __init__(self, name):
+            self.kernel, self.compile = self, partial(Loaded, name)
+
+    active = SimpleNamespace(get_current_device=lambda: 0, launcher_cls=launcher)
+    monkeypatch.setattr(driver, "_active", active)
+    wanted = [Wanted("stage 1"), Wanted("stage 2")]
+    done = compile_all(wanted, threads=2, load=True)
+    assert [kernel._run for kernel in done.kernels] == ["stage 1", "stage 2"]
 
 
 def test_nothing_to_compile_needs_no_gpu():
