@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from deft_backend.attention.current_device import device_as_current
-from deft_backend.attention.planning_branch import PlanningBranch
 from deft_backend.forest import PrefixForest, forest_of_blocks
 from deft_backend.planner import (
     DevicePlan,
@@ -79,8 +77,6 @@ class CurrentPlan:
         The plan as the kernels read it.
     batch : PlannedBatch
         The batch that `arrays` cover.
-    branch : PlanningBranch
-        Where plans are made beside other launches.
     """
 
     def __init__(
@@ -99,7 +95,6 @@ class CurrentPlan:
         self.capacity = capacity
         self.arrays = DevicePlan(capacity, device)
         self.batch = PlannedBatch()
-        self.branch = PlanningBranch(device)
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
@@ -151,16 +146,15 @@ class CurrentPlan:
         blocks: QueryBlocks,
         target: Target,
         limits: tuple[int, int] | None = None,
-        beside: bool = False,
     ) -> None:
         """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
 
-        A batch without requests gets an empty plan. `beside` plans on :attr:`branch`.
+        A batch without requests gets an empty plan.
         """
         planner = self.device_planner
         # A failed launch leaves the arrays half written, so they belong to no batch.
         self.batch = PlannedBatch()
-        with device_as_current(self._device), self.branch.beside() if beside else nullcontext():
+        with device_as_current(self._device):
             if len(seq_lens):
                 planner.plan(
                     page_table, table_rows, seq_lens, target=target,

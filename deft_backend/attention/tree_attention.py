@@ -249,7 +249,6 @@ class TreeAttention:
         *,
         table_rows: torch.Tensor | None = None,
         query_tokens: int = 1,
-        beside: bool = False,
     ) -> None:
         """Plan a batch on the device, by launches on the current stream.
 
@@ -266,10 +265,6 @@ class TreeAttention:
             Row of the page table of each request; default: row ``b`` for request ``b``.
         query_tokens : int
             Most query tokens of a request of this batch.
-        beside : bool
-            Plan on a stream of its own, beside what the current stream runs before its first
-            :meth:`run`, which waits for the plan. In a CUDA graph this is a branch. Until then the
-            batch's tensors must not change. Without a :meth:`run`, call :meth:`join_planning`.
 
         Raises
         ------
@@ -290,13 +285,7 @@ class TreeAttention:
         if table_rows is None:
             table_rows = self._inputs.first_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
-        self._current.plan_on_device(
-            page_table, table_rows, seq_lens, shape.blocks, shape.target, beside=beside
-        )
-
-    def join_planning(self) -> None:
-        """Let the current stream wait for a plan that is made beside it, if one is."""
-        self._current.branch.join()
+        self._current.plan_on_device(page_table, table_rows, seq_lens, shape.blocks, shape.target)
 
     def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.
@@ -401,7 +390,6 @@ class TreeAttention:
             If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
             finite and above 0.
         """
-        self.join_planning()
         planned = self._current.batch
         static_launch = static_launch or planned.on_device
         query_tokens = planned.blocks.query_tokens

@@ -1,6 +1,5 @@
 """The attention backend that plans on the device: eager steps, captures and replays."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.attention.planning_branch import PlanningBranch
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import forest_of
 from failure_lines import raising
@@ -145,29 +143,6 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
         static.seq_lens, table_rows=static.req_pool_indices, sm_scale=0.125, static_launch=True,
     )  # fmt: skip
     check(server, real, out.view(4, -1), q)
-
-
-@pytest.mark.parametrize("options", [{}, {"sliding_window_size": 8, "layer_id": 1}])
-def test_a_graph_plans_beside_the_launches_before_its_first_attention(server, options, monkeypatch):
-    """Whoever computes that attention, it waits: a capture cannot end with an open branch."""
-    order = []
-
-    @contextmanager
-    def beside(branch):
-        order.append("branch")
-        yield
-        order.append("planned")
-
-    monkeypatch.setattr(PlanningBranch, "beside", beside)
-    monkeypatch.setattr(PlanningBranch, "join", lambda branch: order.append("join"))
-    backend, batch, (q, k, v) = server.backend, server.batch(), query()
-    backend.init_forward_metadata(batch)
-    assert order == [], "an eager step has nothing to hide its planning behind"
-    backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    backend.init_forward_metadata_in_graph(batch)
-    order.append("projections")
-    backend.forward(q, k, v, make_layer(**options), batch)
-    assert order == ["branch", "planned", "projections", "join"]
 
 
 def test_small_large_and_other_batches_are_the_hosts(server):

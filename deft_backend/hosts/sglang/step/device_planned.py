@@ -95,7 +95,7 @@ class DevicePlannedSteps:
         if reason is None and self._compiled_for(forward_batch):
             layers.step = TreeStep(
                 forward_batch, None, captured=True, host_ready=True,
-                failed=partial(self._leave_graph, size), join=layers.attention.join_planning,
+                failed=partial(self._leave_graph, size),
             )  # fmt: skip
             self._tree_graphs.add(size)
 
@@ -124,7 +124,7 @@ class DevicePlannedSteps:
             kind = self._kind_of(forward_batch.forward_mode)
             assert self.layers.step is not None
             assert kind is not None
-            self._planned(self.layers.step, kind, beside=True)
+            self._planned(self.layers.step, kind)
 
     def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
         """Load the links once more: the host may prepare a replay before it has drafted.
@@ -170,11 +170,8 @@ class DevicePlannedSteps:
             return False
         return True
 
-    def _planned(self, step: TreeStep, kind: StepKind, beside: bool = False) -> bool:
-        """Launch the planning; if that fails, the host's kernel decodes from then on.
-
-        In a graph the plan is made beside the embedding and the first layer's projections.
-        """
+    def _planned(self, step: TreeStep, kind: StepKind) -> bool:
+        """Launch the planning; if that fails, the host's kernel decodes from then on."""
         layers = self.layers
         try:
             step.inputs = inputs = kind.inputs(step.batch)
@@ -183,10 +180,8 @@ class DevicePlannedSteps:
                 inputs.seq_lens,
                 table_rows=inputs.table_rows,
                 query_tokens=inputs.query_tokens,
-                beside=beside,
             )
         except Exception as error:
-            layers.attention.join_planning()
             layers.failure.planning_failed(error)
             layers.step = None
             if step.captured:

@@ -33,8 +33,6 @@ class TreeStep:
     ran: Callable[[], None] | None = None
     failed: Callable[[], None] | None = None  # called if a kernel fails before `ran` is called
     attention: TreeAttention | None = None  # a short extend's, with a plan of its own
-    # Waits for a plan that is made beside the step; tree attention waits by itself.
-    join: Callable[[], None] | None = None
 
 
 @dataclass
@@ -165,8 +163,6 @@ class TreeLayers:
         )
 
     def _make_host_ready(self, step: TreeStep) -> None:
-        if step.join is not None:
-            step.join()
         if not step.host_ready:
             self.host.init_forward_metadata(step.batch)
             step.host_ready = True
