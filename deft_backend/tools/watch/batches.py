@@ -94,6 +94,8 @@ class BatchView:
             if self._question is None and due and engine.runs:
                 self._asked_at, self._asked_steps = now, steps
                 self._question = BatchQuestion(engine.path)
+                if self._shown.forest is None:
+                    self._shown = ShownBatch(problem="the server has not shown its batch yet")
         except StateError as error:
             self._question = None
             self._shown = ShownBatch(problem=str(error).split(": ", 1)[-1])

@@ -196,7 +196,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     writer.look()
     (engine,) = find_engines(tmp_path)
     batches = BatchView(seconds=0.0)
-    assert batches.look(engine).forest is None
+    assert batches.look(engine).problem == "the server has not shown its batch yet"
     writer.look()
     found = batches.look(engine).forest
     assert found is not None
