@@ -21,7 +21,6 @@ FILES = {
     """,
     "madeup/kinds.py": """
         import enum
-        from collections import namedtuple
         from dataclasses import dataclass
         from typing import NamedTuple
 
@@ -55,8 +54,6 @@ FILES = {
             left: int
             right: int = 0
 
-
-        Triple = namedtuple("Triple", ["first", "second", "third"])
 
         try:
             import fast

@@ -48,3 +48,15 @@ class OnceLog:
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
             logger.warning("deft: %s", message)
+
+    def layers_left(self, reason: str) -> None:
+        """Layers of planned steps run in the host's kernel."""
+        self.warn(
+            f"layers with {reason} decode through the host's kernel; the others use tree attention"
+        )
+
+    def batch_left(self, error: Exception) -> None:
+        """The host planner raised `error`; it plans the next batch again."""
+        kind = f"planning failed {type(error).__name__}"
+        self.warn(f"planning failed ({error!r}). The host's kernel decodes such batches.", kind)
+        logger.debug("deft: planning failed", exc_info=True)

@@ -1,8 +1,7 @@
 """Check that a host's source has every member that we use, without importing the host.
 
-Each host's folder holds its table: ``CONTRACT``, a tuple of :class:`Member` in ``contract.py``.
-:func:`check_contract` reads only the files that define those members, so servers can run it at
-start.
+Each host's folder holds its table: ``CONTRACT`` in ``contract.py``. :func:`check_contract` reads
+only the files that define its members, so servers can run it at start.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ class Member:
     """One member of a host that we read, call, wrap or override."""
 
     module: str  # for example ``"sglang.srt.model_executor.forward_batch_info"``
-    # Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module
-    # itself. The part before the last dot names a class or a module, never an instance.
+    # Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module.
     name: str = ""
     # Parameters that we pass by name, or that our override takes. For a class, the parameters of
     # its constructor.
     parameters: tuple[str, ...] = ()
-    # Versions in which the host has the member, in the form of PEP 440, for example
-    # ``">=0.5.20,<0.5.23"``. Empty for the whole window.
+    # Versions that have the member, for example ``">=0.5.20,<0.5.23"``; empty for the whole window.
     versions: str = ""
     use: str = ""  # what we do with it: "read", "called", "wrapped", "overridden", and for what
 
@@ -44,8 +41,8 @@ class Problem:
 
     member: Member
     instead: str  # what the source has instead
-    # False if the source does not show the member, for example because the module is compiled. Only
-    # a readable problem proves that the member is missing.
+    # False if the source does not show the member: its module is compiled, for example. Only a
+    # readable problem proves that the member is missing.
     readable: bool = True
 
     def __str__(self) -> str:
@@ -86,9 +83,8 @@ def _problems(member: Member, names: HostNames) -> list[Problem]:
     if not module:
         package = names.module(member.module.split(".")[0])
         return [Problem(member, f"no such {'module' if package else 'package'}")]
-    definitions = module
-    reached = member.module
-    for part in member.name.split(".") if member.name else ():
+    definitions, reached = module, member.module
+    for part in filter(None, member.name.split(".")):
         owner = definitions
         definitions = names.attribute(owner, part)
         if not definitions:
@@ -96,12 +92,8 @@ def _problems(member: Member, names: HostNames) -> list[Problem]:
         if all(definition.kind == "unreadable" for definition in definitions):
             return [Problem(member, f"cannot be read: {definitions[0].reason}", readable=False)]
         reached = f"{reached}.{part}"
-    problems = []
-    for parameter in member.parameters:
-        found_instead = _absent_parameter(names, definitions, parameter)
-        if found_instead is not None:
-            problems.append(Problem(member, *found_instead))
-    return problems
+    found = [_absent_parameter(names, definitions, parameter) for parameter in member.parameters]
+    return [Problem(member, *instead) for instead in found if instead is not None]
 
 
 def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) -> str:
@@ -109,8 +101,7 @@ def _absent(names: HostNames, owner: list[Definition], reached: str, part: str) 
     holder = reached.rsplit(".", 1)[-1] if kind != "module" else reached
     if kind not in ("module", "class"):
         return f"{holder} is a {kind}, so the source does not tell its attribute {part!r}"
-    known = sorted(names.known(owner))
-    near = get_close_matches(part, known, n=2, cutoff=0.7)
+    near = get_close_matches(part, sorted(names.known(owner)), n=2, cutoff=0.7)
     instead = f"; nearest: {', '.join(near)}" if near else ""
     return f"{kind} {holder} has no {part!r}{instead}"
 

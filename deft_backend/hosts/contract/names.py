@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deft_backend.hosts.contract.source import (
+    FUNCTIONS,
     HostFiles,
     Signature,
     bound_names,
-    fields_in_call,
-    instance_attributes,
+    class_members,
     signature_of,
-    statements,
 )
 
 Kind = Literal["module", "class", "function", "value", "lazy", "unreadable"]
@@ -42,6 +41,14 @@ class _Scope:
     names: dict[str, list[ast.AST]]
     stars: list[ast.ImportFrom]
 
+    def absolute(self, node: ast.ImportFrom) -> str:
+        """The module that an import names, relative ones resolved."""
+        if node.level == 0:
+            return node.module or ""
+        parts = self.module.split(".")
+        parts = parts[: len(parts) - node.level + self.is_package]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
 
 class HostNames:
     """Definitions of the names in a host's source; each file is read once.
@@ -68,16 +75,12 @@ class HostNames:
         """What `name` refers to in any of `owners`; empty if no owner has it."""
         definitions: list[Definition] = []
         for owner in owners:
-            if owner.kind == "unreadable":
-                definitions.append(owner)
-            elif owner.kind == "module":
+            if owner.kind == "module":
                 definitions += self._in_module(owner.module, name, set())
             elif owner.kind == "class":
                 definitions += self._in_class(owner, name)
-            elif owner.kind == "lazy":
+            elif owner.kind in ("unreadable", "lazy"):
                 definitions.append(Definition("unreadable", owner.module, reason=owner.reason))
-            elif isinstance(owner.node, ast.expr) and name in fields_in_call(owner.node):
-                definitions.append(Definition("value", owner.module, owner.node))
         readable = [definition for definition in definitions if definition.kind != "unreadable"]
         return readable or definitions
 
@@ -85,56 +88,61 @@ class HostNames:
         """Every name in any of `owners`, for messages."""
         names: set[str] = set()
         for owner in owners:
-            scope = self._scope(owner.module) if owner.kind == "module" else None
-            if isinstance(scope, _Scope):
-                names |= set(scope.names)
-            elif owner.kind == "class":
-                for base in self._bases_first_to_last(owner):
-                    if isinstance(base.node, ast.ClassDef):
-                        names |= set(self._class_members(base.node))
-            elif isinstance(owner.node, ast.expr):
-                names |= set(fields_in_call(owner.node))
+            scope = self._scope(owner.module)
+            if owner.kind == "module" and isinstance(scope, _Scope):
+                names.update(scope.names)
+            for base in self._bases_first_to_last(owner):
+                names.update(self._class_members(base))
         return names
 
     def signature(self, definition: Definition) -> Signature | None:
-        """Parameters of a function or of a class's constructor; None if the source hides them."""
-        node = definition.node
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return signature_of(node, is_method=definition.owner is not None)
-        if definition.kind == "class":
-            return self._constructor(definition)
-        return None
+        """Parameters of a function or of a class's constructor; None if the source hides them.
 
-    # Modules.
+        Those of a class are its first ``__init__`` or ``__new__``'s; else its fields.
+        """
+        if isinstance(definition.node, FUNCTIONS):
+            return signature_of(definition.node, is_method=definition.owner is not None)
+        if definition.kind != "class":
+            return None
+        fields: list[str] = []
+        for base in self._bases_first_to_last(definition):
+            if not isinstance(base.node, ast.ClassDef):
+                return None
+            members = self._class_members(base)
+            for node in (*members.get("__init__", ()), *members.get("__new__", ())):
+                if isinstance(node, FUNCTIONS):
+                    return signature_of(node, is_method=True)
+            fields += [
+                statement.target.id
+                for statement in base.node.body
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            ]
+        return Signature(tuple(fields), takes_any=False)
 
     def _scope(self, module: str) -> _Scope | str | None:
         """The module, or the reason why it cannot be read, or None if it does not exist."""
         if module not in self._scopes:
             parsed = self._files.parse(module)
-            if parsed is None:
-                self._scopes[module] = self._files.unreadable(module)
-            else:
+            if isinstance(parsed, tuple):
                 tree, is_package = parsed
-                names, stars = bound_names(tree.body)
-                self._scopes[module] = _Scope(module, is_package, names, stars)
+                self._scopes[module] = _Scope(module, is_package, *bound_names(tree.body))
+            else:
+                self._scopes[module] = parsed
         return self._scopes[module]
 
     def _in_module(self, module: str, name: str, seen: set[tuple[str, str]]) -> list[Definition]:
-        if (module, name) in seen:
-            return []
-        seen.add((module, name))
+        """`seen` holds the names that led here: imports may go in a circle."""
         scope = self._scope(module)
-        if scope is None:
-            return []
-        if isinstance(scope, str):
-            return [Definition("unreadable", module, reason=scope)]
+        if (module, name) in seen or not isinstance(scope, _Scope):
+            return self.module(module) if isinstance(scope, str) else []
+        seen.add((module, name))
         definitions = [
             definition
             for node in scope.names.get(name, ())
             for definition in self._follow(node, name, scope, seen)
         ]
         for star in () if definitions else scope.stars:
-            definitions += self._in_module(_absolute(star, scope), name, seen)
+            definitions += self._in_module(scope.absolute(star), name, seen)
         if not definitions and scope.is_package:
             definitions = self.module(f"{module}.{name}")
         if not definitions and name in _lazy_names(scope):
@@ -142,52 +150,67 @@ class HostNames:
             definitions = [Definition("lazy", module, reason=reason)]
         return definitions
 
+    def _in_class(self, definition: Definition, name: str) -> list[Definition]:
+        unreadable = []
+        for base in self._bases_first_to_last(definition):
+            if base.kind == "unreadable":
+                unreadable.append(base)
+            nodes = self._class_members(base).get(name, [])
+            scope = self._scope(base.module)
+            if nodes and isinstance(scope, _Scope):
+                return [d for node in nodes for d in self._follow(node, name, scope, set(), base)]
+        return unreadable
+
     def _follow(
-        self, node: ast.AST, name: str, scope: _Scope, seen: set[tuple[str, str]]
-    ) -> list[Definition]:
-        """What a binding refers to; imports and plain aliases lead to their target."""
+        self, node: ast.AST, name: str, scope: _Scope, seen: set[tuple[str, str]],
+        owner: Definition | None = None,
+    ) -> list[Definition]:  # fmt: skip
+        """What a binding refers to; imports and plain aliases lead to their target.
+
+        `owner` is the class whose member it is.
+        """
+        value = Definition("value", scope.module, node, owner=owner)
         if isinstance(node, ast.ClassDef):
-            return [Definition("class", scope.module, node)]
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return [Definition("function", scope.module, node)]
-        if isinstance(node, ast.ImportFrom):
-            source = _absolute(node, scope)
-            if source.split(".")[0] not in self._packages:
-                return [Definition("value", scope.module, node)]
-            original = next(a.name for a in node.names if name in (a.asname, a.name))
-            return self._in_module(source, original, seen) or self.module(f"{source}.{original}")
-        if isinstance(node, ast.Import):
+            return [Definition("class", scope.module, node, owner=owner)]
+        if isinstance(node, FUNCTIONS):
+            return [Definition("function", scope.module, node, owner=owner)]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             alias = next(a for a in node.names if name in (a.asname, a.name.split(".")[0]))
-            target = alias.name if alias.asname else alias.name.split(".")[0]
+            target = alias.name if alias.asname else name
+            if isinstance(node, ast.ImportFrom):
+                target = scope.absolute(node)
             if target.split(".")[0] not in self._packages:
-                return [Definition("value", scope.module, node)]
-            return self.module(target)
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            definitions = self._expression(node, scope, seen)
-            if definitions:
-                return definitions
-        return [Definition("value", scope.module, node)]
+                return [value]
+            if isinstance(node, ast.Import):
+                return self.module(target)
+            original = alias.name
+            return self._in_module(target, original, seen) or self.module(f"{target}.{original}")
+        if isinstance(node, ast.Name) and owner is not None and node.id != name:
+            # `forward = forward_cuda`, of the class itself or of the module.
+            found = self._in_class(owner, node.id)
+            return found or self._expression(node, scope, seen) or [value]
+        if isinstance(node, (ast.Name, ast.Attribute)) and owner is None:
+            return self._expression(node, scope, seen) or [value]
+        return [value]
 
     def _expression(
-        self, node: ast.expr, scope: _Scope, seen: set[tuple[str, str]] | None = None
+        self, node: ast.expr, scope: _Scope, seen: set[tuple[str, str]]
     ) -> list[Definition]:
         """What an expression of names and dots refers to; empty for every other expression."""
         if isinstance(node, ast.Subscript):
             return self._expression(node.value, scope, seen)
         if isinstance(node, ast.Name):
-            return self._in_module(scope.module, node.id, set() if seen is None else seen)
+            return self._in_module(scope.module, node.id, seen)
         if isinstance(node, ast.Attribute):
             return self.attribute(self._expression(node.value, scope, seen), node.attr)
         return []
-
-    # Classes.
 
     def _bases_first_to_last(self, definition: Definition) -> Iterator[Definition]:
         """A class and its bases, depth first, without bases outside the host."""
         waiting, seen = [definition], set()
         while waiting:
             current = waiting.pop(0)
-            if current.node is None and current.kind == "unreadable":
+            if current.kind == "unreadable":
                 yield current
             if not isinstance(current.node, ast.ClassDef) or current.node in seen:
                 continue
@@ -195,74 +218,18 @@ class HostNames:
             yield current
             scope = self._scope(current.module)
             if isinstance(scope, _Scope):
-                bases = [d for base in current.node.bases for d in self._expression(base, scope)]
+                bases = [
+                    d for base in current.node.bases for d in self._expression(base, scope, set())
+                ]
                 waiting = bases + waiting
 
-    def _in_class(self, definition: Definition, name: str) -> list[Definition]:
-        unreadable = []
-        for base in self._bases_first_to_last(definition):
-            if base.kind == "unreadable":
-                unreadable.append(base)
-                continue
-            assert isinstance(base.node, ast.ClassDef)
-            scope = self._scope(base.module)
-            nodes = self._class_members(base.node).get(name, [])
-            if nodes and isinstance(scope, _Scope):
-                return [d for node in nodes for d in self._member(node, name, base, scope)]
-        return unreadable
-
-    def _member(
-        self, node: ast.AST, name: str, owner: Definition, scope: _Scope
-    ) -> list[Definition]:
-        if isinstance(node, ast.ClassDef):
-            return [Definition("class", owner.module, node, owner=owner)]
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return [Definition("function", owner.module, node, owner=owner)]
-        if isinstance(node, ast.Name) and node.id != name and isinstance(owner.node, ast.ClassDef):
-            # `forward = forward_cuda`, of the class itself or of the module.
-            if node.id in self._class_members(owner.node):
-                return self._in_class(owner, node.id)
-            return self._expression(node, scope) or [Definition("value", owner.module, node)]
-        return [Definition("value", owner.module, node, owner=owner)]
-
-    def _class_members(self, node: ast.ClassDef) -> dict[str, list[ast.AST]]:
+    def _class_members(self, definition: Definition) -> dict[str, list[ast.AST]]:
+        node = definition.node
+        if not isinstance(node, ast.ClassDef):
+            return {}
         if node not in self._members:
-            names, _ = bound_names(node.body)
-            for method in statements(node.body):
-                if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    for name, value in instance_attributes(method):
-                        names.setdefault(name, [value])
-            self._members[node] = names
+            self._members[node] = class_members(node)
         return self._members[node]
-
-    def _constructor(self, definition: Definition) -> Signature | None:
-        """Parameters of the first ``__init__`` or ``__new__``; else the class's fields."""
-        fields: list[str] = []
-        for base in self._bases_first_to_last(definition):
-            if not isinstance(base.node, ast.ClassDef):
-                return None
-            members = self._class_members(base.node)
-            for name in ("__init__", "__new__"):
-                for node in members.get(name, ()):
-                    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                        return signature_of(node, is_method=True)
-            fields += [
-                statement.target.id
-                for statement in base.node.body
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-            ]
-        if not fields and isinstance(definition.node, ast.ClassDef):
-            fields = [name for base in definition.node.bases for name in fields_in_call(base)]
-        return Signature(tuple(fields), takes_any=False)
-
-
-def _absolute(node: ast.ImportFrom, scope: _Scope) -> str:
-    """The module that an import names, relative ones resolved."""
-    if node.level == 0:
-        return node.module or ""
-    parts = scope.module.split(".")
-    parts = parts[: len(parts) - node.level + (1 if scope.is_package else 0)]
-    return ".".join([*parts, *([node.module] if node.module else [])])
 
 
 def _lazy_names(scope: _Scope) -> set[str]:

@@ -3,10 +3,10 @@
 import ast
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-_COMPILED = (".so", ".pyd")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class HostFiles:
@@ -17,11 +17,11 @@ class HostFiles:
             raise ValueError(f"{folder} is not a folder; expected the one with the host's package")
         self.folder = folder
 
-    def parse(self, module: str) -> tuple[ast.Module, bool] | None:
-        """The module's syntax tree and whether it is a package; None if it has no source.
+    def parse(self, module: str) -> tuple[ast.Module, bool] | str | None:
+        """The module's syntax tree and whether it is a package.
 
-        A folder without ``__init__.py`` is a package with an empty tree. :meth:`unreadable` says
-        why a module has no source.
+        A folder without ``__init__.py`` is a package with an empty tree. A text says why the module
+        cannot be read; None: there is no such module.
         """
         path = module.replace(".", "/")
         for file, is_package in ((f"{path}/__init__.py", True), (f"{path}.py", False)):
@@ -33,22 +33,14 @@ class HostFiles:
                     warnings.simplefilter("ignore")  # warnings about the host's own string escapes
                     return ast.parse(content, filename=file), is_package
             except (SyntaxError, ValueError):
-                return None
-        if (self.folder / path).is_dir():
-            return ast.Module(body=[], type_ignores=[]), True
-        return None
-
-    def unreadable(self, module: str) -> str | None:
-        """Why a module exists but has no source to read, or None."""
-        path = module.replace(".", "/")
-        for file in (f"{path}/__init__.py", f"{path}.py"):
-            if self._read(file) is not None:
                 return f"{file} has syntax that this Python does not know"
-        folder, _, name = path.rpartition("/")
-        compiled = (self.folder / folder).glob(f"{name}.*")
-        if any(file.suffix in _COMPILED for file in compiled):
-            return f"{module} is compiled"
-        return None
+        place = self.folder / path
+        if place.is_dir():
+            return ast.Module(body=[], type_ignores=[]), True
+        compiled = any(
+            file.suffix in (".so", ".pyd") for file in place.parent.glob(f"{place.name}.*")
+        )
+        return f"{module} is compiled" if compiled else None
 
     def _read(self, file: str) -> bytes | None:
         try:
@@ -57,18 +49,14 @@ class HostFiles:
             return None
 
 
-Statements = Iterable[ast.stmt]
-
-
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """Parameters of a function or constructor, without the instance; `takes_any` for ``**``."""
 
     names: tuple[str, ...]
     takes_any: bool
 
 
-def bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.ImportFrom]]:
+def bound_names(body: Iterable[ast.stmt]) -> tuple[dict[str, list[ast.AST]], list[ast.ImportFrom]]:
     """The values of each name that statements bind, and the imports of ``*``."""
     names: dict[str, list[ast.AST]] = {}
     stars: list[ast.ImportFrom] = []
@@ -76,42 +64,34 @@ def bound_names(body: Statements) -> tuple[dict[str, list[ast.AST]], list[ast.Im
     def bind(target: ast.AST, value: ast.AST) -> None:
         if isinstance(target, ast.Name):
             names.setdefault(target.id, []).append(value)
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            for element in target.elts:
-                bind(element, target)
-        elif isinstance(target, ast.Starred):
-            bind(target.value, value)
+        for element in getattr(target, "elts", ()):
+            bind(element, target)
 
     for node in statements(body):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
             names.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 bind(target, node.value)
         elif isinstance(node, ast.AnnAssign):
             bind(node.target, node.value or node)
-        elif isinstance(node, (ast.For, ast.AsyncFor)):
-            bind(node.target, node)
-        elif isinstance(node, ast.Import):
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
-                names.setdefault(alias.asname or alias.name.split(".")[0], []).append(node)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if alias.name == "*":
+                if isinstance(node, ast.ImportFrom) and alias.name == "*":
                     stars.append(node)
                 else:
-                    names.setdefault(alias.asname or alias.name, []).append(node)
+                    names.setdefault(alias.asname or alias.name.split(".")[0], []).append(node)
     return names, stars
 
 
-def statements(body: Statements) -> Iterator[ast.stmt]:
+def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run when the body runs, including those in ``if`` and ``try``.
 
     The function leaves out statements for type checkers.
     """
     for node in body:
         yield node
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
             continue
         if not (isinstance(node, ast.If) and _for_type_checkers(node.test)):
             yield from statements(getattr(node, "body", ()))
@@ -127,51 +107,29 @@ def _for_type_checkers(test: ast.expr) -> bool:
     return name == "TYPE_CHECKING"
 
 
-def instance_attributes(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-) -> Iterator[tuple[str, ast.AST]]:
-    """Attributes that a method sets on its first argument, and the assigned expressions."""
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    if not arguments or _is_static(function):
-        return
-    instance = arguments[0].arg
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == instance:
-                yield node.attr, node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            first, second = [*node.args, None, None][:2]
-            if (
-                node.func.id == "setattr"
-                and isinstance(first, ast.Name)
-                and first.id == instance
-                and isinstance(second, ast.Constant)
-            ):
-                yield str(second.value), node
+def class_members(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
+    """The values of a class's own names, and of the attributes that its methods set."""
+    members, _ = bound_names(node.body)
+    for method in statements(node.body):
+        arguments = _arguments(method) if isinstance(method, FUNCTIONS) else []
+        if not arguments or _is_static(method):
+            continue
+        for each in ast.walk(method):
+            stored = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+            if stored and getattr(each.value, "id", "") == arguments[0]:
+                members.setdefault(each.attr, [each])
+    return members
 
 
 def signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> Signature:
-    positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    if is_method and not _is_static(node):
-        positional = positional[1:]
+    positional = _arguments(node)[int(is_method and not _is_static(node)) :]
     names = [*positional, *(argument.arg for argument in node.args.kwonlyargs)]
     return Signature(tuple(names), takes_any=node.args.kwarg is not None)
 
 
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+
+
 def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(getattr(decorator, "id", "") == "staticmethod" for decorator in node.decorator_list)
-
-
-def fields_in_call(node: ast.expr) -> list[str]:
-    """Field names in ``namedtuple("Name", ["a", "b"])``."""
-    if not isinstance(node, ast.Call) or len(node.args) < 2:
-        return []
-    fields = node.args[1]
-    if isinstance(fields, ast.Constant) and isinstance(fields.value, str):
-        return fields.value.replace(",", " ").split()
-    return [
-        constant.value
-        for element in getattr(fields, "elts", ())
-        for constant in [element.elts[0] if isinstance(element, ast.Tuple) else element]
-        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-    ]

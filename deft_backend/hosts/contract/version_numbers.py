@@ -2,8 +2,6 @@
 
 import re
 
-_CLAUSE = re.compile(r"^(>=|<=|==|!=|~=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?$")
-
 
 def version_key(text: str) -> tuple[int, int, int]:
     """The first three numbers of a version, for comparison.
@@ -26,31 +24,17 @@ def version_key(text: str) -> tuple[int, int, int]:
 
 
 def matches(version: str, specifier: str) -> bool:
-    """Whether a version satisfies a specifier (PEP 440); an empty one admits all versions.
+    """Whether a version satisfies clauses of ``>=`` and ``<``; none admits all versions.
 
     >>> matches("0.5.20", ">=0.5.18,<0.5.23"), matches("0.5.23", ">=0.5.18,<0.5.23")
     (True, False)
 
     Raises ValueError if either is malformed.
     """
-    clauses = [clause.strip() for clause in specifier.split(",") if clause.strip()]
-    return all(_matches_clause(version_key(version), clause, specifier) for clause in clauses)
-
-
-def _matches_clause(version: tuple[int, int, int], clause: str, specifier: str) -> bool:
-    parts = _CLAUSE.match(clause)
-    if parts is None:
-        raise ValueError(
-            f"{clause!r} in {specifier!r} is not a version clause; expected for example >=0.5.18"
-        )
-    operator, number, wildcard = parts.groups()
-    bound = version_key(number)
-    given = number.count(".") + 1
-    if operator in ("==", "!="):
-        length = given if wildcard else 3
-        return (version[:length] == bound[:length]) == (operator == "==")
-    if operator == "~=":
-        return version >= bound and version[: given - 1] == bound[: given - 1]
-    return {
-        ">=": version >= bound, "<=": version <= bound, "<": version < bound, ">": version > bound
-    }[operator]  # fmt: skip
+    for clause in filter(None, map(str.strip, specifier.split(","))):
+        if not clause.startswith((">=", "<")) or clause.startswith("<="):
+            raise ValueError(f"{clause!r} is not a version clause; expected for example >=0.5.18")
+        below = version_key(version) < version_key(clause.lstrip("<>="))
+        if below != clause.startswith("<"):
+            return False
+    return True

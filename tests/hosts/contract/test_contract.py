@@ -22,7 +22,6 @@ PRESENT = (
     Member(KINDS, "Config.port"),
     Member(KINDS, "Config", ("name", "port")),
     Member(KINDS, "Pair", ("left", "right")),
-    Member(KINDS, "Triple.second"),
     Member(KINDS, "FAST"),
     Member(RUNNER, "DEFAULT_SIZE"),
     Member(RUNNER, "RunMode.DECODE"),
@@ -146,18 +145,17 @@ def test_members_of_other_versions_are_left_out(host):
         ("0.33.0", ">=0.26.0,<0.34", True),
         ("0.34.0", ">=0.26.0,<0.34", False),
         ("0.5.18rc0", ">=0.5.18", True),
-        ("0.5.20", "==0.5.*", True),
-        ("0.5.20", "!=0.5.20", False),
-        ("0.5.20", "~=0.5.3", True),
-        ("0.6.0", "~=0.5.3", False),
-        ("0.27.1", "==0.27", False),
+        ("0.5.22.post1", ">=0.5.18,<0.5.22", False),
     ],
 )
 def test_specifiers(version, specifier, expected):
     assert matches(version, specifier) is expected
 
 
-@pytest.mark.parametrize(("version", "specifier"), [("new", ""), ("new", ">=1"), ("1.0", "1.0")])
+@pytest.mark.parametrize(
+    ("version", "specifier"),
+    [("new", ""), ("new", ">=1"), ("1.0", "1.0"), ("1.0", "==1.0"), ("1.0", "<=1.0")],
+)
 def test_malformed_versions_are_errors(version, specifier):
     if specifier:
         with pytest.raises(ValueError, match="expected for example"):

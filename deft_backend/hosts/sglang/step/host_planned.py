@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +10,6 @@ from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlan
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.kinds import Decode
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
-
-logger = logging.getLogger("deft_backend")
 
 
 @dataclass
@@ -165,11 +162,7 @@ class HostPlannedSteps:
         try:
             planned = self._plan(forward_batch, seq_lens, tokens)
         except Exception as error:
-            self.layers.log.warn(
-                f"planning failed ({error!r}). The host's kernel decodes such batches.",
-                kind=f"planning failed {type(error).__name__}",
-            )
-            logger.debug("deft: planning failed", exc_info=True)
+            self.layers.log.batch_left(error)
             planned = "planning failed"
         if not isinstance(planned, str):
             return Decision(rids, slots, tokens, planned)

@@ -178,10 +178,7 @@ class TreeLayers:
             if reason is not None:
                 self._left += 1
                 self.state.device_tree_layers = self.tree_layers
-                self.log.warn(
-                    f"layers with {reason} decode through the host's kernel; the others use tree "
-                    "attention"
-                )
+                self.log.layers_left(reason)
         return (
             self._reasons[layer.layer_id] is not None
             or call.k is None

@@ -94,7 +94,10 @@ class GroupAttention:
                 loaded = self._plan(step)
             except Exception as error:
                 step.unplanned = True
-                self._planning_failed(error)
+                if self.plans_on_device:
+                    self.failure.planning_failed(error)
+                else:
+                    self._log.batch_left(error)
                 self._count_failure(step, "planning failed")
                 return False
         try:
@@ -189,22 +192,7 @@ class GroupAttention:
 
     def leave(self, reason: str) -> None:
         """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
-        self._log.warn(
-            f"layers with {reason} decode through the host's kernel; the others use tree attention"
-        )
-
-    def _planning_failed(self, error: Exception) -> None:
-        """The host planner plans the next batch again.
-
-        The device planner fails at a launch, whatever the batch is, so it is not tried again.
-        """
-        if self.plans_on_device:
-            self.failure.planning_failed(error)
-        else:
-            self._log.warn(
-                f"planning failed ({error!r}). The host's kernel decodes such batches.",
-                kind=f"planning failed {type(error).__name__}",
-            )
+        self._log.layers_left(reason)
 
     def _count_failure(self, step: TreeStep, reason: str) -> None:
         """Count a step that the host's implementation decodes after a failure."""
