@@ -175,6 +175,55 @@ def cached(batch):
     return batch, Cache(batch.pages, batch.block_size)
 
 
+class Step:
+    """A batch that a builder has made the metadata of, and a cache that holds its pages."""
+
+    def __init__(self, batch, layers=None, common=None, **spec):
+        self.layers = layers or tree_layers()
+        self.builder = self.layers.builder(make_spec(batch.block_size, **spec))
+        self.batch, self.cache = cached(batch)
+        self.build(common)
+
+    def build(self, common=None):
+        """The metadata of the next step."""
+        self.metadata = self.builder.build(0, common or self.batch.common())
+
+    @property
+    def tree(self):
+        """The step of tree attention, or None."""
+        from deft_backend.hosts.vllm.step.step import step_of
+
+        return step_of(self.metadata)
+
+    def run(self, layer=0, rows=0):
+        return run(self.layers.impls[layer], self.batch, self.cache, self.metadata, rows)
+
+    def check(self, **attention):
+        """Run every layer; each result is the reference's. The last one is returned."""
+        expected = reference(self.batch, self.cache, **attention)
+        for layer in range(self.layers.count):
+            found = self.run(layer)
+            close(found, expected)
+        return found
+
+    def check_quantised(self, kind, q_scale=1.0):
+        """The first layer over a cache of 8 bits, as vLLM gives it: bytes, and a layer's scales."""
+        dtype = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
+        module = SimpleNamespace(
+            _q_scale=torch.tensor(q_scale), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
+        )
+        scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
+        stored, query = (self.cache.tensor / scales).to(dtype), self.batch.query
+        self.cache.tensor = stored.float() * scales  # what the bytes stand for
+        if q_scale != 1.0:
+            query = (query / q_scale).to(dtype)
+            self.batch.query = query.float() * q_scale
+        output = torch.full(query.shape, 7.0)
+        impl = self.layers.impls[0]
+        impl.forward(module, query, None, None, stored.view(torch.uint8), self.metadata, output)
+        close(output, reference(self.batch, self.cache))
+
+
 def state():
     """The counters of this process's server."""
     from deft_backend.hosts.vllm.report import server

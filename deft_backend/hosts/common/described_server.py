@@ -17,16 +17,10 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
 )
 from deft_backend.hosts.common.short_extends import extend_attention, sizes_of, tensors_of
-from deft_backend.hosts.common.warm_up import (
-    Drafts,
-    LayerKind,
-    StepTensors,
-    step_variants,
-)
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, step_variants
 from deft_backend.settings.config import Settings
 
-_COLUMNS = (4096, 4098)
-"""Widths of a page table: kernels differ only by whether the width is a multiple of 16."""
+_COLUMNS = (4096, 4098)  # of a page table: kernels differ only by whether 16 divides them
 
 
 @dataclass(frozen=True)
@@ -34,18 +28,15 @@ class DescribedServer:
     """A server as far as its kernels depend on it."""
 
     host: str  # ``sglang`` or ``vllm``
-    # On one GPU.
-    num_query_heads: int
+    num_query_heads: int  # on one GPU, like the others
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     page_size: int  # tokens of a page; 1 with SGLang
     max_batch: int  # most requests that decode at once
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
-    # What the server verifies; None if it does not speculate. See :func:`drafts_of`.
-    drafts: Drafts | None = None
-    # Each kind of the layers that run through tree attention.
-    layers: tuple[LayerKind, ...] = (LayerKind(),)
+    drafts: Drafts | None = None  # what it verifies: see :func:`drafts_of`; None: nothing
+    layers: tuple[LayerKind, ...] = (LayerKind(),)  # each kind of those through tree attention
 
     @property
     def query_tokens(self) -> int:
@@ -67,18 +58,11 @@ class DescribedServer:
             group = max(1, self.num_query_heads // self.num_kv_heads)
             largest = planned_on_device(largest, query_tokens, group)
         attention = TreeAttention(
-            num_query_heads=self.num_query_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            device="cpu",
-            page_size=self.page_size,
-            max_batch=largest,
-            query_tokens=query_tokens,
-            policy=settings.policy,
-            compiled_for=gpu,
-        )
+            num_query_heads=self.num_query_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, dtype=self.dtype, kv_dtype=self.kv_dtype, device="cpu",
+            page_size=self.page_size, max_batch=largest, query_tokens=query_tokens,
+            policy=settings.policy, compiled_for=gpu,
+        )  # fmt: skip
         smallest = settings.min_batch
         found = step_variants(attention, tensors(self), on_device=on_device, smallest=smallest)
         extends = extend_attention(attention, settings, gpu)
@@ -93,7 +77,7 @@ def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
     """What a server with this number of draft tokens verifies.
 
     SGLang's ``--speculative-num-draft-tokens`` counts the token before the drafts, vLLM's
-    ``num_speculative_tokens`` does not. SGLang verifies in every step. In vLLM a request may have
+    ``num_speculative_tokens`` does not. SGLang verifies in every step; a request of vLLM may have
     fewer drafts, or none.
 
     >>> drafts_of("sglang", 5).query_tokens, drafts_of("vllm", 5).query_tokens

@@ -21,8 +21,8 @@ _REST = "the server compiles its kernels. Run `deft warm` to fill the folder aga
 def ranks_cache(settings: Settings, device: torch.device) -> Iterator[SharedCache | None]:
     """Compile, in the ``with`` block, into the cache that the ranks of a server share.
 
-    The cache holds the kernels of `deft warm` first. The block gets None on the CPU, and if the
-    folder cannot be written: each rank then compiles into its own cache of Triton.
+    It holds the kernels of `deft warm` first. The block gets None on the CPU, and if the folder
+    cannot be written: each rank then compiles into its own cache of Triton.
     """
     if device.type != "cuda":
         yield None

@@ -12,8 +12,7 @@ def refused_cache(name: str) -> str | None:
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
     """Why the host's kernel decodes a batch of `requests` requests, or None.
 
-    - `requests`: of the batch. In a CUDA graph, the size that it was captured for.
-    - `planned`: requests that a plan holds.
+    For a CUDA graph, `requests` is the size that it was captured for. A plan holds `planned`.
     """
     if requests > settings.max_batch:
         return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"
@@ -27,8 +26,7 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
 def observing() -> bool:
     """Whether servers with another backend count their steps (``DEFT_OBSERVE``).
 
-    Invalid settings stop only servers started with our backend; in other servers they mean no. For
-    settings that do not exist, the log gives their names.
+    In these servers invalid settings mean no. The log names settings that do not exist.
     """
     warn_unknown()
     try:

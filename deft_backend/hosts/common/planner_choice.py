@@ -13,17 +13,15 @@ from deft_backend.shapes.query_blocks import QueryBlocks
 logger = logging.getLogger("deft_backend")
 
 HOPPER = (9, 0)
-"""The compute capability for which ``DEFT_PLANNER=auto`` selects the device planner. The Gluon
-kernels, which also decode the batches that share nothing, run there."""
+"""The compute capability for which ``DEFT_PLANNER=auto`` selects the device planner: the Gluon
+kernels also decode the batches that share nothing."""
 
 
 class Adapter(NamedTuple):
     """The abilities of an adapter that decide which planner makes its plans."""
 
-    # Whether it may wait for the GPU before a step. Only then can the host planner plan for it.
-    waits: bool
-    # Whether ``DEFT_VERIFY`` checks steps that the device planner planned.
-    verifies_device_plans: bool
+    waits: bool  # for the GPU before a step; only then can the host planner plan for it
+    verifies_device_plans: bool  # whether ``DEFT_VERIFY`` checks steps with device plans
     plans_drafts_on_device: bool  # whether only the device planner plans verifications of drafts
 
 
@@ -54,7 +52,7 @@ def selects_device_planner(
 
     If ``DEFT_PLANNER`` asks for a planner that cannot be used, the log gives the reason.
 
-    - `capability`: Compute capability of the GPU that decodes; None for the CPU.
+    - `capability`: of the GPU that decodes; None for the CPU.
     - `verifies`: whether the server verifies drafts.
     """
     if verifies and adapter.plans_drafts_on_device:  # no other planner can make these plans
@@ -88,9 +86,7 @@ def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) 
     """The largest batch that the device planner is set up to plan.
 
     The log says if that is smaller than `requests`, the largest batch that the server decodes.
-
-    - `query_tokens`: most query tokens of a request.
-    - `gqa_group`: Query heads that share a KV head.
+    `query_tokens` is of a request, `gqa_group` the query heads that share a KV head.
     """
     held = largest_batch() // QueryBlocks.of(query_tokens, gqa_group).blocks
     if requests > held:

@@ -20,11 +20,8 @@ def failed_self_check(
 ) -> str | None:
     """Why the kernels must not decode on this machine, for the log; None if they may.
 
-    Call it after the warm-up, which compiles the kernels, and before the host captures graphs.
-
-    - `attention`: the server's own. Its plan is another one afterwards.
-    - `tensors`: what the host's tensors look like.
-    - `on_device`: whether the device planner makes the plans.
+    Call it after the warm-up, which compiles the kernels, and before the host captures graphs. The
+    plan of `attention` is another one afterwards.
     """
     gpu = gpu_name(attention.device)
     unknown = None if gpu is None else unrecorded(gpu)
@@ -55,16 +52,10 @@ def gpu_name(device: torch.device) -> str | None:
 
 def _cases(tensors: StepTensors, on_device: bool) -> list[Case]:
     """A case for each kind of the server's steps and layers."""
-    cases = []
     drafts = tensors.drafts if on_device else None
-    for kind in tensors.layers:
-        if drafts is None or not drafts.always:
-            cases.append(Case(on_device, soft_cap=kind.soft_cap, sinks=kind.sinks))
-        if drafts is not None:
-            cases.append(
-                Case(
-                    on_device, drafts.query_tokens, drafts.trees, drafts.ragged, kind.soft_cap,
-                    kind.sinks,
-                )
-            )  # fmt: skip
-    return cases
+    steps: list[tuple[int, bool, bool]] = []  # query tokens, and whether trees and ragged
+    if drafts is None or not drafts.always:
+        steps.append((1, False, False))
+    if drafts is not None:
+        steps.append((drafts.query_tokens, drafts.trees, drafts.ragged))
+    return [Case(on_device, *step, *kind) for kind in tensors.layers for step in steps]

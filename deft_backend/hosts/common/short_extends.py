@@ -1,8 +1,7 @@
 """Short extends: batches whose requests compute a few new tokens behind a cached prefix.
 
-Beams in vLLM, second turns of chats and tool calls of agents arrive so: as prefill, with most of
-the prompt cached. Tree attention computes such a batch as it verifies drafts: the new tokens of a
-request are a chain, and requests may have different numbers of them.
+Beams in vLLM, second turns of chats and tool calls of agents arrive so, as prefill. Tree attention
+computes such a batch like a verification of drafts: each request's new tokens are a chain.
 """
 
 from __future__ import annotations
@@ -17,14 +16,9 @@ from deft_backend.planner import PlanCapacity
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS
 
-MOST_REQUESTS = 256
-"""Requests of the largest batch. Plans and workspace are sized for it."""
-
-SMALLEST_SIZE = 4
-"""Plans are made for few numbers of tokens, because each number compiles kernels of its own."""
-
-LESS_MEMORY = 4
-"""The workspace may take this part of what a verification's may take."""
+MOST_REQUESTS = 256  # of the largest batch, which plans and workspace are sized for
+SMALLEST_SIZE = 4  # plans are made for few numbers of tokens: each compiles kernels of its own
+LESS_MEMORY = 4  # the workspace may take this part of what a verification's may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,35 +34,25 @@ class ShortExtends:
     def beside(
         cls, decode: TreeAttention, settings: Settings, num_layers: int
     ) -> ShortExtends | None:
-        """Short extends of a server with this attention; None if the server computes none.
-
-        `num_layers` is the number of layers that go through tree attention.
-        """
+        """Short extends of `num_layers` layers with this attention; None if it computes none."""
         attention = extend_attention(decode, settings)
         if attention is None:
             return None
         token_bytes = 2 * decode.num_kv_heads * decode.head_dim * decode.kv_dtype.itemsize
-        sizes = sizes_of(attention, settings)
-        return cls(attention, sizes, settings, token_bytes * num_layers)
+        return cls(attention, sizes_of(attention, settings), settings, token_bytes * num_layers)
 
     def size_for(self, longest: int) -> int | None:
         """Query tokens of the plan for requests of up to `longest` new tokens; None: too long."""
         return next((size for size in self.sizes if longest <= size), None)
 
     def saves_enough(self, size: int, attended: int, stored: float) -> bool:
-        """Whether a plan of this size reads so much less KV that it pays.
+        """Whether a plan for `size` query tokens reads so much less KV that it pays.
 
         The host's kernel reads the context of every request. A tile reads a shared token once for
         the requests that it holds.
 
-        Parameters
-        ----------
-        size : int
-            Query tokens that the plan is for.
-        attended : int
-            Tokens of context of all requests.
-        stored : float
-            The same, with each shared token counted once.
+        - `attended`: tokens of context of all requests.
+        - `stored`: the same, with each shared token counted once.
         """
         read = max(stored, attended / requests_in_tile(self.attention, size))
         if attended < self.settings.min_share * read:

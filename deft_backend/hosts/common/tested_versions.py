@@ -1,8 +1,8 @@
 """The host versions that the tests ran with.
 
-Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. The contract
-(``CONTRACT`` in each host's ``contract.py``) shows whether a version has every member that we use.
-It cannot show that a member still means the same, and a changed meaning gives wrong output.
+Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. Each host's contract
+shows whether a version has every member that we use. It cannot show that a member still means the
+same, and a changed meaning gives wrong output.
 """
 
 import os
@@ -18,8 +18,7 @@ class TestedVersions:
     """The window of one host: every version from `lowest` to below `beyond`."""
 
     name: str  # the host's own
-    # Names under which the host may be installed; the first is its own.
-    distributions: tuple[str, ...]
+    distributions: tuple[str, ...]  # names that it may be installed under; the first is its own
     lowest: str
     beyond: str
 
@@ -44,11 +43,7 @@ class TestedVersions:
 
     def installed(self) -> str | None:
         """The version installed in this environment under any of `distributions`, or None."""
-        for name in self.distributions:
-            version = installed_version(name)
-            if version is not None:
-                return version
-        return None
+        return next(filter(None, map(installed_version, self.distributions)), None)
 
     def holds(self, version: str) -> bool:
         """Whether a version lies in the window."""
@@ -66,10 +61,9 @@ class TestedVersions:
 
 
 def tries_others() -> bool:
-    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; an invalid value means no.
+    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; others report an invalid value, here it is no.
 
-    This function reads no other variable. The code that reads all settings reports a value that is
-    not allowed.
+    No other variable is read.
     """
     name = "DEFT_UNTESTED_HOST"
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,7 @@ class Drafts(NamedTuple):
     query_tokens: int  # query tokens of a request
     ragged: bool = False  # whether requests have different numbers of them, up to this one
     trees: bool = False  # whether they form trees, not chains
-    # Whether every step verifies drafts. If not, steps without drafts are plain decode.
-    always: bool = False
+    always: bool = False  # whether every step verifies drafts; if not, others are plain decode
 
 
 class LayerKind(NamedTuple):
@@ -52,28 +51,21 @@ class PlannedBatch:
 class StepTensors:
     """What a host's tensors look like in a decode step, as far as kernels are compiled for it."""
 
-    # [pages, page_size, Hkv, D]; of some layer; layers must not differ in strides. One page is
-    # enough.
+    # [pages, page_size, Hkv, D] of some layer: layers do not differ in strides. One page will do.
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     table_columns: Sequence[int]  # Columns that the host's page table may have
-    # Of the host's page table, its table rows and its sequence lengths.
-    table_dtype: torch.dtype = torch.int32
-    rows_dtype: torch.dtype = torch.int64
-    lens_dtype: torch.dtype = torch.int64
+    table_dtype: torch.dtype = torch.int32  # of the host's page table
+    rows_dtype: torch.dtype = torch.int64  # of its table rows
+    lens_dtype: torch.dtype = torch.int64  # of its sequence lengths
     drafts: Drafts | None = None  # what the server verifies; None if it does not speculate
-    # Each kind of the layers that run through tree attention.
-    layers: Sequence[LayerKind] = (LayerKind(),)
+    layers: Sequence[LayerKind] = (LayerKind(),)  # each kind of those through tree attention
 
 
 def warm_up_attention(
-    attention: TreeAttention,
-    tensors: StepTensors,
-    *,
-    on_device: bool,
-    smallest: int = 1,
+    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1,
     shared: SharedCache | None = None,
-) -> Compiled | None:
+) -> Compiled | None:  # fmt: skip
     """Compile the kernels of every launch that a step may need, then run each of them once.
 
     A GPU's kernels are compiled side by side; the log says how many and how long it took. On the
@@ -115,10 +107,7 @@ def warm_up_host_planner(attention: TreeAttention | LatentAttention) -> None:
 def step_variants(
     attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
 ) -> list[Variant]:
-    """The kernels of every launch that a step may need; nothing is compiled or run.
-
-    See :func:`warm_up_attention` for the parameters.
-    """
+    """The kernels of every launch of :func:`warm_up_attention`; nothing is compiled or run."""
     with recorded() as variants:
         for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
             step()
@@ -144,8 +133,8 @@ def _steps(
     def attend(query_tokens: int, table: torch.Tensor, lens: torch.Tensor, **step: Any) -> None:
         shape = (query_tokens, attention.num_query_heads, attention.head_dim)
         # Compiled kernels read and write one query token for all: a batch of drafts is large.
-        held = (2, query_tokens if attention.interpreted else 1, *shape[1:])
-        q, out = torch.zeros(held, dtype=attention.dtype, device=device).expand(2, *shape)
+        stored = (2, query_tokens if attention.interpreted else 1, *shape[1:])
+        q, out = torch.zeros(stored, dtype=attention.dtype, device=device).expand(2, *shape)
         for kind in tensors.layers:
             sinks = None
             if kind.sinks is not None:
@@ -155,19 +144,22 @@ def _steps(
                 logit_cap=float(kind.soft_cap), sinks=sinks, out=out, **step,
             )  # fmt: skip
 
+    def held(batch: int, columns: int, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Page table, sequence lengths and table rows of requests of `tokens` + 1 tokens."""
+        columns = max(tokens + 1, columns)
+        table = torch.zeros((1, columns), dtype=tensors.table_dtype, device=device)
+        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
+        return table, lens, torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+
     def run(batch: int, columns: int, static_launch: bool) -> None:
-        table = torch.zeros((1, max(2, columns)), dtype=tensors.table_dtype, device=device)
-        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
-        lens = torch.full((batch,), 2, dtype=tensors.lens_dtype, device=device)
+        table, lens, rows = held(batch, columns, 1)
         if static_launch:
             attention.plan_on_device(table, lens, table_rows=rows)
         attend(batch, table, lens, table_rows=rows, static_launch=static_launch)
 
     def verify(drafts: Drafts, batch: int, columns: int) -> None:
         tokens = drafts.query_tokens
-        table = torch.zeros((1, max(tokens + 1, columns)), dtype=tensors.table_dtype, device=device)
-        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
-        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
+        table, lens, rows = held(batch, columns, tokens)
         attention.plan_on_device(table, lens, table_rows=rows, query_tokens=tokens)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
         bits = torch.zeros((batch, tokens, words_of(tokens)), dtype=torch.int64, device=device)
@@ -231,7 +223,8 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[PlannedBatch]:
             queries.append(below + 1 if held > below else 0)
             below = max(below, held)
     reached = [shape for shape, needed in enumerate(queries) if 0 < needed <= largest]
-    for shapes in _subsets(reached):
+    subsets = (combinations(reached, count) for count in range(1, len(reached) + 1))
+    for shapes in chain.from_iterable(subsets):
         batch = sum(queries[shape] for shape in shapes)
         if batch > largest:
             continue
@@ -259,8 +252,3 @@ def plans_of_many(attention: TreeAttention) -> Iterator[PlannedBatch]:
         for _ in range(2):
             builder.add([row], [Segment(row, 0, 1, False, 0, 1)])
     yield PlannedBatch(plan_grouping(builder.build(), _forest(batch), attention.target), batch)
-
-
-def _subsets(shapes: list[int]) -> Iterable[tuple[int, ...]]:
-    for count in range(1, len(shapes) + 1):
-        yield from combinations(shapes, count)

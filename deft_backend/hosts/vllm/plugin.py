@@ -15,8 +15,7 @@ from deft_backend.settings.config import Settings, SettingsError
 logger = logging.getLogger("deft_backend")
 
 MODULE = "deft_backend.hosts.vllm.start.registered"
-"""The module in which vLLM finds the classes registered here; it resolves each when a layer needs
-it."""
+"""Where vLLM finds the classes registered here, when a layer needs them."""
 
 OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_FLASH_ATTN",
             "TRITON_FLASHINFER")  # fmt: skip
@@ -28,12 +27,10 @@ def register() -> None:
     """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``.
 
     A server that asks for neither stays as it is. A failure costs one line in the log. Nothing here
-    imports Numba. When a worker starts on the CPU, vLLM replaces kernels of its own. For this it
-    looks through all modules, and it fails at one of Numba's.
+    imports Numba: a worker that starts on the CPU looks through all modules, and fails at Numba's.
 
     Raises SystemExit if the server's command line asks for the plugin and ``DEFT_*`` variables have
-    values that are not allowed. The API server loads plugins first, so the message is the log's
-    last line.
+    values that are not allowed. Plugins load first, so the message is the log's last line.
     """
     try:
         _log_with_the_host()

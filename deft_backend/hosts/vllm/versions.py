@@ -7,11 +7,7 @@
 - 0.32: plugins may add backend names; cascade attention is gone. See :func:`register`,
   :func:`backend_name`, :func:`host_cascades`.
 
-The table `CONTRACT` in ``contract.py`` lists every member of vLLM that we use, with the versions
-that have it.
-
-This module imports vLLM and torch inside functions only: commands read it where neither is
-installed.
+Functions import vLLM and torch: commands read this module where neither is installed.
 """
 
 from __future__ import annotations
@@ -50,10 +46,7 @@ def refuse() -> str | None:
 
 @cache
 def missing() -> str | None:
-    """Which members of the contract this vLLM lacks, in one line; or None.
-
-    The check takes a second or two. The plugin runs it only if the server wants tree attention.
-    """
+    """Which members of the contract this vLLM lacks, in one line; or None. It takes a second."""
     source = installed_source("vllm")
     if source is None:
         return "its source is not where Python finds the package"
@@ -71,8 +64,7 @@ def missing() -> str | None:
 def backend_name(version: str | None = None) -> str:
     """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions.
 
-    Without a version, that of the installed vLLM counts; without an installed vLLM, the placeholder
-    is the answer.
+    Without a version that of the installed vLLM counts; without one, it is the placeholder.
     """
     version = VLLM.installed() if version is None else version
     if version is None or version_key(version) < version_key(OWN_NAME_SINCE):
@@ -92,7 +84,7 @@ def register(path: str) -> None:
         return
     register_backend(OWN_NAME, path)
     # Python pickles an enum member as its value. A process that vLLM spawns reads its configuration
-    # before it loads plugins: the registry there does not have our value yet.
+    # before it loads plugins, so its registry does not have our value yet.
     member = AttentionBackendEnum[OWN_NAME]
     member.__reduce_ex__ = lambda protocol: (_registered, (path,))
 
@@ -147,16 +139,14 @@ _KNOWN_FIELDS = frozenset((
     "sliding_window", "attention_chunk_size", "non_causal",
     "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
 ))  # fmt: skip
-"""Fields of a cache's specification that tree attention accepts with any value, or checks
-itself."""
+"""Fields of a cache's specification that tree attention accepts, or checks itself."""
 
 
 def unknown_cache(spec: Any) -> str | None:
     """The field of a cache's specification that the adapter does not know, or None.
 
-    Newer versions pack caches by fields with a default (``num_head_slots``,
-    ``state_content_bytes``, ``tokens_per_state``, …). Any field with another value than its
-    default may change what a block holds, so tree attention leaves such a cache alone.
+    Newer versions pack caches by fields such as ``num_head_slots``. Any field with another value
+    than its default may change what a block holds, so tree attention leaves such a cache alone.
     """
     for field in fields(spec):
         if field.name in _KNOWN_FIELDS or field.default is MISSING:

@@ -42,7 +42,7 @@ def filled(folder, gpu="sm_90"):
 def lines(caplog, settings, device=GPU):
     with caplog.at_level(logging.INFO, logger="deft_backend"):
         take_compiled_kernels(settings, device)
-    return [record.getMessage() for record in caplog.records]
+    return caplog.messages
 
 
 def test_a_filled_folder_is_taken(tmp_path, caplog):
@@ -67,16 +67,18 @@ def test_kernels_for_another_gpu_are_not_used(tmp_path, caplog):
     assert not (tmp_path / "triton").exists()
 
 
-@pytest.mark.parametrize("content", ["", "not json", '{"format": 9}'])
-def test_a_damaged_folder_is_one_line_in_the_log(content, tmp_path, caplog):
-    (tmp_path / MANIFEST).write_text(content)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("not json", f"its {MANIFEST}"), ('{"format": 9}', f"its {MANIFEST}"),
+     (None, "`deft warm` did not fill it")],
+)  # fmt: skip
+def test_a_damaged_folder_is_one_line_in_the_log(content, said, tmp_path, caplog):
+    """A folder that a setting names must be filled."""
+    if content is not None:
+        (tmp_path / MANIFEST).write_text(content)
     (line,) = lines(caplog, Settings(kernel_cache=tmp_path))
-    assert f"deft: the kernels in {tmp_path} are not used: its {MANIFEST}" in line
-
-
-def test_a_folder_that_a_setting_names_must_be_filled(tmp_path, caplog):
-    (line,) = lines(caplog, Settings(kernel_cache=tmp_path / "none"))
-    assert "`deft warm` did not fill it" in line
+    assert f"deft: the kernels in {tmp_path} are not used: " in line
+    assert said in line
 
 
 def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(tmp_path, caplog):
@@ -132,13 +134,10 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path, caplog, monkey
     monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").touch()
     before = knobs.cache.dir
-    with (
-        caplog.at_level(logging.INFO, logger="deft_backend"),
-        ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared,
-    ):
+    with ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared:
         assert shared is None
         assert knobs.cache.dir == before
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert "cannot be written" in line
     assert "DEFT_CACHE_DIR" in line
 

@@ -44,23 +44,9 @@ class Recorder:
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
     def run(
-        self,
-        q,
-        k,
-        v,
-        table,
-        lens,
-        *,
-        table_rows,
-        k_scale=1.0,
-        v_scale=1.0,
-        static_launch=False,
-        query_start=None,
-        ancestors=None,
-        logit_cap=0.0,
-        sinks=None,
-        out=None,
-    ):
+        self, q, k, v, table, lens, *, table_rows, k_scale=1.0, v_scale=1.0, static_launch=False,
+        query_start=None, ancestors=None, logit_cap=0.0, sinks=None, out=None,
+    ):  # fmt: skip
         assert out.shape == q.shape
         assert sinks is None or sinks.shape == (4,)
         self.layers.add(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
@@ -83,7 +69,6 @@ class Recorder:
     ("device", "max_batch", "smallest", "expected"),
     [
         ("meta", 32, 1, {1, 32}),  # any device but the CPU: kernels are compiled for it
-        ("meta", 300, 2, {2, 64, 256, 300}),
         ("meta", 1024, 1, {1, 64, 256, 1024}),
         ("meta", 2048, 2, {2, 64, 256, 1024, 2048}),
         ("meta", 8, 16, {8}),
@@ -92,20 +77,17 @@ class Recorder:
         ("cpu", 2, 1, {2}),
     ],
 )
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_device_planner_runs_every_size_it_is_compiled_for(
-    device, max_batch, smallest, expected, index_dtype
+    device, max_batch, smallest, expected
 ):
     attention = Recorder(device, max_batch)
     cache = torch.zeros((2, 16, 2, 64), device=device)
-    tensors = StepTensors(cache, cache, [9], rows_dtype=index_dtype, lens_dtype=index_dtype)
-    done = warm_up_attention(
-        attention, tensors, on_device=True, smallest=smallest
-    )  # fmt: skip
+    tensors = StepTensors(cache, cache, [9], rows_dtype=torch.int16, lens_dtype=torch.int32)
+    done = warm_up_attention(attention, tensors, on_device=True, smallest=smallest)
     assert done is None  # nothing to compile without a GPU
     assert set(attention.planned) == expected
     assert attention.ran == attention.planned
-    assert attention.integers == {(torch.int32, index_dtype, index_dtype)}
+    assert attention.integers == {(torch.int32, torch.int32, torch.int16)}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.latches import FailureLatch
+from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.vllm.step import group
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
@@ -31,12 +32,14 @@ from vllm_fakes import (
     Batch,
     Cache,
     Layers,
+    Step,
     cached,
     close,
     make_config,
     make_spec,
     reference,
     run,
+    speculating,
     state,
     tree_layers,
 )
@@ -86,40 +89,29 @@ def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
 
 
 def test_soft_cap_and_scale_are_the_layers_own():
-    layers = tree_layers(arguments={"logits_soft_cap": 2.0})
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    assert step_of(metadata) is not None
-    found = run(layers.impls[0], batch, cache, metadata)
-    close(found, reference(batch, cache, cap=2.0))
-    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    step = Step(Batch(DECODE, shared=2), tree_layers(arguments={"logits_soft_cap": 2.0}))
+    assert step.tree is not None
+    found = step.check(cap=2.0)
+    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
 
 
 def test_a_scale_that_the_model_sets_later_counts():
     """Models behind vLLM's Transformers backend set the scale in a forward."""
-    layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    impl = layers.impls[0]
-    impl.scale = 0.7
-    assert step_of(metadata).group.takes(impl.deft_layer.scaled(0.7))
-    found = run(impl, batch, cache, metadata)
-    close(found, reference(batch, cache, scale=0.7))
-    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
-    impl.scale = -0.7
-    assert not step_of(metadata).group.takes(impl.deft_layer.scaled(-0.7))
-    close(run(impl, batch, cache, metadata), reference(batch, cache, scale=-0.7))
+    step = Step(Batch(DECODE, shared=2), tree_layers(count=1))
+    (impl,) = step.layers.impls
+    for impl.scale in (0.7, -0.7):
+        assert step.tree.group.takes(impl.deft_layer.scaled(impl.scale)) == (impl.scale > 0)
+        found = step.check(scale=impl.scale)
+        assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
 
 
 @pytest.mark.usefixtures("policy")
 def test_rows_that_no_request_owns(monkeypatch):
     """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
     monkeypatch.setattr(group, "_capturing", lambda tensor: True)
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2, padding=3))
-    found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()), rows=2)
-    close(found[:-2], reference(batch, cache))
+    step = Step(Batch(DECODE, shared=2, padding=3))
+    found = step.run(rows=2)
+    close(found[:-2], reference(step.batch, step.cache))
     assert found[len(DECODE) : -2].eq(0.0).all()
     assert found[-2:].eq(7.0).all()  # nothing beyond the batch is written
 
@@ -147,40 +139,26 @@ def test_blocks_computed_twice(seed):
 
 
 def test_a_plan_serves_a_pass_and_no_longer(planned):
-    """The host runs the same metadata again in the capture, which must also record the planning."""
-    layers = tree_layers(count=3)
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
-    for passes in (1, 2):
-        for impl in layers.impls:
-            run(impl, batch, cache, metadata)
+    """The host runs the same metadata again in the capture, which must also record the planning.
+
+    A pass may begin with any layer.
+    """
+    step = Step(Batch(DECODE, shared=2), tree_layers(count=3))
+    for passes, first in ((1, 0), (2, 0), (3, 1)):
+        for layer in range(first, 3):
+            step.run(layer)
         assert len(planned) == passes
-    batch.lens += 1  # the host's own tensor in the next step
-    grown = builder.build(0, batch.common())
-    for impl in layers.impls:
-        close(run(impl, batch, cache, grown), reference(batch, cache))
-    assert len(planned) == 3
-
-
-def test_a_pass_may_begin_with_any_layer(planned):
-    layers = tree_layers(count=3)
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    for impl in layers.impls:
-        run(impl, batch, cache, metadata)
-    for impl in layers.impls[1:]:
-        run(impl, batch, cache, metadata)
-    assert len(planned) == 2
+    step.batch.lens += 1  # the host's own tensor in the next step
+    step.build()
+    step.check()
+    assert len(planned) == 4
 
 
 @pytest.mark.parametrize("query_lens", [[3, 1, 20, 1, 5], [40, 37, 33, 65, 5]])
 def test_prefill_and_mixed_batches_are_the_hosts(query_lens, planned):
-    layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=0, query_lens=query_lens))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    assert step_of(metadata) is None
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    step = Step(Batch(DECODE, shared=0, query_lens=query_lens))
+    assert step.tree is None
+    step.check()
     assert not planned
 
 
@@ -193,10 +171,11 @@ def test_layers_of_another_kind_are_the_hosts(planned, caplog):
     builder_cls = full.backend.get_builder_cls()
     with caplog.at_level(logging.INFO, "deft_backend"):
         builder = builder_cls(make_spec(sliding_window=9), names, config, torch.device("cpu"))
-    assert [r.message for r in caplog.records].count(
+    line = (
         "deft: 1 of 2 layers decode through tree attention; 1 with a sliding window through the "
         "host's kernels"
-    ) == 1
+    )
+    assert caplog.messages.count(line) == 1
     batch, cache = cached(Batch(DECODE, shared=2))
     metadata = builder.build(0, batch.common())
     close(run(window.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
@@ -205,24 +184,12 @@ def test_layers_of_another_kind_are_the_hosts(planned, caplog):
     assert len(planned) == 1
 
 
-def test_layers_of_another_shape_are_the_hosts(planned):
-    config = make_config()
-    layers = tree_layers(config, count=1)
-    other = Layers(layers.backend, config, 1, {"num_heads": 2 * HEADS}, "other")
-    metadata = layers.builder(make_spec()).build(0, Batch(DECODE, shared=2).common())
-    assert not step_of(metadata).group.takes(other.impls[0].deft_layer)
-    assert step_of(metadata).group.takes(layers.impls[0].deft_layer)
-
-
 def test_only_unsupported_layers_make_no_group(caplog):
-    layers = tree_layers(arguments={"sliding_window": 9})
     with caplog.at_level(logging.WARNING, "deft_backend"):
-        builder = layers.builder(make_spec())
-    assert builder.deft_group is None
+        step = Step(Batch(DECODE, shared=2), tree_layers(arguments={"sliding_window": 9}))
+    assert step.builder.deft_group is None
     assert "0 of 2 layers decode through tree attention; 2 with a sliding" in caplog.text
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+    step.check(window=9)
 
 
 def test_groups_have_plans_of_their_own(planned):
@@ -268,30 +235,27 @@ def test_an_updated_block_table_is_planned_anew(planned, monkeypatch):
     assert step_of(builders[1].update_block_table(prefill, mixed.table, None)) is None
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """The level of our builder over a host's, in a server of this configuration."""
+
+    def level(host, config):
+        builder = PlainCpuBackend.get_builder_cls()
+        monkeypatch.setattr(builder, "_cudagraph_support", AttentionCGSupport[host])
+        ours = tree_backend(PlainCpuBackend).get_builder_cls()
+        return ours.get_cudagraph_support(config, None).name
+
+    return level
+
+
 @pytest.mark.parametrize(
     ("level", "expected"),
     [("ALWAYS", "UNIFORM_BATCH"), ("UNIFORM_SINGLE_TOKEN_DECODE",) * 2, ("NEVER", "NEVER")],
 )
-def test_graphs_of_uniform_batches_only(level, expected, monkeypatch):
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport[level])
-    builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    assert builder.get_cudagraph_support(make_config(), None) is AttentionCGSupport[expected]
-    refused = make_config(use_ubatching=True)  # the host decodes all batches itself
-    assert builder.get_cudagraph_support(refused, None) is AttentionCGSupport[level]
-
-
-def test_verified_attention_is_in_no_graph(monkeypatch):
-    """A graph only replays its capture, so it could neither compare results nor give up."""
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    config = make_config(compilation_config=CompilationConfig())
-    assert builder.get_cudagraph_support(config, None) is AttentionCGSupport.NEVER
-    # Nothing to compare, so the same as without the setting.
-    alone = make_config(use_ubatching=True)
-    assert builder.get_cudagraph_support(alone, None) is AttentionCGSupport.ALWAYS
+def test_graphs_of_uniform_batches_only(level, expected, graphs):
+    assert graphs(level, make_config()) == expected
+    # The host decodes all batches of this server itself.
+    assert graphs(level, make_config(use_ubatching=True)) == level
 
 
 @pytest.mark.parametrize(
@@ -299,44 +263,44 @@ def test_verified_attention_is_in_no_graph(monkeypatch):
     [
         ("FULL", True, "PIECEWISE"),
         ("FULL", False, "NONE"),
-        ("FULL_AND_PIECEWISE", True, "PIECEWISE"),
         ("FULL_DECODE_ONLY", False, "NONE"),
         ("PIECEWISE", True, "PIECEWISE"),
-        ("NONE", True, "NONE"),
     ],
 )
-def test_a_server_that_verifies_starts_with_whatever_graphs_it_asks_for(
-    asked, at_attention, got, monkeypatch
-):
-    """The host raises for ``FULL`` with a backend that supports no graphs."""
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch, graphs):
+    """A graph only replays its capture, so it could neither compare results nor give up.
+
+    The server starts with whatever graphs it asks for: the host raises for ``FULL`` with a backend
+    that supports no graphs.
+    """
     monkeypatch.setenv("DEFT_VERIFY", "1")
     compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode[asked],
         splitting_ops=None if at_attention else [],
     )  # fmt: skip
     compilation.set_splitting_ops_for_v1("naive", 1)
-    builder = tree_backend(PlainCpuBackend).get_builder_cls()
-    level = builder.get_cudagraph_support(make_config(compilation_config=compilation), None)
+    config = make_config(compilation_config=compilation, use_ubatching=True)
+    assert graphs("ALWAYS", config) == "ALWAYS"  # nothing to compare
+    config.parallel_config.use_ubatching = False
+    assert graphs("ALWAYS", config) == "NEVER"
+    level = AttentionCGSupport.NEVER
     assert compilation.resolve_cudagraph_mode_and_sizes(level, "deft") is CUDAGraphMode[got]
 
 
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch):
     """Versions from 0.32 on have no such method and never call it."""
     host = PlainCpuBackend.get_builder_cls()
+    builder = tree_layers().builder(make_spec())
+    group, builder.deft_group = builder.deft_group, None
     if not hasattr(host, "use_cascade_attention"):
-        builder = tree_layers().builder(make_spec())
-        builder.deft_group = None
         assert not builder.use_cascade_attention(64, np.array([1, 5, 1]), 4, 2)
     monkeypatch.setattr(
         host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
     )
-    builder = tree_layers().builder(make_spec())
+    assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
+    builder.deft_group = group
     for query_lens, expected in (([1, 1, 1], False), ([1, 5, 1], True), ([1], True)):
         assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
-    builder.deft_group = None
-    assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
 
 
 def test_captures_and_drafts_are_no_steps():
@@ -399,12 +363,21 @@ def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatc
     assert state().kv_bytes_read == state().kv_bytes_query_guided > 0
 
 
-@pytest.mark.parametrize("documents", [{}, {0: [], 1: [], 2: []}, {0: [(3, 9)], 1: []}])
-def test_documents_in_a_prompt_change_no_decode(documents):
-    """Tokens that may attend to later ones of their document have none after the decoded token."""
-    builder = tree_layers().builder(make_spec())
-    metadata = builder.build(0, Batch(DECODE, shared=2).common(mm_req_doc_ranges=documents))
-    assert step_of(metadata) is not None
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mm_req_doc_ranges": {}},
+        {"mm_req_doc_ranges": {0: [(3, 9)], 1: []}},
+        {"rswa_prefix_lens": torch.tensor(DECODE)},
+    ],
+)
+def test_documents_in_a_prompt_change_no_decode(changes):
+    """Tokens that may attend to later ones of their document have none after the decoded token.
+
+    Prompt lengths alone are no window: the model's configuration states one.
+    """
+    batch = Batch(DECODE, shared=2)
+    assert Step(batch, common=batch.common(**changes)).tree is not None
 
 
 def test_batches_beyond_the_settings(monkeypatch):
@@ -421,10 +394,8 @@ def test_batches_beyond_the_settings(monkeypatch):
 def test_counts_what_is_read(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
     monkeypatch.setenv("DEFT_PLANNER", "host")
-    layers = tree_layers()
-    batch = Batch([40, 37, 33], shared=2)  # 32 shared tokens, and 8 + 5 + 1 unshared ones
-    run(layers.impls[0], batch, Cache(batch.pages, 16), layers.builder(make_spec()).build(
-        0, batch.common()))  # fmt: skip
+    step = Step(Batch([40, 37, 33], shared=2))  # 32 shared tokens, and 8 + 5 + 1 unshared ones
+    step.run()
     token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
     assert (state().steps_tree, state().plans) == (1, 1)
     assert state().kv_bytes_query_guided == 110 * token
@@ -432,11 +403,10 @@ def test_counts_what_is_read(monkeypatch):
 
 
 def test_the_device_counts_its_own_steps():
-    layers = tree_layers(count=1)
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch([40, 37, 33], shared=2, padding=1))
+    step = Step(Batch([40, 37, 33], shared=2, padding=1), tree_layers(count=1))
     for _ in range(3):
-        run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+        step.run()
+        step.build()
     token = 2 * 2 * DIM * 4
     assert (state().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
     assert state().counters().plans == 3
@@ -446,33 +416,23 @@ def test_the_device_counts_its_own_steps():
     assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
 
 
-def test_builders_made_anew_keep_workspace_and_counters():
-    """The host builds them twice if it profiles its graphs; another server starts at zero."""
-    layers = tree_layers()
-    first, again = layers.builder(make_spec()), layers.builder(make_spec())
-    assert first.deft_group is again.deft_group
-    batch = Batch(DECODE, shared=2)
-    for builder in (first, again):
-        run(layers.impls[0], batch, Cache(batch.pages, 16), builder.build(0, batch.common()))
-    assert state().steps_tree == 2
-    other = tree_layers().builder(make_spec())
-    assert other.deft_group is not first.deft_group
-    assert state().steps_tree == 0
-
-
 def test_steps_of_equal_layers_are_counted_once():
-    """Other differences between two builders of the same layers must not make a step fail."""
+    """The host builds builders twice if it profiles its graphs; another server starts at zero.
+
+    Other differences between two builders of the same layers must not make a step fail.
+    """
     layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=2))
-    first = layers.builder(make_spec())
-    padded = layers.builder(make_spec(page_size_padded=1 << 20))
-    assert padded.deft_group is first.deft_group
+    first = Step(Batch(DECODE, shared=2), layers)
+    again = Step(Batch(DECODE, shared=2), layers, page_size_padded=1 << 20)
     other = layers.builder(make_spec(block_size=32))
-    assert other.deft_group is not first.deft_group
-    for builder in (first, other):
-        builder.build(0, batch.common())
-    run(layers.impls[0], batch, cache, first.build(0, batch.common()))
-    assert state().steps_tree == 1
+    assert again.builder.deft_group is first.builder.deft_group is not other.deft_group
+    other.build(0, first.batch.common())
+    for step in (first, again):
+        step.run()
+    assert state().steps_tree == 2
+    new = tree_layers().builder(make_spec())
+    assert new.deft_group is not first.builder.deft_group
+    assert state().steps_tree == 0
 
 
 def test_a_wrong_setting_stops_the_server(monkeypatch):
@@ -496,39 +456,30 @@ def test_kv_of_another_kind_makes_no_group(caplog):
 @pytest.mark.usefixtures("policy")
 def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
     """The host's implementation runs the layer; the step that failed is one of the host's."""
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
+    step = Step(Batch(DECODE, shared=2))
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step.check()
     assert [line.count("no such instruction") for line in failures] == [1]
     failures.clear()
-    assert step_of(builder.build(0, batch.common())) is None
+    step.build()
+    assert step.tree is None
     assert (state().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
 
 
 def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, failures):
     """The host planner plans the next step again; a launch of the device planner is not tried."""
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2))
-    fail = raising(ValueError("no room"))
+    step = Step(Batch(DECODE, shared=2))
     with monkeypatch.context() as planted:
-        planted.setattr(TreeAttention, "plan", fail)
-        planted.setattr(TreeAttention, "plan_on_device", fail)
+        for name in ("plan", "plan_on_device"):
+            planted.setattr(TreeAttention, name, raising(ValueError("no room")))
         for _ in range(2):
-            metadata = builder.build(0, batch.common())
-            for impl in layers.impls:
-                close(run(impl, batch, cache, metadata), reference(batch, cache))
+            step.check()
+            step.build()
     assert [line.count("no room") for line in failures] == [1]
     failures.clear()
-    metadata = builder.build(0, batch.common())
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
-    assert (step_of(metadata) is None) == (policy == "auto")
+    step.check()
     again = policy == "deft-node"
+    assert (step.tree is not None) == again
     assert state().counters().steps_host == {"planning failed": 2 if again else 3}
     assert state().steps_tree == int(again)
 
@@ -537,11 +488,9 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, fail
 def test_verification_finds_a_wrong_kernel(size, monkeypatch, failures):
     """The tolerance is relative to the largest value, whatever it is."""
     monkeypatch.setenv("DEFT_VERIFY", "1")
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2))
-    cache.tensor *= size
-    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
+    step = Step(Batch(DECODE, shared=2))
+    step.cache.tensor *= size
+    step.run()
     assert not failures
     attention_run = TreeAttention.run
 
@@ -551,13 +500,13 @@ def test_verification_finds_a_wrong_kernel(size, monkeypatch, failures):
         return out
 
     monkeypatch.setattr(TreeAttention, "run", wrong)
-    found = run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    close(found, reference(batch, cache))
-    assert [
-        line.count("of tree attention and of the host's kernel differ by") for line in failures
-    ] == [1]
+    step.build()
+    close(step.run(), reference(step.batch, step.cache))
+    (line,) = failures
+    assert "of tree attention and of the host's kernel differ by" in line
     failures.clear()
-    assert step_of(builder.build(0, batch.common())) is None
+    step.build()
+    assert step.tree is None
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -573,23 +522,11 @@ def test_verification_allows_more_where_the_host_multiplies_in_8_bits(kv_dtype, 
         assert torch.equal(out, ours if agrees else theirs)
 
 
-@pytest.mark.parametrize("q_scale", [1.0, 0.25])
 @pytest.mark.usefixtures("policy")
-def test_queries_of_eight_bits_have_a_scale(q_scale):
+def test_queries_of_eight_bits_have_a_scale():
     """Some backends of vLLM take them over a cache of 8 bits."""
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
-    batch, cache = cached(Batch(DECODE, shared=2))
-    stored = (cache.tensor / 0.02).to(torch.float8_e4m3fn)
-    query = (batch.query / q_scale).to(torch.float8_e4m3fn)
-    cache.tensor, batch.query = stored.float() * 0.02, query.float() * q_scale
-    scales = [torch.tensor(value) for value in (q_scale, 0.02, 0.02)]
-    module = SimpleNamespace(**dict(zip(("_q_scale", "_k_scale", "_v_scale"), scales, strict=True)))
-    metadata = layers.builder(make_spec(dtype=torch.uint8)).build(0, batch.common())
-    output = torch.full(query.shape, 7.0)
-    layers.impls[0].forward(
-        module, query, None, None, stored.view(torch.uint8), metadata, output
-    )  # fmt: skip
-    close(output, reference(batch, cache))
+    Step(Batch(DECODE, shared=2), layers, dtype=torch.uint8).check_quantised("fp8", q_scale=0.25)
     assert state().steps_tree == 1
 
 
@@ -604,28 +541,28 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache():
             name == kind for name in kinds
         ]
         assert group.takes(layer._replace(cache="fp8_e4m3")) == (kind == "fp8")
+        assert not group.takes(layer._replace(shape=layer.shape._replace(num_query_heads=8)))
 
 
 @pytest.mark.usefixtures("policy")
 def test_an_output_within_a_larger_tensor():
-    layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
+    step = Step(Batch(DECODE, shared=2))
     wide = torch.full((len(DECODE), 2 * HEADS, DIM), 7.0)
     output = wide[:, HEADS:]
-    layers.impls[0].forward(None, batch.query, None, None, cache.tensor, metadata, output)
-    close(output, reference(batch, cache))
+    query, kv_cache = step.batch.query, step.cache.tensor
+    step.layers.impls[0].forward(None, query, None, None, kv_cache, step.metadata, output)
+    close(output, reference(step.batch, step.cache))
     assert wide[:, :HEADS].eq(7.0).all()
     assert state().steps_tree == 1
 
 
 def test_an_output_of_another_dtype_is_the_hosts(failures):
-    layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
+    step = Step(Batch(DECODE, shared=2))
     output = torch.zeros((len(DECODE), HEADS, DIM), dtype=torch.bfloat16)
-    layers.impls[0].forward(None, batch.query, None, None, cache.tensor, metadata, output)
-    torch.testing.assert_close(output.double(), reference(batch, cache), rtol=0.01, atol=0.01)
+    query, kv_cache = step.batch.query, step.cache.tensor
+    step.layers.impls[0].forward(None, query, None, None, kv_cache, step.metadata, output)
+    expected = reference(step.batch, step.cache)
+    torch.testing.assert_close(output.double(), expected, rtol=0.01, atol=0.01)
     assert [("a kernel failed" in line, "bfloat16" in line) for line in failures] == [(True, True)]
     failures.clear()
 
@@ -663,16 +600,13 @@ def test_the_host_gets_what_vllm_passed(monkeypatch):
 
 
 def test_a_fused_output_quantisation_is_the_hosts(caplog):
-    layers = tree_layers()
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    given = zip(
-        layers.impls, ((torch.ones(1),), ()), ({}, {"output_scale": torch.ones(1)}), strict=True
-    )
+    step = Step(Batch(DECODE, shared=2))
+    scale = torch.ones(1)
+    given = zip(step.layers.impls, ((scale,), ()), ({}, {"output_scale": scale}), strict=True)
     for impl, args, kwargs in given:
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
             impl.forward(
-                None, batch.query, None, None, cache.tensor, metadata,
+                None, step.batch.query, None, None, step.cache.tensor, step.metadata,
                 torch.zeros((5, HEADS, DIM)), *args, **kwargs,
             )  # fmt: skip
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
@@ -716,13 +650,10 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatc
     config = make_config()
     if flag is not None:
         setattr(config.model_config, flag, True)
-    layers = tree_layers(config)
-    builder = layers.builder(make_spec())
+    step = Step(Batch(DECODE, shared=2), tree_layers(config))
     assert len(makers) == 1
     assert (makers[0] == threading.get_ident()) is (flag is None)
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    step.check()
     # Another thread reads the last batch when `deft explain` asks. The host's tensors may be
     # unmapped then.
     if flag is None:
@@ -733,10 +664,7 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatc
 
 
 def test_a_set_up_that_fails_beside_a_pool_is_one_line(monkeypatch, failures):
-    def fail(self, **kwargs):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(TreeAttention, "__init__", fail)
+    monkeypatch.setattr(TreeAttention, "__init__", raising(RuntimeError("out of memory")))
     config = make_config()
     config.model_config.enable_sleep_mode = True
     assert tree_layers(config).builder(make_spec()).deft_group is None
@@ -761,37 +689,21 @@ def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(monkeypatch, ca
     assert "row 1 is off by 2" in caplog.text
 
 
-def test_prompt_lengths_alone_are_no_window(planned):
-    """Document ranges hide no tokens; the model's configuration states a sliding window."""
-    builder = tree_layers().builder(make_spec())
-    batch = Batch(DECODE, shared=2)
-    assert step_of(builder.build(0, batch.common(rswa_prefix_lens=batch.lens))) is not None
-
-
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("kind", "query_lens"), [("fp8", None), ("fp8_e5m2", None), ("fp8", [5, 1, 1, 4, 2])]
+)
 @pytest.mark.usefixtures("policy")
-def test_a_cache_of_eight_bits(kind):
-    """vLLM gives bytes; its layers hold one scale for all keys and one for all values."""
-    layers = tree_layers(arguments={"kv_cache_dtype": kind})
-    batch, cache = cached(Batch(DECODE, shared=2))
-    module = SimpleNamespace(
-        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
-    )
-    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
-    dtype = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
-    stored = (cache.tensor / scales).to(dtype)
-    cache.tensor = stored.float() * scales  # what the bytes stand for
-    expected = reference(batch, cache)
-    spec = make_spec(dtype=torch.uint8)
-    metadata = layers.builder(spec).build(0, batch.common())
-    for step in (metadata, None):  # tree attention, then the host's own
-        if step is None:
-            attach(metadata, None)
-        output = torch.full_like(batch.query, 7.0)
-        layers.impls[0].forward(
-            module, batch.query, None, None, stored.view(torch.uint8), metadata, output
-        )
-        close(output, expected)
+def test_a_cache_of_eight_bits(kind, query_lens):
+    """In decode and in verification. A layer holds one scale for all keys, one for all values."""
+    config = make_config(speculative_config=speculating(4) if query_lens else None)
+    layers = tree_layers(config, arguments={"kv_cache_dtype": kind}, prefix="model.layers")
+    batch = Batch(DECODE, shared=2, query_lens=query_lens)
+    step = Step(batch, layers, dtype=torch.uint8)
+    step.check_quantised(kind)
+    assert (state().steps_tree, state().steps_host) == (1, {})
+    attach(step.metadata, None)
+    step.cache, step.batch = cached(Batch(DECODE, shared=2, query_lens=query_lens))[::-1]
+    step.check_quantised(kind)  # the host's own
 
 
 @pytest.mark.parametrize(
@@ -813,7 +725,5 @@ def test_new_keys_and_values_are_stored_as_the_host_stores_them(kind, dtype, spa
 
 
 def test_a_cache_of_four_bits_is_the_hosts():
-    from deft_backend.hosts.common.limits import refused_cache
-
     assert refused_cache("fp8") is refused_cache("fp8_e4m3") is refused_cache("fp8_e5m2") is None
     assert refused_cache("nvfp4") == "a KV cache of kind nvfp4 is not supported"

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.vllm.report.observe import observed_backend
@@ -56,17 +61,12 @@ def layers_of(config, prefix, spec, count=1, **arguments):
         (STATE, LINEAR),
         (make_spec(non_causal=True), "attention that is not causal"),
         (make_spec(head_size_v=32), f"keys of {DIM} and values of 32 elements"),
+        (type("PackedSpec", (FullAttentionSpec,), {})(**COMMON), "a KV cache of kind PackedSpec"),
     ],
 )
 def test_a_layers_own_cache_decides(spec, reason):
     module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: spec)
     assert unsupported_kind(module, make_config()) == reason
-
-
-def test_a_kind_of_full_attention_that_is_not_known():
-    kind = type("PackedSpec", (type(make_spec()),), {})
-    module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: kind(**COMMON))
-    assert unsupported_kind(module, make_config()) == "a KV cache of kind PackedSpec"
 
 
 def test_every_group_decides_for_its_layers(caplog):
@@ -82,10 +82,7 @@ def test_every_group_decides_for_its_layers(caplog):
         builders = [
             windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())
         ]  # fmt: skip
-    lines = [
-        record.message for record in caplog.records if "layers decode through" in record.message
-    ]
-    assert lines == [
+    assert [line for line in caplog.messages if "layers decode through" in line] == [
         "deft: 2 of 6 layers decode through tree attention; 2 with a sliding window, 1 with "
         f"chunked local attention, 1 with {LINEAR} through the host's kernels"
     ]

@@ -20,13 +20,12 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from deft_backend.hosts.contract import Member
 from deft_backend.hosts.vllm import plugin, versions
-from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
 from deft_backend.hosts.vllm.start import registered
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.settings import installed
-from vllm_fakes import forget_collectors, make_config, make_spec
+from vllm_fakes import forget_collectors, make_config, make_spec, state
 
 CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -82,25 +81,20 @@ def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
         "supports_sink", "is_mla", "get_required_kv_cache_layout", "supported_kv_cache_layouts",
         "customize_spec",
     ):  # fmt: skip
-        if not hasattr(host, question):  # in this version
-            continue
-        assert (
-            getattr(found, question).__func__ is getattr(host, question).__func__
-            if hasattr(getattr(host, question), "__func__")
-            else getattr(found, question) is getattr(host, question)
-        )
+        ours, theirs = (getattr(each, question, None) for each in (found, host))
+        assert getattr(ours, "__func__", ours) is getattr(theirs, "__func__", theirs)
     assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
     assert found.full_cls_name() != host.full_cls_name()  # it keeps groups apart
 
 
 def test_layers_may_get_different_backends(monkeypatch):
     plugin.register()
-    host_chooses(monkeypatch, "FLASH_ATTN")
-    first = chosen_as_the_host_does()
-    host_chooses(monkeypatch, "TRITON_ATTN")
-    second = chosen_as_the_host_does(CONFIG._replace(head_size=80))
-    assert first is not second
-    assert resolve_obj_by_qualname(".".join(first.full_cls_name())) is first
+    found = []
+    for name, head_size in (("FLASH_ATTN", 128), ("TRITON_ATTN", 80)):
+        host_chooses(monkeypatch, name)
+        found.append(chosen_as_the_host_does(CONFIG._replace(head_size=head_size)))
+    assert found[0] is not found[1]
+    assert resolve_obj_by_qualname(".".join(found[0].full_cls_name())) is found[0]
 
 
 class HeadsOfTwoSizes:
@@ -249,18 +243,21 @@ def test_the_cpu_platforms_backend(backend, observe, kind, monkeypatch):
         backend = AttentionBackendEnum[backend]
     config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
-    path = current_platform.get_attn_backend_cls(backend, CONFIG)
-    found = resolve_obj_by_qualname(path)
+    found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(backend, CONFIG))
     host = cpu_attn.CPUAttentionBackend
     expected = {
-        "host": host, "tree": tree_backend(PlainCpuBackend), "observed": observed_backend(host),
-    }  # fmt: skip
+        "host": host,
+        "tree": tree_backend(PlainCpuBackend),
+        "observed": observed_backend(host),
+    }
     assert found is expected[kind]
 
 
 def test_every_name_is_the_plugin():
     plugin.register()
     plugin.register()  # like a process that vLLM forks
+    # Outside of a server the host is untouched.
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
     names = [name for name, member in AttentionBackendEnum.__members__.items()
              if versions.is_ours(member)]  # fmt: skip
     assert names == (["CUSTOM", "DEFT"] if versions.backend_name() == "DEFT" else ["CUSTOM"])
@@ -304,11 +301,6 @@ def test_registering_imports_no_compiler():
     assert found.stdout.strip().splitlines()[-1] == "set()"
 
 
-def test_outside_of_a_server_the_host_is_untouched():
-    plugin.register()
-    assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
-
-
 def test_observing_counts_and_changes_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
     found = observed_backend(PlainCpuBackend)
@@ -329,11 +321,9 @@ def test_observing_counts_and_changes_nothing(monkeypatch, tmp_path):
     other.build(0, common)
     common.max_query_len = 3
     builder.build(0, common)
-    assert server._current is not None
-    state = server._current.state
-    assert state is not None
-    assert state.steps_host == {"observed": 1}
-    assert state.kv_bytes_read == 12 * state.token_bytes * state.num_layers
+    found = state()
+    assert found.steps_host == {"observed": 1}
+    assert found.kv_bytes_read == 12 * found.token_bytes * found.num_layers
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
@@ -362,7 +352,7 @@ def lacking(monkeypatch):
     versions.missing.cache_clear()
 
 
-def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
+def left_alone(reason, monkeypatch, caplog):
     """A server that asks for the plugin runs the host's own choice and says why."""
     host_chooses(monkeypatch, "FLASH_ATTN")
     with caplog.at_level(logging.WARNING, "deft_backend"):
@@ -370,7 +360,11 @@ def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
         assert not caplog.text
         assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
         assert "FLASH_ATTN decodes without tree attention: " in caplog.text
-        assert "AttentionImpl.forward: no parameter 'tree'" in caplog.text
+        assert reason in caplog.text
+
+
+def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
+    left_alone("AttentionImpl.forward: no parameter 'tree'", monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
@@ -386,33 +380,24 @@ def test_a_cpu_server_without_a_member_is_left_alone(asked, lacking, monkeypatch
     assert ("no parameter 'tree'" in caplog.text) is (asked is not None)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1"])
 def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplog):
     monkeypatch.setattr(installed, "version", lambda name: version)
-    left_alone(f"tested with vLLM {versions.VLLM} and this is {version}", monkeypatch, caplog)
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
+    reason = f"tested with vLLM {versions.VLLM} and this is {version}"
+    left_alone(reason, monkeypatch, caplog)
+    # The CPU's only backend, for every request. Servers that do not ask hear nothing.
+    caplog.clear()
+    monkeypatch.setattr("sys.argv", ["server", "--attention-backend", "CUSTOM"])
     plugin.register()
-    assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
-
-
-def left_alone(reason, monkeypatch, caplog):
-    """A server that asks for CUSTOM runs the host's own choice and says why; others do not."""
-    host_chooses(monkeypatch, "FLASH_ATTN")
-    with caplog.at_level(logging.WARNING, "deft_backend"):
-        plugin.register()
-        assert not caplog.text
-        assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
-        assert "FLASH_ATTN decodes without tree attention: " in caplog.text
-        assert reason in caplog.text
-        # The CPU's only backend, for every request.
-        caplog.clear()
-        monkeypatch.setattr("sys.argv", ["server", "--attention-backend", "CUSTOM"])
-        plugin.register()
-        assert reason in caplog.text
+    assert reason in caplog.text
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
     caplog.clear()
     monkeypatch.setenv("DEFT_OBSERVE", "1")
     monkeypatch.setattr("sys.argv", ["server"])
     plugin.register()
     assert "DEFT_OBSERVE counts nothing in this server" in caplog.text
+    monkeypatch.setenv("DEFT_OBSERVE", "0")
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
+    plugin.register()
+    assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))

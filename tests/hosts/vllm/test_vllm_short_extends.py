@@ -12,6 +12,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.step.extends import CachedPrefixes
 from deft_backend.hosts.vllm.step.step import step_of
+from failure_lines import raising
 from vllm_fakes import (
     Batch,
     Cache,
@@ -65,11 +66,9 @@ def built(layers, batch, told=None, **changes):
     return builder.build(0, prompts(batch, **changes))
 
 
-@pytest.mark.parametrize("policy", ["auto", "deft-node"])
+@pytest.mark.usefixtures("policy")
 @pytest.mark.parametrize(("new", "size"), [([2, 3, 4, 1], 4), (NEW, 16), ([8, 1, 1, 1], 8)])
-def test_new_tokens_behind_a_shared_prefix(new, size, policy, monkeypatch):
-    monkeypatch.setenv("DEFT_POLICY", policy)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if policy == "auto" else "host")
+def test_new_tokens_behind_a_shared_prefix(new, size):
     layers = tree_layers()
     batch, cache = cached(Batch(LENS, shared=3, query_lens=new))
     metadata = built(layers, batch)
@@ -78,11 +77,8 @@ def test_new_tokens_behind_a_shared_prefix(new, size, policy, monkeypatch):
     assert step.query_tokens == size
     for impl in layers.impls:
         close(run(impl, batch, cache, metadata), reference(batch, cache))
-    assert (state().short_extends, state().counters().decode_steps, state().verified_tokens) == (
-        1,
-        0,
-        0,
-    )
+    assert state().short_extends == 1
+    assert state().counters().decode_steps == state().verified_tokens == 0
 
 
 @st.composite
@@ -107,8 +103,8 @@ def test_random_forests(batch):
     metadata = built(layers, batch)
     if max(batch.query_lens or ()) > 1:
         assert step_of(metadata) is not None
-    close(run(layers.impls[0], batch, Cache(batch.pages, 16), metadata), reference(batch, Cache(
-        batch.pages, 16)))  # fmt: skip
+    cache = Cache(batch.pages, 16)
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
 
 
 def test_a_plan_of_decode_stays_as_it_is():
@@ -147,36 +143,28 @@ def test_decoding_requests_and_verifications_beside_prompts():
 def test_other_prompts_are_the_hosts(new, changes):
     batch = Batch(LENS, shared=3, query_lens=new)
     layers = tree_layers()
-    builder = layers.builder(make_spec())
+    extends = layers.builder(make_spec()).deft_extends
     server._current.prefixes.observe(message(batch))
-    extends = builder.deft_extends
     assert extends.step(prompts(batch, **changes)) is None
     assert state().counters().decode_steps == state().short_extends == 0
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("shared", "told"),
     [
-        lambda batch: message(Batch(LENS[:3], shared=3, query_lens=NEW[:3])),  # another batch
-        lambda batch: message(batch, scheduled_new_reqs=[]),  # whose blocks nobody knows
+        (3, lambda batch: message(Batch(LENS[:3], shared=3, query_lens=NEW[:3]))),  # another batch
+        (3, lambda batch: message(batch, scheduled_new_reqs=[])),  # whose blocks nobody knows
+        (0, message),  # it shares nothing
     ],
 )
-def test_an_unknown_batch_is_the_hosts(told):
-    batch = Batch(LENS, shared=3, query_lens=NEW)
+def test_an_unknown_batch_is_the_hosts(shared, told):
+    batch = Batch(LENS, shared=shared, query_lens=NEW)
     assert step_of(built(tree_layers(), batch, told(batch))) is None
 
 
-def test_a_batch_that_shares_nothing_is_the_hosts():
-    batch = Batch(LENS, shared=0, query_lens=NEW)
-    assert step_of(built(tree_layers(), batch)) is None
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "caching"),
-    [("DEFT_SHORT_EXTENDS", "0", True), ("DEFT_SHORT_EXTENDS", "16", False)],
-)
-def test_servers_without_short_extends(variable, value, caching, monkeypatch):
-    monkeypatch.setenv(variable, value)
+@pytest.mark.parametrize(("value", "caching"), [("0", True), ("16", False)])
+def test_servers_without_short_extends(value, caching, monkeypatch):
+    monkeypatch.setenv("DEFT_SHORT_EXTENDS", value)
     config = make_config()
     config.cache_config.enable_prefix_caching = caching
     builder = tree_layers(config).builder(make_spec())
@@ -196,11 +184,7 @@ def test_a_failed_short_extend_is_the_hosts(monkeypatch, failures):
     layers = tree_layers()
     batch, cache = cached(Batch(LENS, shared=3, query_lens=NEW))
     metadata = built(layers, batch)
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(TreeAttention, "run", fail)
+    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     for impl in layers.impls:
         close(run(impl, batch, cache, metadata), reference(batch, cache))
     assert (state().short_extends, state().counters().steps_tree, state().steps_host) == (0, 0, {})

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,17 +9,15 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm.report.observe import observed_backend
-from deft_backend.hosts.vllm.start.division import drafts, query_tokens_of
+from deft_backend.hosts.vllm.start.division import drafts
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 from failure_lines import raising
 from vllm_fakes import (
-    DIM,
     Batch,
     Cache,
     Layers,
-    cached,
+    Step,
     close,
     make_config,
     make_spec,
@@ -42,61 +39,29 @@ def make_layers(tokens=4, **kwargs):
 @pytest.mark.parametrize("query_lens", [[5, 5, 5, 5, 5], [5, 1, 1, 4, 2], [1, 2, 1, 1, 1]])
 @pytest.mark.usefixtures("policy")
 def test_rows_of_one_length_and_of_several(query_lens):
-    layers = make_layers()
-    batch, cache = cached(Batch(LENS, shared=2, query_lens=query_lens))
-    builder = layers.builder(make_spec())
-    metadata = builder.build(0, batch.common())
-    step = step_of(metadata)
-    assert step is not None
-    assert step.query_tokens == 5  # one number of tokens for all batches
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step = Step(Batch(LENS, shared=2, query_lens=query_lens), make_layers())
+    assert step.tree is not None
+    assert step.tree.query_tokens == 5  # one number of tokens for all batches
+    step.check()
     assert state().verified_tokens == sum(query_lens)
     assert state().steps_tree == 1
 
 
-@pytest.mark.usefixtures("policy")
 def test_sinks_are_part_of_every_query_tokens_softmax():
     sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
     layers = make_layers(arguments={"sinks": sinks})
-    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    assert step_of(metadata) is not None
-    found = run(layers.impls[0], batch, cache, metadata)
-    close(found, reference(batch, cache, sinks=sinks))
-    assert not torch.allclose(found.double(), reference(batch, cache), atol=1e-2)
+    step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), layers)
+    assert step.tree is not None
+    found = step.check(sinks=sinks)
+    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
     assert state().steps_tree == 1
-
-
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-@pytest.mark.usefixtures("policy")
-def test_drafts_over_a_cache_of_eight_bits(kind):
-    layers = make_layers(arguments={"kv_cache_dtype": kind})
-    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
-    module = SimpleNamespace(
-        _q_scale=torch.tensor(1.0), _k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.5)
-    )
-    scales = torch.tensor([0.02, 0.5]).repeat_interleave(DIM)
-    stored = (cache.tensor / scales).to(getattr(torch, EIGHT_BIT_CACHES[kind]))
-    cache.tensor = stored.float() * scales  # what the bytes stand for
-    metadata = layers.builder(make_spec(dtype=torch.uint8)).build(0, batch.common())
-    assert step_of(metadata) is not None
-    output = torch.full_like(batch.query, 7.0)
-    layers.impls[0].forward(
-        module, batch.query, None, None, stored.view(torch.uint8), metadata, output
-    )
-    close(output, reference(batch, cache))
-    assert (state().steps_tree, state().steps_host) == (1, {})
 
 
 @pytest.mark.usefixtures("policy")
 def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
-    layers = make_layers()
-    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]))
-    metadata = layers.builder(make_spec()).build(0, batch.common())
+    step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step.check()
     assert (state().verified_tokens, state().steps_tree) == (0, 0)
     assert state().steps_host == {"kernel failed": 1}
     assert len(failures) == 1
@@ -116,23 +81,20 @@ def test_cascade_is_not_for_verification(monkeypatch):
 
 def test_the_same_metadata_serves_another_batch_of_a_graph():
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
-    layers = make_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(LENS, shared=2, query_lens=[5] * 5))
-    metadata = builder.build_for_cudagraph_capture(batch.common())
+    step = Step(Batch(LENS, shared=2, query_lens=[5] * 5), make_layers())
+    counted, batch = state().verified_tokens, step.batch
+    step.metadata = step.builder.build_for_cudagraph_capture(batch.common())
     other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
     batch.table[:, : other.table.shape[1]] = other.table
     batch.lens.copy_(other.lens)
     batch.starts.copy_(other.starts)
-    found = run(layers.impls[0], batch, cache, metadata)
-    close(found[:15], reference(batch, cache)[:15])
-    assert state().verified_tokens == 0  # a capture is no step
+    close(step.run()[:15], reference(batch, step.cache)[:15])
+    assert state().verified_tokens == counted == 25  # a capture is no step
 
 
 def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
-    layers = make_layers()
-    batch, cache = cached(Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4]))
-    metadata = layers.builder(make_spec()).build(0, batch.common(num_actual_tokens=14))
+    batch = Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4])
+    step = Step(batch, make_layers(), batch.common(num_actual_tokens=14))
     rows = []
     attention_run = TreeAttention.run
 
@@ -141,9 +103,9 @@ def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
         return attention_run(self, q, *args, **kwargs)
 
     monkeypatch.setattr(TreeAttention, "run", recorded)
-    found = run(layers.impls[0], batch, cache, metadata, rows=3)
+    found = step.run(rows=3)
     assert rows == [14, 14]  # kernels may write every row of the batch, and no row behind it
-    close(found[:12], reference(batch, cache))
+    close(found[:12], reference(batch, step.cache))
     assert found[12:].eq(7.0).all()
 
 
@@ -156,26 +118,20 @@ def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
     ],
 )
 def test_batches_with_prompts_are_the_hosts(query_lens, changes):
-    layers = make_layers()
-    batch, cache = cached(Batch([40, 37, 33, 65, 5], shared=0, query_lens=query_lens))
-    metadata = layers.builder(make_spec()).build(0, batch.common(**changes))
-    assert step_of(metadata) is None
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    batch = Batch(LENS, shared=0, query_lens=query_lens)
+    step = Step(batch, make_layers(), batch.common(**changes))
+    assert step.tree is None
+    step.check()
     assert state().verified_tokens == state().counters().decode_steps == 0
 
 
 def test_a_verification_outside_the_limits_is_counted_with_its_reason():
-    layers = make_layers()
-    batch = Batch([40], shared=0, query_lens=[5])
-    assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
+    assert Step(Batch([40], shared=0, query_lens=[5]), make_layers()).tree is None
     assert state().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
 
 
 def test_without_speculation_several_tokens_are_a_prompts():
-    config = make_config()
-    layers = tree_layers(config)
-    batch = Batch([40, 37], shared=2, query_lens=[2, 2])
-    assert step_of(layers.builder(make_spec()).build(0, batch.common())) is None
+    assert Step(Batch([40, 37], shared=2, query_lens=[2, 2])).tree is None
 
 
 def test_the_draft_models_layers_are_the_hosts(caplog):
@@ -226,11 +182,6 @@ def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
     assert drafts(name, make_config(speculative_config=speculating(2))) is expected
     assert not drafts(name, make_config())
-
-
-def test_query_tokens_are_the_drafts_and_the_token_before_them():
-    assert query_tokens_of(make_config()) == 1
-    assert query_tokens_of(make_config(speculative_config=speculating(7))) == 8
 
 
 def test_an_observed_server_counts_verifications():

@@ -9,12 +9,6 @@ from deft_backend.hosts.contract.version_numbers import matches, version_key
 from deft_backend.hosts.vllm import versions
 
 
-def test_the_contract_names_every_member_once():
-    named = [str(member) for member in versions.CONTRACT]
-    assert len(named) == len(set(named))
-    assert all(member.use for member in versions.CONTRACT)
-
-
 def test_every_member_is_expected_in_some_version_of_the_window():
     window = versions.VLLM
     lowest, beyond = version_key(window.lowest), version_key(window.beyond)

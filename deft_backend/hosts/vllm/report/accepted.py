@@ -8,9 +8,9 @@ from deft_backend.telemetry.counters import DraftCounts
 class AcceptedDrafts:
     """Counts verified drafts and their accepted tokens, whichever kernel verified them.
 
-    The scheduler's message for a step says how many tokens of each request are computed. After a
-    verification this number lacks the rejected draft tokens. The messages lie in CPU memory, so no
-    step waits for the device. The last draft of a request has no later message and stays uncounted.
+    The scheduler's message for a step, in CPU memory, says how many tokens of each request are
+    computed. After a verification this number lacks the rejected draft tokens. The last draft of a
+    request has no later message and stays uncounted.
 
     - `late`: steps whose result is unknown when the scheduler sends the next message: 1 with
       asynchronous scheduling, else 0.

@@ -21,10 +21,7 @@ def port_of(arguments: Sequence[str]) -> int:
 
 
 def values_of(arguments: Sequence[str], name: str) -> list[str]:
-    """An option's values: of the file behind ``--config``, then of the command line.
-
-    As in vLLM, the last one is valid.
-    """
+    """An option's values, the valid one last: of ``--config``'s file, then of the command line."""
     values = _configured(arguments, name)
     for word, following in pairwise([*arguments, ""]):
         option, equals, value = word.partition("=")

@@ -43,8 +43,7 @@ class Counted(NamedTuple):
 class Server:
     """This process's tree attention and counters for its server.
 
-    The host may build its metadata builders twice, because it profiles graphs first. Both times it
-    must get the same workspace and the same counters.
+    A host that profiles graphs makes its builders twice: both get the same workspace and counters.
     """
 
     config: Any  # the server's configuration; another object means another server
@@ -154,7 +153,7 @@ def data_rank(place: Any) -> int | None:
     """This engine's index among several; None for the only engine.
 
     vLLM tells each engine of a dense model that it is alone, and leaves it only its index. So the
-    first of several engines looks like an only engine; the others do not.
+    first of these looks like an only engine.
     """
     if place.data_parallel_size > 1:
         return int(place.data_parallel_rank)

@@ -17,10 +17,8 @@ _DRAFT = re.compile(r"^draft_model\.|(?:^|\.)(?:mtp|eagle)\w*\.")
 def divide_layers(vllm_config: Any) -> Division[str, Layer]:
     """Decide on every layer of a server's model; the draft model's are the host's.
 
-    The arguments of a layer's implementation do not show everything: chunked attention, for
-    example, is a kind of layer. So the function also reads the layer's own cache specification.
-    Layers whose caches vLLM manages together may differ: with one kind of cache for all, the
-    specification of such a group has the window of any layer.
+    The arguments of a layer's implementation do not show, for example, chunked attention. So each
+    layer's own cache specification counts too. That of its group may have another layer's window.
     """
     tree: dict[str, Layer] = {}
     host: dict[str, str] = {}
@@ -76,8 +74,8 @@ def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
 def drafts(layer_name: str, vllm_config: Any) -> bool:
     """Whether a layer belongs to the draft model, which the host's backend runs.
 
-    Newer versions mark such a layer. In others its name decides: a draft model's layers have a
-    prefix, and layers of EAGLE and MTP count on from the target's last layer.
+    Newer versions mark such a layer. Else its name decides: it has a prefix, or, for EAGLE and MTP,
+    counts on from the target's last layer.
     """
     if vllm_config.speculative_config is None:
         return False

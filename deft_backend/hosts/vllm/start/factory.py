@@ -55,7 +55,7 @@ class Unsupported(Exception):
 class LayerGroup(NamedTuple):
     """The layers of a metadata builder, as the host describes them."""
 
-    host: Any  # a class; the host's backend that tree attention surrounds
+    host: Any  # the class of the host's backend that tree attention surrounds
     spec: Any  # of the layers' caches, with the block size that kernels see
     layer_names: list[str]
     vllm_config: Any
@@ -90,8 +90,7 @@ def described(host: Any) -> str:
 def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     """Tree attention for a group.
 
-    Raises Unsupported if the host's implementation runs the group. The message is empty if the log
-    has the reason.
+    Raises Unsupported if the host runs the group; without a message if the log has the reason.
     """
     host, spec, layer_names, vllm_config, device = layers
     _refuse(unsupported_server(vllm_config))
@@ -108,8 +107,6 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     layer = next(iter(mine.values()))  # one specification, one kind of cache
     _refuse(_unsupported_shape(layers, shape, layer))
     _refuse(untried(settings, capability_of(device)))
-    # Everything in a specification that the group depends on. The rest is checked already, or
-    # concerns only the host.
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         held: GroupAttention = server.groups[key]
@@ -219,7 +216,7 @@ def unsupported_server(vllm_config: Any) -> str | None:
 def unsupported_spec(spec: Any) -> str | None:
     """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
 
-    The windows in it are those of other layers: every layer has been asked for its own.
+    A window in it is another layer's: every layer has been asked for its own.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -276,9 +273,9 @@ def _step_tensors(
     )  # fmt: skip
 
 
-# Sleep mode. A server that can sleep allocates its KV cache, and everything it makes with the
-# cache, in memory pools, and unmaps their pages when it sleeps. Captured graphs hold the addresses
-# of our plan and workspace, so both must lie elsewhere.
+# Sleep mode. A server that can sleep unmaps the memory pools of its KV cache, and of everything it
+# makes with the cache. Captured graphs hold the addresses of our plan and workspace, so both must
+# lie elsewhere.
 
 
 def can_sleep(vllm_config: Any) -> bool:

@@ -21,12 +21,10 @@ class Layer(NamedTuple):
     # Scale and soft cap of the scores; no cap is 0.
     sm_scale: float
     logit_cap: float
-    # Why the host's own implementation decodes the layer; None if tree attention does.
-    reason: str | None
+    reason: str | None  # why the host's implementation decodes the layer; None if ours does
     sinks: bool = False  # whether each query head has a sink
     cache: str = "auto"  # vLLM's name for the kind of its KV cache
-    # What queries, stored keys and stored values of 8 bits are multiplied with: one float32 each,
-    # on the device.
+    # Factors of queries, stored keys and stored values of 8 bits: a float32 each, on the device.
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -47,8 +45,7 @@ class Layer(NamedTuple):
     def scaled(self, sm_scale: float) -> Layer:
         """The layer with the scale that its implementation holds now.
 
-        Models behind vLLM's Transformers backend set the scale in every forward. The constructor's
-        value is then only a guess.
+        Models behind vLLM's Transformers backend set the scale in every forward.
         """
         if sm_scale == self.sm_scale:
             return self
@@ -59,10 +56,8 @@ class Layer(NamedTuple):
 def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
     """Read a layer from the arguments of its implementation's constructor.
 
-    - `init`: the bound constructor of the host's implementation. Its signature names the arguments.
-      If it passes all of them on, as an implementation made of two others does, the signature of
-      the host's base class names them.
-    - `args`, `kwargs`: the constructor's arguments.
+    `init` is the bound constructor; its signature names the arguments. If it passes all of them on,
+    as an implementation made of two others does, the signature of the host's base class does.
     """
     given = _named(inspect.signature(init), args, kwargs)
     heads = int(given.pop("num_heads"))
@@ -78,9 +73,8 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
 def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one layer, as :meth:`TreeAttention.run` takes them; nothing is copied.
 
-    - `kv_cache`: in any memory order with a contiguous last dimension (NHD or HND, padded pages,
-      layers side by side).
-    - `head_dim`: D.
+    - `kv_cache`: [pages, Hkv, page_size, 2 * D] in any memory order with a contiguous last
+      dimension (NHD or HND, padded pages, layers side by side).
 
     Returns `k_cache` and `v_cache`: [pages, page_size, Hkv, D].
     """

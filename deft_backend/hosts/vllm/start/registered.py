@@ -1,7 +1,7 @@
 """The names that vLLM resolves to classes; the server's configuration decides the class.
 
-This module imports the code around a class only when it makes that class. A version of vLLM without
-tree attention therefore imports no compiler.
+The code around a class is imported only when that class is made, so a version of vLLM without tree
+attention imports no compiler.
 """
 
 from typing import Any
@@ -30,10 +30,9 @@ _made: dict[str, Any] = {}
 class Custom(AttentionBackend):  # type: ignore[misc]
     """The plugin under its names in vLLM: it finds the host's own backend and surrounds it.
 
-    vLLM asks a selected backend whether it supports a layer's configuration, and then for its
-    name (``platforms/cuda.py``). For the first question, this class asks the host which backend it
-    would choose by itself. The second answer is the class around that backend. A layer that tree
-    attention cannot run gets the host's backend itself.
+    vLLM asks a selected backend whether it supports a layer's configuration, and then for its name
+    (``platforms/cuda.py``). At the first question, this class asks the host for its own choice. The
+    second answer is the class around that choice, or the choice itself if it cannot be surrounded.
     """
 
     _chosen: Any = None
@@ -91,10 +90,8 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
     """Let vLLM apply, once, its settings for the model as if the user had named no backend.
 
-    For example, the layers of Gemma 4 have heads of two sizes. vLLM sets one version of
-    FlashAttention, or one backend, for all of them.
-
-    Returns the backend that vLLM names for the model, if it names one.
+    For example, one version of FlashAttention for both sizes of Gemma 4's heads. Returns the
+    backend that vLLM names for the model, if it names one.
     """
     global _defaults
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -1,8 +1,7 @@
 """The class around one of the host's backends, and its implementation of a layer.
 
-The classes are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads the sliding
-windows only of layers whose implementation is an instance of its own class. They inherit everything
-else from the host: names, layouts, supported sizes, KV writes, graphs.
+They are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads the windows only of
+layers whose implementation is its own. They inherit names, layouts, sizes, KV writes and graphs.
 """
 
 from functools import cache
@@ -20,7 +19,7 @@ from deft_backend.hosts.vllm.versions import has_standard_cache
 def tree_backend(host: Any) -> Any:
     """The backend class that decodes through tree attention and does everything else as `host`.
 
-    - `host` [AttentionBackend]: one of the host's backends that :func:`cannot_surround` accepts.
+    `host` is a backend that :func:`cannot_surround` accepts.
     """
 
     def surrounded(ours: type, theirs: type, members: dict[str, Any]) -> type:
@@ -52,9 +51,8 @@ class TreeImplementation:
     """Placed before one of the host's ``AttentionImpl`` classes."""
 
     deft_layer: Layer
-    scale: float  # the host's scale of the scores; its value at the time of a run is the valid one
-    sinks: torch.Tensor | None
-    """[Hq], the host's; some implementations convert them after the weights are loaded."""
+    scale: float  # of the scores; its value at the time of a run is the valid one
+    sinks: torch.Tensor | None  # [Hq]; some hosts convert them after the weights are loaded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host = cast(Any, super())
@@ -69,10 +67,9 @@ class TreeImplementation:
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor,
         *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """The host's ``AttentionImpl.forward``, except for decode steps of tree attention.
+        """The host's ``AttentionImpl.forward``, except for steps of tree attention.
 
-        The host has already written the new keys and values: no surrounded backend writes them
-        here.
+        New keys and values are written already: no surrounded backend writes them here.
         """
 
         def host() -> torch.Tensor:

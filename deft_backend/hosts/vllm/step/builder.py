@@ -45,10 +45,9 @@ class TreeBuilder:
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """The host's level, at most ``UNIFORM_BATCH`` if tree attention may decode.
 
-        A graph for mixed batches would hold the implementation of its capture, and vLLM would
-        replay it for other kinds of batches. For uniform batches vLLM keeps one graph for each
-        query length. Under ``DEFT_VERIFY`` no graph holds attention, because results cannot be
-        compared inside a graph.
+        vLLM would replay a graph for mixed batches for other kinds of batches than the captured
+        one. Of uniform batches it keeps one graph for each query length. Under ``DEFT_VERIFY`` no
+        graph holds attention: inside a graph results cannot be compared.
         """
         from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -108,21 +107,18 @@ class TreeBuilder:
                               **kwargs: Any) -> bool:  # fmt: skip
         """Whether the host uses its cascade: not if tree attention may compute the batch.
 
-        The lengths do not tell verifications from short ends of prompts, which are the host's. The
-        host then computes these without its cascade.
+        The lengths do not tell verifications from short ends of prompts. The host computes these
+        without its cascade.
         """
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
-        held = group is not None and 1 <= longest <= group.query_tokens
-        if held and cast(GroupAttention, group).refuses(len(query_lens)) is None:
+        fits = group is not None and 1 <= longest <= group.query_tokens
+        if group is not None and fits and group.refuses(len(query_lens)) is None:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
-        """The step of a batch, or why the host computes it.
-
-        Two None for prefills, except short extends.
-        """
+        """The step of a batch, or why the host decodes it; two None for its prefills."""
         group = self.deft_group
         batch, longest = int(common.num_reqs), int(common.max_query_len)
         if group is None or longest < 1:
@@ -157,9 +153,8 @@ class TreeBuilder:
 def leave_graphs_of_any_batch(config: Any) -> None:
     """Change ``FULL``, graphs of all batches, to the mode with graphs of uniform batches.
 
-    The host changes the mode itself for a backend that supports only graphs of uniform batches. It
-    refuses to start with ``FULL`` and a backend that supports no graphs. With graphs of uniform
-    batches it only leaves them out.
+    With ``FULL`` and a backend that supports no graphs, the host refuses to start. Graphs of
+    uniform batches it only leaves out.
     """
     from vllm.config import CUDAGraphMode
 

@@ -1,8 +1,7 @@
 """The host's backend on the CPU: vLLM's standard KV layout, with PyTorch's own attention.
 
-vLLM's CPU_ATTN packs the keys of a block for the machine's vector instructions, so no other kernel
-can read its cache. This backend replaces it and uses the layout of the GPU backends. A server on
-the CPU then runs the same adapter and the same kernels as a server on a GPU. The backend is exact
+No other kernel can read the cache of vLLM's CPU_ATTN, which packs keys for vector instructions.
+With this backend a server on the CPU runs the same adapter and kernels as one on a GPU. It is exact
 and not fast.
 """
 
@@ -64,9 +63,8 @@ class PlainCpuMetadata:
 class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Passes the batch on as metadata."""
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
-                 device: torch.device) -> None:  # fmt: skip
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # abstract in the base class
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

@@ -1,7 +1,7 @@
 """Short extends: prefill steps of a few new tokens a request that tree attention computes.
 
-The builder must decide before it learns anything from the device. What the requests share follows
-from the scheduler's messages to this worker, which hold the block ids of each new request.
+The builder decides without the device. What the requests share follows from the scheduler's
+messages to this worker, which hold the block ids of each new request.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.step import TreeStep, context_tokens
 
-LOOKED_AT = 1 << 14
-"""Most block ids of a batch that are compared. In larger batches, every n-th of each request."""
-
-NULL_BLOCK = 0
-"""vLLM's block for tokens that a sliding window has left behind."""
+LOOKED_AT = 1 << 14  # block ids of a batch that are compared; of more, every n-th of each request
+NULL_BLOCK = 0  # vLLM's block for tokens that a sliding window has left behind
 
 
 class CachedPrefixes:

@@ -26,8 +26,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 EIGHT_BITS = 3  # factor of the tolerance with a cache of 8 bits: the host may multiply in 8 bits
 
-SMALLEST = 1e-6
-"""The tolerance is relative to no smaller value than this one, so that results of zero agree."""
+SMALLEST = 1e-6  # the tolerance is relative to no smaller value: results of zero agree
 
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
@@ -39,9 +38,7 @@ HIDDEN_BATCH = (
 class GroupAttention:
     """The :class:`TreeAttention` of one attention group, and the rules for its use.
 
-    With the policy ``auto`` a step consists of launches only, so a captured graph can hold it. The
-    device planner reads the host's tensors, and the CPU reads nothing back. On the CPU the same
-    launches run in the interpreter, and the host planner offers the other policies.
+    With the device planner a step consists of launches only, so a captured graph can hold it.
     """
 
     attention: TreeAttention  # Sized for the group's layers and block size
@@ -49,8 +46,7 @@ class GroupAttention:
     state: ServerState  # receives the counters
     tree_layers: int  # layers of the whole model that go through tree attention
     counts: bool  # whether this group counts the server's steps; exactly one group does
-    # Whether the device planner makes the plans; else the host planner does, from CPU memory.
-    plans_on_device: bool
+    plans_on_device: bool  # by the device planner; else the host planner plans from CPU memory
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     extends: bool = False  # whether its steps are short extends, which are no decode steps
     failure: FailureLatch = field(default_factory=FailureLatch)
@@ -70,10 +66,10 @@ class GroupAttention:
         return layer.shape == self.shape and held == self.attention.kv_dtype
 
     def refuses(self, requests: int) -> str | None:
-        """The reason why the host's implementation decodes a batch of `requests` requests, or None.
+        """Why the host's implementation decodes a batch of `requests` requests, or None.
 
-        It must follow from the padded size alone: the host captures one graph for a size, and
-        replays it for every batch padded to that size.
+        This must follow from the padded size alone: the host replays one graph for every batch
+        padded to a size.
         """
         return self.failure.reason or refused(requests, self.settings, self.attention.max_batch)
 
@@ -127,9 +123,8 @@ class GroupAttention:
             return 0
         began, compiled = time.perf_counter(), COMPILING.seconds
         lens = step.seq_lens.numpy()
-        # Do not check that equality is monotone: vLLM keeps both copies of a page computed twice,
-        # and a later request may hold either copy. Equal page ids still mean equal tokens before
-        # them.
+        # No check: vLLM keeps both copies of a page computed twice, and later requests may hold
+        # either. Equal page ids still mean equal tokens before them.
         forest = forest_from_page_tables(
             step.page_table.numpy(), lens, self.attention.page_size, check=False
         )
@@ -165,16 +160,12 @@ class GroupAttention:
         The planner's kernels, or :meth:`attend`, count the steps of tree attention. Graphs replay
         steps without Python, so the builder counts a verification's tokens.
 
-        - `step`: of tree attention.
-        - `reason`: why the host's implementation decodes the batch; without a step and a reason,
-          the batch is no decode and no verification.
-        - `common`: of the batch.
+        - `reason`: why the host's implementation decodes the batch; None for prefills, too.
         """
         if not self.counts or (step is None and reason is None):
             return
         if self.plans_on_device and not self._attached:
-            # Earlier plans were for this group's warm-up and for captures. Dummy batches that the
-            # host builds like a step are counted as steps.
+            # Earlier plans were for the warm-up and for captures.
             self._attached = True
             counters = self.attention.device_planner.counters
             self.state.attach_device_counters(counters.numpy())
@@ -202,11 +193,8 @@ class GroupAttention:
             self.state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)
 
     def _cross_check(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
-        """Compare `out` with the host's result; keep the host's result if they differ.
-
-        Only eager steps are compared: the CPU can read nothing back during a capture.
-        """
-        if _capturing(out):
+        """Compare `out` with the host's result; keep the host's result if they differ."""
+        if _capturing(out):  # the CPU can read nothing back
             return
         ours = out.clone()
         host()

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deft_backend.hosts.vllm.start.layers import Layer
 
+if TYPE_CHECKING:
+    from deft_backend.hosts.vllm.step.group import GroupAttention
+
 _ATTRIBUTE = "deft_step"
-
-
-class Group(Protocol):
-    """What a layer asks of its step's group; ``group.py`` implements it."""
-
-    extends: bool  # whether its steps are short extends, which are no decode steps
-
-    def attend(self, step: TreeStep, call: LayerCall) -> bool:
-        """Compute a layer into its output; False if the host's implementation must."""
-
-    def leave(self, reason: str) -> None:
-        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
 
 
 @dataclass
@@ -30,31 +21,27 @@ class TreeStep:
     """The data of a step that the host's metadata lacks; attached to that metadata.
 
     In decode each request has one query token. In verification it has up to `query_tokens`: one
-    that follows the verified ones, and a chain of draft tokens. In a short extend these are its new
-    tokens.
+    behind the verified ones, and a chain of draft tokens. In a short extend these are its new ones.
 
-    The first layer that runs makes the plan, not the builder. So a captured graph holds the
-    planning and repeats it at every replay. The host may run the same metadata again: it warms up
-    before it captures. A layer that runs a second time therefore begins a new pass, with a new
-    plan.
+    The first layer that runs makes the plan, so a captured graph repeats the planning at every
+    replay. A layer that runs a second time begins a new pass, with a new plan: the host warms up
+    with the metadata that it captures.
     """
 
-    group: Group  # Tree attention of the group's layers
-    # [B, P] int32; the host's own tensor on the device, which it fills again in each step.
-    page_table: torch.Tensor
-    # [B] int32; the host's own tensor on the device, with the query tokens; 0 for padding requests.
-    seq_lens: torch.Tensor
+    group: GroupAttention  # Tree attention of the group's layers
+    # The host's own tensors on the device, which it fills again in each step.
+    page_table: torch.Tensor  # [B, P] int32
+    seq_lens: torch.Tensor  # [B] int32, with the query tokens; 0 for padding requests
     tokens: int  # Rows of the batch's queries
     query_tokens: int = 1  # most query tokens of a request
-    # [B + 1] int32; in verification, the host's own tensor on the device: the first row of each
-    # request.
-    query_start: torch.Tensor | None = None
+    query_start: torch.Tensor | None = (
+        None  # [B + 1] int32: first row of each request; None: decode
+    )
     counted: int = 0  # Query tokens of a verification that the builder has counted as verified
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
-    # Whether planning failed: the host's implementation then runs all layers.
-    unplanned: bool = False
+    unplanned: bool = False  # planning failed: the host's implementation runs all layers
 
-    def with_page_table(self, group: Group, page_table: torch.Tensor) -> TreeStep:
+    def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
         rows = page_table[: len(self.seq_lens)]
         return replace(self, group=group, page_table=rows, counted=0, ran=set(), unplanned=False)
@@ -93,10 +80,10 @@ def step_of(metadata: Any) -> TreeStep | None:
 
 
 def prefills(common: Any) -> bool:
-    """Whether some request of a batch still computes its prompt, as the CPU knows.
+    """Whether some request of a batch still computes its prompt.
 
-    If the runner does not say, causal attention is also right for prompts, unless they have
-    documents within which tokens attend to later tokens.
+    If the runner does not say, only prompts with documents count: within these, tokens attend to
+    later tokens. Causal attention is right for all others.
     """
     prefilling = common.is_prefilling
     return bool(common.mm_req_doc_ranges if prefilling is None else prefilling.any())
