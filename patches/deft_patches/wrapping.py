@@ -1,7 +1,7 @@
 """Put a function around a method of the host, even if other plugins have wrapped the method.
 
-The host's own registry of hooks reads each method once, when the host loads plugins. If another
-plugin had hooked the same method, a hook that we install later would silently have no effect.
+The host's own registry of hooks reads each method once, when the host loads plugins: a later hook
+of a method that another plugin has hooked would silently have no effect.
 """
 
 import functools
@@ -15,8 +15,7 @@ _HOOK = "deft_hook"
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
     """Call ``hook(original, ...)`` instead of a method or class method; wraps it only once.
 
-    - `name`: of its method.
-    - `hook`: called with the original method and its arguments, the instance or class first.
+    `hook` gets the original method and its arguments, the instance or class first.
     """
     found = inspect.getattr_static(owner, name)
     original = found.__func__ if isinstance(found, classmethod) else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from textwrap import dedent
 
 FILES = {
     "madeup/__init__.py": """
@@ -134,13 +135,7 @@ FILES = {
 
 
 def write_host(folder, changes=None):
-    """Write the package into a folder.
-
-    Parameters
-    ----------
-    changes : dict
-        By file: a piece of its text and the replacement.
-    """
+    """Write the package into a folder; `changes` holds, by file, a text and its replacement."""
     for name, text in contents(changes).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +164,7 @@ def write_wheel(folder, changes=None, *, version="1.0", tag="py3-none-any"):
 
 def contents(changes=None):
     """The text of each file, changed."""
-    found = {name: _dedent(text) for name, text in FILES.items()}
+    found = {name: dedent(text) for name, text in FILES.items()}
     for name, (piece, instead) in (changes or {}).items():
         assert found[name].count(piece) == 1, f"{piece!r} is not once in {name}"
         found[name] = found[name].replace(piece, instead)

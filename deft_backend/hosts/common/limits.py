@@ -1,12 +1,6 @@
-"""What every adapter decides without its host: caches, batch sizes, and whether to observe."""
+"""What every adapter decides without its host: batch sizes, and whether to observe."""
 
 from deft_backend.settings.config import Settings, warn_unknown
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
-
-
-def refused_cache(name: str) -> str | None:
-    """Why the host's kernel decodes a KV cache of the host's kind `name`, or None."""
-    return None if name in EIGHT_BIT_CACHES else f"a KV cache of kind {name} is not supported"
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:

@@ -1,4 +1,1 @@
-"""vLLM: its own backend, with tree attention for decode and verification.
-
-See docs/hosts-vllm.md.
-"""
+"""vLLM: its own backend, with tree attention for decode and verification: docs/hosts-vllm.md."""

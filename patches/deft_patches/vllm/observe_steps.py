@@ -3,11 +3,10 @@
 Changes: wraps the method ``WorkerWrapperBase.execute_model(scheduler_output)`` (vLLM 0.26 to 0.33);
     its result is unchanged.
 Why: attention backends learn neither the requests of a batch nor which draft tokens the target
-    accepts. The scheduler's message has both, in CPU memory: how far each request has come. So
-    nobody waits for the GPU.
+    accepts. The scheduler's message shows both, in CPU memory, so nobody waits for the GPU.
 Looks for: the method with this parameter.
 Harmless to other servers: the observer only reads, and the patch drops an observer that fails.
-    Workers under Ray do not use the method, so there the observer sees nothing.
+    Workers under Ray do not use the method: there the observer sees nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from deft_patches.wrapping import wrap
 logger = logging.getLogger(__name__)
 
 METHOD = "execute_model"
-
 Observer = Callable[[Any], None]  # called with the ``SchedulerOutput`` of a step
 
 _observers: list[Observer] = []

@@ -46,15 +46,13 @@ def lines(caplog, settings, device=GPU):
 
 
 def test_a_filled_folder_is_taken(tmp_path, caplog):
+    """A folder that a setting names, and the one in the cache."""
     folder = filled(tmp_path / "image" / "kernels")
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert line == f"deft: {folder}: 1 kernels copied into Triton's cache, which held 0"
-
-
-def test_the_folder_in_the_cache_is_found(tmp_path, caplog):
     filled(tmp_path / "cache" / "kernels")
-    (line,) = lines(caplog, Settings(cache_dir=tmp_path / "cache"))
-    assert "1 kernels copied" in line
+    _, line = lines(caplog, Settings(cache_dir=tmp_path / "cache"))
+    assert line.endswith("0 kernels copied into Triton's cache, which held 1")
 
 
 def test_kernels_for_another_gpu_are_not_used(tmp_path, caplog):

@@ -15,7 +15,6 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.latches import FailureLatch
-from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.vllm.step import group
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
@@ -64,19 +63,11 @@ def planned(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "block_size", "layout", "padded"),
     [
-        ("auto", 16, "LBNHC", 0),
-        ("auto", 32, "LBHNC", 0),
-        ("auto", 64, "LBNHC", 128),
-        ("auto", 128, "LBHNC", 64),
-        ("auto", 16, "LHBNC", 0),
-        ("auto", 16, "BLHNC", 0),
-        ("auto", 32, "BLNHC", 64),
-        ("auto", 16, "BHLNC", 0),
-        ("deft-node", 64, "LBNHC", 128),
-        ("deft-node", 32, "BLNHC", 64),
+        ("auto", 16, "LBNHC", 0), ("auto", 128, "LBHNC", 64), ("auto", 32, "LHBNC", 0),
+        ("auto", 16, "BLHNC", 0), ("auto", 64, "BHLNC", 128), ("deft-node", 32, "BLNHC", 64),
     ],
     indirect=["policy"],
-)
+)  # fmt: skip
 def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
     layers = tree_layers()
     builder = layers.builder(make_spec(block_size))
@@ -162,28 +153,6 @@ def test_prefill_and_mixed_batches_are_the_hosts(query_lens, planned):
     assert not planned
 
 
-def test_layers_of_another_kind_are_the_hosts(planned, caplog):
-    """In one group, as without vLLM's hybrid cache manager: one log line, and the host's kernel."""
-    config = make_config()
-    window = tree_layers(config, count=1, arguments={"sliding_window": 9}, prefix="window")
-    full = tree_layers(config, count=1)
-    names = ["window.0", "layer.0"]
-    builder_cls = full.backend.get_builder_cls()
-    with caplog.at_level(logging.INFO, "deft_backend"):
-        builder = builder_cls(make_spec(sliding_window=9), names, config, torch.device("cpu"))
-    line = (
-        "deft: 1 of 2 layers decode through tree attention; 1 with a sliding window through the "
-        "host's kernels"
-    )
-    assert caplog.messages.count(line) == 1
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
-    close(run(window.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
-    assert not planned
-    close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert len(planned) == 1
-
-
 def test_only_unsupported_layers_make_no_group(caplog):
     with caplog.at_level(logging.WARNING, "deft_backend"):
         step = Step(Batch(DECODE, shared=2), tree_layers(arguments={"sliding_window": 9}))
@@ -192,23 +161,30 @@ def test_only_unsupported_layers_make_no_group(caplog):
     step.check(window=9)
 
 
-def test_groups_have_plans_of_their_own(planned):
-    """Two KV cache groups hold the same requests in different pages."""
+@pytest.fixture
+def two_groups():
+    """Two KV cache groups that hold the same requests in different pages.
+
+    The second group shares nothing: the first group's plan would read other requests' tokens.
+    """
     config = make_config()
-    first, second = (tree_layers(config, count=2, prefix=name) for name in ("first", "second"))
-    builders = [layers.builder(make_spec()) for layers in (first, second)]
-    # The second group shares nothing: the first group's plan would read other requests' tokens.
+    groups = [tree_layers(config, prefix=name) for name in ("first", "second")]
     batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
-    cache = Cache(max(b.pages for b in batches), 16)
     batches[1].query = batches[0].query
+    cache = Cache(max(batch.pages for batch in batches), 16)
+    return groups, [layers.builder(make_spec()) for layers in groups], batches, cache
+
+
+def test_groups_have_plans_of_their_own(planned, two_groups):
+    groups, builders, batches, cache = two_groups
     built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
     for index in range(2):  # the groups' layers take turns
-        for layers, batch, metadata in zip((first, second), batches, built, strict=True):
+        for layers, batch, metadata in zip(groups, batches, built, strict=True):
             close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
     assert len(planned) == 2
 
 
-def test_an_updated_block_table_is_planned_anew(planned, monkeypatch):
+def test_an_updated_block_table_is_planned_anew(planned, monkeypatch, two_groups):
     """The host copies a group's metadata for another group, which must get its own step."""
 
     def update(self, metadata, blk_table, slot_mapping):
@@ -216,15 +192,9 @@ def test_an_updated_block_table_is_planned_anew(planned, monkeypatch):
         vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
         return copied
 
-    monkeypatch.setattr(
-        PlainCpuBackend.get_builder_cls(), "update_block_table", update, raising=False
-    )
-    config = make_config()
-    first, second = (tree_layers(config, count=1, prefix=name) for name in ("first", "second"))
-    builders = [layers.builder(make_spec()) for layers in (first, second)]
-    batch, other = Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)
-    other.query = batch.query
-    cache = Cache(max(batch.pages, other.pages), 16)
+    host = PlainCpuBackend.get_builder_cls()
+    monkeypatch.setattr(host, "update_block_table", update, raising=False)
+    (first, second), builders, (batch, other), cache = two_groups
     metadata = builders[0].build(0, batch.common())
     updated = builders[1].update_block_table(metadata, other.table, None)
     assert step_of(updated).group is builders[1].deft_group
@@ -260,13 +230,9 @@ def test_graphs_of_uniform_batches_only(level, expected, graphs):
 
 @pytest.mark.parametrize(
     ("asked", "at_attention", "got"),
-    [
-        ("FULL", True, "PIECEWISE"),
-        ("FULL", False, "NONE"),
-        ("FULL_DECODE_ONLY", False, "NONE"),
-        ("PIECEWISE", True, "PIECEWISE"),
-    ],
-)
+    [("FULL", True, "PIECEWISE"), ("FULL", False, "NONE"), ("FULL_DECODE_ONLY", False, "NONE"),
+     ("PIECEWISE", True, "PIECEWISE")],
+)  # fmt: skip
 def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch, graphs):
     """A graph only replays its capture, so it could neither compare results nor give up.
 
@@ -347,12 +313,9 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
 
 @pytest.mark.parametrize(
     ("changes", "prefix", "reason"),
-    [
-        ({}, 32, "cascade attention"),
-        ({"causal": False}, 0, "attention that is not causal"),
-        ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
-    ],
-)
+    [({}, 32, "cascade attention"), ({"causal": False}, 0, "attention that is not causal"),
+     ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens")],
+)  # fmt: skip
 def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
@@ -365,12 +328,9 @@ def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatc
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"mm_req_doc_ranges": {}},
-        {"mm_req_doc_ranges": {0: [(3, 9)], 1: []}},
-        {"rswa_prefix_lens": torch.tensor(DECODE)},
-    ],
-)
+    [{"mm_req_doc_ranges": {}}, {"mm_req_doc_ranges": {0: [(3, 9)], 1: []}},
+     {"rswa_prefix_lens": torch.tensor(DECODE)}],
+)  # fmt: skip
 def test_documents_in_a_prompt_change_no_decode(changes):
     """Tokens that may attend to later ones of their document have none after the decoded token.
 
@@ -722,8 +682,3 @@ def test_new_keys_and_values_are_stored_as_the_host_stores_them(kind, dtype, spa
     torch.testing.assert_close(written[:, :DIM], largest, rtol=0.13, atol=0.01)
     torch.testing.assert_close(written[:, DIM:], key[0] / 2.0, rtol=0.13, atol=0.01)
     assert not cache[0].any()
-
-
-def test_a_cache_of_four_bits_is_the_hosts():
-    assert refused_cache("fp8") is refused_cache("fp8_e4m3") is refused_cache("fp8_e5m2") is None
-    assert refused_cache("nvfp4") == "a KV cache of kind nvfp4 is not supported"

@@ -98,18 +98,29 @@ def test_every_group_decides_for_its_layers(caplog):
     assert (found.num_layers, found.steps_tree) == (2, 1)
 
 
-def test_a_layer_is_the_hosts_in_a_group_of_full_layers():
+def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
     """Without vLLM's hybrid cache manager, all layers have one kind of cache."""
     config = make_config()
     full = layers_of(config, "full", make_spec())
     chunked = layers_of(config, "chunked", make_spec(attention_chunk_size=8))
-    names = ["chunked.0", "full.0"]
-    builder = full.backend.get_builder_cls()(
-        make_spec(attention_chunk_size=8), names, config, torch.device("cpu")
-    )
-    step = step_of(builder.build(0, Batch(DECODE, shared=2).common()))
-    assert step.group.takes(full.impls[0].deft_layer)
-    assert not step.group.takes(chunked.impls[0].deft_layer)
+    window = layers_of(config, "window", make_spec(sliding_window=9), sliding_window=9)
+    spec = make_spec(attention_chunk_size=8, sliding_window=9)
+    names = ["window.0", "chunked.0", "full.0"]
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = full.backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
+    assert [line for line in caplog.messages if "layers decode through" in line] == [
+        "deft: 1 of 3 layers decode through tree attention; 1 with chunked local attention, 1 with "
+        "a sliding window through the host's kernels"
+    ]
+    batch, cache = cached(Batch(DECODE, shared=2))
+    metadata = builder.build(0, batch.common())
+    group = step_of(metadata).group
+    assert [group.takes(layers.impls[0].deft_layer) for layers in (full, chunked, window)] == [
+        True, False, False
+    ]  # fmt: skip
+    for layers, size, steps in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
+        close(run(layers.impls[0], batch, cache, metadata), expected(batch, cache, window=size))
+        assert state().steps_tree == steps
 
 
 def test_layers_of_two_shapes_have_plans_of_their_own():

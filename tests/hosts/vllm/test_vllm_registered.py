@@ -25,7 +25,17 @@ from deft_backend.hosts.vllm.start import registered
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.settings import installed
-from vllm_fakes import forget_collectors, make_config, make_spec, state
+from vllm_fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    forget_collectors,
+    make_config,
+    make_spec,
+    speculating,
+    state,
+)
 
 CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -35,8 +45,8 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 def untouched(monkeypatch):
     """The original registry, and no choice from the previous test."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
-    monkeypatch.delenv("DEFT_OBSERVE", raising=False)
-    monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
+    for name in ("DEFT_OBSERVE", "DEFT_UNTESTED_HOST"):
+        monkeypatch.delenv(name, raising=False)
     yield
     forget_collectors()
     for member in AttentionBackendEnum:
@@ -62,6 +72,12 @@ def host_chooses(monkeypatch, name):
 
     monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(choose))
     return asked
+
+
+def serves(backend, monkeypatch):
+    """The process is a server's that asks for a backend."""
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
@@ -241,8 +257,7 @@ def test_the_cpu_platforms_backend(backend, observe, kind, monkeypatch):
         pytest.skip("this vLLM takes no new names")
     if backend is not None:
         backend = AttentionBackendEnum[backend]
-    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    serves(backend, monkeypatch)
     found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(backend, CONFIG))
     host = cpu_attn.CPUAttentionBackend
     expected = {
@@ -301,29 +316,31 @@ def test_registering_imports_no_compiler():
     assert found.stdout.strip().splitlines()[-1] == "set()"
 
 
-def test_observing_counts_and_changes_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+def test_observing_counts_and_changes_nothing():
     found = observed_backend(PlainCpuBackend)
     assert found.get_impl_cls() is PlainCpuBackend.get_impl_cls()
-    config = make_config()
-    config.model_config.get_num_attention_heads = lambda place: 4
-    builder = found.get_builder_cls()(make_spec(), ["a"], config, torch.device("cpu"))
-    other = found.get_builder_cls()(make_spec(), ["b"], config, torch.device("cpu"))
-    lens = torch.tensor([5, 7], dtype=torch.int32)
-    common = SimpleNamespace(
-        max_query_len=1, seq_lens=lens, seq_lens_cpu_upper_bound=None, num_reqs=2, causal=True,
-        query_start_loc=torch.tensor([0, 1, 2]), block_table_tensor=torch.zeros(2, 1),
-    )  # fmt: skip
-    metadata = builder.build(0, common)
+    config = make_config(speculative_config=speculating(4))
+    config.model_config.get_num_attention_heads = lambda place: HEADS
+    layers = dict.fromkeys("ab", SimpleNamespace(impl=object()))
+    config.compilation_config.static_forward_context = layers
+    builder, other = (
+        found.get_builder_cls()(make_spec(), [name], config, torch.device("cpu")) for name in "ab"
+    )
+    batch = Batch([5, 7], shared=0)
+    metadata = builder.build(0, batch.common())
     assert type(metadata).__name__ == "PlainCpuMetadata"
-    assert metadata.seq_lens is lens
-    builder.build_for_cudagraph_capture(common)
-    other.build(0, common)
-    common.max_query_len = 3
-    builder.build(0, common)
-    found = state()
-    assert found.steps_host == {"observed": 1}
-    assert found.kv_bytes_read == 12 * found.token_bytes * found.num_layers
+    assert metadata.seq_lens is batch.lens
+    builder.build_for_cudagraph_capture(batch.common())
+    other.build(0, batch.common())
+    counted = state()
+    assert counted.steps_host == {"observed": 1}
+    assert counted.kv_bytes_read == 12 * 2 * (2 * KV_HEADS * DIM * 4)  # tokens, layers, bytes
+    drafts = Batch([40, 37], shared=2, query_lens=[5, 3])
+    builder.build(0, drafts.common())
+    assert counted.steps_host == {"observed": 2}
+    builder.build(0, drafts.common(is_prefilling=torch.tensor([True, False])))
+    builder.build(0, Batch([40, 37], shared=2, query_lens=[6, 3]).common())
+    assert counted.steps_host == {"observed": 2}
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
@@ -370,9 +387,7 @@ def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
 @pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
 def test_a_cpu_server_without_a_member_is_left_alone(asked, lacking, monkeypatch, caplog):
     monkeypatch.setenv("DEFT_OBSERVE", "1" if asked == "observe" else "0")
-    backend = CUSTOM if asked == "CUSTOM" else None
-    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
+    serves(CUSTOM if asked == "CUSTOM" else None, monkeypatch)
     with caplog.at_level(logging.WARNING, "deft_backend"):
         plugin.register()
         found = AttentionBackendEnum.CPU_ATTN.get_class()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.vllm.report.observe import observed_backend
 from deft_backend.hosts.vllm.start.division import drafts
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
@@ -182,16 +181,3 @@ def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
     assert drafts(name, make_config(speculative_config=speculating(2))) is expected
     assert not drafts(name, make_config())
-
-
-def test_an_observed_server_counts_verifications():
-    config = make_config(speculative_config=speculating(4))
-    config.model_config.get_num_attention_heads = lambda parallel: 4
-    config.attention_config.backend = None
-    builder = observed_backend(PlainCpuBackend).get_builder_cls()(
-        make_spec(), ["model.layers.0"], config, torch.device("cpu")
-    )
-    builder.build(0, Batch([40, 37], shared=2, query_lens=[5, 3]).common())
-    prompts = {"is_prefilling": torch.tensor([True, False])}
-    builder.build(0, Batch([40, 37], shared=2, query_lens=[5, 3]).common(**prompts))
-    assert state().steps_host == {"observed": 1}

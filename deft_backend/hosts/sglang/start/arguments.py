@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
+from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.shapes.latent_limits import gains_nothing
 
 logger = logging.getLogger("deft_backend")
@@ -117,10 +117,8 @@ def unsupported(server_args: Any) -> str | None:
     if versions.uses_mla(server_args):
         return _refused_latent(server_args)
     kv_dtype = str(args.kv_cache_dtype)
-    if kv_dtype not in _WIDE_DTYPES:
-        reason = refused_cache(kv_dtype)
-        if reason is not None:
-            return f"{reason} (kv_cache_dtype={kv_dtype})"
+    if kv_dtype not in (*_WIDE_DTYPES, *EIGHT_BIT_CACHES):
+        return f"a KV cache of kind {kv_dtype} is not supported (kv_cache_dtype={kv_dtype})"
     model = versions.model_config(server_args)
     if model.is_encoder_decoder:
         return "encoder-decoder models are not supported"

@@ -15,7 +15,6 @@ from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import refused_cache
 from deft_backend.hosts.common.planner_choice import (
     VLLM,
     capability_of,
@@ -228,11 +227,7 @@ def unsupported_spec(spec: Any) -> str | None:
 
 def _unsupported_shape(layers: LayerGroup, shape: LayerShape, layer: Layer) -> str | None:
     spec, device, dtype = layers.spec, layers.device, layers.vllm_config.model_config.dtype
-    if layer.kv_dtype is not None:
-        reason = refused_cache(layer.cache)
-        if reason is not None:
-            return reason
-    elif spec.dtype != dtype:
+    if layer.kv_dtype is None and spec.dtype != dtype:
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
