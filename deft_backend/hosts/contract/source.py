@@ -111,12 +111,13 @@ def class_members(node: ast.ClassDef) -> dict[str, list[ast.AST]]:
     """The values of a class's own names, and of the attributes that its methods set."""
     members, _ = bound_names(node.body)
     for method in statements(node.body):
-        arguments = _arguments(method) if isinstance(method, FUNCTIONS) else []
-        if not arguments or _is_static(method):
+        if not isinstance(method, FUNCTIONS) or _is_static(method):
             continue
+        instance = next(iter(_arguments(method)), None)
         for each in ast.walk(method):
-            stored = isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-            if stored and getattr(each.value, "id", "") == arguments[0]:
+            if not isinstance(each, ast.Attribute) or not isinstance(each.ctx, ast.Store):
+                continue
+            if isinstance(each.value, ast.Name) and each.value.id == instance:
                 members.setdefault(each.attr, [each])
     return members
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from deft_backend.hosts.vllm.start.layers import Layer
 
-if TYPE_CHECKING:
-    from deft_backend.hosts.vllm.step.group import GroupAttention
-
 _ATTRIBUTE = "deft_step"
+
+
+class Group(Protocol):
+    """What a layer asks of its step's group; ``group.py`` implements it."""
+
+    extends: bool  # whether its steps are short extends, which are no decode steps
+
+    def attend(self, step: TreeStep, call: LayerCall) -> bool:
+        """Compute a layer into its output; False if the host's implementation must."""
+
+    def leave(self, reason: str) -> None:
+        """Note that a layer of planned steps runs in the host's kernel; log each reason once."""
 
 
 @dataclass
@@ -28,7 +37,7 @@ class TreeStep:
     with the metadata that it captures.
     """
 
-    group: GroupAttention  # Tree attention of the group's layers
+    group: Group  # Tree attention of the group's layers
     # The host's own tensors on the device, which it fills again in each step.
     page_table: torch.Tensor  # [B, P] int32
     seq_lens: torch.Tensor  # [B] int32, with the query tokens; 0 for padding requests
@@ -41,7 +50,7 @@ class TreeStep:
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
     unplanned: bool = False  # planning failed: the host's implementation runs all layers
 
-    def with_page_table(self, group: GroupAttention, page_table: torch.Tensor) -> TreeStep:
+    def with_page_table(self, group: Group, page_table: torch.Tensor) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
         rows = page_table[: len(self.seq_lens)]
         return replace(self, group=group, page_table=rows, counted=0, ran=set(), unplanned=False)
