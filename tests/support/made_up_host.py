@@ -169,7 +169,3 @@ def contents(changes=None):
         assert found[name].count(piece) == 1, f"{piece!r} is not once in {name}"
         found[name] = found[name].replace(piece, instead)
     return found
-
-
-def _dedent(text):
-    return "\n".join(line[8:] if line.startswith(" " * 8) else line for line in text.split("\n"))
