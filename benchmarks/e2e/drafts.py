@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.choice import ChoiceError
-from deft_backend.tools.servers.speculation import NGRAM, speculative_arguments
 
 EAGLE = "eagle"
 MTP = "mtp"
+NGRAM = "ngram"
 KINDS = (EAGLE, NGRAM, MTP)
 
 STEPS = 5
@@ -54,7 +54,7 @@ class Drafts:
         if host == "vllm":
             return self._of_vllm()
         if self.kind == NGRAM:
-            return [*speculative_arguments(host, NGRAM, self.tokens - 1),
+            return [*ngram_arguments(host, self.tokens - 1),
                     "--speculative-ngram-max-bfs-breadth", str(self.topk)]  # fmt: skip
         tree = [
             "--speculative-num-steps", str(self.steps),
@@ -93,6 +93,15 @@ class Drafts:
                   "synthetic_acceptance_length": self.accepted}  # fmt: skip
         config = {"num_speculative_tokens": self.tokens - 1, **method, **forced}
         return ["--speculative-config", json.dumps(config)]
+
+
+def ngram_arguments(host: str, tokens: int) -> list[str]:
+    """Options with which a server drafts chains of `tokens` from n-grams of the context."""
+    if host == "vllm":
+        config = {"num_speculative_tokens": tokens, "method": NGRAM, "prompt_lookup_max": 4}
+        return ["--speculative-config", json.dumps(config)]
+    drafted = ["--speculative-num-draft-tokens", str(tokens + 1)]
+    return ["--speculative-algorithm", "NGRAM", *drafted]
 
 
 def parse_drafts(text: str) -> Drafts:

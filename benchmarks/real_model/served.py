@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.e2e.drafts import ngram_arguments
 from deft_backend.tools.ab.comparison import compare
 from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.sides import started_sides
 from deft_backend.tools.harness.workload import Request, Workload
-from deft_backend.tools.servers.speculation import NGRAM, speculative_arguments
 
 QUESTIONS = (
     "Summarise the section above in one sentence.", "Which names does the section define?",
@@ -53,7 +53,7 @@ def answers(
     StartError, ServerError, AbError
         If a server does not start, does not answer, or decodes without tree attention.
     """
-    speculation = speculative_arguments(host, NGRAM, drafts) if drafts else []
+    speculation = ngram_arguments(host, drafts) if drafts else []
     sides = started_sides(
         str(model), host, logs, progress, policy=None, baseline=None,
         host_arguments=[*speculation, *options],

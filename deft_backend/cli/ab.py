@@ -76,16 +76,6 @@ def ab(
         str | None,
         typer.Option(help="The host's backend to compare with; default: its choice."),
     ] = None,
-    speculative: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DRAFT",
-            help="Both servers speculate: 'ngram', or a draft model's folder or name.",
-        ),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Draft tokens of a verification; default: 4.")
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
@@ -104,12 +94,10 @@ def ab(
     run (--urls). The exit code is 1 if a server lost a request or gave a wrong token; with --exact,
     it is 1 if any token differs.
     """
-    from deft_backend.cli.ab_run import Asked, Drafting, run_asked
+    from deft_backend.cli.ab_run import Asked, run_asked
     from deft_backend.tools.traces.arrivals import is_arrival_trace
 
     extra = host_arguments(host_args)
-    drafting = Drafting(speculative, draft_tokens)
-    drafting.check()
     arrivals = trace is not None and is_arrival_trace(trace)
     if not arrivals and (speed is not None or limit is not None):
         raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
@@ -124,7 +112,6 @@ def ab(
             urls=urls, model=model, revision=revision, host=host, workloads=workload, rate=rate,
             sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
             arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
-            policy=policy, baseline=baseline, extra=tuple(extra), drafting=drafting, out=out,
-            exact=exact,
+            policy=policy, baseline=baseline, extra=tuple(extra), out=out, exact=exact,
         )
     )  # fmt: skip

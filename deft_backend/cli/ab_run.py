@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.console import Console
 from deft_backend.cli.ab_table import print_result
 from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.cli.interrupted import unwound
-from deft_backend.cli.models import named_model, served_model
+from deft_backend.cli.models import served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private, state_directory
 from deft_backend.tools.ab.comparison import both_answer, compare
@@ -40,16 +39,12 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.servers.model_files import ModelFilesError
-from deft_backend.tools.servers.speculation import NGRAM, speculative_arguments
 from deft_backend.tools.traces.arrivals import load_arrivals
 from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import load_thought_trees
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
-
-DRAFT_TOKENS = 4  # draft tokens of a verification, unless the user gives a number
 
 
 def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
@@ -86,38 +81,6 @@ def check_baseline(baseline: str | None, host: str) -> None:
         raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
 
 
-class Drafting(NamedTuple):
-    """`--speculative` and `--draft-tokens`."""
-
-    draft: str | None
-    tokens: int | None
-
-    def check(self) -> None:
-        if self.draft is None and self.tokens is not None:
-            raise fail("--draft-tokens belongs to --speculative, which is missing")
-
-    def arguments(self, host: str, extra: Sequence[str]) -> list[str]:
-        """The host's options, with those for drafts before them: the user's own override these."""
-        if self.draft is None:
-            return list(extra)
-        tokens = DRAFT_TOKENS if self.tokens is None else self.tokens
-        return [*speculative_arguments(host, self._drafter(self.draft), tokens), *extra]
-
-    def _drafter(self, draft: str) -> str:
-        """The method, or the draft model as the host names it; fails before a server starts."""
-        if draft == NGRAM:
-            return draft
-        try:
-            model = named_model(draft)
-            model.look_up()
-        except ModelFilesError as error:
-            raise fail(
-                f"--speculative is {draft!r}; expected {NGRAM!r}, or a draft model's folder or hub "
-                f"name ({error}). Other methods are options of the host, behind '--'"
-            ) from None
-        return model.name
-
-
 @dataclass(frozen=True)
 class Asked:
     """The command's options, as the user gave them."""
@@ -140,7 +103,6 @@ class Asked:
     policy: str | None
     baseline: str | None
     extra: tuple[str, ...]
-    drafting: Drafting
     out: Path | None
     exact: bool
 
@@ -264,8 +226,7 @@ def _refuse_options(asked: Asked) -> None:
     """Refuse options that only servers started by this command can take."""
     given = {
         "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
-        "--baseline": asked.baseline, "--speculative": asked.drafting.draft,
-        "host options behind '--'": asked.extra or None,
+        "--baseline": asked.baseline, "host options behind '--'": asked.extra or None,
     }  # fmt: skip
     for name, value in given.items():
         if value is not None:
@@ -281,7 +242,7 @@ def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     served.check()
     chosen_host(host, compared=True)
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-    return served.name, host, asked.drafting.arguments(host, extra), on_gpu
+    return served.name, host, extra, on_gpu
 
 
 def _on_cpu(url: str, folder: Path) -> bool:

@@ -1,5 +1,7 @@
 """`deft ab --host vllm` as a user runs it: two real servers and the report."""
 
+import json
+
 import pytest
 
 from deft_backend.hosts.vllm.versions import backend_name
@@ -23,8 +25,9 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
 def test_ab_compares_two_servers_that_speculate(tmp_path):
     data, output = deft_ab(
         tmp_path, "--host", "vllm", "--workload", "few-shot", "--branches", "3",
-        "--prefix-tokens", "150", "--max-tokens", "12", "--speculative", str(DRAFT),
-        "--draft-tokens", "3", "--", "--block-size", "32", "--max-num-batched-tokens", "512",
+        "--prefix-tokens", "150", "--max-tokens", "12", "--", "--block-size", "32",
+        "--max-num-batched-tokens", "512", "--speculative-config",
+        json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}),
     )  # fmt: skip
     host, deft = (side["acceptance_length"] for side in data["sides"])
     assert 1.5 < deft <= 4.0

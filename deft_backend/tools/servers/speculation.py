@@ -1,4 +1,4 @@
-"""Speculative decoding in the hosts' own words: their options, and how many tokens they accept."""
+"""How many tokens a server's verifications give, by the host's own counts."""
 
 import json
 import re
@@ -6,31 +6,7 @@ from contextlib import suppress
 
 from deft_backend.tools.servers.get_page import get_page
 
-NGRAM = "ngram"  # drafts from n-grams of the context; any other name is a draft model
-
 _SERIES = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)
-
-
-def speculative_arguments(host: str, draft: str, tokens: int) -> list[str]:
-    """Options with which a server drafts chains.
-
-    - `host`: "sglang" or "vllm".
-    - `draft`: :data:`NGRAM`, or a draft model: its folder, or its name on the hub.
-    - `tokens`: Draft tokens of a verification, besides the token before them.
-
-    >>> speculative_arguments("vllm", "ngram", 4)[1]
-    '{"num_speculative_tokens": 4, "method": "ngram", "prompt_lookup_max": 4}'
-    """
-    if host == "vllm":
-        kind = {"method": NGRAM, "prompt_lookup_max": 4} if draft == NGRAM else {"model": draft}
-        return ["--speculative-config", json.dumps({"num_speculative_tokens": tokens, **kind})]
-    verified = ["--speculative-num-draft-tokens", str(tokens + 1)]
-    if draft == NGRAM:
-        return ["--speculative-algorithm", "NGRAM", *verified]
-    return [
-        "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft,
-        "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1", *verified,
-    ]  # fmt: skip
 
 
 def acceptance_length(url: str) -> float | None:

@@ -279,7 +279,6 @@ def test_bad_input(tmp_path):
             ([*trace, "--index", "1"], "--index is 1; it selects a tree"),
             ([*trace, "--max-tokens", "8"], "--max-tokens is for workloads"),
             ([*trace, "--quick"], "--quick is for workloads"),
-            (["--urls", a.url, a.url, "--speculative", ""], "--speculative cannot change"),
             (["--trace", str(tmp_path / "no.jsonl")], "cannot read the trace"),
         ):
             assert message in ab(tmp_path, *arguments, code=2)[1]

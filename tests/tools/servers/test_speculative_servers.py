@@ -1,16 +1,12 @@
-"""Servers that speculate, from outside: the hosts' options, and the tokens that they accept."""
+"""The tokens that the verifications of a server give, as its pages tell them."""
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-import typer
 
-from deft_backend.cli import models
-from deft_backend.cli.ab_run import Drafting
-from deft_backend.tools.servers.model_files import ModelFilesError
-from deft_backend.tools.servers.speculation import acceptance_length, speculative_arguments
+from deft_backend.tools.servers.speculation import acceptance_length
 
 PAGES = {}
 
@@ -69,48 +65,3 @@ def test_acceptance_of_sglang_is_its_engines_average(url, states, expected):
 
 def test_a_server_that_does_not_answer_has_no_acceptance():
     assert acceptance_length("http://127.0.0.1:9") is None
-
-
-def test_each_host_gets_its_own_options():
-    found = " ".join(speculative_arguments("sglang", "a/draft", 3))
-    assert "--speculative-algorithm STANDALONE --speculative-draft-model-path a/draft" in found
-    assert "--speculative-num-steps 3 --speculative-eagle-topk 1" in found
-    assert found.endswith("--speculative-num-draft-tokens 4")
-    found = speculative_arguments("sglang", "ngram", 7)
-    assert found == ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"]
-    option, value = speculative_arguments("vllm", "a/draft", 3)
-    assert option == "--speculative-config"
-    assert json.loads(value) == {"model": "a/draft", "num_speculative_tokens": 3}
-
-
-def test_the_users_own_options_come_last():
-    extra = ["--speculative-num-steps", "2"]
-    found = Drafting("ngram", None).arguments("sglang", extra)
-    assert found == [*speculative_arguments("sglang", "ngram", 4), *extra]
-    assert Drafting(None, None).arguments("vllm", extra) == extra
-
-
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-@pytest.mark.parametrize("draft", ["", " ", "NGRAM", "eagle", "/no/such/folder"])
-def test_what_drafts_nothing_is_refused_before_a_server_starts(host, draft, monkeypatch, capsys):
-    def look_up(model, name, revision):
-        raise ModelFilesError(f"the hub has no model {model}")
-
-    monkeypatch.setattr(models, "model_file", look_up)
-    with pytest.raises(typer.Exit) as stopped:
-        Drafting(draft, None).arguments(host, [])
-    assert stopped.value.exit_code == 2
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert f"--speculative is {draft!r}; expected 'ngram', or a draft model's folder" in said
-
-
-def test_a_draft_model_that_exists_is_taken(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert str(tmp_path) in Drafting(str(tmp_path), None).arguments("sglang", [])
-    assert "s3://a/b" in Drafting("s3://a/b", None).arguments("sglang", [])  # the host can tell
-
-
-def test_a_number_of_drafts_needs_speculation(capsys):
-    with pytest.raises(typer.Exit):
-        Drafting(None, 3).check()
-    assert "--draft-tokens belongs to --speculative" in capsys.readouterr().err
