@@ -84,7 +84,6 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
 
         with decoding(server) as goes_on:
             found = until(whole, goes_on)
-            (row,) = json.loads(deft(server, "top", str(port), "--json"))
             panel = deft(server, "top", "--once")
     finally:
         page.terminate()
@@ -94,14 +93,13 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     shared = [node for node in batch["nodes"] if node[4] - node[3] == len(TOPICS)]
     # Other requests may have split the prefix: all six read each part.
     assert sum(node[2] for node in shared) > len(PREFIX) // 2
-    assert batch["loaded"] < batch["attended"]
-    assert row["status"] in ("decoding", "idle")  # on a slow machine
-    assert row["host"] == "sglang"
-    assert 0 < row["kv_saved"] < 1
-    assert row["batch"]["requests"] >= 1
+    assert batch["stored"] < batch["attended"]
+    assert found["status"] in ("decoding", "idle")  # on a slow machine
+    assert found["server"]["host"] == "sglang"
+    assert 0 < found["saved"] < 1
     assert f"{port} decoding" in panel or f"{port} idle" in panel
     assert max(map(len, panel.splitlines())) <= 80
-    assert "library" not in json.dumps(found) + json.dumps(row) + panel
+    assert "library" not in json.dumps(found) + panel
     assert not server.trouble()
 
 
@@ -119,11 +117,11 @@ def test_ab_replays_a_trace_on_two_running_servers(server, baseline, tmp_path):
     out = tmp_path / "out"
     printed = deft(
         server, "ab", "--urls", baseline.process.url, server.process.url, "--trace", str(trace),
-        "--scale", "0.1", "--speed", "2", "--workload", "rollout-8", "--prefix-tokens", "200",
+        "--scale", "0.1", "--speed", "2", "--workload", "rollout", "--prefix-tokens", "200",
         "--max-tokens", "5", "--out", str(out),
     )  # fmt: skip
     data = json.loads((out / "results.json").read_text())
-    assert [w["workload"] for w in data["workloads"]] == ["rollout-8", "trace"]
+    assert [w["workload"] for w in data["workloads"]] == ["rollout", "trace"]
     for workload in data["workloads"]:
         agreement = workload["agreement"]
         assert agreement["compared"] == agreement["equal"] >= 8

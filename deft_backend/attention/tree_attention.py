@@ -191,7 +191,7 @@ class TreeAttention:
 
     @property
     def grouping(self) -> Grouping | None:
-        """The groups behind `last_plan`, for :func:`deft_backend.tools.explain.explain`."""
+        """The groups behind `last_plan`."""
         return self._current.batch.grouping
 
     @property

@@ -25,7 +25,7 @@ def ab(
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(CHOICES)}; may be repeated. Default: all but rollouts, or "
+            help=f"One of {', '.join(CHOICES)}; may be repeated. Default: all but rollout, or "
             "the trace of arrivals."
         ),
     ] = None,
@@ -58,9 +58,6 @@ def ab(
     ] = None,
     speed: Annotated[
         float | None, typer.Option(help="Replay a trace of arrivals this many times as fast.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first requests of a trace of arrivals.")
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of random arrivals and of the text of a trace.")
@@ -99,19 +96,20 @@ def ab(
 
     extra = host_arguments(host_args)
     arrivals = trace is not None and is_arrival_trace(trace)
-    if not arrivals and (speed is not None or limit is not None):
-        raise fail("--speed and --limit belong to --trace with a trace of arrivals (.jsonl)")
+    if not arrivals and speed is not None:
+        raise fail("--speed belongs to --trace with a trace of arrivals (.jsonl)")
     if speed is not None and rate is not None:
         raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
-    if find_spec("aiohttp") is None:
-        raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
+    for needed in ("aiohttp", "matplotlib"):
+        if find_spec(needed) is None:
+            raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
     if exact is None:
         exact = urls is None and rate is None and not arrivals
     run_asked(
         Asked(
             urls=urls, model=model, revision=revision, host=host, workloads=workload, rate=rate,
             sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
-            arrivals=arrivals, index=index, scale=scale, speed=speed, limit=limit, seed=seed,
+            arrivals=arrivals, index=index, scale=scale, speed=speed, seed=seed,
             policy=policy, baseline=baseline, extra=tuple(extra), out=out, exact=exact,
         )
     )  # fmt: skip

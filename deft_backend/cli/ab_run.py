@@ -25,9 +25,14 @@ from deft_backend.tools.ab.comparison import both_answer, compare
 from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.report import write_report
 from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
-from deft_backend.tools.ab.sizes import Sizes, default_sizes, make_workloads
 from deft_backend.tools.ab.trace_workload import trace_workload
-from deft_backend.tools.ab.workloads import CHOICES, WORKLOADS
+from deft_backend.tools.ab.workloads import (
+    CHOICES,
+    WORKLOADS,
+    Sizes,
+    default_sizes,
+    make_workloads,
+)
 from deft_backend.tools.harness.client import Offers, ServerError, base_url
 from deft_backend.tools.harness.server_counters import ServerCounters
 from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
@@ -98,7 +103,6 @@ class Asked:
     index: int
     scale: float
     speed: float | None
-    limit: int | None
     seed: int
     policy: str | None
     baseline: str | None
@@ -118,7 +122,7 @@ def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Wo
         _refuse_idle_options(asked, names)
         if not 0 < asked.scale < float("inf"):
             raise fail(f"--scale is {asked.scale}; expected a number above 0")
-        loaded = load_arrivals(asked.trace, asked.limit)
+        loaded = load_arrivals(asked.trace)
         arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
         longest = max(arrival.input_length for arrival in arrivals)
         if longest > MOST_TOKENS:  # making its text would take the client's memory
@@ -194,7 +198,7 @@ def run_asked(asked: Asked) -> None:
             on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
             build = asked_workloads(asked, on_gpu=on_gpu)
             both_answer(urls)
-            model, sides = asked.model, running_sides(urls, state_folder)
+            model, sides = asked.model, running_sides(urls, state_folder, progress)
         else:
             model = None
             name, host, extra, on_gpu = _server(asked)

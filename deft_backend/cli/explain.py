@@ -60,8 +60,8 @@ def explain(
     from deft_backend.forest import ForestError
     from deft_backend.policies import PolicyError, get_policy
     from deft_backend.telemetry.state_reader import StateError
-    from deft_backend.tools.explain import explain as explain_grouping
-    from deft_backend.tools.explain import render
+    from deft_backend.tools.explain.drawing import render
+    from deft_backend.tools.explain.explanation import explain as explain_grouping
     from deft_backend.tools.traces.recorded_trees import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
@@ -137,7 +137,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
         shown_forest,
         state_file,
     )
-    from deft_backend.tools.watch.server_target import server_target
+    from deft_backend.tools.explain.server_target import server_target
 
     folder = state_directory(checked_settings())
     path = only_server(folder) if port is None else state_file(folder, port)
@@ -159,6 +159,6 @@ def _target(heads: str, head_dim: int, dtype: str) -> Target:
         raise fail(f"--heads is {heads!r}; expected query heads that are a multiple of KV heads")
     if dtype not in _SIZES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
-    from deft_backend.tools.watch.server_target import reference_target
+    from deft_backend.tools.explain.server_target import reference_target
 
     return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import checked_settings, fail, reported, say, stderr
+from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.files.folders import state_directory
 
 PAGE_PORT = 8765
@@ -19,9 +19,6 @@ def inspect(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The page's port; 0 takes a free one.")
     ] = PAGE_PORT,
-    host: Annotated[
-        str, typer.Option(help="Where the page listens. Without it, only this machine sees it.")
-    ] = "127.0.0.1",
 ) -> None:
     """Show on a page which requests share what, live. It only reads, and shows no text."""
     from deft_backend.telemetry.state_reader import StateError, only_server
@@ -40,19 +37,11 @@ def inspect(
             )
     inspector = Inspector(folder, server)
     try:
-        page = PageServer(host, port, inspector.state)
-    except (OSError, UnicodeError) as error:
+        page = PageServer(port, inspector.state)
+    except OSError as error:
         raise fail(
-            f"cannot listen on {host}, port {port}: {error}; choose another --port, or 0 for a "
-            "free one"
+            f"cannot listen on port {port}: {error}; choose another --port, or 0 for a free one"
         ) from None
-    if not page.loopback:
-        stderr.print(
-            f"[bold yellow]Warning:[/bold yellow] everyone who reaches {host} sees this page: "
-            "sizes of prompts, who shares them, and the host's names of requests.",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    inspector.state()  # the first look compiles; the first visitor should not wait for it
     console = Console()
     say(console, f"the forest of the server on port {server}: {page.url}")
     say(console, "Ctrl-C ends the page; the server goes on")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,26 +29,22 @@ def top(
         typer.Argument(metavar="[PORT]", min=1, max=65535, help="Only the server on this port."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end, for scripts.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, max=86400, help="Seconds between two looks.")
     ] = 1.0,
 ) -> None:
     """Show what every server on this machine decodes, reads and saves.
 
-    With --once or --json, the exit code is 1 if no server runs.
+    With --once, the exit code is 1 if no server runs.
     """
-    from deft_backend.tools.watch.top_view import row_json, view
+    from deft_backend.tools.watch.top_view import view
 
     folder = state_directory(checked_settings())
     watched = _Watched(folder, port)
     console = Console()
-    if as_json or once:
+    if once:
         rows = watched.rows(wait=_FIRST_ANSWER)
-        if as_json:
-            typer.echo(json.dumps([row_json(row) for row in rows], indent=2))
-        else:
-            console.print(view(rows, str(folder), live=False, port=port))
+        console.print(view(rows, str(folder), live=False, port=port))
         watched.close()
         raise typer.Exit(0 if any(row.engine.runs for row in rows) else 1)
 

@@ -129,7 +129,7 @@ def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path, model):
     path.write_text(json.dumps([{"incompleted": False, "prompt": "", "data": {"0": node}}]))
     code, _, err = run("ab", "--model", model, "--trace", str(path))
     assert code == 2
-    assert f"{path}: tree 0, node 0: children holds 1" in err
+    assert f"{path}: tree 0: node 0: children holds 1" in err
     dump_thought_trees([generate_thought_tree(ThoughtTreeShape())], path)
     code, _, err = run("ab", "--model", model, "--trace", str(path), "--index", "3")
     assert code == 2
@@ -181,7 +181,7 @@ def test_a_trace_without_a_tree_is_refused(command, tmp_path, model):
     path.write_text("[]")
     options = ["--model", model] if command == "ab" else []
     code, _, err = run(command, "--trace", str(path), *options)
-    assert (code, f"{path} holds no tree; expected a list of at least one" in err) == (2, True)
+    assert (code, f"{path}: expected a list of at least one tree" in err) == (2, True)
 
 
 def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path):
@@ -333,7 +333,7 @@ def test_explain_finds_the_first_of_several_processes(suffix, tmp_path):
 
 def test_explain_plans_for_the_target_of_the_server(tmp_path):
     """The drawn groups are those of the planner that decodes."""
-    from deft_backend.tools.watch.server_target import server_target
+    from deft_backend.tools.explain.server_target import server_target
 
     (tmp_path / "31234-tp0.json").write_text(json.dumps(state(num_query_heads=16)))
     attention = TreeAttention(
@@ -346,7 +346,7 @@ def test_explain_plans_for_the_target_of_the_server(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_explain_knows_caches_of_8_bits(dtype, tmp_path):
-    from deft_backend.tools.watch.server_target import server_target
+    from deft_backend.tools.explain.server_target import server_target
 
     path = tmp_path / "31234-tp0.json"
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=1)))

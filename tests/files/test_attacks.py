@@ -268,7 +268,7 @@ def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path):
 def test_the_page_server_answers_bad_requests(request_line, status):
     import threading
 
-    with PageServer("127.0.0.1", 0, lambda engine, known: {"engine": engine}) as server:
+    with PageServer(0, lambda engine, known: {"engine": engine}) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with socket.create_connection(server.server_address[:2], timeout=20) as client:
             client.sendall(request_line + b"\r\nHost: localhost\r\n\r\n")

@@ -41,11 +41,11 @@ MAY_IMPORT = {
     "tools/servers": ("hosts/vllm",),  # the name to start vLLM with
     "tools/traces": ("forest",),
     "tools/tuning": ("tools/traces", "forest", "costs", "policies", "planner", "attention"),
-    "tools/explain": ("forest", "policies", "planner"),
-    "tools/harness": ("tools/servers", "tools/traces", "telemetry"),
-    "tools/watch": (
-        "tools/explain", "telemetry", "forest", "policies", "planner", "kernels", "attention",
+    "tools/explain": (
+        "telemetry", "forest", "policies", "planner", "kernels", "attention",
     ),
+    "tools/harness": ("tools/servers", "tools/traces", "telemetry"),
+    "tools/watch": ("telemetry", "forest"),
     "tools/ab": ("tools/harness", "tools/servers", "tools/traces", "telemetry"),
     "cli": (
         "tools/ab", "tools/explain", "tools/harness", "tools/servers", "tools/traces",

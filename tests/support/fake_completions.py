@@ -80,6 +80,8 @@ class Fake:
             "stream",
             "logprobs",
         }
+        if body.get("stream_options") == {"include_usage": True}:
+            extra.discard("stream_options")
         if self.dead:
             return self._drop(request)
         if self.plain and extra:

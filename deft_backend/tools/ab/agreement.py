@@ -10,6 +10,8 @@ from deft_backend.tools.harness.replay import Replayed
 CLOSE = 0.15
 """A margin of log-probability below which the rounding of two correct 16-bit kernels can decide."""
 
+MARGINS = 12  # most different answers of a workload for which both servers tell their margins
+
 Told = tuple[str, float | None]  # A token, and the log-probability that its server gave it
 
 

@@ -6,37 +6,46 @@ import statistics
 from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import Agreement
-from deft_backend.tools.ab.run import SideRun
+from deft_backend.tools.harness.client import Offers
 from deft_backend.tools.harness.replay import Outcome, Replayed
 from deft_backend.tools.harness.streamed_request import ANSWERED, TOO_LONG
 from deft_backend.tools.harness.workload import Workload
 
 
 @dataclass(frozen=True)
-class KvRead:
+class SideRun:
+    """All workloads on one server."""
+
+    name: str
+    url: str
+    offers: Offers
+    runs: tuple[Replayed, ...]
+    counters: tuple[Counters | None, ...]
+    agreements: tuple[Agreement, ...]
+    # By its state file; empty without one.
+    device: str = ""
+    backend: str = ""
+    policy: str = ""
+    eight_bits: bool = False  # whether its KV cache has 8 bits, by its state file
+    command: str = ""  # its command, if this process started it
+    # Tokens that a verification gave on average; None if it does not speculate.
+    acceptance_length: float | None = None
+
+
+class KvRead(NamedTuple):
     """Bytes of KV that a decode step of one server reads, all layers, on average.
 
     Both figures are for the same steps. The other server's steps hold other requests, because its
     answers start and end at other times.
     """
 
-    # Bytes that those steps would read if every query read its whole context, as in the host's
-    # kernel.
-    query_by_query: float
-    read: float  # bytes that they read
-
-    @property
-    def saved(self) -> float | None:
-        """Share of the reads that the plugin saves, 0 to 1; None if there is nothing to read.
-
-        Also None if several query blocks of a request each read its context, in verifications.
-        """
-        guided = self.query_by_query
-        return 1.0 - self.read / guided if guided >= self.read and guided else None
+    query_by_query: float  # if every query read its whole context, as in the host's kernel
+    read: float
+    saved: float | None  # share of the reads, 0 to 1; see :attr:`Counters.saved`
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,9 @@ class Figures:
     answered: int
     lost: Mapping[str, int]
     ttft: float | None
-    ttft_p95: float | None
     tpot: float | None
     tpot_p95: float | None
     tokens_a_second: float | None
-    prompt_tokens: int
     late_p95: float | None
 
     @property
@@ -60,7 +67,7 @@ class Figures:
     @classmethod
     def of(cls, run: Replayed) -> Figures:
         answers = [o.answer for o in run.outcomes if o.answer is not None]
-        ttft = sorted(answer.ttft for answer in answers)
+        ttft = [answer.ttft for answer in answers]
         tpot = sorted(gap for answer in answers if (gap := answer.tpot) is not None)
         late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
         tokens = sum(len(answer.arrivals) for answer in answers)
@@ -68,11 +75,9 @@ class Figures:
             answered=len(answers),
             lost=dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
             ttft=statistics.median(ttft) if ttft else None,
-            ttft_p95=_tail(ttft),
             tpot=statistics.median(tpot) if tpot else None,
             tpot_p95=_tail(tpot),
             tokens_a_second=tokens / run.seconds if run.seconds else None,
-            prompt_tokens=sum(o.prompt_tokens or 0 for o in run.outcomes),
             late_p95=_tail(late),
         )
 
@@ -102,7 +107,8 @@ class ComparedWorkload:
         if counted is None or not counted.decode_steps:
             return None
         steps = counted.decode_steps
-        return KvRead(counted.kv_bytes_query_guided / steps, counted.kv_bytes_read / steps)
+        read, guided = counted.kv_bytes_read, counted.kv_bytes_query_guided
+        return KvRead(guided / steps, read / steps, counted.saved)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
         "workload": w.name, "description": w.description, "arrivals": w.arrivals,
         "figures": [asdict(f) for f in w.figures],
         "counters": [None if c is None else c.as_json() for c in w.counters],
-        "kv_bytes_a_step": [None if r is None else {**asdict(r), "saved": r.saved} for r in reads],
+        "kv_bytes_a_step": [r and r._asdict() for r in reads],
         "agreement": asdict(w.agreement),
         "died": [run.died for run in w.runs],
         "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],

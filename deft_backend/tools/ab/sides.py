@@ -60,22 +60,19 @@ class Side:
     """One of the two servers."""
 
     name: str  # in the report
-    title: str  # a line for the terminal before its run; empty if its start prints one
     open: Callable[[], AbstractContextManager[RunningServer]]  # a context manager around the server
 
 
-def running_sides(urls: Sequence[str], folder: Path) -> tuple[Side, Side]:
+def running_sides(urls: tuple[str, str], folder: Path, progress: Progress) -> tuple[Side, Side]:
     """Two running servers, called A and B; `folder` holds state files of this machine."""
 
     @contextmanager
-    def opened(url: str) -> Iterator[RunningServer]:
+    def opened(name: str, url: str) -> Iterator[RunningServer]:
+        progress.announce(f"{name}: {url}")
         yield RunningServer(url, folder)
 
     first, second = urls
-    return (
-        Side("A", f"A: {first}", partial(opened, first)),
-        Side("B", f"B: {second}", partial(opened, second)),
-    )
+    return Side("A", partial(opened, "A", first)), Side("B", partial(opened, "B", second))
 
 
 def started_sides(
@@ -97,17 +94,15 @@ def started_sides(
         log = logs / f"{side}.log"
         with TemporaryDirectory(prefix="deft-state-") as state_folder:
             started = command(side, state_folder)
-            with ServerProcess(started, log, progress=progress.starting(side, started)) as server:
-                progress.started(side)
+            answers = progress.starting(side, started)
+            with ServerProcess(started, log) as server:
+                answers()
                 yield RunningServer(
                     server.url, Path(state_folder), started.shell(), log, server.check_alive,
                     BACKEND_NAMES[host] if side == "deft" else "",
                 )  # fmt: skip
 
-    return (
-        Side("host", "", partial(opened, "host")),
-        Side("deft", "", partial(opened, "deft")),
-    )
+    return Side("host", partial(opened, "host")), Side("deft", partial(opened, "deft"))
 
 
 def refusal(log: str) -> str | None:

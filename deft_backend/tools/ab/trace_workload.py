@@ -1,7 +1,7 @@
 """A workload from a trace of arrivals: prompts are made so that equal hash ids share text."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 
 from deft_backend.tools.ab.workloads import TRACE
 from deft_backend.tools.harness.workload import Request, Workload, poisson
@@ -30,7 +30,20 @@ def trace_workload(
 
     Raises WorkloadError if the rate is impossible.
     """
-    texts = _Texts(characters_a_token, seed)
+
+    @lru_cache(maxsize=20_000)
+    def block(id: int | str, characters: int) -> str:
+        head = f"{id}.{seed}: "  # blocks differ from their first token on
+        return (head + passage(characters, f"{seed} {id}"))[:characters]
+
+    def prompt(number: int, arrival: Arrival) -> str:
+        """Made when it is sent: all prompts together would not fit into memory."""
+        characters = round(arrival.block_tokens * characters_a_token)
+        blocks = [block(id, characters) for id in arrival.hash_ids]
+        if len(blocks) * arrival.block_tokens < arrival.input_length:  # a rest without an id
+            blocks.append(block(f"r{number}", characters))
+        return "".join(blocks)[: max(1, round(arrival.input_length * characters_a_token))]
+
     origin = arrivals[0].timestamp
     times = [(arrival.timestamp - origin) / 1e3 / speed for arrival in arrivals]
     said = f"the trace's times, {speed:g} × as fast" if speed != 1 else "the trace's times"
@@ -44,33 +57,10 @@ def trace_workload(
         (),
         tuple(
             Request(
-                f"request {at}", texts.maker(at, arrival), arrival.output_length, at=due,
+                f"request {at}", partial(prompt, at, arrival), arrival.output_length, at=due,
                 prompt_tokens=arrival.input_length,
             )
             for at, (due, arrival) in enumerate(zip(times, arrivals, strict=True))
         ),
         said,
     )  # fmt: skip
-
-
-class _Texts:
-    """Makes prompts when they are needed: all prompts together would not fit into memory."""
-
-    def __init__(self, characters_a_token: float, seed: int) -> None:
-        self._ratio = characters_a_token
-        self._seed = seed
-        self._block = lru_cache(maxsize=20_000)(self._make_block)
-
-    def maker(self, number: int, arrival: Arrival) -> Callable[[], str]:
-        return lambda: self._prompt(number, arrival)
-
-    def _prompt(self, number: int, arrival: Arrival) -> str:
-        characters = round(arrival.block_tokens * self._ratio)
-        blocks = [self._block(id, characters) for id in arrival.hash_ids]
-        if len(blocks) * arrival.block_tokens < arrival.input_length:  # a rest without an id
-            blocks.append(self._block(f"r{number}", characters))
-        return "".join(blocks)[: max(1, round(arrival.input_length * self._ratio))]
-
-    def _make_block(self, id: int | str, characters: int) -> str:
-        head = f"{id}.{self._seed}: "  # blocks differ from their first token on
-        return (head + passage(characters, f"{self._seed} {id}"))[:characters]

@@ -1,21 +1,22 @@
-"""The workloads that `deft ab` replays: one function each, the same requests on every machine."""
+"""The workloads that `deft ab` replays: the same requests on every machine, and their sizes."""
 
 import math
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, thought_requests
 from deft_backend.tools.traces.invented_text import passage, question
+from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
 
-ROLLOUTS = {f"rollout-{samples}": samples for samples in (8, 16, 64)}
-"""Names of the rollout workloads, with the samples of one prompt."""
-
 TRACE = "trace"  # the workload that replays a trace of arrivals
 
-CHOICES = (*WORKLOADS, *ROLLOUTS)
+CHOICES = (*WORKLOADS, "rollout")
 
 
 def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
@@ -73,7 +74,7 @@ def rollout(samples: int, characters: int, mean_tokens: int) -> Workload:
     drawn = [mean_tokens * chance.lognormvariate(-0.2, 0.63) for _ in range(samples)]
     lengths = [max(1, min(round(length), 4 * mean_tokens)) for length in drawn]
     return Workload(
-        f"rollout-{samples}",
+        "rollout",
         f"{samples} samples of one prompt of {len(prompt)} characters, answers of {min(lengths)} "
         f"to {max(lengths)} tokens",
         (prompt,),
@@ -120,3 +121,58 @@ def tree_of_thoughts(tree: ThoughtTree, scale: float) -> Workload:
 def _mark(node: int) -> str:
     """A line that makes thoughts differ. Its one clear answer avoids ties in greedy decoding."""
     return f"\n\nCount from {node} to {node + 12}."
+
+
+class Sizes(NamedTuple):
+    """Concurrent requests, tokens of their shared prefix, and tokens that each decodes."""
+
+    branches: int
+    prefix_tokens: int
+    max_tokens: int
+
+
+def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
+    """Sizes for a run of minutes. On the CPU a step takes a large part of a second."""
+    if on_gpu:
+        return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
+    return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
+
+
+def make_workloads(
+    names: Sequence[str],
+    sizes: Sizes,
+    *,
+    characters_a_token: float = 1.0,
+    tree: ThoughtTree | None = None,
+    scale: float = 1.0,
+) -> list[Workload]:
+    """The workloads of these names, in the order given.
+
+    - `sizes`: at least 1 each.
+    - `names`: names from :data:`CHOICES`.
+    - `characters_a_token`: converts tokens to characters of the invented text.
+    - `tree`: a recorded tree of thoughts; None for an invented one.
+    - `scale`: multiplies the lengths of the recorded tree.
+
+    Raises WorkloadError if the recorded tree cannot be replayed.
+    """
+    count, answer = sizes.branches, sizes.max_tokens
+    characters = max(1, round(sizes.prefix_tokens * characters_a_token))
+    if tree is None:
+        shape = ThoughtTreeShape(
+            width=max(1, min(count, 8) // 2), keep=2, prompt_tokens=sizes.prefix_tokens,
+            shortest=max(1, answer // 2), longest=answer, characters_a_token=characters_a_token,
+        )  # fmt: skip
+        tree, scale = generate_thought_tree(shape), 1.0
+    documents = 2 if count > 1 else 1
+    makers: dict[str, Callable[[], Workload]] = {
+        "few-shot": partial(few_shot, count, characters, answer),
+        "parallel-samples": partial(parallel_samples, count, characters, answer),
+        "document-questions": partial(
+            document_questions, documents, count // documents, characters, answer
+        ),
+        "tree-of-thoughts": partial(tree_of_thoughts, tree, scale),
+        "unshared": partial(unshared, count, max(1, characters // 2), answer),
+        "rollout": partial(rollout, count, characters, 2 * answer),
+    }
+    return [makers[name]() for name in names]

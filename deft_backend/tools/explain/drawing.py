@@ -10,28 +10,20 @@ from rich.tree import Tree
 from deft_backend.forest import VIRTUAL_ROOT
 from deft_backend.tools.explain.explanation import Explanation
 
-MAX_NODES = 60  # nodes drawn by default
-
-MAX_SIBLINGS = 8  # children of one node drawn by default
+MAX_NODES, MAX_SIBLINGS = 60, 8  # nodes drawn, and children of one node
 
 
-def render(
-    explanation: Explanation,
-    console: Console,
-    *,
-    max_nodes: int = MAX_NODES,
-    max_siblings: int = MAX_SIBLINGS,
-) -> None:
+def render(explanation: Explanation, console: Console) -> None:
     """Print the tree of nodes with the groups that read them, then the totals.
 
-    - `max_nodes`, `max_siblings`: Nodes and children to draw of a large forest; "… n more" lines
-      count the rest. Empty leaves are counted on the line of their parent.
+    "… n more" lines count what a large forest holds besides. Empty leaves are counted on the line
+    of their parent.
     """
-    console.print(_tree(explanation, max_nodes, max_siblings))
+    console.print(_tree(explanation))
     console.print(_totals(explanation))
 
 
-def _tree(explanation: Explanation, max_nodes: int, max_siblings: int) -> Tree:
+def _tree(explanation: Explanation) -> Tree:
     below: dict[int, list[int]] = {}
     for at, node in enumerate(explanation.nodes):
         below.setdefault(node.parent, []).append(at)
@@ -40,7 +32,7 @@ def _tree(explanation: Explanation, max_nodes: int, max_siblings: int) -> Tree:
         f"{explanation.tokens_attended:,} attended",
         highlight=False,
     )
-    room = max_nodes
+    room = MAX_NODES
     # Choose nodes breadth first: of a large forest, the drawing omits deep nodes, not the last
     # trees.
     frontier: list[tuple[int, Tree]] = [(VIRTUAL_ROOT, root)]
@@ -50,7 +42,7 @@ def _tree(explanation: Explanation, max_nodes: int, max_siblings: int) -> Tree:
         empty = len(children) - len(shown)
         if parent == VIRTUAL_ROOT and empty:
             drawn.add(f"[dim]{_count(empty, 'request')} without tokens[/dim]")
-        take = shown[: min(max_siblings, max(0, room))]
+        take = shown[: min(MAX_SIBLINGS, max(0, room))]
         room -= len(take)
         for at in take:
             frontier.append((at, drawn.add(_label(explanation, at, below.get(at, [])))))
@@ -67,7 +59,7 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
     label = (
         f"[bold]{_count(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} "
         f"of request {node.request} · "
-        f"{_count(node.queries, 'query', 'queries')} · {_readers(explanation, node.chunks)}"
+        f"{_count(node.queries, 'query', 'queries')} · {_readers(node.groups)}"
     )
     ending = sum(1 for child in children if not explanation.nodes[child].tokens)
     if ending:
@@ -75,19 +67,18 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
     return label
 
 
-def _readers(explanation: Explanation, chunks: Sequence[int]) -> str:
-    """Groups of `chunks`, with the number of chunks of each."""
-    parts: dict[int, int] = {}
-    for chunk in chunks:
-        group = explanation.chunks[chunk].group
-        parts[group] = parts.get(group, 0) + 1
-    named = [
-        f"group {group}" + (f" ({_count(count, 'chunk')})" if count > 1 else "")
-        for group, count in list(parts.items())[:3]
-    ]
-    if len(parts) > 3:
-        named.append(f"… {len(parts) - 3} more")
-    return f"[cyan]{', '.join(named)}[/cyan]"
+def _readers(groups: Sequence[int]) -> str:
+    """Groups by number; several in a row as a range."""
+    runs: list[list[int]] = []
+    for group in groups:
+        if runs and group == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], group]
+        else:
+            runs.append([group])
+    named = ["–".join(map(str, run)) for run in runs[:3]]
+    more = [f"… {len(runs) - 3} more"] if len(runs) > 3 else []
+    noun = "group" if len(groups) == 1 else "groups"
+    return f"[cyan]{noun} {', '.join(named + more)}[/cyan]"
 
 
 def _totals(explanation: Explanation) -> Table:
@@ -98,19 +89,15 @@ def _totals(explanation: Explanation) -> Table:
     table.add_column(justify="right")
     for name, value in (
         ("share F_s (attended / stored)", f"{e.share:.2f}"),
-        ("groups", f"{e.num_groups:,}"),
-        ("chunks", f"{e.num_chunks:,}"),
-        ("items (chunk × query tile)", f"{e.num_items:,}"),
-        ("KV read, each chunk once", decimal(e.kv_bytes)),
+        ("groups", f"{len(e.groups):,}"),
+        ("items (group × query tile)", f"{e.num_items:,}"),
+        ("KV read, each group once", decimal(e.kv_bytes)),
         ("KV read as issued by the tiles", decimal(e.kv_bytes_issued)),
         ("KV read, query by query", decimal(e.kv_bytes_flash_decoding)),
         ("KV reduction", f"{e.kv_reduction_percent:.2f} %"),
         ("queries read", decimal(e.query_bytes)),
-        ("outputs written", decimal(e.output_bytes)),
         ("masks read", decimal(e.mask_bytes)),
-        ("partial results written", decimal(e.partial_bytes_written)),
-        ("partial results read", decimal(e.partial_bytes_read)),
-        ("makespan by the profiled table", f"{e.makespan_ms:.3f} ms"),
+        ("partial results, written and read", decimal(e.partial_bytes)),
         ("estimated time, one layer", f"{e.estimated_ms:.3f} ms"),
     ):
         table.add_row(name, value)

@@ -23,15 +23,13 @@ from deft_backend.tools.harness.streamed_request import (
 if TYPE_CHECKING:
     import aiohttp
 
-_USAGE = {"include_usage": True}
-_FIELDS: tuple[Mapping[str, Any], ...] = (
-    {"ignore_eos": True, "return_token_ids": True,
-     "stream_options": {**_USAGE, "continuous_usage_stats": True}},
-    {"ignore_eos": True, "stream_options": _USAGE},
-    {"stream_options": _USAGE},
-    {},
-)  # fmt: skip
-"""Sets of optional fields of a request, in the order in which the client tries them."""
+_OPENAIS_FIELDS: Mapping[str, Any] = {"stream_options": {"include_usage": True}}
+
+_HOSTS_FIELDS: Mapping[str, Any] = {
+    "ignore_eos": True, "return_token_ids": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}  # fmt: skip
+"""Fields that SGLang and vLLM take; the client falls back to OpenAI's own."""
 
 
 class ServerError(RuntimeError):
@@ -44,13 +42,8 @@ class Offers:
 
     model: str
     context: int | None  # tokens of prompt and answer that it takes
-    level: int  # the first set of :data:`_FIELDS` that it accepts; higher sets have fewer fields
+    exact_lengths: bool  # whether it takes the hosts' fields, so answers have the tokens asked for
     characters_a_token: float  # of the sample text
-
-    @property
-    def exact_lengths(self) -> bool:
-        """Whether answers have exactly the requested tokens."""
-        return "ignore_eos" in _FIELDS[self.level]
 
 
 def base_url(address: str) -> str:
@@ -81,7 +74,7 @@ class ServerClient:
     def __init__(self, url: str, *, seconds: float = 900.0, logprobs: bool = False) -> None:
         self.url = url
         self.logprobs = logprobs
-        self.level = 0
+        self.exact_lengths = True
         self.model = ""
         self._seconds = seconds
         self._session: aiohttp.ClientSession | None = None
@@ -116,10 +109,11 @@ class ServerClient:
             raise ServerError(f"{self.url} has no model {model!r}; it lists {', '.join(names)}")
         self.model = model or names[0]
         context = listed[names.index(self.model)].get("max_model_len")
-        await self._find_level()
+        await self._find_fields()
         tokens = await self._count(sample)
         ratio = len(sample) / tokens if tokens else 4.0
-        return Offers(self.model, context if isinstance(context, int) else None, self.level, ratio)
+        known = context if isinstance(context, int) else None
+        return Offers(self.model, known, self.exact_lengths, ratio)
 
     async def lives(self) -> bool:
         """Whether the server still answers."""
@@ -138,7 +132,7 @@ class ServerClient:
         """
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
-            "stream": True, **_FIELDS[self.level],
+            "stream": True, **(_HOSTS_FIELDS if self.exact_lengths else _OPENAIS_FIELDS),
         }  # fmt: skip
         if self.logprobs:
             body["logprobs"] = 2
@@ -163,10 +157,10 @@ class ServerClient:
         except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
             return None
 
-    async def _find_level(self) -> None:
-        """Find the first set of fields that the server accepts."""
+    async def _find_fields(self) -> None:
+        """Find out whether the server accepts the hosts' fields."""
         said = ""
-        for self.level in range(len(_FIELDS)):
+        for self.exact_lengths in (True, False):
             try:
                 await self.ask("Hello", 2)
                 return

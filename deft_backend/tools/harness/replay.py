@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import ServerClient
@@ -65,39 +65,36 @@ async def replay(
     return await _Run(workload, client, context, on_tokens).all()
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self, workload: Workload, client: ServerClient, context: int | None,
-        on_tokens: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self._workload = workload
-        self._client = client
-        self._context = context
-        self._on_tokens = on_tokens
-        self._began = time.perf_counter()
-        self._died = ""
-        self._stopped = False
-        self._checking: asyncio.Task[None] | None = None
-        self._ended: dict[str, asyncio.Future[str | None]] = {}
+    workload: Workload
+    client: ServerClient
+    context: int | None
+    on_tokens: Callable[[int], None]
+    began: float = 0.0
+    died: str = ""
+    stopped: bool = False
+    checking: asyncio.Task[None] | None = None
+    ended: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
 
     async def all(self) -> Replayed:
-        requests = self._workload.requests
+        requests = self.workload.requests
         tasks: list[asyncio.Task[Outcome]] = []
         try:
-            for prompt in self._workload.warm:
+            for prompt in self.workload.warm:
                 assert isinstance(prompt, str)
                 try:
-                    await self._client.ask(prompt, 1)
+                    await self.client.ask(prompt, 1)
                 except NotAnswered as error:
                     await self._check(error)
-            self._began = time.perf_counter()
+            self.began = time.perf_counter()
             loop = asyncio.get_running_loop()
             parents = {request.after for request in requests if request.after is not None}
-            self._ended = {name: loop.create_future() for name in parents}
+            self.ended = {name: loop.create_future() for name in parents}
             tasks = [asyncio.create_task(self._one(request)) for request in requests]
             await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            self._stopped = True
+            self.stopped = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -114,40 +111,40 @@ class _Run:
             else:  # cancelled before its first step
                 outcomes.append(self._lost(request, SKIPPED, "the run was interrupted"))
         ends = [o.sent + o.answer.arrivals[-1] for o in outcomes if o.answer is not None]
-        return Replayed(tuple(outcomes), max(ends, default=0.0), self._died, self._stopped)
+        return Replayed(tuple(outcomes), max(ends, default=0.0), self.died, self.stopped)
 
     async def _one(self, request: Request) -> Outcome:
         sent: float | None = None
         text: str | None = None
         try:
             if request.after is None:
-                await asyncio.sleep(request.at - (time.perf_counter() - self._began))
+                await asyncio.sleep(request.at - (time.perf_counter() - self.began))
                 prompt: str | None = request.text()
             else:
-                earlier = await asyncio.shield(self._ended[request.after])
+                earlier = await asyncio.shield(self.ended[request.after])
                 prompt = None if earlier is None else earlier + request.text()
             if prompt is None:
                 why = f"it continues {request.after}, which has no answer"
                 return self._lost(request, SKIPPED, why)
-            if self._died:
+            if self.died:
                 return self._lost(request, SKIPPED, "the server had died")
             tokens = (request.prompt_tokens or 0) + request.max_tokens
-            if self._context is not None and tokens > self._context:
-                why = f"{tokens:,} tokens, and the context holds {self._context:,}"
+            if self.context is not None and tokens > self.context:
+                why = f"{tokens:,} tokens, and the context holds {self.context:,}"
                 return self._lost(request, TOO_LONG, why)
-            sent = time.perf_counter() - self._began
-            answer, counted = await self._client.ask(prompt, request.max_tokens, self._on_tokens)
+            sent = time.perf_counter() - self.began
+            answer, counted = await self.client.ask(prompt, request.max_tokens, self.on_tokens)
             text = prompt + answer.text
         except NotAnswered as error:
             if error.status in (LOST, FAILED):
                 await self._check(error)
             return self._lost(request, error.status, str(error), sent)
         except asyncio.CancelledError:
-            self._stopped = True
+            self.stopped = True
             status = SKIPPED if sent is None else CUT
             return self._lost(request, status, "the run was interrupted", sent)
         finally:
-            future = self._ended.get(request.name)
+            future = self.ended.get(request.name)
             if future is not None and not future.done():
                 future.set_result(text)
         return Outcome(
@@ -162,16 +159,16 @@ class _Run:
 
     async def _check(self, error: NotAnswered) -> None:
         """Whether the server has died; requests that ask at the same time share one question."""
-        if self._died:
+        if self.died:
             return
-        if self._checking is None or self._checking.done():
-            self._checking = asyncio.create_task(self._still_there(error))
-        await asyncio.shield(self._checking)
+        if self.checking is None or self.checking.done():
+            self.checking = asyncio.create_task(self._still_there(error))
+        await asyncio.shield(self.checking)
 
     async def _still_there(self, error: NotAnswered) -> None:
         for attempt in range(_CHECKS):
-            if await self._client.lives():
+            if await self.client.lives():
                 return
             if attempt < _CHECKS - 1:
                 await asyncio.sleep(_CHECK_SECONDS)
-        self._died = f"{self._client.url} no longer answers; the first lost request: {error}"
+        self.died = f"{self.client.url} no longer answers; the first lost request: {error}"

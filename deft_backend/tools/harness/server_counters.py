@@ -1,9 +1,12 @@
-"""The plugin's counters of a server: from its state file, or from its /metrics."""
+"""What a server counts: the plugin's counters, and the acceptance length of its drafts."""
 
+import json
 import re
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from deft_backend.telemetry.counters import Counters
@@ -18,6 +21,7 @@ from deft_backend.telemetry.state_reader import (
 from deft_backend.tools.servers.get_page import get_page
 
 _SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
+_DRAFTS = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -86,10 +90,38 @@ def counters_of_page(page: str) -> Counters | None:
     if (STEPS.series, "tree") not in total:
         return None
     tree, host = total[STEPS.series, "tree"], total[STEPS.series, "host"]
-    figures = {field: total[metric.series, ""] for field, metric in FIGURES.items()}
+    figures: dict[str, Any] = {
+        field: total[metric.series, ""] if field.endswith("_seconds")
+        else int(total[metric.series, ""])
+        for field, metric in FIGURES.items()
+    }  # fmt: skip
     return Counters(
         decode_steps=int(tree + host),
         steps_tree=int(tree),
         steps_host={why: int(n) for (name, why), n in total.items() if name == HOST_STEPS.series},
-        **{name: n if name.endswith("_seconds") else int(n) for name, n in figures.items()},
+        **figures,
     )
+
+
+def acceptance_length(url: str) -> float | None:
+    """Tokens that a server's verifications gave on average since it started; None if none ran.
+
+    A verification gives the accepted draft tokens and one token of the target. The server counts
+    them itself: vLLM in ``/metrics``, SGLang in ``/server_info``.
+    """
+    length = _acceptance_of_vllm(get_page(f"{url}/metrics") or "")
+    if length is not None:
+        return length
+    with suppress(ValueError, KeyError, TypeError):
+        states = json.loads(get_page(f"{url}/server_info") or "")["internal_states"]
+        lengths = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
+        return sum(map(float, lengths)) / len(lengths) if lengths else None
+    return None
+
+
+def _acceptance_of_vllm(page: str) -> float | None:
+    """From vLLM's counters, over all its engines."""
+    totals = {"drafts": 0.0, "accepted_tokens": 0.0}
+    for name, value in _DRAFTS.findall(page):
+        totals[name] += float(value)
+    return 1.0 + totals["accepted_tokens"] / totals["drafts"] if totals["drafts"] else None

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from deft_backend.files.json_fields import LARGEST, shown
+from deft_backend.files.json_fields import LARGEST, FieldError, number, shown, whole
 from deft_backend.files.private_files import parsed
 from deft_backend.tools.traces.recorded_trees import TraceError
 
@@ -60,19 +59,19 @@ def is_arrival_trace(path: Path) -> bool:
     )
 
 
-def load_arrivals(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests of a trace, sorted by time.
+def load_arrivals(path: Path) -> list[Arrival]:
+    """The requests of a trace, sorted by time.
 
     Raises TraceError if the file cannot be read, is empty or has a wrong line. The message names
     the line, the field, its value and the expected value.
     """
-    arrivals: list[Arrival] = []
     try:
         with path.open(encoding="utf-8") as lines:
-            for arrival in _arrivals(lines, str(path)):
-                arrivals.append(arrival)
-                if limit is not None and len(arrivals) >= limit:
-                    break
+            arrivals = [
+                _arrival(line, f"{path}, line {at}")
+                for at, line in enumerate(lines, 1)
+                if line.strip()
+            ]
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -106,50 +105,31 @@ def shared_tokens(arrivals: Sequence[Arrival]) -> int:
     return total
 
 
-def _arrivals(lines: Iterable[str], where: str) -> Iterator[Arrival]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _arrival(line, f"{where}, line {number}")
-
-
 def _arrival(line: str, where: str) -> Arrival:
     try:
         content = parsed(line)
     except ValueError as error:
         raise TraceError(f"{where}: expected a JSON object; {error}") from error
-    if not isinstance(content, dict):
-        raise TraceError(f"{where} is {type(content).__name__}; expected a JSON object")
-    for name in FIELDS:
-        if name not in content:
-            there = ", ".join(map(str, content)) or "nothing"
-            raise TraceError(f"{where}: {name} is missing; there is {there}")
-    timestamp = content["timestamp"]
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not (
-        0 <= timestamp <= LATEST_MS
-    ):  # fmt: skip
-        raise TraceError(
-            f"{where}: timestamp is {shown(timestamp)}; expected milliseconds, at least 0"
-        )
-    tokens = _integer(content["input_length"], f"{where}: input_length", 1)
-    # Recorded answers can be empty; a server decodes at least one token.
-    answer = max(1, _integer(content["output_length"], f"{where}: output_length", 0))
-    ids = content["hash_ids"]
-    if not isinstance(ids, list):
-        raise TraceError(f"{where}: hash_ids is {type(ids).__name__}; expected a list of integers")
-    hash_ids = tuple(_integer(id, f"{where}: hash_ids[{at}]") for at, id in enumerate(ids))
-    least, most = tokens // BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
-    if not least <= len(hash_ids) <= most:
-        expected = f"{most}" if least == most else f"{least} or {most}"
-        raise TraceError(
-            f"{where}: hash_ids holds {len(hash_ids)} ids for input_length {tokens}; expected "
-            f"{expected}, one for each {BLOCK_TOKENS} tokens"
-        )
-    return Arrival(float(timestamp), tokens, answer, hash_ids)
-
-
-def _integer(value: Any, where: str, least: int | None = None) -> int:
-    number = value if isinstance(value, int) and not isinstance(value, bool) else None
-    if number is None or number > LARGEST or (least is not None and number < least):
-        at_least = "" if least is None else f" of at least {least}"
-        raise TraceError(f"{where} is {shown(value)}; expected an integer{at_least}")
-    return number
+    try:
+        if not isinstance(content, dict):
+            raise FieldError(f"it is {shown(content)}; expected a JSON object")
+        timestamp = number(content, "timestamp")
+        if not 0 <= timestamp <= LATEST_MS:
+            raise FieldError(f"timestamp is {timestamp:g}; expected milliseconds, at least 0")
+        tokens = whole(content, "input_length", 1)
+        # Recorded answers can be empty; a server decodes at least one token.
+        answer = max(1, whole(content, "output_length"))
+        ids = content.get("hash_ids")
+        if not isinstance(ids, list):
+            raise FieldError(f"hash_ids is {shown(ids)}; expected a list of whole numbers")
+        hash_ids = tuple(whole({"hash_ids": id}, "hash_ids", -LARGEST) for id in ids)
+        least, most = tokens // BLOCK_TOKENS, -(-tokens // BLOCK_TOKENS)
+        if not least <= len(hash_ids) <= most:
+            expected = f"{most}" if least == most else f"{least} or {most}"
+            raise FieldError(
+                f"hash_ids holds {len(hash_ids)} ids for input_length {tokens}; expected "
+                f"{expected}, one for each {BLOCK_TOKENS} tokens"
+            )
+    except ValueError as error:
+        raise TraceError(f"{where}: {error}") from error
+    return Arrival(timestamp, tokens, answer, hash_ids)

@@ -7,11 +7,12 @@ ending at iteration 0). Every other node is a thought. Its tokens were decoded a
 thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from deft_backend.files.json_fields import read_json, shown
+from deft_backend.files.json_fields import LARGEST, FieldError, read_json, shown, whole, within
 from deft_backend.tools.traces.arrivals import is_arrival_trace
 from deft_backend.tools.traces.recorded_trees import (
     ROOT,
@@ -21,6 +22,8 @@ from deft_backend.tools.traces.recorded_trees import (
     TraceError,
 )
 
+T = TypeVar("T")
+
 
 def load_thought_trees(path: Path) -> list[ThoughtTree]:
     """Read a file of trees of thoughts.
@@ -29,14 +32,17 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
     file, the tree's index, the node, the field, its value and the expected value.
     """
     content = read_json(path, TraceError, "the trace ")
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         raise TraceError(
-            f"{path}: expected a list of trees, each with incompleted, prompt and data; "
-            f"got {_kind(content)}"
+            f"{path}: expected a list of at least one tree, each with incompleted, prompt and "
+            f"data; got {shown(content)}"
         )
-    if not content:
-        raise TraceError(f"{path} holds no tree; expected a list of at least one")
-    return [_thought_tree(tree, f"{path}: tree {index}") for index, tree in enumerate(content)]
+    trees = []
+    with _named(path):
+        for index, tree in enumerate(content):
+            with within(f"tree {index}"):
+                trees.append(_thought_tree(tree))
+    return trees
 
 
 def load_token_tree(path: Path) -> TokenTree:
@@ -45,31 +51,23 @@ def load_token_tree(path: Path) -> TokenTree:
     Raises TraceError: as in :func:`load_thought_trees`.
     """
     content = read_json(path, TraceError, "the trace ")
-    where = str(path)
-    if not isinstance(content, dict):
-        raise TraceError(f"{where}: expected an object with Tree_Structure and Records")
     paths: list[tuple[int, ...]] = []
-    for index, choices in enumerate(_get(content, "Tree_Structure", list, where)):
-        at = f"{where}: Tree_Structure[{index}]"
-        if not isinstance(choices, list) or not choices:
-            raise TraceError(f"{at} is {shown(choices)}; expected a list of choices, at least one")
-        path_of_choices = tuple(_integer(choice, at, least=0) for choice in choices)
-        if path_of_choices in paths or (
-            len(path_of_choices) > 1 and path_of_choices[:-1] not in paths
-        ):
-            raise TraceError(
-                f"{at} is {shown(choices)}; expected a new path whose parent came before"
-            )
-        paths.append(path_of_choices)
     prompts: list[str] = []
     accepted: list[tuple[int, ...]] = []
-    for index, record in enumerate(_get(content, "Records", list, where)):
-        at = f"{where}: record {index}"
-        if not isinstance(record, dict):
-            raise TraceError(f"{at} is {_kind(record)}; expected an object")
-        prompts.append(_get(record, "prompt", str, at))
-        lengths = _get(record, "Accept_length", list, at)
-        accepted.append(tuple(_integer(n, f"{at}: Accept_length", least=0) for n in lengths))
+    with _named(path):
+        for index, choices in enumerate(_get(content, "Tree_Structure", list)):
+            with within(f"Tree_Structure[{index}]"):
+                path_of_choices = _whole_numbers({"it": choices}, "it")
+                above = path_of_choices[:-1]
+                if path_of_choices in (*paths, ()) or above not in (*paths, ()):
+                    raise FieldError(
+                        f"it is {shown(choices)}; expected a new path whose parent came before"
+                    )
+            paths.append(path_of_choices)
+        for index, record in enumerate(_get(content, "Records", list)):
+            with within(f"record {index}"):
+                prompts.append(_get(record, "prompt", str))
+                accepted.append(_whole_numbers(record, "Accept_length"))
     return TokenTree(tuple(paths), tuple(prompts), tuple(accepted))
 
 
@@ -81,94 +79,80 @@ def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
     return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
 
 
-def _thought_tree(tree: Any, where: str) -> ThoughtTree:
-    if not isinstance(tree, dict):
-        raise TraceError(f"{where} is {_kind(tree)}; expected an object")
-    incomplete = _get(tree, "incompleted", bool, where)
-    prompt = _get(tree, "prompt", str, where)
-    data = _get(tree, "data", dict, where)
+def _thought_tree(tree: Any) -> ThoughtTree:
+    incomplete = _get(tree, "incompleted", bool)
+    prompt = _get(tree, "prompt", str)
     nodes: dict[int, Thought] = {}
-    for key, record in data.items():
-        node = _thought(key, record, f"{where}, node {key}")
+    for key, record in _get(tree, "data", dict).items():
+        with within(f"node {key}"):
+            node = _thought(record)
+            if str(node.id) != key:
+                raise FieldError(f"id is {node.id}; expected {key}, the key it is stored under")
         nodes[node.id] = node
     if not nodes and not incomplete:
-        raise TraceError(f"{where}: data is empty, but incompleted is false; expected node 0")
+        raise FieldError("data is empty, but incompleted is false; expected node 0")
     if nodes:
-        _check_shape(nodes, where)
+        _check_shape(nodes)
     return ThoughtTree(prompt, incomplete, nodes)
 
 
-def _thought(key: str, record: Any, where: str) -> Thought:
-    if not isinstance(record, dict):
-        raise TraceError(f"{where} is {_kind(record)}; expected an object")
-    fields = {
-        name: _integer(_get(record, name, int, where), f"{where}: {name}")
-        for name in ("id", "value", "start", "end")
-    }
-    children = _get(record, "children", list, where)
-    node = Thought(
-        fields["id"],
-        fields["value"],
-        fields["start"],
-        fields["end"],
-        tuple(_integer(child, f"{where}: children", least=1) for child in children),
+def _thought(record: Any) -> Thought:
+    children = _whole_numbers(record, "children", 1)
+    number, tokens, start, end = (
+        whole(record, name, -LARGEST) for name in ("id", "value", "start", "end")
     )
-    if str(node.id) != key:
-        raise TraceError(f"{where}: id is {node.id}; expected {key}, the key it is stored under")
-    if node.tokens != node.end - node.start + 1 or node.tokens < 0:
-        raise TraceError(
-            f"{where}: value is {node.tokens}, but start {node.start} to end {node.end} are "
-            f"{node.end - node.start + 1} iterations; expected one token an iteration"
+    if tokens != end - start + 1 or tokens < 0:
+        raise FieldError(
+            f"value is {tokens}, but start {start} to end {end} are {end - start + 1} iterations; "
+            "expected one token an iteration"
         )
-    return node
+    return Thought(number, tokens, start, end, children)
 
 
-def _check_shape(nodes: Mapping[int, Thought], where: str) -> None:
+def _check_shape(nodes: Mapping[int, Thought]) -> None:
+    """The nodes are one tree below node 0, and children start when their parent ends."""
     root = nodes.get(ROOT)
-    if root is None:
-        raise TraceError(f"{where}: there is no node 0; expected the prompt")
-    if root.end != 0 or root.tokens < 1:
-        raise TraceError(
-            f"{where}, node 0: end is {root.end} and value {root.tokens}; expected a prompt of at "
-            "least one token that ends at iteration 0"
+    if root is None or root.end != 0 or root.tokens < 1:
+        raise FieldError(
+            "expected node 0 to be a prompt of at least one token that ends at iteration 0"
         )
-    seen: dict[int, int] = {}
-    for node in nodes.values():
-        at = f"{where}, node {node.id}: children"
+    parent = {ROOT: ROOT}
+    reached = [root]
+    for node in reached:
         for child in node.children:
-            if child not in nodes:
-                raise TraceError(f"{at} holds {child}, which is not a node of this tree")
-            if child in seen:
-                raise TraceError(f"{at} holds {child}, which is a child of node {seen[child]} too")
-            seen[child] = node.id
+            with within(f"node {node.id}"):
+                if child not in nodes:
+                    raise FieldError(f"children holds {child}, which is not a node of this tree")
+                if child in parent:
+                    raise FieldError(
+                        f"children holds {child}, which is a child of node {parent[child]} too"
+                    )
             if nodes[child].start != node.end + 1:
-                raise TraceError(
-                    f"{where}, node {child}: start is {nodes[child].start}; expected "
-                    f"{node.end + 1}, right after the end of its parent, node {node.id}"
+                raise FieldError(
+                    f"node {child}: start is {nodes[child].start}; expected {node.end + 1}, right "
+                    f"after the end of its parent, node {node.id}"
                 )
-    reached, stack = {ROOT}, [ROOT]
-    while stack:
-        below = nodes[stack.pop()].children
-        reached.update(below)
-        stack.extend(below)
-    if lost := sorted(set(nodes) - reached):
-        raise TraceError(f"{where}, node {lost[0]}: is in nobody's children; expected a parent")
+            parent[child] = node.id
+            reached.append(nodes[child])
+    if lost := sorted(set(nodes) - set(parent)):
+        raise FieldError(f"node {lost[0]}: is in nobody's children; expected a parent")
 
 
-def _get(record: dict[str, Any], name: str, kind: type, where: str) -> Any:
-    if name not in record:
-        raise TraceError(f"{where}: {name} is missing; there is {', '.join(record) or 'nothing'}")
-    if not isinstance(record[name], kind):
-        raise TraceError(f"{where}: {name} is {_kind(record[name])}; expected {kind.__name__}")
-    return record[name]
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file whose fields are read."""
+    try:
+        yield
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from error
 
 
-def _integer(value: Any, where: str, least: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or (least or value) > value:
-        at_least = "" if least is None else f" of at least {least}"
-        raise TraceError(f"{where} holds {shown(value)}; expected an integer{at_least}")
+def _get(record: Any, name: str, kind: type[T]) -> T:
+    value = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(value, kind):
+        raise FieldError(f"{name} is {shown(value)}; expected {kind.__name__}")
     return value
 
 
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {shown(value)}"
+def _whole_numbers(record: Any, name: str, least: int = 0) -> tuple[int, ...]:
+    return tuple(whole({name: value}, name, least) for value in _get(record, name, list))

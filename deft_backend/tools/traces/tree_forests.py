@@ -69,32 +69,22 @@ def forest_from_levels(description: str) -> PrefixForest:
     Raises TraceError if the description cannot be read, or a level has fewer nodes than the one
     above it.
     """
-    expected = "expected something like '1,4,16 1024,256,32': nodes per level, then tokens per node"
-    parts = description.split()
     try:
-        if len(parts) != 2:
-            raise ValueError
-        nodes, tokens = ([int(number) for number in part.split(",")] for part in parts)
+        nodes, tokens = ([int(n) for n in part.split(",")] for part in description.split())
     except ValueError:
-        raise TraceError(f"the tree is described as {description!r}; {expected}") from None
-    if len(nodes) != len(tokens):
+        nodes, tokens = [], []
+    falls = any(here < above for above, here in pairwise(nodes))
+    if not nodes or len(nodes) != len(tokens) or min(nodes + tokens) < 1 or falls:
         raise TraceError(
-            f"the tree {description!r} has {len(nodes)} levels of nodes but {len(tokens)} of "
-            f"tokens; {expected}"
+            f"the tree is described as {description!r}; expected something like "
+            "'1,4,16 1024,256,32': nodes per level, then tokens per node. All are 1 or more, and "
+            "no level has fewer nodes than the one above it"
         )
-    if min(nodes) < 1 or min(tokens) < 1:
-        raise TraceError(f"the tree {description!r} holds a number below 1; {expected}")
     if sum(tokens) > MOST_TOKENS or max(nodes) > MOST_NODES:
         raise TraceError(
             f"the tree {description!r} is too large; expected at most {MOST_TOKENS:,} tokens from "
             f"root to leaf and {MOST_NODES:,} nodes on a level"
         )
-    for above, here in pairwise(nodes):
-        if here < above:
-            raise TraceError(
-                f"the tree {description!r} has a level of {here} nodes below one of {above}; "
-                "every node but the last level's needs a child"
-            )
     paths: list[list[tuple[Hashable, int]]] = []
     for leaf in range(nodes[-1]):
         path: list[tuple[Hashable, int]] = []

@@ -1,24 +1,13 @@
 """FlashForge's cost table (section 5.2): C_est(n_q, n) with one thread block on each SM."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies import Target
 from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.machine import Work
-
-
-@dataclass(frozen=True, eq=False)
-class BlockTimes:
-    """Profiled times of a thread block; see :class:`~deft_backend.policies.CostModel`."""
-
-    query_rows: FloatArray
-    tokens: FloatArray
-    time_ms: FloatArray
-    launch_ms: float
 
 
 def table_queries(target: Target) -> tuple[int, ...]:
@@ -29,11 +18,11 @@ def table_queries(target: Target) -> tuple[int, ...]:
 
 def measure_block_times(
     time_us: Callable[[Work], float], target: Target, num_sms: int, grid: Grid
-) -> BlockTimes:
-    """Launches in which every SM runs one block of a shape.
+) -> dict[str, Any]:
+    """The fields of a :class:`~deft_backend.costs.CostModel` that hold C_est.
 
-    The launch ends with its last block. So a block's time includes the effect of the other blocks
-    on the GPU.
+    In each launch, every SM runs one block of a shape. The launch ends with its last block. So a
+    block's time includes the effect of the other blocks on the GPU.
     """
     groups = max(1, num_sms // target.num_kv_heads)
     queries = table_queries(target)
@@ -52,9 +41,9 @@ def measure_block_times(
     times = np.maximum.accumulate(np.maximum.accumulate(measured / 1e3, axis=0), axis=1)
     tokens = np.array(grid.table_tokens, dtype=np.float64)
     slope = (times[1, 0] - times[0, 0]) / (tokens[1] - tokens[0])
-    return BlockTimes(
-        query_rows=np.array(queries, dtype=np.float64) * target.gqa_group,
-        tokens=tokens,
-        time_ms=np.round(times, 6),
-        launch_ms=round(max(0.0, float(times[0, 0] - slope * tokens[0])), 6),
-    )
+    return {
+        "query_rows": np.array(queries, dtype=np.float64) * target.gqa_group,
+        "tokens": tokens,
+        "time_ms": np.round(times, 6),
+        "launch_ms": round(max(0.0, float(times[0, 0] - slope * tokens[0])), 6),
+    }

@@ -13,18 +13,10 @@ def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray
 
     The fit weighs relative errors: a launch of 10 µs counts as much as one of 1 ms.
 
-    Parameters
-    ----------
-    features : [M, N]
-    times : [M]
-        Above 0.
+    - `features` [M, N], `times` [M] above 0
 
-    Returns
-    -------
-    coefficients : [N] float64
-        0 for a term that the measurements contradict.
-    error : float
-        Root of the mean squared relative error.
+    Returns the coefficients [N] float64, 0 for a term that the measurements contradict, and the
+    root of the mean squared relative error.
     """
     measured = np.asarray(times, dtype=np.float64)
     matrix = np.asarray(features, dtype=np.float64) / measured[:, None]

@@ -10,6 +10,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, plan_grouping
 from deft_backend.policies import GroupingBuilder, Segment, Target
+from deft_backend.shapes.attention_shape import AttentionShape
 
 Launch = Callable[[], torch.Tensor]
 Clock = Callable[[Launch], float]  # microseconds that a launch takes
@@ -42,30 +43,12 @@ class Work:
 
 
 class Machine:
-    """One device, one head shape, and a KV cache to read.
+    """One device, one shape of attention, and a KV cache to read; `clock` times a launch."""
 
-    - `num_query_heads`, `num_kv_heads`, `head_dim`, `dtype`, `kv_dtype`, `page_size`: Shape of the
-      attention.
-    - `clock`: times a launch.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_query_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        page_size: int,
-        device: torch.device,
-        clock: Clock,
-    ) -> None:
-        self.heads = (num_query_heads, num_kv_heads, head_dim)
-        self.dtype, self.kv_dtype = dtype, kv_dtype
-        self.page_size, self.device = page_size, device
-        self.clock = clock
+    def __init__(self, shape: AttentionShape, clock: Clock) -> None:
+        self.shape, self.clock = shape, clock
         self.target: Target = self.attention(1, PlanCapacity(1, 1, 1, 1)).target
+        device, page_size, num_kv_heads = shape.device, shape.page_size, shape.num_kv_heads
         self.num_sms = 1
         free, cache_l2 = _MOST_CACHE_BYTES >> 8, 1 << 16  # enough for a trial on a CPU
         if device.type == "cuda":
@@ -73,11 +56,14 @@ class Machine:
             self.num_sms = properties.multi_processor_count
             cache_l2 = properties.L2_cache_size
             free = torch.cuda.mem_get_info(device)[0]
-        page_bytes = 2 * page_size * num_kv_heads * head_dim * kv_dtype.itemsize
+        page_bytes = 2 * page_size * num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
         pages = max(2, min(_MOST_CACHE_BYTES, free // _CACHE_SHARE_OF_FREE) // page_bytes)
         self._resident_pages = max(1, cache_l2 // _RESIDENT_SHARE_OF_L2 // page_bytes)
-        cache = (pages, page_size, num_kv_heads, head_dim)
-        self.kv = [torch.randn(cache, device=device, dtype=dtype).to(kv_dtype) for _ in range(2)]
+        cache = (pages, page_size, num_kv_heads, shape.head_dim)
+        self.kv = [
+            torch.randn(cache, device=device, dtype=shape.dtype).to(shape.kv_dtype)
+            for _ in range(2)
+        ]
         # Random order, as in a server's pool after some time.
         self.pages = torch.randperm(pages, device=device, dtype=torch.int32)
 
@@ -87,7 +73,7 @@ class Machine:
 
     def launch(self, work: Work) -> Launch:
         """`work`, planned and ready to run."""
-        contexts = work.groups // work.parts
+        device, contexts = self.shape.device, work.groups // work.parts
         batch, length = contexts * work.queries, work.parts * work.tokens
         builder = GroupingBuilder()
         for context in range(contexts):
@@ -105,33 +91,26 @@ class Machine:
         forest = build_forest(np.arange(batch), shared, np.full(batch, length))
         attention.use(plan_grouping(builder.build(), forest, attention.target), forest)
 
-        pages = -(-length // self.page_size)
+        pages = -(-length // self.shape.page_size)
         held = min(len(self.pages), self._resident_pages) if work.resident else len(self.pages)
         # A row length in multiples of 16, as in a server: Triton compiles kernels for this
         # property.
         width = -(-pages // _ROW_PAGES) * _ROW_PAGES
-        at = torch.arange(contexts, device=self.device)[:, None] * pages
-        table = self.pages[(at + torch.arange(width, device=self.device)) % held]
-        rows = torch.arange(contexts, dtype=torch.int32, device=self.device)
+        at = torch.arange(contexts, device=device)[:, None] * pages
+        table = self.pages[(at + torch.arange(width, device=device)) % held]
+        rows = torch.arange(contexts, dtype=torch.int32, device=device)
         rows = rows.repeat_interleave(work.queries)
-        lens = torch.full((batch,), length, dtype=torch.int32, device=self.device)
-        query_heads, _, head_dim = self.heads
-        q = torch.randn(batch, query_heads, head_dim, device=self.device, dtype=self.dtype)
+        lens = torch.full((batch,), length, dtype=torch.int32, device=device)
+        q = self.queries(batch)
         out = torch.empty_like(q)
         k_cache, v_cache = self.kv
         return lambda: attention.run(q, k_cache, v_cache, table, lens, table_rows=rows, out=out)
 
+    def queries(self, batch: int) -> torch.Tensor:
+        """[B, query heads, head dim]: random queries."""
+        size = batch, self.shape.num_query_heads, self.shape.head_dim
+        return torch.randn(size, device=self.shape.device, dtype=self.shape.dtype)
+
     def attention(self, max_batch: int, capacity: PlanCapacity | None = None) -> TreeAttention:
-        """An attention of the machine's head shape for plans of up to `max_batch` requests."""
-        query_heads, kv_heads, head_dim = self.heads
-        return TreeAttention(
-            num_query_heads=query_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            device=self.device,
-            page_size=self.page_size,
-            max_batch=max_batch,
-            capacity=capacity,
-        )
+        """An attention of the machine's shape for plans of up to `max_batch` requests."""
+        return TreeAttention(**vars(self.shape), max_batch=max_batch, capacity=capacity)

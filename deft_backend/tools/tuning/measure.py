@@ -11,6 +11,7 @@ import torch
 from deft_backend.costs import CostModel
 from deft_backend.costs.table_key import TableKey
 from deft_backend.files.provenance import provenance
+from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.tools.tuning.block_times import measure_block_times
 from deft_backend.tools.tuning.ceilings import measure_ceilings
 from deft_backend.tools.tuning.fasttree_fit import measure_coefficients
@@ -50,16 +51,11 @@ def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
     kv_dtype: torch.dtype = getattr(torch, key.dtype)
     # The time does not depend on which 16 bits the queries have.
     dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
-    machine = Machine(
-        num_query_heads=key.query_heads,
-        num_kv_heads=key.kv_heads,
-        head_dim=key.head_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        page_size=key.page_size,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        clock=gpu_clock,
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = AttentionShape(
+        key.query_heads, key.kv_heads, key.head_dim, dtype, kv_dtype, device, key.page_size
     )
+    machine = Machine(shape, gpu_clock)
     return measure(machine, key, before, Grid(), lambda: measure_ceilings(dtype).read_gb_s, say)
 
 
@@ -98,7 +94,7 @@ def measure(
     model = CostModel(
         source=source_of(key),
         head_dim=key.head_dim,
-        **vars(times),
+        **times,
         bandwidth_gb_s=float(np.round(bandwidth)),
         fasttree=fasttree,
         tiles=tiles,

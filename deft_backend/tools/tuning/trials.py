@@ -47,7 +47,7 @@ class Trials:
         self._batches = {
             name: self._batch(forest)
             for name, forest in forests.items()
-            if _pages(forest, machine.page_size) <= len(machine.pages)
+            if _pages(forest, machine.shape.page_size) <= len(machine.pages)
         }
         self._times: dict[tuple[str, str], float] = {}
 
@@ -83,12 +83,10 @@ class Trials:
 
     def _batch(self, forest: PrefixForest) -> _Batch:
         machine = self._machine
-        table = machine.pages[torch.from_numpy(_page_table(forest, machine.page_size))]
-        requests = forest.batch_size
-        query_heads, _, head_dim = machine.heads
-        q = torch.randn(requests, query_heads, head_dim, device=table.device, dtype=machine.dtype)
+        table = machine.pages[torch.from_numpy(_page_table(forest, machine.shape.page_size))]
+        q = machine.queries(forest.batch_size)
         lens = torch.from_numpy(forest.seq_lens.astype(np.int32)).to(table.device)
-        attention = machine.attention(requests)
+        attention = machine.attention(forest.batch_size)
         return _Batch(forest, attention, table, lens, q, torch.empty_like(q))
 
 

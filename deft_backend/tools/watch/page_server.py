@@ -5,7 +5,6 @@ import hashlib
 import ipaddress
 import json
 import re
-import socket
 from collections.abc import Callable, Mapping
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +20,9 @@ State = Callable[[int, int], Mapping[str, Any]]
 class PageServer(ThreadingHTTPServer):
     """An HTTP server with two documents: ``/`` and ``/state.json``.
 
-    - `host`, `port`: where to listen; port 0 takes a free one.
+    It listens on 127.0.0.1.
+
+    - `port`: where to listen; port 0 takes a free one.
     - `state`: gives the data for the number of an engine and the serial number of a known batch.
 
     Raises OSError if it cannot listen there.
@@ -30,49 +31,31 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, state: State) -> None:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family = addresses[0][0]
-        self.listens_to = host
-        self.loopback = is_loopback(addresses[0][4][0])
+    def __init__(self, port: int, state: State) -> None:
         self.state = state
-        super().__init__((str(addresses[0][4][0]), port), _Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
 
     @property
     def url(self) -> str:
-        host = f"[{self.listens_to}]" if ":" in self.listens_to else self.listens_to
-        return f"http://{host}:{self.server_address[1]}/"
-
-    def accepts(self, header: str | None) -> bool:
-        """Whether a request's ``Host`` is this server.
-
-        A page elsewhere can let its own name lead to this machine (DNS rebinding). The browser
-        then sends that name, so only addresses and names that belong here are accepted.
-        """
-        match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?", header or "")
-        if match is None:
-            return False
-        name = (match[1] or match[2]).lower()
-        if name in ("localhost", self.listens_to.lower()):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return not self.loopback and name == socket.gethostname().lower()
-        return not self.loopback or is_loopback(name)
+        return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that leaves early is no error worth a traceback."""
 
 
-def is_loopback(address: str | int) -> bool:
-    """Whether only this machine reaches an address.
+def is_loopback(header: str | None) -> bool:
+    """Whether a request's ``Host`` names this machine's loopback interface.
 
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    A page elsewhere can let its own name lead to this machine (DNS rebinding). The browser then
+    sends that name.
+
+    >>> is_loopback("127.0.0.1:8765"), is_loopback("[::1]"), is_loopback("evil.example")
     (True, True, False)
     """
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+))(?::[0-9]{1,5})?", header or "")
+    name = (match[1] or match[2]).lower() if match else ""
     try:
-        return ipaddress.ip_address(str(address).split("%")[0]).is_loopback
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
 
@@ -113,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse a foreign ``Host`` before anything else, whatever the method."""
         if not super().parse_request():
             return False
-        if self.server.accepts(self.headers.get("Host")):
+        if is_loopback(self.headers.get("Host")):
             return True
         self._send(403, b"the Host header names another machine; open the address that "
                         b"'deft inspect' printed\n")  # fmt: skip

@@ -1,7 +1,6 @@
 """What the page of `deft inspect` shows, as plain data: one engine, its counters and its batch."""
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,11 @@ from typing import Any
 import numpy as np
 
 from deft_backend.forest import PrefixForest
-from deft_backend.planner import plan_grouping
-from deft_backend.policies import POLICY_NAMES, get_policy
-from deft_backend.telemetry.state_reader import StateReading
-from deft_backend.tools.explain.structure import describe_items
 from deft_backend.tools.watch.batches import Follower
 from deft_backend.tools.watch.engines import Engine, find_engines
-from deft_backend.tools.watch.server_target import server_target
 
 _ASK_SECONDS = 2.0
 """Seconds between two questions for the batch of a server with the device planner."""
-
-_KEEP_SECONDS = 0.2  # several tabs that ask within this time get one reading
 
 
 class Inspector:
@@ -35,8 +27,6 @@ class Inspector:
         self._port = port
         self._lock = threading.Lock()
         self._engines: dict[Path, _Followed] = {}
-        self._read_at = float("-inf")
-        self._present: list[Engine] = []
 
     def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
         """The data of one engine.
@@ -45,14 +35,12 @@ class Inspector:
         - `known`: the serial number of the batch that the asker has; that batch is not sent again.
         """
         with self._lock:
-            now = time.monotonic()
-            if now - self._read_at > _KEEP_SECONDS:
-                self._present, self._read_at = find_engines(self._folder, self._port), now
-            names = [each.name for each in self._present]
+            present = find_engines(self._folder, self._port)
+            names = [each.name for each in present]
             base: dict[str, Any] = {"port": self._port, "engines": names}
-            if not self._present:
+            if not present:
                 return {**base, "status": "missing", "since": 0.0, "batch": None}
-            chosen = self._present[min(max(engine, 0), len(names) - 1)]
+            chosen = present[min(max(engine, 0), len(names) - 1)]
             followed = self._engines.setdefault(chosen.path, _Followed())
             return {**base, **followed.state(chosen, known)}
 
@@ -67,7 +55,6 @@ class _Followed(Follower):
 
     def __init__(self) -> None:
         super().__init__(_ASK_SECONDS)
-        self._digest: bytes | None = None
         self._serial = 0
         self._batch: dict[str, Any] | None = None
 
@@ -86,40 +73,21 @@ class _Followed(Follower):
         content["now"] = row.now and {
             "steps_a_second": row.now.steps_a_second, "saved": row.now.counters.saved,
         }  # fmt: skip
-        shown = row.batch
-        if shown.forest is None:
-            self._batch = self._digest = None
-            content["problem"] = shown.problem
+        if row.batch.forest is None:
+            self._batch = None
+            content["problem"] = row.batch.problem
             return content
-        try:
-            self._describe(shown.forest, shown.rids, reading)
-        except Exception as error:  # the page shows it; the counters are still true
-            self._batch = self._digest = None
-            content["problem"] = f"this batch cannot be explained: {error!r}"
-            return content
-        assert self._batch is not None
-        content["batch"] = {"serial": self._serial} if known == self._serial else self._batch
+        batch = batch_json(row.batch.forest, row.batch.rids)
+        if batch != self._batch:
+            self._batch = batch
+            self._serial += 1
+        news = {} if known == self._serial else batch
+        content["batch"] = {"serial": self._serial, **news}
         return content
 
-    def _describe(self, forest: PrefixForest, rids: Sequence[str], reading: StateReading) -> None:
-        arrays = (forest.order, forest.seq_lens, forest.parent, forest.start, forest.length)
-        digest = b"|".join([*(a.tobytes() for a in arrays), "\0".join(rids).encode()])
-        if digest == self._digest:
-            return
-        self._serial += 1
-        self._batch = {"serial": self._serial, **batch_json(forest, rids, reading)}
-        self._digest = digest
 
-
-def batch_json(forest: PrefixForest, rids: Sequence[str], reading: StateReading) -> dict[str, Any]:
-    """A forest, its plan's work items and what both mean for a step.
-
-    The plan is made here, by the server's policy and for its device. Device plans can differ in
-    where they cut long ranges.
-    """
-    policy = reading.policy if reading.policy in POLICY_NAMES else "auto"
-    target = server_target(reading, forest.page_size)
-    plan = plan_grouping(get_policy(policy).group(forest, target), forest, target)
+def batch_json(forest: PrefixForest, rids: Sequence[str]) -> dict[str, Any]:
+    """A forest, with the host's names of its requests if they are known."""
     named = len(rids) == forest.batch_size
     columns = (
         forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
@@ -131,9 +99,7 @@ def batch_json(forest: PrefixForest, rids: Sequence[str], reading: StateReading)
         ],
         "order": forest.order.tolist(),
         "nodes": np.stack(columns, axis=1).tolist() if forest.num_nodes else [],
-        "items": [vars(item) for item in describe_items(forest, plan)],
         "share": forest.share,
         "stored": forest.tokens_stored,
         "attended": forest.tokens_attended,
-        "loaded": plan.loaded_tokens(forest.seq_lens),
-    }  # fmt: skip
+    }

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -47,36 +46,12 @@ def view(
     return Group(*parts)
 
 
-def row_json(row: Row) -> dict[str, Any]:
-    """The same figures, for scripts."""
-    engine, forest = row.engine, row.batch.forest
-    content: dict[str, Any] = {
-        "port": engine.port, "dp_rank": engine.dp, "status": engine.status,
-        "seconds_since_last_step": round(engine.since, 2), "processes": engine.processes,
-        "problem": engine.problem or None, **engine.counters.as_json(),
-        "kv_saved": engine.counters.saved,
-        "acceptance_length": engine.counters.acceptance_length, "batch": None,
-    }  # fmt: skip
-    if engine.reading is not None:
-        names = ("pid", "host", "host_version", "backend", "policy", "device")
-        content |= {name: getattr(engine.reading, name) for name in names}
-    if forest is not None:
-        content["batch"] = {
-            "requests": forest.batch_size, "share": forest.share,
-            "tokens_stored": forest.tokens_stored, "tokens_attended": forest.tokens_attended,
-            "shared_prefixes": [
-                {"start": p.start, "tokens": p.tokens, "requests": p.readers,
-                 "saved_tokens": p.saved}
-                for p in shared_prefixes(forest)[:PREFIXES]
-            ],
-        }  # fmt: skip
-    return content
-
-
 def _panel(row: Row) -> Panel:
     engine, reading = row.engine, row.engine.reading
     title = Text(engine.name, style="bold")
     title.append(f" {engine.status}", style=_COLOURS[engine.status])
+    if engine.status == IDLE:
+        title.append(f" for {lasting(engine.since)}", style=_COLOURS[engine.status])
     if reading is None:
         return Panel(Text(engine.problem), title=title, title_align="left", box=box.ROUNDED)
     host = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
@@ -100,24 +75,10 @@ def _figures(row: Row) -> Table:
 
 def _lines(row: Row) -> Iterable[tuple[str, Text]]:
     engine, counters = row.engine, row.engine.counters
-    if engine.status == IDLE:
-        said = (
-            f"no step for {lasting(engine.since)}; the batch below was the last"
-            if counters.decode_steps
-            else "no request has been decoded yet"
-        )
-        yield "idle", Text(said)
-    if engine.status == SILENT:
-        assert engine.reading is not None
-        silent = lasting(time.time() - engine.reading.sign_of_life)
-        yield (
-            "silent",
-            Text(
-                f"no sign of life for {silent}: process "
-                f"{engine.reading.pid} hangs, is stopped, or is another program",
-                style="yellow",
-            ),
-        )
+    if engine.status == SILENT and engine.reading is not None:
+        since = lasting(time.time() - engine.reading.sign_of_life)
+        said = f"process {engine.reading.pid} hangs, is stopped, or is another program"
+        yield "silent", Text(f"no sign of life for {since}: {said}", style="yellow")
     yield "steps", _steps(counters, row.now)
     if counters.steps_host:
         yield "by the host", _reasons(counters.steps_host)
@@ -135,11 +96,12 @@ def _lines(row: Row) -> Iterable[tuple[str, Text]]:
 
 def _steps(counters: Counters, now: Stretch | None) -> Text:
     every = counters.decode_steps
+    if not every:
+        return Text("no request has been decoded yet")
     text = Text(f"{counters.steps_tree:,}", style="bold")
     text.append(" of ", style="not bold")
     text.append(f"{every:,} through tree attention", style="not bold")
-    if every:
-        text.append(f" ({percent(counters.steps_tree / every)})", style="not bold")
+    text.append(f" ({percent(counters.steps_tree / every)})", style="not bold")
     if now is not None and now.counters.decode_steps:
         text.append(f" · now {now.steps_a_second:,.1f} steps/s", style="not bold green")
     return text

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.tools.ab.sizes import Sizes, default_sizes, make_workloads
 from deft_backend.tools.ab.workloads import (
     WORKLOADS,
+    Sizes,
+    default_sizes,
     document_questions,
     few_shot,
+    make_workloads,
     parallel_samples,
     tree_of_thoughts,
     unshared,
@@ -27,8 +29,7 @@ SMALL = Sizes(4, 300, 8)
 
 def test_workloads_are_the_same_in_another_process():
     script = (
-        "import hashlib; from deft_backend.tools.ab.sizes import Sizes, make_workloads;"
-        "from deft_backend.tools.ab.workloads import WORKLOADS;"
+        "import hashlib; from deft_backend.tools.ab.workloads import *;"
         f"made = make_workloads(WORKLOADS, {SMALL});"
         "print(hashlib.sha256(repr(made).encode()).hexdigest())"
     )

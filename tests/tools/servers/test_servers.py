@@ -121,21 +121,6 @@ def test_the_cpu_engine_gets_its_environment(tmp_path, monkeypatch):
     assert "SGLANG_USE_CPU_ENGINE=1" in found.shell()
 
 
-def test_a_gpu_needs_nothing_special():
-    found = server_command("M", 1234, backend=None, gpu=True)
-    assert found.arguments[1:] == (
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        "M",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "1234",
-    )
-    assert dict(found.environment) == {}
-
-
 def test_a_driver_needs_no_stand_in(monkeypatch):
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: True)
     assert "LD_LIBRARY_PATH" not in server_command("M", 1, gpu=False).environment
@@ -154,12 +139,17 @@ def test_vllm_on_the_cpu_gets_its_environment():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("backend", "named"), [(None, None), ("FLASHINFER", "FLASHINFER")])
-def test_vllm_on_a_gpu_needs_nothing_special(backend, named):
-    found = server_command("M", 1234, host="vllm", backend=backend, gpu=True)
-    expected = ["--model", "M", "--host", "127.0.0.1", "--port", "1234"]
-    expected += [] if named is None else ["--attention-backend", named]
-    assert list(found.arguments[3:]) == expected
+@pytest.mark.parametrize("backend", [None, "FLASHINFER"])
+@pytest.mark.parametrize(
+    ("host", "module"),
+    [("sglang", "sglang.launch_server --model-path"),
+     ("vllm", "vllm.entrypoints.openai.api_server --model")],
+)  # fmt: skip
+def test_a_gpu_needs_nothing_special(host, module, backend):
+    found = server_command("M", 1234, host=host, backend=backend, gpu=True)
+    expected = f"-m {module} M --host 127.0.0.1 --port 1234"
+    named = [] if backend is None else ["--attention-backend", backend]
+    assert list(found.arguments[1:]) == [*expected.split(), *named]
     assert dict(found.environment) == {}
 
 

@@ -11,10 +11,7 @@ from typer.testing import CliRunner
 from browser import CHROMIUM, DRIVER, MISSING, browser
 from deft_backend.cli.app import app
 from deft_backend.forest import build_forest
-from deft_backend.planner import plan_grouping
-from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.tools.explain.structure import describe_items
 from deft_backend.tools.watch.page_server import PageServer, page
 from deft_backend.tools.watch.snapshot import Inspector
 from sglang_fakes import make_state
@@ -38,7 +35,7 @@ class Served:
         self.writer = StateWriter(self.state, folder)
         self.decode(["a", "b", "c", "d"])
         self.writer.start()  # signs of life, however slow the machine is
-        self.page = PageServer("127.0.0.1", 0, Inspector(folder, 1).state)
+        self.page = PageServer(0, Inspector(folder, 1).state)
         threading.Thread(target=self.page.serve_forever, args=(0.05,), daemon=True).start()
 
     def decode(self, names):
@@ -60,22 +57,6 @@ def served(tmp_path):
     yield found
     found.page.shutdown()
     found.page.server_close()
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
-def test_work_items_cover_each_query_of_each_node(name):
-    """Whatever the policy, a query's items read every node on its path, and nothing else."""
-    forest = forest_of([*"abcdefgh"])
-    target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64)
-    plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
-    items = describe_items(forest, plan)
-    assert len(items) == plan.num_items
-    assert sum(item.tokens for item in items) == plan.loaded_tokens(forest.seq_lens)
-    for place, request in enumerate(forest.order.tolist()):
-        read = {node for item in items if request in item.queries for node in item.nodes}
-        assert set(forest.path(place)) <= read
-        if name != "deft-flatten":  # its masked tiles also load what only others attend to
-            assert read == set(forest.path(place))
 
 
 def test_the_data(served):
@@ -128,13 +109,6 @@ def test_names_that_lead_here_from_elsewhere_are_refused(served):
         assert served.get("/state.json", "DELETE", Host=host).status == 403, host
 
 
-def test_beyond_loopback_addresses_are_accepted_but_other_names_are_not():
-    with PageServer("0.0.0.0", 0, lambda engine, known: {}) as everywhere:
-        assert not everywhere.loopback
-        assert everywhere.accepts("192.0.2.1:8765")
-        assert not everywhere.accepts("evil.example")
-
-
 def test_the_page_loads_nothing(served):
     answer = served.get("/")
     policy = answer.headers["Content-Security-Policy"]
@@ -158,10 +132,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
     assert "0 servers with the plugin are running" in run()
     assert "no state file of a server on port 5" in run("--server", "5")
     StateWriter(make_state(), tmp_path).look()
-    with PageServer("127.0.0.1", 0, lambda engine, known: {}) as other:
+    with PageServer(0, lambda engine, known: {}) as other:
         taken = str(other.server_address[1])
-        assert f"cannot listen on 127.0.0.1, port {taken}" in run("--port", taken)
-    assert "cannot listen on no.such.host.invalid" in run("--host", "no.such.host.invalid")
+        assert f"cannot listen on port {taken}" in run("--port", taken)
 
 
 @pytest.fixture
@@ -196,7 +169,7 @@ def test_the_page_in_a_browser(served, tab):
     tab.click("rect[data-node='0']")
     assert "512 tokens, shared by 4 requests" in tab.text("#detail")
     assert "a · 660" in tab.text("#detail")
-    assert "large tile" in tab.text("#detail") or "small tile" in tab.text("#detail")
+    assert "saves 1,536 tokens in every layer" in tab.text("#detail")
     tab.press("right")
     assert "128 tokens, shared by 2 requests" in tab.text("#detail")
     tab.press("down")

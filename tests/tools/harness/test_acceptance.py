@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from deft_backend.tools.servers.speculation import acceptance_length
+from deft_backend.tools.harness.server_counters import acceptance_length
 
 PAGES = {}
 

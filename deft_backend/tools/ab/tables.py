@@ -1,0 +1,175 @@
+"""The tables of a comparison: the terminal shows the main ones, the report all."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from deft_backend.tools.ab.agreement import CLOSE, MARGINS
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload
+from deft_backend.tools.ab.units import MISSING, megabytes, percent
+from deft_backend.tools.ab.verdict import paired_change
+from deft_backend.tools.harness.streamed_request import ANSWERED
+
+_DETAILS = 5  # requests without an answer that the report shows for each server and workload
+
+
+class Table(NamedTuple):
+    """Rows of words; the first column names the row."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def main_tables(result: AbResult) -> list[Table]:
+    """KV reads and times; each row fits one line of a terminal of 80 columns."""
+    side = counted_side(result)
+    return [*([] if side is None else [_reads(result, side)]), _times(result)]
+
+
+def further_tables(result: AbResult) -> list[Table]:
+    """What the report shows in addition."""
+    close = max((w.agreement.close for w in result.workloads), default=CLOSE)
+    tables = (
+        Table(
+            "Do the tokens agree?",
+            ("workload", "answers compared", "the same", "near ties",
+             "different where a server was sure", "different, not checked", "not comparable",
+             "largest log-probability gap"),
+            [_agreement(w) for w in result.workloads],
+            f"Near tie: the two likeliest tokens were less than {close:g} apart (log-probability), "
+            "so the rounding of two correct kernels can decide. The first "
+            f"{MARGINS} differences of a workload are checked. Not comparable: the prompt "
+            "continues a different answer.",
+        ),
+        Table("Answers that differ", ("workload", "request", "difference"), differences(result)),
+        Table("Decode steps on the host's kernel", ("workload", "server", "steps, by reason"),
+              list(_host_steps(result))),
+        Table("Requests without an answer", ("workload", "server", "request", "", "detail"),
+              list(_lost(result)), f"The first {_DETAILS} of each server."),
+        Table("Workloads", ("workload", "requests", "arrivals"),
+              [[w.name, w.description, w.arrivals] for w in result.workloads]),
+        Table("Servers and environment", ("", ""), list(_servers(result))),
+    )  # fmt: skip
+    return [table for table in tables if table.rows]
+
+
+def differences(result: AbResult) -> list[list[str]]:
+    """Workload, request and tokens of each difference, if the servers gave log-probabilities."""
+    rows = []
+    for w in result.workloads:
+        for d in w.agreement.differences:
+            if d.tokens is not None:
+                told = ", ".join(
+                    f"{name} says {token!r}" + ("" if logprob is None else f" ({logprob:.3f})")
+                    for name, (token, logprob) in zip(result.names, d.tokens, strict=True)
+                )
+                margin = MISSING if d.margin is None else f"{d.margin:.2g}"
+                rows.append([w.name, d.name, f"after {d.position} tokens {told}; margin {margin}"])
+    return rows
+
+
+def counted_side(result: AbResult) -> int | None:
+    """The side whose KV reads are worth a table: the last one with tree attention."""
+    for side in (1, 0):
+        if any(c.steps_tree for w in result.workloads if (c := w.counters[side])):
+            return side
+    return None
+
+
+def acceptance(result: AbResult) -> str:
+    """Tokens of a verification on both sides; empty if no server speculates."""
+    lengths = [side.acceptance_length for side in result.sides]
+    if not any(lengths):
+        return ""
+    told = (MISSING if length is None else f"{length:.2f}" for length in lengths)
+    return ", ".join(
+        f"{side.name} {length}" for side, length in zip(result.sides, told, strict=True)
+    )
+
+
+def _reads(result: AbResult, side: int) -> Table:
+    """KV reads of one side: the steps of two servers hold different requests."""
+    columns = ("workload", "query by query", result.names[side], "saved", "tree steps",
+               "answers alike")  # fmt: skip
+    rows = []
+    for w in result.workloads:
+        read, counted = w.kv_read(side), w.counters[side]
+        rows.append([
+            w.name,
+            megabytes(read.query_by_query if read else None),
+            megabytes(read.read if read else None),
+            percent(read.saved if read else None),
+            f"{counted.steps_tree} of {counted.decode_steps}" if counted else MISSING,
+            f"{w.agreement.equal} of {w.agreement.compared}",
+        ])  # fmt: skip
+    note = (
+        "KV read: bytes of KV cache that a decode step reads, over all layers, on average, from "
+        "the plugin's counters. query by query: what the same steps would read if every query read "
+        "its whole context."
+    )
+    return Table("KV read per decode step, and agreement", columns, rows, note)
+
+
+def _times(result: AbResult) -> Table:
+    title = "Times (not meaningful without a GPU)" if result.on_cpu else "Times"
+    rows = []
+    for w in result.workloads:
+        change = paired_change(w)
+        for side, f in enumerate(w.figures):
+            times = (f.ttft, f.tpot, f.tpot_p95)
+            rows.append([
+                "" if side else w.name, result.names[side], f"{f.answered}/{f.requests}",
+                *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
+                f"{100 * change[0]:+.1f} %" if side and change else "",
+                MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
+            ])  # fmt: skip
+    note = (
+        "TTFT, TPOT: time to the first token and per later token, medians over answers. 95 %: of "
+        "TPOT. change: the median, over requests that both servers answered, of how TPOT changes."
+    )
+    columns = ("workload", "server", "answered", "TTFT ms", "TPOT ms", "95 %", "change", "tok/s")
+    return Table(title, columns, rows, note)
+
+
+def _agreement(w: ComparedWorkload) -> list[str]:
+    a = w.agreement
+    checked = sum(d.margin is not None for d in a.differences)
+    numbers = (
+        a.compared, a.equal, checked - a.unexplained, a.unexplained, len(a.differences) - checked,
+        a.not_compared,
+    )  # fmt: skip
+    gap = MISSING if a.largest_gap is None else f"{a.largest_gap:.2g}"
+    return [w.name, *(f"{number:,}" for number in numbers), gap]
+
+
+def _host_steps(result: AbResult) -> Iterator[list[str]]:
+    for w in result.workloads:
+        for name, counters in zip(result.names, w.counters, strict=True):
+            if counters and counters.steps_tree and counters.steps_host:
+                reasons = (f"{reason}: {n:,}" for reason, n in counters.steps_host.items())
+                yield [w.name, name, "; ".join(reasons)]
+
+
+def _lost(result: AbResult) -> Iterator[list[str]]:
+    for w in result.workloads:
+        for name, run in zip(result.names, w.runs, strict=True):
+            lost = [o for o in run.outcomes if o.status != ANSWERED]
+            yield from ([w.name, name, o.name, o.status, o.detail] for o in lost[:_DETAILS])
+
+
+def _servers(result: AbResult) -> Iterator[list[str]]:
+    for side in result.sides:
+        offers = side.offers
+        context = "unknown" if offers.context is None else f"{offers.context:,} tokens"
+        words = [f"{side.url}: {offers.model}, context {context}"]
+        words += [f"attention backend {side.backend}"] if side.backend else []
+        words += [f"policy {side.policy}"] if side.policy and side.backend != side.policy else []
+        words += [f"on {side.device}"] if side.device else []
+        yield [side.name, ", ".join(words)]
+    if acceptance(result):
+        yield ["tokens a verification", acceptance(result)]
+    facts = dict(result.provenance)
+    versions = facts.pop("versions", None)
+    facts |= versions if isinstance(versions, dict) else {}
+    yield from ([name, str(value)] for name, value in facts.items() if value)
