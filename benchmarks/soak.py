@@ -103,7 +103,7 @@ def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) ->
     folder = soak.folder / f"part-{part}"
     reference = soak.servers.reference
     choice = Choice(
-        Output(folder / ROWS, soak.command, folder), ["traffic"],
+        Output(folder / ROWS, soak.command), ["traffic"],
         soak.servers, soak.model,
         traffic=TrafficChoice(seconds / 60, part),
     )  # fmt: skip

@@ -86,10 +86,6 @@ def e2e(
     part: Annotated[
         int, typer.Option(min=1, help="Which traffic: another number sends other requests.")
     ] = 1,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests of mixed traffic in flight at the same time."),
-    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -135,9 +131,6 @@ def e2e(
     out: Annotated[
         Path, typer.Option(help="JSON file of rows; an existing file is added to.")
     ] = Path("reports/e2e.json"),
-    logs: Annotated[
-        Path | None, typer.Option(help="Folder for server logs. Default: next to --out.")
-    ] = None,
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Time limit for a server's start, in seconds.")
     ] = 500.0,
@@ -160,7 +153,7 @@ def e2e(
 
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     choice = Choice(
-        Output(out, command, logs),
+        Output(out, command),
         words(workloads),
         ServerChoice(
             chosen_host(host, needed=False), _listed(backends), reference,
@@ -170,7 +163,7 @@ def e2e(
         BatchChoice(case or (), gen, repeats),
         TreeChoice(traces, scale),
         ClientChoice(_listed(client_shapes), client_runs),
-        TrafficChoice(minutes, part, workers, tolerance),
+        TrafficChoice(minutes, part, tolerance),
     )  # fmt: skip
     run_choice(choice)
 

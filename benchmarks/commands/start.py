@@ -37,7 +37,6 @@ def start(
         str | None, typer.Option(help="llama-3.1-8b, or tiny (default without a GPU).")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs over which a server splits the model.")] = 1,
-    prefix: Annotated[int | None, typer.Option(min=1, help="Shared tokens of the batches.")] = None,
     branches: Annotated[int, typer.Option(min=1, help="Requests of the batches.")] = 32,
     settle: Annotated[
         bool, typer.Option(help="Begin with a start of the host's own backend that is not counted.")
@@ -78,7 +77,7 @@ def start(
         launch = Launch(chosen, model, options=options, tensor_parallel=tp)
         for row in start_times(
             launch, names, out.with_suffix(".logs"), lambda line: say(console, line),
-            prefix=prefix or (4096 if on_gpu else 64), branches=branches, timeout=start_timeout,
+            prefix=4096 if on_gpu else 64, branches=branches, timeout=start_timeout,
             first=chosen.reference() if settle else None,
         ):  # fmt: skip
             rows.append(row)

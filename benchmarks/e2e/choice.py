@@ -26,17 +26,15 @@ class Output:
         JSON file of rows; a file that exists is added to.
     command : str
         The command as the user typed it, for the header.
-    logs : Path, optional
-        Folder for the servers' logs; None takes one next to `rows`.
     """
 
     rows: Path
     command: str = ""
-    logs: Path | None = None
 
     @property
     def log_folder(self) -> Path:
-        return self.logs or self.rows.with_suffix(".logs")
+        """Of the servers' logs, next to `rows`."""
+        return self.rows.with_suffix(".logs")
 
 
 @dataclass(frozen=True)
@@ -141,15 +139,12 @@ class TrafficChoice:
     minutes : float
     part : int
         Another number gives other traffic.
-    workers : int, optional
-        Requests in flight at the same time.
     tolerance : float, optional
         Log-probabilities closer than this are a tie; None follows from the dtype.
     """
 
     minutes: float = 8.0
     part: int = 1
-    workers: int | None = None
     tolerance: float | None = None
 
 

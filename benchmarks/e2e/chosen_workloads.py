@@ -212,10 +212,10 @@ def _clients(choice: Choice, on_gpu: bool) -> Iterator[Workload]:
 def _traffic(choice: Choice, model: Model, on_gpu: bool) -> Mixed:
     asked = choice.traffic
     if on_gpu:
-        traffic = Traffic(asked.minutes, workers=asked.workers or 64, part=asked.part)
+        traffic = Traffic(asked.minutes, workers=64, part=asked.part)
     else:
         traffic = Traffic(
-            asked.minutes, workers=asked.workers or 6, documents=24, document_tokens=1024,
+            asked.minutes, workers=6, documents=24, document_tokens=1024,
             most_question_tokens=32, most_answer_tokens=16, samples=60, part=asked.part,
         )  # fmt: skip
     if traffic.longest > model.context:

