@@ -1,8 +1,8 @@
 """Changes to host internals that no public API allows: one file each, loaded by the adapters.
 
-Each file states what it changes, for which versions and why. ``install(...)`` applies the patch;
-``remove(...)``, if a patch has it, undoes it for one model runner or observer. The host's contract
-(``contract.py`` in its folder of ``deft_backend/hosts``) names every member that a patch needs. An
-adapter installs no patch in a host that lacks such a member. ``wrapping.py`` and
+Each file states what it changes, for which versions and why. ``install(...)`` applies the patch.
+The function that it returns, or ``remove(...)``, undoes it for one model runner or observer. The
+contract (``contract.py`` in each host's folder of ``deft_backend/hosts``) names every member that a
+patch needs. An adapter installs no patch in a host that lacks such a member. ``wrapping.py`` and
 ``graph_runner.py`` serve all patches.
 """

@@ -1,9 +1,6 @@
 """Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache, a backend."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +9,20 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner, Observed
+from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Observed
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import Target, get_policy
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 
-RADIX_CACHE: Any = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
+RADIX_CACHE = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
 
 EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
 
-ARRAYS = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
-"""The arrays of a forest that follow from who shares what."""
-
 
 def assert_same_forest(ours, theirs):
-    for name in (*ARRAYS, "seq_lens"):
+    arrays = "order parent request start length query_begin query_end leaf seq_lens"
+    for name in arrays.split():
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
 
 
@@ -219,10 +214,8 @@ class HybridLinearKVPool:
 
 def small_attention(**arguments):
     """Tree attention of the shape of :func:`make_layer`, on the CPU."""
-    return TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        **arguments,
-    )  # fmt: skip
+    heads = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    return TreeAttention(**{**heads, "dtype": torch.float32, "device": "cpu", **arguments})
 
 
 def decode_attention(pool, table, rows, lens, q, scale=0.125, sinks=None):
@@ -275,6 +268,84 @@ def recording_backend(host, pool, table, calls):
             return q
 
     return HostBackend
+
+
+def query(tokens=2):
+    """Queries, keys and values of a step; the same ones in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(tokens, heads * 64, generator=generator) for heads in (4, 2, 2))
+
+
+def make_batch(kind, table, rows, lens, **changes):
+    """A forward batch over rows of a page table, as the host makes it."""
+    rows, lens = torch.as_tensor(rows), torch.as_tensor(lens)
+    slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lens, strict=True)])
+    made = {
+        "forward_mode": mode(kind), "batch_size": len(rows), "seq_lens": lens,
+        "seq_lens_cpu": None, "seq_lens_sum": int(lens.sum()), "req_pool_indices": rows,
+        "out_cache_loc": slots,
+    }  # fmt: skip
+    return SimpleNamespace(**{**made, **changes})
+
+
+class FakeServer(SimpleNamespace):
+    """Our `backend` around one of the host's, which notes its `calls`; used as the host uses it."""
+
+    def forward(self, batch, layer=None, **changes):
+        """One layer of a step, with the tensors of :func:`query`."""
+        q, k, v = query(len(batch.out_cache_loc))
+        given = {"q": q, "k": k, "v": v, "layer": layer or make_layer(), "forward_batch": batch}
+        return self.backend.forward(**{**given, **changes})
+
+    def step(self, batch, *layers):
+        """The layers of an eager step, at least one; the output of the last."""
+        self.backend.init_forward_metadata(batch)
+        return [self.forward(batch, layer) for layer in layers or (None,)][-1]
+
+    def capture(self, batch, *layers):
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        return self.graph(batch, *layers)
+
+    def graph(self, batch, *layers):
+        """What a capture records, at least one layer."""
+        self.backend.init_forward_metadata_in_graph(batch)
+        return [self.forward(batch, layer) for layer in layers or (None,)][-1]
+
+    def replay(self, batch):
+        self.backend.init_forward_metadata_out_graph(batch)
+
+    def close(self, out, batch, **step):
+        """`out` is the decode attention of the batch."""
+        rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        q = query(len(rows))[0]
+        expected = decode_attention(self.pool, self.table, rows, lens, q, **step)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def host_planned(layers, table, requests, lens, **options):
+    """A server with the host planner; its batches are of all `requests`."""
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
+
+    observer = BatchObserver(runner := object())
+    source = PrefixSource(torch.from_numpy(table))
+    planner = DecodePlanner(layers.attention, source, EAGER, layers.state, **options)
+    steps = HostPlannedSteps(layers, planner, observer)
+
+    def batch(kind="decode", known=True):
+        rids = [request.rid for request in requests]
+        rows, cpu_lens = range(1, len(lens) + 1), torch.from_numpy(lens)
+        made = make_batch(kind, table, rows, lens, rids=rids, seq_lens_cpu=cpu_lens)
+        if known:
+            scheduled = SimpleNamespace(reqs=requests, tree_cache=RADIX_CACHE)
+            observer.observe(made, scheduled, runner)
+        return made
+
+    return FakeServer(
+        backend=surround(layers.host, steps), steps=steps, layers=layers, own=layers.host,
+        planner=planner, observer=observer, attention=layers.attention, state=layers.state,
+        pool=layers.pool, table=table, lens=lens, requests=requests, batch=batch,
+    )  # fmt: skip
 
 
 def tree_layers(host, attention, state, **options):

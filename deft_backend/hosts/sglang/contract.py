@@ -22,11 +22,14 @@ _CONTEXT = "sglang.srt.runtime_context"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 
 
+_CALL = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
+_DRAFTS = "draft_token_num retrieve_next_token retrieve_next_sibling"
+
+
 def _read(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Members for the attributes of one class that we read."""
-    return tuple(
-        Member(module, f"{owner}.{name}", versions=versions, use=use) for name in names.split()
-    )
+    """Members of one class, or of the module if `owner` is empty, without parameters."""
+    start = f"{owner}." if owner else ""
+    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
 
 
 CONTRACT: tuple[Member, ...] = (
@@ -37,22 +40,19 @@ CONTRACT: tuple[Member, ...] = (
     Member(_ARGS, "ServerArgs.resolve_once", versions=">=0.5.19", use="hooked: arguments resolve"),
     Member(_ARGS, "add_attention_backend_choices", use="called: add the choice deft"),
     Member(_ARGS, "ATTENTION_BACKEND_CHOICES", use="read: is the choice there"),
-    Member(_ARGS, "ServerArgs.get_attention_backends", versions="<0.5.19", use="called"),
-    Member(_ARGS, "ServerArgs.use_mla_backend", versions="<0.5.19", use="called"),
-    Member(_ARGS, "ServerArgs.get_model_config", versions="<0.5.19", use="called"),
+    *_read(_ARGS, "ServerArgs", "get_attention_backends use_mla_backend get_model_config",
+           "called", "<0.5.19"),
     Member(_VIEWS, "resolved_view", ("server_args",), ">=0.5.19", "called: read decisions"),
     Member(_VIEWS, "attention_backends_of", ("cfg",), ">=0.5.19", "called"),
     Member(_VIEWS, "use_mla_backend", ("server_args",), ">=0.5.19", "called"),
     Member(_VIEWS, "model_config_of", ("server_args",), ">=0.5.19", "called"),
-    Member(_OVERRIDES, "attention_backends_of", versions=">=0.5.19", use="imported from there"),
-    Member(_OVERRIDES, "use_mla_backend", versions=">=0.5.19", use="imported from there"),
-    Member(_OVERRIDES, "model_config_of", versions=">=0.5.19", use="imported from there"),
+    *_read(_OVERRIDES, "", "attention_backends_of use_mla_backend model_config_of",
+           "imported from there", ">=0.5.19"),
     Member(_OVERRIDES, "declare_resolution", ("server_args", "source"), ">=0.5.19",
            "called: turn decode graphs off"),
-    Member("sglang.srt.model_executor.cuda_graph_config", "CudaGraphConfig.decode",
-           use="read and written: the kind of decode graphs"),
-    Member("sglang.srt.model_executor.cuda_graph_config", "PhaseConfig.backend",
-           use="read and written: the kind of decode graphs"),
+    *_read("sglang.srt.model_executor.cuda_graph_config", "",
+           "CudaGraphConfig.decode PhaseConfig.backend",
+           "read and written: the kind of decode graphs"),
     Member("sglang.srt.environ", "envs", use="read: settings that change graphs and memory"),
     *_read("sglang.srt.configs.model_config", "ModelConfig",
            "is_encoder_decoder num_attention_heads", "read: what the model is"),
@@ -66,13 +66,10 @@ CONTRACT: tuple[Member, ...] = (
            ("forward_batch", "in_capture"), use="overridden: a capture or a replay begins"),
     Member(_BACKEND, "AttentionBackend.init_forward_metadata_in_graph", ("forward_batch",),
            use="overridden: launches of the graph"),
-    Member(_BACKEND, "AttentionBackend.forward",
-           ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"), use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_decode",
-           ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"), use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_extend", use="overridden"),
-    Member(_BACKEND, "AttentionBackend.forward_mixed", use="overridden"),
-    Member(_BACKEND, "AttentionBackend.needs_cpu_seq_lens", use="overridden"),
+    Member(_BACKEND, "AttentionBackend.forward", _CALL, use="overridden"),
+    Member(_BACKEND, "AttentionBackend.forward_decode", _CALL, use="overridden"),
+    *_read(_BACKEND, "AttentionBackend", "forward_extend forward_mixed needs_cpu_seq_lens",
+           "overridden"),
     Member(_BACKEND, "AttentionBackend.shared_read_ends", ("fm",), ">=0.5.18",
            "overridden: page tables are read until the forward ends"),
     Member(_BACKEND, "AttentionBackend.resolve_prefill_shared_read_ends", ("forward_batch",),
@@ -92,17 +89,14 @@ CONTRACT: tuple[Member, ...] = (
            "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
            "out_cache_loc spec_info extend_seq_lens extend_seq_lens_cpu mm_inputs encoder_lens "
            "attn_cp_metadata tbo_children global_num_tokens_cpu", "read: the batch"),
-    Member(_BATCH, "ForwardMode.is_decode", use="called"),
-    Member(_BATCH, "ForwardMode.is_target_verify", use="called"),
+    *_read(_BATCH, "ForwardMode", "is_decode is_target_verify", "called"),
     *_read(_BATCH, "ForwardMode", "EXTEND MIXED", "known by its name: prefill"),
     # Speculation.
     Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
            ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),
-    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput",
-           "topk draft_token_num retrieve_next_token retrieve_next_sibling",
+    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput", f"topk {_DRAFTS}",
            "read: what a step verifies"),
-    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput",
-           "draft_token_num retrieve_next_token retrieve_next_sibling",
+    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput", _DRAFTS,
            "read: what a step verifies"),
     *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
     *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),

@@ -14,10 +14,7 @@ _MARK = "deft_surrounds"
 
 
 def register() -> None:
-    """Add the choice ``deft``; change nothing in a server that does not ask for it.
-
-    A failure here costs one line in the log.
-    """
+    """Add the choice ``deft``; change nothing in a server that does not ask for it."""
     try:
         _register()
     except Exception as error:

@@ -28,22 +28,16 @@ SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 def resolving_method() -> str | None:
     """Name of the method in which ``ServerArgs`` resolves itself, or None.
 
-    In 0.5.17 and 0.5.18, the method is ``__post_init__``. From 0.5.19 on it is ``resolve_once``,
-    which launchers and every process that publishes the arguments call.
+    From 0.5.19 on, launchers and every process that publishes the arguments call it.
     """
     from sglang.srt.server_args import ServerArgs
 
-    for name in ("resolve_once", "__post_init__"):
-        if callable(getattr(ServerArgs, name, None)):
-            return name
-    return None
+    names = ("resolve_once", "__post_init__")
+    return next((name for name in names if callable(getattr(ServerArgs, name, None))), None)
 
 
 def add_backend_name(name: str) -> None:
-    """Add a name to the choices of ``--attention-backend``.
-
-    The list of choices moved to another module in 0.5.20; its function kept its name.
-    """
+    """Add a name to the choices of ``--attention-backend``."""
     from sglang.srt import server_args as host
 
     if name not in host.ATTENTION_BACKEND_CHOICES:
@@ -51,10 +45,7 @@ def add_backend_name(name: str) -> None:
 
 
 def resolved(server_args: Any) -> Any:
-    """The arguments with the host's decisions, for reading.
-
-    0.5.17 and 0.5.18 write decisions into the arguments. Later versions keep decisions apart.
-    """
+    """The arguments with the host's decisions, for reading; kept apart from 0.5.19 on."""
     try:
         from sglang.srt.arg_groups.model_override_base import resolved_view
     except ImportError:
@@ -62,45 +53,41 @@ def resolved(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
+def _answer(server_args: Any, method: str, function: str, read: Any = None) -> Any:
+    """What a method of the arguments answers to 0.5.18, and later a function, which may `read`."""
+    if hasattr(server_args, method):
+        return getattr(server_args, method)()
+    from sglang.srt.arg_groups import overrides
+
+    return getattr(overrides, function)(server_args if read is None else read(server_args))
+
+
 def backend_names(server_args: Any) -> tuple[str | None, str | None]:
     """The resolved backends for prefill and decode; None for placeholder models."""
-    if hasattr(server_args, "get_attention_backends"):  # to 0.5.18
-        prefill, decode = server_args.get_attention_backends()
-    else:
-        from sglang.srt.arg_groups.overrides import attention_backends_of
-
-        prefill, decode = attention_backends_of(resolved(server_args))
+    prefill, decode = _answer(
+        server_args, "get_attention_backends", "attention_backends_of", resolved
+    )
     return prefill, decode
 
 
 def uses_mla(server_args: Any) -> bool:
     """Whether the model's attention is multi-head latent attention."""
-    if hasattr(server_args, "use_mla_backend"):  # to 0.5.18
-        return bool(server_args.use_mla_backend())
-    from sglang.srt.arg_groups.overrides import use_mla_backend
-
-    return bool(use_mla_backend(server_args))
+    return bool(_answer(server_args, "use_mla_backend", "use_mla_backend"))
 
 
 def model_config(server_args: Any) -> Any:
     """The host's description of the model."""
-    if hasattr(server_args, "get_model_config"):  # to 0.5.18
-        return server_args.get_model_config()
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    return model_config_of(server_args)
+    return _answer(server_args, "get_model_config", "model_config_of")
 
 
 def decodes_per_rank(server_args: Any) -> bool:
     """Whether each attention rank decodes its own requests (DP attention).
 
-    ``enable_dp_attention`` stays False from 0.5.22: ``attn_dp_size`` holds the answer there.
+    From 0.5.22, ``attn_dp_size`` holds the answer.
     """
     args = resolved(server_args)
-    return (
-        bool(getattr(args, "enable_dp_attention", False))
-        or (getattr(args, "attn_dp_size", 1) or 1) > 1
-    )
+    per_rank = bool(getattr(args, "enable_dp_attention", False))
+    return per_rank or (getattr(args, "attn_dp_size", 1) or 1) > 1
 
 
 def decode_graphs(server_args: Any) -> str:
@@ -111,8 +98,7 @@ def decode_graphs(server_args: Any) -> str:
 def disable_decode_graphs(server_args: Any) -> None:
     """Turn decode CUDA graphs off, in the process that resolved the arguments.
 
-    Resolved arguments refuse assignment. To 0.5.18 this changes the configuration itself; later
-    versions take a new configuration as one more decision.
+    From 0.5.19, resolved arguments take a new configuration only as one more decision.
     """
     config = resolved(server_args).cuda_graph_config
     try:
@@ -131,10 +117,7 @@ def disable_decode_graphs(server_args: Any) -> None:
 
 
 def names_function() -> str:
-    """The function that the host calls for its backends' names right before it builds them.
-
-    In 0.5.17 a method of ``ServerArgs``; later a module's function.
-    """
+    """The function that the host calls for its backends' names right before it builds them."""
     from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "attention_backends"):
@@ -142,19 +125,11 @@ def names_function() -> str:
     return "sglang.srt.server_args.ServerArgs.get_attention_backends"
 
 
-def decode_backend_name(runner: Any) -> str:
-    """The host's name for the decode backend of a model runner."""
-    return str(runner.decode_attention_backend_str)
-
-
 # Ranks and devices ---------------------------------------------------------------------------
 
 
 def ranks(runner: Any) -> Any:
-    """``tp_rank``, ``pp_rank``, ``dp_rank`` and ``attn_tp_rank`` of a model runner.
-
-    To 0.5.20 the model runner holds them as ``ps``.
-    """
+    """``tp_rank``, ``pp_rank``, ``dp_rank`` and ``attn_tp_rank``; to 0.5.20 the runner's ``ps``."""
     held = getattr(runner, "ps", None)
     if held is not None:
         return held
@@ -187,17 +162,12 @@ def attention_layers(model: Any) -> list[Any]:
 
 
 def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
-    """The sinks of layers, by the layers' ids: the module around a layer holds them.
-
-    The names differ between models: ``sinks``, ``attention_sink_bias``.
-    """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
+    """The sinks of layers, by the layers' ids; held by the modules around, under many names."""
+    layers = set(attention_layers(model))
     return {
         layer.layer_id: sinks
         for part in model.modules()
-        for layer in part.children()
-        if isinstance(layer, RadixAttention)
+        for layer in layers.intersection(part.children())
         for name, sinks in part.named_parameters(recurse=False)
         if "sink" in name
     }
@@ -210,8 +180,7 @@ def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
 def read_end() -> Any:
     """The answer "page tables are read until the forward ends" of ``shared_read_ends``.
 
-    None in 0.5.17, which does not ask; there
-    ``patches/deft_patches/sglang/page_table_fence.py`` does this.
+    None in 0.5.17, which does not ask and gets a patch, ``page_table_fence.py``.
     """
     from sglang.srt.layers.attention import base_attn_backend
 
@@ -222,8 +191,7 @@ def read_end() -> Any:
 def metadata_graphs() -> bool:
     """Whether the host also replays the preparation of metadata from a graph (0.5.19 on).
 
-    This is off unless an environment variable turns it on. Then the backend does not see every
-    replay.
+    An environment variable turns it on. Then the backend does not see every replay.
     """
     from sglang.srt.environ import envs
 
@@ -261,8 +229,7 @@ def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
 def place_of(request: Any) -> tuple[int | None, int]:
     """A request's row of the page table, and how many of its tokens the prefix cache owns.
 
-    The row is None once the host has released the request. To 0.5.18 these are attributes of the
-    request, later of its ``kv``.
+    The row is None once the host has released the request. Both are in ``kv`` from 0.5.19 on.
     """
     held = request if hasattr(request, "req_pool_idx") else request.kv
     return held.req_pool_idx, held.cache_protected_len
@@ -274,10 +241,9 @@ TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
 
 
 def tree_paths(tree_cache: Any) -> TreePaths | None:
-    """The function of a unified tree that lists paths, or None if its nodes cannot be read.
+    """The function of a unified tree that lists paths (from 0.5.22), or None.
 
-    It exists from 0.5.22, for the core in Rust and for the core in Python. Trees of bigrams and
-    trees with other components than full attention (sliding windows, Mamba) get None.
+    None for trees of bigrams, or with other components (sliding windows, Mamba).
     """
     core: Any = getattr(tree_cache, "tree_core", None)
     paths: TreePaths | None = getattr(core, "collect_path_info", None)

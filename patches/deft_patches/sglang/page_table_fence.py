@@ -3,16 +3,15 @@
 Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a model runner has
     instead, for runners that have a reader:
     ``execute``: if the reader says that a replay reads page tables, later writes to them wait for
-    the whole forward. The host itself allows such writes earlier: once it has read its own
-    metadata, before the replay.
+    the whole forward. The host itself allows them once it has read its metadata, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
-    batch meanwhile, and may give a request's row to another.
-    Later versions ask the backend (``shared_read_ends``) and need no patch.
+    batch meanwhile, and may give a request's row to another. Later versions ask the backend.
 Looks for: the method with the parameters used here, when it is installed.
 Harmless to runners without a reader: the wrapper only calls the host's method.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deft_patches.graph_runner import checked_graph_runner
@@ -29,15 +28,14 @@ Reader = Callable[[Any], bool]
 _readers: dict[int, Reader] = {}  # by the id of the model runner
 
 
-def install(model_runner: Any, reader: Reader) -> None:
-    """Hold page-table writes for those replays of `model_runner` that `reader` names."""
+def install(model_runner: Any, reader: Reader) -> Callable[[], object]:
+    """Hold page-table writes for those replays of `model_runner` that `reader` names.
+
+    The returned function leaves all replays to the host's own fence again.
+    """
     wrap(checked_graph_runner(model_runner, PARAMETERS), "execute", _execute)
     _readers[id(model_runner)] = reader
-
-
-def remove(model_runner: Any) -> None:
-    """Leave the replays of `model_runner` to the host's own fence."""
-    _readers.pop(id(model_runner), None)
+    return partial(_readers.pop, id(model_runner), None)
 
 
 def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:

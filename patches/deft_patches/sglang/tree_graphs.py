@@ -14,7 +14,9 @@ Looks for: the two methods with the parameters used here, when it is installed. 
 Harmless to runners without a controller: the wrappers only call the host's methods.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from deft_patches.graph_runner import checked_graph_runner
 from deft_patches.wrapping import wrap
@@ -26,44 +28,27 @@ PARAMETERS = {
 }
 
 
-class Controller(Protocol):
-    """Decides which batches replay the second set, and prepares their capture."""
-
-    def takes(self, forward_batch: Any) -> bool:
-        """Whether a batch goes through tree attention."""
-        ...
-
-    def capture_tree(self, capturing: bool) -> None:
-        """The host captures the next forwards with tree attention, or without it again."""
-        ...
+_controllers: dict[int, Any] = {}  # by the id of the model runner
 
 
-_controllers: dict[int, Controller] = {}  # by the id of the model runner
+def install(model_runner: Any, controller: Any) -> Callable[[], object]:
+    """Give `model_runner` a second set of graphs; before its graphs are captured.
 
-
-def install(model_runner: Any, controller: Controller) -> None:
-    """Give `model_runner` a second set of graphs; before its graphs are captured."""
+    Batches for which ``controller.takes(forward_batch)`` is true replay the second set.
+    ``controller.capture_tree(capturing)`` hears when its captures begin and end. The returned
+    function leaves the runner the host's graphs alone.
+    """
     owner = checked_graph_runner(model_runner, PARAMETERS)
     wrap(owner, "capture_one_shape", _capture_one_shape)
     wrap(owner, "_resolve_lora_variant", _resolve_variant)
     _controllers[id(model_runner)] = controller
-
-
-def remove(model_runner: Any) -> None:
-    """Leave `model_runner` the host's graphs alone."""
-    _controllers.pop(id(model_runner), None)
+    return partial(_controllers.pop, id(model_runner), None)
 
 
 def _capture_one_shape(
-    original: Any,
-    runner: Any,
-    size: int,
-    forward: Any,
-    stream_idx: int | None = None,
-    variant_label: str | None = None,
-    *others: Any,
-    **named: Any,
-) -> None:
+    original: Any, runner: Any, size: int, forward: Any, stream_idx: int | None = None,
+    variant_label: str | None = None, *others: Any, **named: Any,
+) -> None:  # fmt: skip
     original(runner, size, forward, stream_idx, variant_label, *others, **named)
     controller = _controllers.get(id(runner.model_runner))
     if controller is None:

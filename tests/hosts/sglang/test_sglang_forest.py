@@ -1,5 +1,6 @@
 """Forests from the host's radix tree, and the rule for a new plan."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -8,16 +9,15 @@ import pytest
 import torch
 
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.forest import forest_from_page_tables, forest_from_paths
+from deft_backend.forest import ForestError, forest_from_page_tables
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
-from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, TreeError
+from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings.config import Settings
 from sglang_fakes import (
-    ARRAYS,
     EAGER,
     FakeAttention,
     Tree,
@@ -25,7 +25,6 @@ from sglang_fakes import (
     make_planner,
     make_request,
     make_state,
-    observed,
     requests_of,
     step,
     tree_source,
@@ -42,49 +41,39 @@ def test_tree_and_page_tables_agree(seed):
     requests, table, lens = requests_of(prompts, Tree())
     ours, theirs = forest_of(requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
-    for name in ARRAYS:
-        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+    assert_same_forest(ours, theirs)
     rows = torch.arange(1, len(prompts) + 1)
     assert disagreement(ours, torch.from_numpy(table), rows) is None
 
 
-def path_of(request, seq_len):
-    """The rule: a request's nodes from the root, cut to the tokens that it may share."""
-    whole = []
-    node = request.last_node
-    while node is not None and node.parent is not None:
-        whole.insert(0, (node.id, len(node.key)))
-        node = node.parent
-    left = min(request.cache_protected_len, seq_len - 1)
-    path = []
-    for identity, tokens in whole:
-        if min(tokens, left) > 0:
-            path.append(((identity, min(tokens, left)), min(tokens, left)))
-        left -= tokens
-    return path
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_cut_paths_give_the_forest_of_the_paths(seed):
-    """The tree owns only a part of the requests' tokens, or all of them."""
+@pytest.mark.parametrize("seed", range(20))
+def test_cut_paths_give_the_forest_of_their_tokens(seed):
+    """The tree owns only a part of the requests' tokens, or all of them; nodes are cut apart."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
-    requests, _, lens = requests_of(prompts, Tree(), private=0)
-    for request, length in zip(requests, lens, strict=True):
+    requests, table, lens = requests_of(prompts, Tree(), private=0)
+    lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
+    # The reference: a page of a node that is cut differs for each cut, and every other is private.
+    pages = np.arange(1 << 20, (1 << 20) + 16 * 20).reshape(16, 20)
+    for row, (request, length) in enumerate(zip(requests, lens, strict=True)):
         request.cache_protected_len = draw.randint(0, length)
         if draw.random() < 0.1:
             request.last_node = None
-    lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
-    ours = forest_of(requests, lens)
-    paths = [path_of(r, n) for r, n in zip(requests, lens.tolist(), strict=True)]
-    theirs = forest_from_paths(paths, lens)
-    assert_same_forest(ours, theirs)
+        node, ends = request.last_node, []
+        while node is not None and node.parent is not None:
+            ends = [0, *(len(node.key) + end for end in ends or [0])]
+            node = node.parent
+        left = min(request.cache_protected_len, length - 1)
+        for begin, end in itertools.pairwise(ends):
+            held = min(end, left)
+            pages[row, begin:held] = table[row + 1, begin:held] + 1000 * (end - held)
+    assert_same_forest(forest_of(requests, lens), forest_from_page_tables(pages, lens))
 
 
 def test_a_node_without_tokens_is_refused():
     node, _ = Tree().insert([1, 2, 3])
     node.key = []
-    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
+    with pytest.raises(ForestError, match=rf"node \({node.id}, 0\) holds 0 tokens"):
         forest_of([make_request(node, 3)], np.array([5]))
 
 
@@ -96,26 +85,7 @@ def test_a_split_leaves_keys_as_they_are():
     tree.insert([1, 2, 9])
     assert requests[0].last_node.key == [3, 4]
     assert [key_of(r) for r in requests] == keys
-    after = forest_of(requests, lens)
-    for name in ARRAYS:
-        assert getattr(before, name).tolist() == getattr(after, name).tolist(), name
-
-
-def test_the_current_token_is_always_private():
-    tree = Tree()
-    node, _ = tree.insert([1, 2, 3, 4])
-    pair = [make_request(node, 4), make_request(node, 4)]
-    forest = forest_of(pair, np.array([4, 4]))  # as long as the path: cut to 3
-    assert forest.length[forest.leaf].tolist() == [1, 1]
-    assert forest.length[0] == 3
-
-
-def test_only_what_the_tree_owns_is_shared():
-    """A node that one request holds in part differs from the whole node of another request."""
-    node, _ = Tree().insert([1, 2, 3, 4])
-    assert path_of(make_request(node, 2), 9) == [((node.id, 2), 2)]  # the reference agrees
-    forest = forest_of([make_request(node, 2), make_request(node, 4)], np.array([9, 9]))
-    assert forest.tokens_stored == forest.tokens_attended == 18
+    assert_same_forest(before, forest_of(requests, lens))
 
 
 def test_requests_without_a_place_in_the_tree_are_private():
@@ -126,25 +96,21 @@ def test_requests_without_a_place_in_the_tree_are_private():
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "read"),
+    ("name", "bigrams", "read"),
     [
-        ("sglang.srt.mem_cache.radix_cache", "RadixCache", True),
-        ("sglang.srt.mem_cache.chunk_cache", "ChunkCache", True),
-        ("sglang.srt.mem_cache.chunk_cache", "SWAChunkCache", False),
-        ("sglang.srt.mem_cache.hiradix_cache", "HiRadixCache", False),
-        ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", False),  # to 0.5.21
-        ("sglang.srt.session.streaming_session", "StreamingSession", False),
+        ("mem_cache.radix_cache.RadixCache", False, True),
+        ("mem_cache.radix_cache.RadixCache", True, False),  # keys are shorter than requests' tokens
+        ("mem_cache.chunk_cache.ChunkCache", False, True),
+        ("mem_cache.chunk_cache.SWAChunkCache", False, False),
+        ("mem_cache.hiradix_cache.HiRadixCache", False, False),
+        ("mem_cache.unified_radix_cache.UnifiedRadixCache", False, False),  # to 0.5.21
+        ("session.streaming_session.StreamingSession", False, False),
     ],
 )
-def test_trees_that_are_read(module, name, read):
-    cache = type(name, (), {"__module__": module, "is_eagle": False})()
+def test_trees_that_are_read(name, bigrams, read):
+    module, _, name = f"sglang.srt.{name}".rpartition(".")
+    cache = type(name, (), {"__module__": module, "is_eagle": bigrams})()
     assert (tree_reader(cache) is not None) == read
-
-
-def test_a_tree_of_bigrams_is_not_read():
-    """Its nodes' keys are one shorter than what their requests hold."""
-    known = {"__module__": "sglang.srt.mem_cache.radix_cache"}
-    assert tree_reader(type("RadixCache", (), {**known, "is_eagle": True})()) is None
 
 
 def test_verification_finds_a_wrong_forest():
@@ -241,33 +207,6 @@ def test_lengths_are_kept_apart_from_the_hosts(dtype):
     lens -= 4
     step(planner, requests, lens)
     assert len(attention.forests) == 2
-
-
-def test_a_newcomer_attends_to_its_own_tokens_alone():
-    """With a plan that cuts the previous request's leaf into ranges."""
-    from deft_backend.attention import TreeAttention
-    from deft_backend.attention.reference_attention import reference_attention, relative_error
-
-    shared, long = 64, 900
-    node, _ = Tree().insert(list(range(1, shared + 1)))
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4, policy="deft-node-chunk",
-    )  # fmt: skip
-    planner = DecodePlanner(attention, tree_source(), EAGER, make_state())
-    requests = [make_request(node, shared, row=row) for row in (1, 2, 3)]
-    width = shared + long + 8
-    own = torch.arange(shared + 1, shared + 1 + 4 * width, dtype=torch.int32).view(4, width)
-    table = torch.cat([torch.arange(1, shared + 1).int().expand(4, -1), own], dim=1)[:, :width]
-    torch.manual_seed(0)
-    k_cache, v_cache = torch.randn(2, int(table.max()) + 1, 1, 2, 64)
-    rows = torch.tensor([1, 2, 3])
-    for lens in ([80, 80, shared + long], [81, 81, shared + 1]):
-        planner.step(observed(requests), np.array(lens), sum(lens))
-        q = torch.randn(3, 4, 64)
-        out = attention.run(q, k_cache, v_cache, table, torch.tensor(lens), table_rows=rows)
-        expected = reference_attention(q, k_cache, v_cache, table[rows], torch.tensor(lens))
-        assert relative_error(out, expected) < 1e-5
 
 
 @pytest.mark.parametrize(("private", "growth"), [(1, 256), (3998, 1000)])

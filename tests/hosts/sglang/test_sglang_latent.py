@@ -9,17 +9,14 @@ import torch
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.settings.config import Settings
-from tests.support.sglang_fakes import (
-    EAGER,
+from failure_lines import raising
+from sglang_fakes import (
     Tree,
-    load_host,
+    host_planned,
     make_layer,
     make_state,
-    mode,
     recording_backend,
     requests_of,
 )
@@ -46,58 +43,31 @@ class MLATokenToKVPool:
         return self.buffers[layer_id]
 
 
-@pytest.fixture(scope="module")
-def host():
-    return load_host()
-
-
 @pytest.fixture
 def server(host):
     """A backend over a fake host backend that records its calls, with three requests that share."""
-    from deft_backend.hosts.sglang.step.backend import surround
-    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
     from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
 
     shared = list(range(1, 9))
     requests, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
     calls = []
-    pool = MLATokenToKVPool()
-    own = recording_backend(host, pool, table, calls)()
+    own = recording_backend(host, MLATokenToKVPool(), table, calls)()
     attention = LatentAttention(
         num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
         max_batch=4, value_dim=VALUE, rope_dim=ROPE,
     )  # fmt: skip
-    state = make_state()
     division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-    layers = LatentLayers(own, attention, state, division, model_asks=False)
-    observer = BatchObserver(runner := object())
+    layers = LatentLayers(own, attention, make_state(), division, model_asks=False)
     loses = SimpleNamespace(answer=False)
-    planner = DecodePlanner(
-        attention, PrefixSource(torch.from_numpy(table)), EAGER, state,
-        loses=lambda plan, forest: loses.answer,
-    )  # fmt: skip
-    backend = surround(own, HostPlannedSteps(layers, planner, observer))
-
-    def batch():
-        made = SimpleNamespace(
-            forward_mode=mode("decode"), rids=["a", "b", "c"], batch_size=3,
-            seq_lens=torch.from_numpy(lens), seq_lens_cpu=torch.from_numpy(lens),
-            seq_lens_sum=int(lens.sum()), req_pool_indices=torch.tensor([1, 2, 3]),
-            out_cache_loc=torch.tensor([table[i + 1, n - 1] for i, n in enumerate(lens)]),
-        )  # fmt: skip
-        cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
-        observer.observe(made, SimpleNamespace(reqs=requests, tree_cache=cache), runner)
-        return made
-
-    return SimpleNamespace(
-        backend=backend, calls=calls, batch=batch, state=state, table=torch.from_numpy(table),
-        lens=torch.from_numpy(lens), pool=pool, attention=attention, layers=layers, loses=loses,
-    )  # fmt: skip
+    made = host_planned(layers, table, requests, lens, loses=lambda plan, forest: loses.answer)
+    made.calls, made.loses = calls, loses
+    return made
 
 
 def expected(server, q, layer):
     keys = server.pool.buffers[layer.layer_id].unsqueeze(1)
-    out = reference_attention(q, keys, keys, server.table[1:], server.lens, sm_scale=layer.scaling)
+    table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
+    out = reference_attention(q, keys, keys, table, lens, sm_scale=layer.scaling)
     return out[..., :VALUE].reshape(3, -1)
 
 
@@ -165,18 +135,12 @@ def test_layers_of_another_shape_are_the_hosts(server):
     """Such as the layer of the same id with the model's own heads, which serves prefill."""
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
-    server.backend.forward(
-        torch.zeros(3, 256), torch.zeros(3, 64), torch.zeros(3, 64), make_layer(layer_id=2), batch,
-        save_kv_cache=False,
-    )  # fmt: skip
+    server.forward(batch, make_layer(layer_id=2), save_kv_cache=False)
     assert server.calls == ["metadata", "decode"]
 
 
 def test_if_laying_out_fails_the_host_decodes(server, monkeypatch, failures):
-    def fail(*arguments, **named):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(server.attention, "lay_out", fail)
+    monkeypatch.setattr(server.attention, "lay_out", raising(RuntimeError("planted")))
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
     q, k = queries(1)

@@ -3,14 +3,19 @@
 import re
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.versions import decode_graphs, read_end
+from deft_backend.hosts.common.planner_choice import SGLANG, selects_device_planner
+from deft_backend.hosts.sglang.start.layers import unsupported_model
+from deft_backend.hosts.sglang.versions import (
+    decode_graphs,
+    draft_tokens,
+    drafts_trees,
+    read_end,
+)
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
@@ -18,10 +23,10 @@ from sglang_fakes import (
     FakePool,
     MHATokenToKVPool,
     Tree,
-    load_host,
     make_state,
     observed,
     requests_of,
+    small_attention,
     tree_layers,
 )
 
@@ -36,11 +41,6 @@ SWITCHES = {
     "enable_page_major_kv_layout": "page-major KV layout",
 }
 """Arguments of the host that exclude tree attention, and their messages."""
-
-
-@pytest.fixture(scope="module")
-def host():
-    return load_host()
 
 
 def make_arguments(**changes):
@@ -96,13 +96,18 @@ def arguments(host, monkeypatch):
     return arguments
 
 
+def served(arguments, made):
+    """Resolve as the host does; the backend that tree attention surrounds, or None."""
+    arguments.resolve(resolve_as_host, made)
+    return getattr(made, arguments.HOST_DECODE, None)
+
+
 @pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
 def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
     made = make_arguments(**{"attention_backend": None, name: "deft"})
-    arguments.resolve(resolve_as_host, made)
+    assert served(arguments, made) == "torch_native"
     assert made.attention_backend == "torch_native"
     assert made.decode_attention_backend is None
-    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
     assert decode_graphs(made) == "disabled"
 
 
@@ -118,30 +123,36 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
 )  # fmt: skip
 def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
     made = make_arguments(**changes)
-    arguments.resolve(resolve_as_host, made)
+    assert served(arguments, made) is None
     assert (made.decode_attention_backend or made.attention_backend) == "triton"
-    assert not hasattr(made, arguments.HOST_DECODE)
     assert "deft" not in [value for name, value in vars(made).items() if name.endswith("_backend")]
     assert "another backend is selected for decode" in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("full", "full"), ("breakable", "disabled")])
-def test_decode_graphs_on_a_gpu(arguments, caplog, kind, kept):
-    """Full graphs get a second set; other kinds are switched off, with a log line."""
+@pytest.mark.parametrize(
+    ("kind", "sized", "kept", "said"),
+    [
+        ("full", False, "full", ""), ("full", True, "full", ""),
+        ("breakable", False, "disabled", "decode graphs are of the kind breakable"),
+        ("breakable", True, None, "KV is sized after capture"),
+    ],
+)  # fmt: skip
+def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, sized, kept, said):
+    """Full graphs get a second set. Others are switched off, unless memory is sized by them."""
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", str(int(sized)))
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
-    arguments.resolve(resolve_as_host, made)
-    assert decode_graphs(made) == kept
-    assert hasattr(made, arguments.HOST_DECODE)
-    assert ("decode graphs are of the kind breakable" in caplog.text) == (kind == "breakable")
+    assert (served(arguments, made) is not None) == (kept is not None)
+    assert decode_graphs(made) == (kept or kind)
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
 
 
 def test_servers_that_do_not_ask_are_left_alone(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "nonsense")
     made = make_arguments(attention_backend="triton")
-    arguments.resolve(resolve_as_host, made)
+    assert served(arguments, made) is None
     assert made.attention_backend == "triton"
-    assert not hasattr(made, arguments.HOST_DECODE)
     assert decode_graphs(made) == "full"
 
 
@@ -154,8 +165,7 @@ def test_a_wrong_setting_stops_the_server(arguments, monkeypatch):
 def test_the_fallback_backend(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "triton")
     made = make_arguments()
-    arguments.resolve(resolve_as_host, made)
-    assert made.attention_backend == getattr(made, arguments.HOST_DECODE) == "triton"
+    assert served(arguments, made) == made.attention_backend == "triton"
     for wrong in ("deft", "fastest"):
         monkeypatch.setenv("DEFT_FALLBACK_BACKEND", wrong)
         with pytest.raises(SettingsError, match=f"DEFT_FALLBACK_BACKEND is '{wrong}'; .*triton"):
@@ -184,61 +194,49 @@ def test_the_fallback_backend(arguments, monkeypatch):
         ({**MLA, "model": latent_model(index_topk=2048)}, "sparse MLA"),
         ({"model": SimpleNamespace(is_encoder_decoder=True)}, "encoder-decoder"),
         ({"model": SimpleNamespace()}, "is not supported"),
+        ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "varying length"),
+        (  # the host can verify with its backend for prefill
+            {
+                "attention_backend": None,
+                "decode_attention_backend": "deft",
+                "prefill_attention_backend": "triton",
+                "speculative_algorithm": "EAGLE",
+                "speculative_attention_mode": "prefill",
+            },
+            "--speculative-attention-mode decode",
+        ),
     ],
 )
 def test_servers_that_are_not_supported_run_on_the_hosts_own(arguments, caplog, changes, reason):
     made = make_arguments(**changes)
-    arguments.resolve(resolve_as_host, made)
+    assert served(arguments, made) is None
     assert made.attention_backend == "torch_native"
-    assert not hasattr(made, arguments.HOST_DECODE)
     assert decode_graphs(made) == "full"
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
 
 
-def test_servers_with_latent_vectors_are_served_where_asked(arguments, monkeypatch):
+EAGLE = {"speculative_algorithm": "EAGLE"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MLA,
+        *(
+            {"speculative_algorithm": name, "speculative_attention_mode": "prefill"}
+            for name in ("EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+        ),
+        {**EAGLE, "speculative_eagle_topk": 1, "device": "cuda"},
+        {**EAGLE, "speculative_eagle_topk": 4, "device": "cuda"},
+        {**EAGLE, "attention_backend": None, "decode_attention_backend": "deft",
+         "prefill_attention_backend": "triton", "speculative_attention_mode": "decode"},
+    ],
+)  # fmt: skip
+def test_servers_that_are_served(arguments, changes, monkeypatch):
     monkeypatch.setenv("DEFT_MLA", "1")
-    made = make_arguments(**MLA)
-    arguments.resolve(resolve_as_host, made)
-    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
-def test_servers_that_speculate_are_served(arguments, algorithm):
-    made = make_arguments(speculative_algorithm=algorithm, speculative_attention_mode="prefill")
-    arguments.resolve(resolve_as_host, made)
-    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
-
-
-def test_drafts_of_changing_length_are_the_hosts(arguments, caplog):
-    made = make_arguments(speculative_algorithm="EAGLE", speculative_adaptive=True)
-    arguments.resolve(resolve_as_host, made)
-    assert not hasattr(made, arguments.HOST_DECODE)
-    assert "varying length" in caplog.text
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 1), ("EAGLE", 4), ("NGRAM", None)])
-def test_chains_and_token_trees_are_served(arguments, algorithm, topk, device):
-    made = make_arguments(
-        speculative_algorithm=algorithm, speculative_eagle_topk=topk, device=device
-    )
-    arguments.resolve(resolve_as_host, made)
-    assert hasattr(made, arguments.HOST_DECODE)
-
-
-@pytest.mark.parametrize(("mode", "served"), [("prefill", False), ("decode", True)])
-def test_verification_by_another_backend_is_the_hosts(arguments, mode, served, caplog):
-    """The host can verify with its backend for prefill."""
-    made = make_arguments(
-        attention_backend=None, decode_attention_backend="deft",
-        prefill_attention_backend="triton", speculative_algorithm="EAGLE",
-        speculative_attention_mode=mode,
-    )  # fmt: skip
-    arguments.resolve(resolve_as_host, made)
-    assert hasattr(made, arguments.HOST_DECODE) is served
-    assert ("--speculative-attention-mode decode" in caplog.text) is not served
+    assert served(arguments, make_arguments(**changes)) == "torch_native"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +249,6 @@ def test_verification_by_another_backend_is_the_hosts(arguments, mode, served, c
     ],
 )
 def test_what_a_server_verifies(arguments, changes, tokens, trees):
-    from deft_backend.hosts.sglang.versions import draft_tokens, drafts_trees
-
     made = make_arguments(**changes, speculative_num_draft_tokens=5)
     assert draft_tokens(made) == tokens
     if trees is not None:
@@ -263,12 +259,11 @@ def test_what_a_server_verifies(arguments, changes, tokens, trees):
     ("changes", "tokens", "on_device"),
     [({}, 1, False), ({}, 4, True), ({"planner": "host"}, 4, True), ({"verify": True}, 4, True)],
 )
-def test_verification_is_planned_on_the_device(host, changes, tokens, on_device, caplog):
-    from deft_backend.hosts.sglang.start import factory
+def test_verification_is_planned_on_the_device(changes, tokens, on_device, caplog):
     from deft_backend.settings.config import Settings
 
-    runner = SimpleNamespace(device="cpu")
-    assert factory._plans_on_device(runner, Settings(**changes), tokens) is on_device
+    planned = selects_device_planner(Settings(**changes), SGLANG, None, verifies=tokens > 1)
+    assert planned is on_device
     assert ("have no effect" in caplog.text) is bool(changes)
 
 
@@ -279,21 +274,18 @@ def test_the_draft_models_runner_keeps_the_hosts_backend(host):
     assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
 
 
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1", "0.6.0"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
 ):
     monkeypatch.setattr(installed, "version", lambda name: version)
     made = make_arguments()
-    arguments.resolve(resolve_as_host, made)
+    assert served(arguments, made) is None
     assert made.attention_backend == "torch_native"
-    assert not hasattr(made, arguments.HOST_DECODE)
     (record,) = caplog.records
     assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    made = make_arguments()
-    arguments.resolve(resolve_as_host, made)
-    assert getattr(made, arguments.HOST_DECODE) == "torch_native"
+    assert served(arguments, make_arguments()) == "torch_native"
 
 
 def test_this_host_has_what_we_use(host):
@@ -314,38 +306,10 @@ def test_a_host_that_lacks_something_is_told_what(arguments, caplog, monkeypatch
     versions.missing.cache_clear()
     try:
         assert re.search(r"HookRegistry.*no such module.* and \d+ more", str(versions.missing()))
-        made = make_arguments()
-        arguments.resolve(resolve_as_host, made)
+        assert served(arguments, make_arguments()) is None
     finally:
         versions.missing.cache_clear()
-    assert not hasattr(made, arguments.HOST_DECODE)
     assert "lacks a member that tree attention uses" in caplog.text
-
-
-def test_a_host_whose_batches_cannot_be_observed_is_said(host, monkeypatch):
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from deft_patches.sglang import observe_batch
-
-    assert observe_batch.missing() is None
-    monkeypatch.setattr(ForwardBatch, "init_new", classmethod(lambda cls, runner: None))
-    assert "init_new takes" in str(observe_batch.missing())
-
-
-def test_an_observer_that_fails_is_dropped(host, caplog, monkeypatch):
-    from deft_patches.sglang import observe_batch
-
-    seen = []
-    monkeypatch.setattr(
-        observe_batch,
-        "_observers",
-        [raising(ValueError("unknown batch")), lambda *given: seen.append(given)],
-    )
-    for _ in range(2):
-        made = observe_batch._observe(lambda cls, batch, runner: batch, None, "batch", "runner")
-        assert made == "batch"
-    assert seen == [("batch", "batch", "runner")] * 2
-    assert caplog.text.count("unknown batch") == 1
 
 
 def test_registering_never_raises(host, monkeypatch, caplog):
@@ -356,38 +320,29 @@ def test_registering_never_raises(host, monkeypatch, caplog):
     assert "a host from another planet" in caplog.text
 
 
-@pytest.mark.parametrize("attention_per_rank", [True, False])
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("per_rank", "planner", "made"),
+    [(True, "host", False), (True, "device", True), (False, "host", True)],
+)
 def test_ranks_that_decode_for_themselves_need_the_devices_planner(
-    host, monkeypatch, attention_per_rank
+    monkeypatch, per_rank, planner, made
 ):
     """Each rank would choose between two sets of graphs, and graphs hold collectives."""
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.hosts.sglang.start import layers as model_layers
     from deft_backend.settings.config import Settings
 
-    class Made(Exception):
-        pass
-
-    def make(**_):
-        raise Made
-
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "TreeAttention", make)
+    monkeypatch.setattr(factory, "TreeAttention", raising(KeyboardInterrupt("made")))
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     runner = SimpleNamespace(
         device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
-        server_args=SimpleNamespace(enable_dp_attention=attention_per_rank),
+        server_args=SimpleNamespace(enable_dp_attention=per_rank),
     )  # fmt: skip
-    if attention_per_rank:
-        with pytest.raises(
-            factory.Unsupported, match="DP attention is not supported where batches are planned on"
-        ):
-            factory._create(runner, object(), Settings(planner="host"), ExitStack())
-        with pytest.raises(Made):
-            factory._create(runner, object(), Settings(planner="device"), ExitStack())
-    else:
-        with pytest.raises(Made):
-            factory._create(runner, object(), Settings(planner="host"), ExitStack())
+    said = "made" if made else "DP attention is not supported where batches are planned on"
+    with pytest.raises(KeyboardInterrupt if made else factory.Unsupported, match=said):
+        factory._create(runner, object(), Settings(planner=planner), ExitStack())
 
 
 @pytest.mark.parametrize(
@@ -483,46 +438,21 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     assert bool(installed) is observed
 
 
-@pytest.mark.parametrize(("kind", "served"), [("full", True), ("breakable", False)])
-def test_graphs_that_memory_is_sized_with_stay(arguments, kind, served, caplog, monkeypatch):
-    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
-    made = make_arguments(device="cuda", cuda_graph_config=graphs)
-    arguments.resolve(resolve_as_host, made)
-    assert decode_graphs(made) == kind
-    assert hasattr(made, arguments.HOST_DECODE) is served
-    assert ("KV is sized after capture" in caplog.text) is not served
-
-
-class OtherPool(MHATokenToKVPool):
-    """A cache of another kind."""
-
-
-HND_POOL = MHATokenToKVPool(64)
-HND_POOL.use_hnd, HND_POOL.kv_cache_layout = True, "hnd"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"token_to_kv_pool": OtherPool(64)}, "a KV cache of kind OtherPool"),
+        ({"token_to_kv_pool": FakePool(64)}, "a KV cache of kind FakePool"),
         ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
-        ({"token_to_kv_pool": HND_POOL}, "a KV cache in the layout hnd"),
     ],
 )
-def test_model_runners_that_are_not_supported(host, changes, reason, monkeypatch):
-    from deft_backend.hosts.sglang.start import factory
-
-    runner = SimpleNamespace(
-        is_draft_worker=False, device="cpu", dtype=torch.float16, kv_cache_dtype=torch.float16,
-        token_to_kv_pool=MHATokenToKVPool(64), model=torch.nn.Linear(1, 1),
-        server_args=SimpleNamespace(disable_overlap_schedule=False),
-        gpu_id=0,
-    )  # fmt: skip
-    vars(runner).update(changes)
-    found = factory.unsupported_model(runner)
+def test_model_runners_that_are_not_supported(changes, reason):
+    runner = {
+        "dtype": torch.float16, "kv_cache_dtype": torch.float16,
+        "token_to_kv_pool": MHATokenToKVPool(64),
+    }  # fmt: skip
+    found = unsupported_model(SimpleNamespace(**{**runner, **changes}))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -543,41 +473,6 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
     assert not model_layers.model_asks(SimpleNamespace(model=layer()))
 
 
-@pytest.mark.parametrize("planner", ["host", "device"])
-@pytest.mark.parametrize("graphs", ["full", "disabled"])
-def test_graphs_wait_where_there_are_graphs(host, planner, graphs):
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.settings.config import Settings
-    from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
-
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32))
-    decode = SimpleNamespace(backend=graphs)
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode)),
-        req_to_token_pool=table,
-        model=torch.nn.Linear(1, 1),
-    )
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4,
-    )  # fmt: skip
-    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=table)
-    make = {"host": factory._host_planned, "device": factory._device_planned}[planner]
-    observers = list(observe_batch._observers)
-    try:
-        layers = tree_layers(own, attention, make_state())
-        steps = make(runner, layers, Settings(), ExitStack())
-        fenced = page_table_fence._readers.get(id(runner))
-        patched = graphs == "full" and read_end() is None  # later versions ask the backend
-        assert fenced == (steps.replayed_tree if patched else None)
-        second_set = planner == "host" and graphs == "full"
-        assert (id(runner) in tree_graphs._controllers) == second_set
-    finally:
-        tree_graphs.remove(runner)
-        page_table_fence.remove(runner)
-        observe_batch._observers[:] = observers
-
-
 @pytest.mark.parametrize(
     ("changes", "device", "wrong", "reason"),
     [
@@ -591,7 +486,6 @@ def test_graphs_wait_where_there_are_graphs(host, planner, graphs):
 def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason, monkeypatch):
     from deft_backend.hosts.sglang.start import factory
     from deft_backend.settings.config import Settings
-    from deft_patches.sglang import observe_batch
 
     requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
     table[1, 0] += 50 * wrong  # the tree claims to share tokens that are not shared
@@ -601,33 +495,20 @@ def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason
         req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
         model=torch.nn.Linear(1, 1),
     )
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4,
-    )  # fmt: skip
+    attention = small_attention(max_batch=4)
     monkeypatch.setattr(attention, "device", torch.device(device))
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
     settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
-    observers = list(observe_batch._observers)
-    try:
+    with ExitStack() as undo:
         layers = tree_layers(own, attention, make_state())
-        steps = factory._host_planned(runner, layers, settings, ExitStack())
-    finally:
-        observe_batch._observers[:] = observers
+        steps = factory._host_planned(runner, layers, settings, undo)
     batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
-    planned = steps._planner.step(observed(requests), lens, int(lens.sum()), batch)
+    planned = steps.planner.step(observed(requests), lens, int(lens.sum()), batch)
     assert planned.host_reason == reason
 
 
-class OwnBackend:
-    """The host's own."""
-
-    token_to_kv_pool: Any
-    req_to_token_pool: Any
-
-
 @pytest.mark.parametrize(
-    "at", ["nowhere", "fence", "graphs", "another rank", "no group", "differs"]
+    "at", ["nowhere", "no graphs", "fence", "graphs", "another rank", "no group", "differs"]
 )
 @pytest.mark.parametrize("planner", ["host", "device"])
 def test_a_set_up_that_fails_leaves_nothing_behind(
@@ -659,7 +540,8 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
         monkeypatch.setattr(patch, "install", raising(RuntimeError("not here")))
     table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    has_graphs = at != "no graphs"
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full" if has_graphs else "disabled"))
     group = SimpleNamespace(world_size=2, cpu_group="in host memory")
     runner = SimpleNamespace(
         is_draft_worker=False,
@@ -671,35 +553,30 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         ps=SimpleNamespace(attn_tp_rank=0),
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
     )  # fmt: skip
-    own = OwnBackend()
-    own.token_to_kv_pool, own.req_to_token_pool = FakePool(64), table
-    observers = list(observe_batch._observers)
-    try:
-        made = factory.wrap_backend(runner, "triton", own)
-        fences = read_end() is None  # later versions ask the backend
-        unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
-        works = at == "nowhere" or (planner, at) in unneeded
-        said = {
-            "nowhere": "deft: decode goes through tree attention", "graphs": "('not here')",
-            "fence": "('not here')", "another rank": "another rank has no tree attention",
-            "no group": "its ranks cannot agree", "differs": "decode in different ways",
-        }  # fmt: skip
-        assert (said["nowhere"] if works else said[at]) in caplog.text
-        assert bool(failures) == (at in ("fence", "graphs") and not works)
-        failures.clear()
-        assert (made is not own) == works
-        assert hasattr(own, "deft") == works
-        assert (id(runner) in page_table_fence._readers) == (works and fences)
-        assert (id(runner) in tree_graphs._controllers) == (works and planner == "host")
-        # Short extends observe batches with every planner, and the host planner does as well.
-        added = {"host": 2, "device": 1}[planner] * works
-        assert observe_batch._observers[: len(observers)] == observers
-        assert len(observe_batch._observers) == len(observers) + added
-        assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
-    finally:
-        tree_graphs.remove(runner)
-        page_table_fence.remove(runner)
-        observe_batch._observers[:] = observers
+    own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
+    for patch, held in (
+        (observe_batch, "_observers"), (page_table_fence, "_readers"),
+        (tree_graphs, "_controllers"),
+    ):  # fmt: skip
+        monkeypatch.setattr(patch, held, {})
+    made = factory.wrap_backend(runner, "triton", own)
+    fences = read_end() is None and has_graphs  # later versions ask the backend
+    unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
+    works = at in ("nowhere", "no graphs") or (planner, at) in unneeded
+    said = {
+        "graphs": "('not here')", "fence": "('not here')", "no group": "its ranks cannot agree",
+        "another rank": "another rank has no tree attention", "differs": "decode in different ways",
+    }  # fmt: skip
+    assert ("deft: decode goes through tree attention" if works else said[at]) in caplog.text
+    assert bool(failures) == (at in ("fence", "graphs") and not works)
+    failures.clear()
+    assert (made is not own) == works
+    assert hasattr(own, "deft") == works
+    assert (id(runner) in page_table_fence._readers) == (works and fences)
+    assert (id(runner) in tree_graphs._controllers) == (works and planner == "host" and has_graphs)
+    # Short extends observe batches with every planner, and the host planner does as well.
+    assert len(observe_batch._observers) == {"host": 2, "device": 1}[planner] * works
+    assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host, monkeypatch):

@@ -1,9 +1,7 @@
 """The forest of a batch from every kind of prefix cache, and from the page table."""
 
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from sglang_fakes import (
     FakeAttention,
     Tree,
     assert_same_forest,
-    load_host,
     make_state,
     observed,
     requests_of,
@@ -121,43 +118,15 @@ def test_a_path_that_is_not_on_the_device_is_refused(path, message):
         UnifiedTreeSource(lambda ends: [path for _ in ends]).forest([request], np.array([12]))
 
 
-def test_a_plan_from_the_page_table_lasts_as_long_as_its_requests():
-    """Requests that grow keep it. Another request, another order or a shorter one does not."""
-    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4], [1, 2, 5]], Tree(), private=40)
-    attention = FakeAttention()
-    planner = DecodePlanner(
-        attention, PrefixSource(torch.from_numpy(table)), EAGER, make_state()
-    )  # fmt: skip
-
-    def step(chosen, grown=0):
-        batch = lens[chosen] - 30 + grown
-        planner.step(observed([requests[i] for i in chosen], UNKNOWN), batch, int(batch.sum()))
-        return len(attention.forests)
-
-    assert step([0, 1]) == 1
-    assert [step([0, 1], grown) for grown in range(1, 9)] == [1] * 8
-    assert step([1, 0], 9) == 2
-    assert step([1, 0, 2], 10) == 3
-    requests[2] = SimpleNamespace(**vars(requests[2]))  # the same row, node and id: another request
-    assert step([1, 0, 2], 11) == 4
-    assert step([1, 0, 2], 5) == 5
-    requests[0].cache_protected_len += 1  # the host gave it other pages, and it may share more now
-    assert step([1, 0, 2], 6) == 6
-
-
 # The host's own unified tree ------------------------------------------------------------------
 
 
-Made = Callable[[str, list[list[int]]], tuple[Any, list[Any], np.ndarray, np.ndarray]]
-
-
 @pytest.fixture
-def unified():
+def unified(host):
     """Prompts in the host's `UnifiedRadixCache`, as the host puts them there after a prefill.
 
     Takes the kind of core and the prompts; gives the cache, requests, page table and lengths.
     """
-    load_host()
     interface = pytest.importorskip(
         "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
     )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.settings.config import Settings
+from failure_lines import raising
 from sglang_fakes import (
     RADIX_CACHE,
     FakePool,
@@ -16,9 +17,10 @@ from sglang_fakes import (
     decode_attention,
     device_planned,
     load_host,
+    make_batch,
     make_layer,
     make_state,
-    mode,
+    query,
     recording_backend,
     requests_of,
     small_attention,
@@ -52,9 +54,8 @@ class Server:
         lens = [int(most) - 16 + n for most, n in zip(self.most, new, strict=True)]
         rows = torch.arange(1, len(new) + 1)
         slots = [self.table[row, n - k : n] for row, n, k in zip(rows, lens, new, strict=True)]
-        forward_batch = SimpleNamespace(
-            forward_mode=mode(kind), batch_size=len(new), seq_lens=torch.tensor(lens),
-            seq_lens_cpu=torch.tensor(lens), seq_lens_sum=sum(lens), req_pool_indices=rows,
+        forward_batch = make_batch(
+            kind, self.table, rows, lens, seq_lens_cpu=torch.tensor(lens),
             extend_seq_lens=torch.tensor(new, dtype=torch.int32), extend_seq_lens_cpu=new,
             out_cache_loc=torch.cat([torch.from_numpy(each) for each in slots]).long(),
             rids=[request.rid for request in self.requests], **changes,
@@ -65,11 +66,8 @@ class Server:
 
     def run(self, batch, rows=0):
         """One layer of a step: its output, and what it should be; `rows` of padding."""
-        generator = torch.Generator().manual_seed(len(batch.out_cache_loc))
         tokens = len(batch.out_cache_loc)
-        q, k, v = (
-            torch.randn(tokens + rows, heads * 64, generator=generator) for heads in (4, 2, 2)
-        )
+        q, k, v = query(tokens + rows)
         self.backend.init_forward_metadata(batch)
         given = SimpleNamespace(**vars(batch)) if rows else batch
         out = self.backend.forward_extend(q, k, v, make_layer(), given)
@@ -157,7 +155,7 @@ def test_a_decode_step_follows_with_its_own_plan():
     close(*server.run(server.batch([3, 1, 4])))
     decode = server.batch([5, 5, 5], "decode")
     decode.out_cache_loc = decode.out_cache_loc[4::5]
-    q, k, v = (torch.randn(3, heads * 64) for heads in (4, 2, 2))
+    q, k, v = query(3)
     server.backend.init_forward_metadata(decode)
     out = server.backend.forward_decode(q, k, v, make_layer(), decode)
     rows, lens = decode.req_pool_indices.tolist(), decode.seq_lens.tolist()
@@ -167,11 +165,8 @@ def test_a_decode_step_follows_with_its_own_plan():
 
 def test_a_failed_short_extend_is_the_hosts(monkeypatch, failures):
     server = Server()
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(server.extends._rule.attention, "run", fail)
+    fail = raising(RuntimeError("no such instruction"))
+    monkeypatch.setattr(server.extends.rule.attention, "run", fail)
     server.run(server.batch([3, 1, 4]))
     assert server.calls == ["metadata", "extend"]
     assert server.state.short_extends == 0

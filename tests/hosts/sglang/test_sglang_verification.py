@@ -5,18 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
+    FakeServer,
     Tree,
     device_planned,
-    load_host,
+    make_batch,
     make_layer,
     make_state,
     mode,
+    query,
     recording_backend,
     requests_of,
     small_attention,
@@ -59,21 +60,18 @@ NO_LINKS = SimpleNamespace(
 
 
 @pytest.fixture
-def server():
+def server(host):
     """A backend over a host that records its calls."""
-    host = load_host()
     from deft_backend.hosts.sglang.step.kinds import Verification
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
-    calls = []
-    pool = FakePool(400)
+    calls, pool, state = [], FakePool(410), make_state()
 
     class HostBackend(recording_backend(host, pool, table, calls)):
         def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
             calls.append("after draft")
 
     attention = small_attention(max_batch=3, query_tokens=N)
-    state = make_state()
     own = HostBackend()
     backend = device_planned(
         own, attention, state, Settings(min_batch=2),
@@ -81,35 +79,19 @@ def server():
     )  # fmt: skip
 
     def batch(spec, kind="verify", size=2):
-        rows = torch.tensor([1, 2, 0][:size])
-        lengths = torch.tensor([*(lens - N).tolist(), 1][:size])
-        return SimpleNamespace(
-            forward_mode=mode(kind), batch_size=size, seq_lens=lengths, req_pool_indices=rows,
-            out_cache_loc=torch.arange(390, 390 + size * N), spec_info=spec,
-            seq_lens_sum=int(lengths.sum()), seq_lens_cpu=None,
-        )  # fmt: skip
+        rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
+        slots = torch.arange(390, 390 + size * N)
+        return make_batch(kind, table, rows, lengths, out_cache_loc=slots, spec_info=spec)
 
-    return SimpleNamespace(
+    return FakeServer(
         backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
         pool=pool, own=own, steps=backend.deft,
     )  # fmt: skip
 
 
-def query(size=2):
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(size * N, heads * 64, generator=generator) for heads in (4, 2, 2))
-
-
-def forward(server, batch, layer=None):
-    q, k, v = query(batch.batch_size)
-    return server.backend.forward(
-        q=q, k=k, v=v, layer=layer or make_layer(), forward_batch=batch, save_kv_cache=False
-    )
-
-
 def check(server, batch, parents, out):
     """Attention in float64, token by token: the prefix and the token's ancestors."""
-    q = query(batch.batch_size)[0].view(-1, N, 4, 64).double()
+    q = query(batch.batch_size * N)[0].view(-1, N, 4, 64).double()
     expected = torch.empty_like(q)
     for request, tree in enumerate(parents):
         prefix = int(batch.seq_lens[request])
@@ -135,21 +117,29 @@ def check(server, batch, parents, out):
 )
 def test_an_eager_step(server, spec, parents):
     batch = server.batch(spec)
-    server.backend.init_forward_metadata(batch)
-    out = forward(server, batch)
+    check(server, batch, parents, server.step(batch))
     assert server.calls == []
-    check(server, batch, parents, out)
     assert server.state.verified_tokens == 2 * N
     assert server.state.steps_tree == 1
+    # The host's pair of backends for prefill and decode calls another method.
+    q, k, v = query(2 * N)
+    check(server, batch, parents, server.backend.forward_extend(q, k, v, make_layer(), batch))
 
 
 def test_rows_beyond_the_requests_query_tokens(server, caplog):
-    """With DP attention, the host pads an eager step's tokens to a multiple of its ranks."""
-    for spec, parents in ((CHAIN, chain(2)), (trees(PARENTS), PARENTS)):
+    """With DP attention, the host pads an eager step's tokens to a multiple of its ranks.
+
+    Trees of n-grams have no ``topk``.
+    """
+    n_grams = trees(PARENTS)
+    del n_grams.topk
+    for spec, parents in ((CHAIN, chain(2)), (n_grams, PARENTS)):
         batch = server.batch(spec)
         server.backend.init_forward_metadata(batch)
         padding = torch.full((1, 64), float("nan"))
-        q, k, v = (torch.cat([part, padding.repeat(1, part.shape[1] // 64)]) for part in query())
+        q, k, v = (
+            torch.cat([part, padding.repeat(1, part.shape[1] // 64)]) for part in query(2 * N)
+        )
         out = server.backend.forward(q, k, v, make_layer(), batch, False)
         assert server.calls == []
         assert out.shape == (2 * N + 1, 4 * 64)
@@ -158,86 +148,61 @@ def test_rows_beyond_the_requests_query_tokens(server, caplog):
     assert not caplog.records
 
 
-def test_trees_of_n_grams_have_no_topk(server):
-    child, sibling = links(PARENTS)
-    spec = SimpleNamespace(
-        draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
-    )
-    batch = server.batch(spec)
-    server.backend.init_forward_metadata(batch)
-    check(server, batch, PARENTS, forward(server, batch))
-
-
 def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
     """The graph reads lengths, rows and links where the host and the adapter keep them."""
-    backend = server.backend
     static = server.batch(NO_LINKS, size=3)
     static.seq_lens.fill_(1)
     static.req_pool_indices.fill_(0)
-    backend.init_forward_metadata_out_graph(static, in_capture=True)
-    backend.init_forward_metadata_in_graph(static)
-    forward(server, static)
+    server.capture(static)
     captured = server.steps.layers.step
     assert server.calls == ["capture", "in graph"]
-    assert backend.shared_read_ends(mode("verify")) is backend.shared_read_ends(mode("decode"))
+    ends = server.backend.shared_read_ends
+    assert ends(mode("verify")) is ends(mode("decode"))
     for parents in (PARENTS, chain(2), PARENTS[::-1]):
         real = server.batch(trees(parents), size=3)
         static.seq_lens.copy_(real.seq_lens)
         static.req_pool_indices.copy_(real.req_pool_indices)
-        view = SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
-        backend.init_forward_metadata_out_graph(view)
+        server.replay(
+            SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
+        )
         assert server.steps.replayed_tree(real)
         # The graph repeats the launches that the capture made on the capture's batch.
         server.steps.layers.step = captured
-        backend.init_forward_metadata_in_graph(static)
-        check(server, real, parents, forward(server, static))
+        check(server, real, parents, server.graph(static))
     assert server.calls == ["capture", *["in graph"] * 4]
     assert server.state.verified_tokens == 3 * 2 * N
 
 
 def test_links_that_come_after_the_preparation_of_a_replay(server):
     """With a stream for plans, the host drafts while it prepares the replay."""
-    backend = server.backend
     static = server.batch(NO_LINKS)
-    backend.init_forward_metadata_out_graph(static, in_capture=True)
-    backend.init_forward_metadata_in_graph(static)
-    forward(server, static)
+    server.capture(static)
     captured = server.steps.layers.step
-    backend.init_forward_metadata_out_graph(server.batch(trees(chain(2))))
-    backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
+    server.replay(server.batch(trees(chain(2))))
+    server.backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
     assert server.calls[-1] == "after draft"
     server.steps.layers.step = captured
-    backend.init_forward_metadata_in_graph(static)
-    check(server, static, PARENTS, forward(server, static))
+    check(server, static, PARENTS, server.graph(static))
 
 
 def test_links_of_batches_that_the_host_verifies_are_not_loaded(server):
     """Such a batch may be larger than the memory for links, and an idle rank has no links."""
-    backend = server.backend
-    static = server.batch(NO_LINKS)
+    backend, static = server.backend, server.batch(NO_LINKS)
     backend.init_forward_metadata_out_graph(static, in_capture=True)
-    held = server.steps._verification._links.clone()
+    held = server.steps.verification._links.clone()
     for spec, size in ((trees([*PARENTS, *PARENTS]), 4), (trees(PARENTS), None), (None, 2)):
         backend.update_verify_buffers_to_fill_after_draft(spec, size)
         assert server.calls[-1] == "after draft"
-    assert torch.equal(server.steps._verification._links, held)
-
-
-def test_a_replay_without_links_stops(server):
-    backend = server.backend
-    static = server.batch(NO_LINKS)
-    backend.init_forward_metadata_out_graph(static, in_capture=True)
-    with pytest.raises(RuntimeError, match="no links"):
-        backend.init_forward_metadata_out_graph(server.batch(NO_LINKS))
+    assert torch.equal(server.steps.verification._links, held)
+    with pytest.raises(RuntimeError, match="no links"):  # a replay cannot do without them
+        server.replay(server.batch(NO_LINKS))
 
 
 def test_verifications_of_another_form_are_the_hosts(server):
     longer = SimpleNamespace(topk=1, draft_token_num=N + 1)
     fewer = trees(PARENTS[:1])
     for spec in (longer, fewer, NO_LINKS, None):
-        batch = server.batch(spec)
-        server.backend.init_forward_metadata(batch)
-        forward(server, batch)
+        server.step(server.batch(spec))
     assert server.calls == ["metadata", "extend"] * 4
     assert server.state.steps_host == {
         f"verification of {N + 1} tokens, not {N}": 1,
@@ -255,10 +220,9 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeyp
         size=400, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
         device="cpu", enable_memory_saver=False,
     )  # fmt: skip
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16,
-        kv_dtype=torch.float8_e4m3fn, device="cpu", max_batch=2, query_tokens=N,
-    )  # fmt: skip
+    attention = small_attention(
+        dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=2, query_tokens=N
+    )
     seen = []
 
     def extend(q, k, v, layer, batch, save_kv_cache=True):
@@ -284,105 +248,82 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeyp
 
 
 def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
-    batch = server.batch(None, kind="extend")
-    server.backend.init_forward_metadata(batch)
-    forward(server, batch)
+    server.step(server.batch(None, kind="extend"))
     assert not server.state.steps_host  # a prefill is no decode step
     batch = server.batch(CHAIN)
-    server.backend.init_forward_metadata(batch)
-    forward(server, batch, make_layer(sliding_window_size=8, layer_id=1))
-    check(server, batch, chain(2), forward(server, batch))
-    assert server.calls == ["metadata", "extend", "metadata", "extend"]
-
-
-def test_a_wrapper_that_calls_forward_extend(server):
-    """The host's pair of backends for prefill and decode does."""
-    batch = server.batch(CHAIN)
-    server.backend.init_forward_metadata(batch)
-    q, k, v = query()
-    out = server.backend.forward_extend(q, k, v, make_layer(), batch, False)
+    out = server.step(batch, make_layer(sliding_window_size=8, layer_id=1), make_layer())
     check(server, batch, chain(2), out)
+    assert server.calls == ["metadata", "extend"] * 2
+    server.steps.verification = None  # of a server that does not speculate
+    server.step(server.batch(CHAIN))
+    assert server.calls == ["metadata", "extend"] * 3
 
 
-def test_without_speculation_there_is_no_verification(server):
-    server.steps._verification = None
-    batch = server.batch(CHAIN)
-    server.backend.init_forward_metadata(batch)
-    forward(server, batch)
-    assert server.calls == ["metadata", "extend"]
-
-
-def test_an_observed_server_counts_verifications(monkeypatch):
-    load_host()
+@pytest.fixture
+def observe(host, monkeypatch):
+    """Takes a batch's kind and its fields, and shows it to the observer."""
     from deft_backend.hosts.sglang.report import observe
 
-    state = make_state()
-    for name, value in (
-        ("state_of", state), ("division_of", Division({0: LayerShape(4, 2, 64)}, {})),
-        ("decode_backend_name", "theirs"), ("start_reporting", None),
-    ):  # fmt: skip
-        monkeypatch.setattr(observe, name, lambda *given, value=value: value)
     observer = observe.Observer()
-    target, draft = (SimpleNamespace(is_draft_worker=drafts) for drafts in (False, True))
-    for kind, runner in (
-        ("verify", target), ("decode", target), ("extend", target), ("decode", draft),
-    ):  # fmt: skip
-        batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=10, seq_lens_cpu=None)
-        observer.observe(batch, None, runner)
-    assert state.steps_host == {"observed": 2}
-
-
-def test_an_observed_batch_whose_lengths_only_the_device_has(monkeypatch):
-    """A verification that is prepared before the CPU knows the one before it."""
-    load_host()
-    from deft_backend.hosts.sglang.report import observe
-
-    state = make_state()
-    monkeypatch.setattr(observe, "_counting", lambda runner: state)
-    counted = []
-    monkeypatch.setattr(state, "count_host", lambda reason, tokens: counted.append(tokens))
-    runner = SimpleNamespace(is_draft_worker=False)
+    target, draft = (SimpleNamespace(
+        is_draft_worker=drafts, token_to_kv_pool=None, decode_attention_backend_str="theirs"
+    ) for drafts in (False, True))  # fmt: skip
     requests = SimpleNamespace(reqs=[SimpleNamespace(seqlen=n) for n in (7, 5)])
-    observer = observe.Observer()
-    for total, lens in ((30, None), (None, torch.tensor([4, 4])), (None, None)):
-        batch = SimpleNamespace(forward_mode=mode("verify"), seq_lens_sum=total, seq_lens_cpu=lens)
-        observer.observe(batch, requests, runner)
+
+    def show(kind, tokens=10, lens=None, drafts=False):
+        batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=tokens, seq_lens_cpu=lens)
+        observer.observe(batch, requests, draft if drafts else target)
+
+    show.state, show.reported = make_state(), []
+    monkeypatch.setattr(observe, "state_of", lambda *given: show.state)
+    monkeypatch.setattr(observe, "start_reporting", lambda state, *_: show.reported.append(state))
+    monkeypatch.setattr(
+        observe, "division_of", lambda runner: Division({0: LayerShape(4, 2, 64)}, {})
+    )
+    return show
+
+
+def test_an_observed_server_counts_verifications(observe):
+    for kind, drafts in (("verify", False), ("decode", False), ("extend", False), ("decode", True)):
+        observe(kind, drafts=drafts)
+    assert observe.state.steps_host == {"observed": 2}
+
+
+def test_an_observed_server_that_lacks_a_member_counts_nothing(observe, monkeypatch, caplog):
+    from deft_backend.hosts.sglang.report import observe as module
+
+    monkeypatch.setattr(module.versions, "missing", lambda: "ForwardBatch has no rids")
+    module.install.__wrapped__()
+    assert "counts nothing with this SGLang (ForwardBatch has no rids)" in caplog.text
+
+
+def test_an_observed_batch_whose_lengths_only_the_device_has(observe, monkeypatch):
+    """A verification that is prepared before the CPU knows the one before it."""
+    counted = []
+    monkeypatch.setattr(observe.state, "count_host", lambda reason, tokens: counted.append(tokens))
+    for tokens, lens in ((30, None), (None, torch.tensor([4, 4])), (None, None)):
+        observe("verify", tokens, lens)
     assert counted == [30, 8, 12]
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
 def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
-    readable, monkeypatch, caplog
+    observe, readable, monkeypatch, caplog
 ):
     """If even their bytes are unknown, one line says so: no reader could use the state file."""
-    load_host()
-    from deft_backend.hosts.sglang.report import observe
+    from deft_backend.hosts.sglang.report import observe as module
 
-    reported = []
     theirs = Division({}, {0: "head dimension 80 is not supported"})
-
-    def divided(runner, refused=None):
-        return (
-            theirs if refused is None else Division(dict.fromkeys((0, 1), LayerShape(4, 2, 80)), {})
-        )
-
-    def state_of(runner, division, *names):
-        assert division.tree
-        return make_state()
-
-    monkeypatch.setattr(observe, "division_of", divided)
-    monkeypatch.setattr(observe, "full_cache", lambda pool: object() if readable else "MLA")
-    monkeypatch.setattr(observe, "state_of", state_of)
-    monkeypatch.setattr(observe, "decode_backend_name", lambda runner: "theirs")
-    monkeypatch.setattr(observe, "start_reporting", lambda state, *given: reported.append(state))
-    observer = observe.Observer()
-    runner = SimpleNamespace(is_draft_worker=False, token_to_kv_pool=None)
+    all_layers = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 80)), {})
+    monkeypatch.setattr(
+        module, "division_of", lambda runner, refused=None: all_layers if refused else theirs
+    )
+    monkeypatch.setattr(module, "full_cache", lambda pool: object() if readable else "MLA")
     for _ in range(2):
-        batch = SimpleNamespace(forward_mode=mode("decode"), seq_lens_sum=10, seq_lens_cpu=None)
-        observer.observe(batch, None, runner)
-    assert [state.steps_host for state in reported] == ([{"observed": 2}] if readable else [])
+        observe("decode")
+    assert [each.steps_host for each in observe.reported] == [{"observed": 2}] * readable
     said = "DEFT_OBSERVE counts nothing in this server (head dimension 80 is not supported)"
-    assert caplog.text.count(said) == (0 if readable else 1)
+    assert caplog.text.count(said) == (not readable)
 
 
 def request(drafts=0, accepted=0):
@@ -396,9 +337,8 @@ def accept(requests, *accepted):
         one.spec_num_correct_drafts += tokens
 
 
-def test_accepted_drafts_are_the_growth_of_the_hosts_counts():
+def test_accepted_drafts_are_the_growth_of_the_hosts_counts(host):
     """Requests join, leave and come back; results arrive before or after the next batch."""
-    load_host()
     from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 
     runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
@@ -426,16 +366,9 @@ def test_accepted_drafts_are_the_growth_of_the_hosts_counts():
     step([third, first])
     accept([third, first], 0, 1)
     assert drafts.read() == (10, 12)
-
-
-def test_drafts_of_other_batches_are_not_counted():
-    load_host()
-    from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
-
-    runner, requests = object(), [request()]
-    drafts = AcceptedDrafts(runner)
+    others = [request()]  # of another runner, or of a batch that verifies nothing
     for kind, whose in (("verify", object()), ("decode", runner)):
         batch = SimpleNamespace(forward_mode=mode(kind))
-        drafts.observe(batch, SimpleNamespace(reqs=requests), whose)
-        accept(requests, 2)
-        assert drafts.read() == (0, 0)
+        drafts.observe(batch, SimpleNamespace(reqs=others), whose)
+        accept(others, 2)
+        assert drafts.read() == (10, 12)

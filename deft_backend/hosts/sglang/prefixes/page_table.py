@@ -16,8 +16,7 @@ LIMIT = 1 << 26  # most page ids that are copied for a batch: 256 MiB
 class PageTableSource:
     """Copies the rows of a batch to CPU memory and compares them.
 
-    On a GPU the copy waits until the previous forward has ended. The reader copies only when the
-    batch's composition changes.
+    On a GPU the copy waits until the previous forward has ended.
 
     - `page_table`: ``req_to_token``: the page id of each token, pages of one token.
     """
@@ -72,15 +71,11 @@ class PageTableSource:
 
 
 def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None:
-    """What in a forest of the radix tree contradicts the page tables, in one line; or None.
-
-    ``DEFT_VERIFY`` asks.
+    """``DEFT_VERIFY``: how a forest of the radix tree contradicts the page tables, or None.
 
     All rows of a shared node's queries must hold the same page ids for its tokens. If the page
-    tables are in CPU memory, the forest built from them alone must also be the same. This shows
-    that the tree misses no sharing.
+    tables are in CPU memory, they alone must also give this forest: the tree misses no sharing.
 
-    - `forest`: of the batch, page size 1.
     - `page_table` [R, P] int32: SGLang's ``req_to_token``: one page id for each token.
     - `rows` [B] int: Row of `page_table` of each request, on its device.
     """

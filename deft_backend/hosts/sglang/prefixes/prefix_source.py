@@ -5,7 +5,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,43 @@ before. Ids are unique among live requests only, so code that keeps keys must al
 requests."""
 
 
-class TreeReader(Protocol):
-    """Reads the forest of a batch from one kind of prefix cache or page table."""
+TreeReader = RadixTreeSource | UnifiedTreeSource
+
+
+class CachedTree:
+    """The tree of the host's prefix cache, if its kind can be read.
+
+    - `otherwise`: what happens under a cache that cannot be read, for the log.
+    """
+
+    def __init__(self, otherwise: str) -> None:
+        self._otherwise = otherwise
+        self._tree_cache: Any = None
+        self._tree: TreeReader | None = None
 
     def forest(
-        self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
-    ) -> PrefixForest: ...
+        self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+    ) -> PrefixForest | None:
+        """Forest of a batch, or None; see :meth:`PrefixSource.forest`."""
+        kind = type(tree_cache).__qualname__
+        if tree_cache is not self._tree_cache:
+            self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
+            if self._tree is None:
+                logger.info(
+                    "deft: the prefix cache %s has no tree that the plugin reads; %s",
+                    kind, self._otherwise,
+                )  # fmt: skip
+        if self._tree is None:
+            return None
+        try:
+            return self._tree.forest(requests, seq_lens)
+        except Exception as error:
+            self._tree = None  # permanently: the next batch would fail in the same way
+            logger.warning(
+                "deft: the tree of the prefix cache %s cannot be read (%r); from now on, %s",
+                kind, error, self._otherwise,
+            )  # fmt: skip
+            return None
 
 
 class PrefixSource:
@@ -42,8 +73,7 @@ class PrefixSource:
 
     def __init__(self, page_table: torch.Tensor) -> None:
         self._page_table = PageTableSource(page_table)
-        self._tree_cache: Any = None
-        self._tree: TreeReader | None = None
+        self._tree = CachedTree("the page table shows what requests share")
 
     def forest(
         self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
@@ -56,25 +86,8 @@ class PrefixSource:
         - `requests` [B]: the host's requests, in batch order.
         - `seq_lens` [B] int: tokens of each request, the one being decoded included.
         """
-        if tree_cache is not self._tree_cache:
-            self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
-            if self._tree is None:
-                logger.info(
-                    "deft: the prefix cache %s has no tree that the plugin reads; the page table "
-                    "shows what requests share",
-                    type(tree_cache).__qualname__,
-                )
-        if self._tree is not None:
-            try:
-                return self._tree.forest(requests, seq_lens)
-            except Exception as error:
-                self._tree = None  # permanently: the next batch would fail in the same way
-                logger.warning(
-                    "deft: the tree of the prefix cache %s cannot be read (%r); from now on, the "
-                    "page table shows what requests share",
-                    type(tree_cache).__qualname__, error,
-                )  # fmt: skip
-        return self._page_table.forest(requests, seq_lens)
+        forest = self._tree.forest(tree_cache, requests, seq_lens)
+        return self._page_table.forest(requests, seq_lens) if forest is None else forest
 
 
 def key_of(request: Any) -> Key:
@@ -92,10 +105,11 @@ def tree_reader(tree_cache: Any) -> TreeReader | None:
     """
     kind = type(tree_cache)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache":  # no caching, to 0.5.21
+    plain = name == "sglang.srt.mem_cache.radix_cache.RadixCache"
+    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache" or (  # no caching, to 0.5.21
+        plain and not getattr(tree_cache, "is_eagle", False)
+    ):
         return RadixTreeSource()
-    if name == "sglang.srt.mem_cache.radix_cache.RadixCache":
-        return None if getattr(tree_cache, "is_eagle", False) else RadixTreeSource()
     if name == "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache":
         paths = tree_paths(tree_cache)
         return None if paths is None else UnifiedTreeSource(paths)

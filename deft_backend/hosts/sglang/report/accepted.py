@@ -1,12 +1,9 @@
 """How many draft tokens the host has accepted, from its own counts of each request."""
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from deft_backend.telemetry.counters import DraftCounts
-
-_DRAFTS, _ACCEPTED = attrgetter("spec_verify_ct"), attrgetter("spec_num_correct_drafts")
 
 
 class _Reading(NamedTuple):
@@ -19,9 +16,8 @@ class _Reading(NamedTuple):
 class AcceptedDrafts:
     """Counts verified drafts and their accepted tokens, whichever kernel verified them.
 
-    The host adds to a request's counts on the CPU, after it has received the results of a
-    verification. This class reads these counts, so it waits for no device. A verification costs a
-    comparison of two lists. Counts are added up when requests join or leave, and at each reading.
+    The host counts on the CPU, after it has received the results of a verification, so nobody waits
+    for the device. Counts are added up when requests join or leave, and at each reading.
 
     - `runner`: the host's model runner that verifies.
     """
@@ -52,4 +48,7 @@ class AcceptedDrafts:
 
 
 def _counts(requests: Sequence[Any]) -> DraftCounts:
-    return DraftCounts(sum(map(_DRAFTS, requests)), sum(map(_ACCEPTED, requests)))
+    return DraftCounts(
+        sum(request.spec_verify_ct for request in requests),
+        sum(request.spec_num_correct_drafts for request in requests),
+    )

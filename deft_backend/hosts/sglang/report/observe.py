@@ -7,9 +7,9 @@ import functools
 import logging
 from typing import Any
 
+from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of
 from deft_backend.hosts.sglang.start.layers import division_of, full_cache
-from deft_backend.hosts.sglang.versions import decode_backend_name
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from deft_patches.sglang import observe_batch
@@ -20,7 +20,7 @@ logger = logging.getLogger("deft_backend")
 @functools.cache
 def install() -> None:
     """Observe the model runners of this process from now on; a second call changes nothing."""
-    missing = observe_batch.missing()
+    missing = versions.missing()
     if missing is not None:
         logger.warning("deft: DEFT_OBSERVE counts nothing with this SGLang (%s)", missing)
         return
@@ -66,6 +66,6 @@ def _counting(runner: Any) -> ServerState | None:
         reasons = "; ".join(dict.fromkeys(division.host.values()))
         logger.warning("deft: DEFT_OBSERVE counts nothing in this server (%s)", reasons)
         return None
-    state = state_of(runner, division, decode_backend_name(runner), "")
+    state = state_of(runner, division, str(runner.decode_attention_backend_str), "")
     start_reporting(state, runner, Settings.from_env())
     return state

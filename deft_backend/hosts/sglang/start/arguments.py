@@ -38,8 +38,8 @@ _FIELDS = (
 def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     """Resolve the host's arguments; remove ``deft`` before and set the mark after.
 
-    Raises SettingsError if the arguments name ``deft`` and a ``DEFT_*`` variable holds a value that
-    is not allowed. The server then refuses to start.
+    Raises SettingsError, which stops the server, if the arguments name ``deft`` and the value of a
+    ``DEFT_*`` variable is not allowed.
     """
     asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
     if not asked or getattr(server_args, "_resolution_finished", False):
@@ -58,11 +58,9 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         logger.warning(
             "deft: %s selects deft, which only decodes, but another backend is selected for "
             "decode; all attention runs through the host's own backends. Select deft for decode as "
-            "well",
-            ", ".join(asked),
+            "well", ", ".join(asked),
         )  # fmt: skip
         return result
-
     reason = SGLANG.refuse()
     if reason is not None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
@@ -71,11 +69,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if decode is None:  # placeholder model: the host resolves no backends for it
         return result
     try:
-        reason = (
-            unsupported(server_args)
-            or _latent_is_off(server_args, settings)
-            or _sized_with_graphs(server_args)
-        )
+        reason = unsupported(server_args, settings) or _sized_with_graphs(server_args)
     except Exception as error:
         reason = f"this SGLang is not supported ({error!r})"
     if reason is not None:
@@ -96,8 +90,8 @@ def _decodes(server_args: Any) -> bool:
     return server_args.attention_backend in (NAME, None)
 
 
-def unsupported(server_args: Any) -> str | None:
-    """Why this server's arguments rule out tree attention, in one line, or None."""
+def unsupported(server_args: Any, settings: Settings) -> str | None:
+    """Why this server's arguments or settings rule out tree attention, in one line, or None."""
     missing = versions.missing()
     if missing is not None:
         return f"this SGLang lacks a member that tree attention uses ({missing})"
@@ -115,12 +109,11 @@ def unsupported(server_args: Any) -> str | None:
     if reason is not None:
         return reason
     if versions.uses_mla(server_args):
-        return _refused_latent(server_args)
+        return _refused_latent(server_args) or (None if settings.mla else MLA_IS_OFF)
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in (*_WIDE_DTYPES, *EIGHT_BIT_CACHES):
         return f"a KV cache of kind {kv_dtype} is not supported (kv_cache_dtype={kv_dtype})"
-    model = versions.model_config(server_args)
-    if model.is_encoder_decoder:
+    if versions.model_config(server_args).is_encoder_decoder:
         return "encoder-decoder models are not supported"
     return None
 
@@ -145,11 +138,6 @@ def _refused_latent(server_args: Any) -> str | None:
     if versions.decodes_per_rank(server_args):
         return "DP attention keeps all heads on each rank, so sharing would gain nothing for MLA"
     return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), 1)
-
-
-def _latent_is_off(server_args: Any, settings: Settings) -> str | None:
-    """Why the settings rule out this server's MLA model, or None."""
-    return MLA_IS_OFF if versions.uses_mla(server_args) and not settings.mla else None
 
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")

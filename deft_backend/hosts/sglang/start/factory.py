@@ -6,13 +6,12 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed
 
-from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
@@ -38,7 +37,7 @@ from deft_backend.hosts.sglang.start.layers import (
     unsupported_model,
 )
 from deft_backend.hosts.sglang.start.warm_up import compiler_of, step_tensors, warm_up
-from deft_backend.hosts.sglang.step.backend import OWN_STATE, surround
+from deft_backend.hosts.sglang.step.backend import OWN_STATE, Steps, surround
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
@@ -90,7 +89,8 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             reason = f"tree attention could not be set up ({error!r})"
             logger.debug("deft: set-up failed", exc_info=True)
         try:
-            agreed = same_on_all_ranks(runner, None if made is None else made.decided(settings))
+            mine = None if made is None else _decided(made.deft, settings)
+            agreed = same_on_all_ranks(runner, mine)
             if agreed is False:
                 reason = (
                     "its ranks would decode in different ways (DEFT_PLANNER, DEFT_POLICY, "
@@ -107,19 +107,20 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             return host
         assert made is not None
         undo.pop_all()  # the backend stays
-    attention = made.layers.attention
-    start_reporting(made.layers.state, runner, settings)
+    layers, on_device = made.deft.layers, _plans_on_device(made.deft)
+    start_reporting(layers.state, runner, settings)
+    tokens = layers.attention.query_tokens
     logger.info(
         "deft: %s goes through tree attention (policy %s, planned on the %s, workspace %.1f "
         "MiB); everything else%s through %s",
-        _what(attention), settings.policy, "device" if made.on_device else "host",
-        attention.workspace_bytes / 2**20,
-        "" if made.on_device else ", and batches that share too little,", name,
+        "decode" if tokens == 1 else f"verification of {tokens} tokens a request", settings.policy,
+        "device" if on_device else "host", layers.attention.workspace_bytes / 2**20,
+        "" if on_device else ", and batches that share too little,", name,
     )  # fmt: skip
-    division = made.layers.division.text()
+    division = layers.division.text()
     if division is not None:
         logger.info("deft: %s", division)
-    return made.backend
+    return made
 
 
 def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None:
@@ -142,34 +143,38 @@ def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None
     return least == -most if everywhere else None
 
 
-@dataclass(frozen=True)
-class _Made:
-    backend: Any
-    layers: TreeLayers
-    on_device: bool
-
-    def decided(self, settings: Settings) -> tuple[object, ...]:
-        """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
-        return (
-            self.on_device, self.layers.attention.capacity.max_batch, settings.policy,
-            settings.min_share, settings.min_batch, settings.min_shared_tokens,
-            settings.min_saved_ms, tuple(self.layers.division.tree),
-        )  # fmt: skip
+def _plans_on_device(steps: Steps) -> bool:
+    return isinstance(steps, DevicePlannedSteps)
 
 
-def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Made:
+def _decided(steps: Steps, settings: Settings) -> tuple[object, ...]:
+    """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
+    return (
+        _plans_on_device(steps), steps.layers.attention.capacity.max_batch, settings.policy,
+        settings.min_share, settings.min_batch, settings.min_shared_tokens, settings.min_saved_ms,
+        tuple(steps.layers.division.tree),
+    )  # fmt: skip
+
+
+def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
     """Build the backend; `undo` takes back its changes to the host."""
+    make = _latent_steps if is_latent(runner) else _steps
     # The host makes no larger batch than it has rows.
     largest = min(settings.max_batch, runner.req_to_token_pool.size)
-    if is_latent(runner):
-        return _create_latent(runner, host, settings, undo, largest)
+    steps = make(runner, host, settings, undo, largest)
+    undo.callback(vars(host).pop, OWN_STATE, None)
+    return surround(host, steps)
+
+
+def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest: int) -> Steps:
+    """The steps of a model whose layers have keys and values."""
     reason = unsupported_model(runner)
     if reason is not None:
         raise Unsupported(reason)
     division, (heads, kv_heads, dim) = divided(runner)
-    query_tokens = draft_tokens(runner.server_args)
-    on_device = _plans_on_device(runner, settings, query_tokens)
-    reason = untried(settings, capability_of(device_of(runner))) if on_device else None
+    query_tokens, capability = draft_tokens(runner.server_args), capability_of(device_of(runner))
+    on_device = selects_device_planner(settings, SGLANG, capability, verifies=query_tokens > 1)
+    reason = untried(settings, capability) if on_device else None
     if reason is not None:
         raise Unsupported(reason)
     if not on_device and decodes_per_rank(runner.server_args):
@@ -181,16 +186,10 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     if on_device:
         largest = planned_on_device(largest, query_tokens, heads // kv_heads)
     attention = TreeAttention(
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype=runner.dtype,
-        kv_dtype=runner.kv_cache_dtype,
-        device=device_of(runner),
-        max_batch=largest,
-        query_tokens=query_tokens,
-        policy=settings.policy,
-    )
+        num_query_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype, device=device_of(runner), max_batch=largest,
+        query_tokens=query_tokens, policy=settings.policy,
+    )  # fmt: skip
     if attention.device.type == "cuda":
         warm_up(attention, runner, settings, division.tree, on_device)
     elif not on_device:
@@ -198,16 +197,15 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> _Mad
     state = state_of(runner, division, NAME, settings.policy)
     layers = TreeLayers(host, attention, state, division, model_asks=model_asks(runner))
     make = _device_planned if on_device else _host_planned
-    steps = make(runner, layers, settings, undo)
+    steps: Steps = make(runner, layers, settings, undo)
     steps.extends = _extends(runner, layers, settings, undo)
-    undo.callback(vars(host).pop, OWN_STATE, None)
-    return _Made(surround(host, steps), layers, on_device)
+    return steps
 
 
-def _create_latent(
+def _latent_steps(
     runner: Any, host: Any, settings: Settings, undo: ExitStack, largest: int
-) -> _Made:
-    """Build the backend of an MLA model.
+) -> Steps:
+    """The steps of an MLA model.
 
     The CPU plans, because it must know which batches share enough: the host's own graphs decode
     all others.
@@ -225,22 +223,7 @@ def _create_latent(
     # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
     priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
     loses = attention.loses if priced else None
-    steps = _host_planned(runner, layers, settings, undo, loses)
-    undo.callback(vars(host).pop, OWN_STATE, None)
-    return _Made(surround(host, steps), layers, on_device=False)
-
-
-def _plans_on_device(runner: Any, settings: Settings, query_tokens: int) -> bool:
-    """Whether the device planner makes the plans."""
-    return selects_device_planner(
-        settings, SGLANG, capability_of(device_of(runner)), verifies=query_tokens > 1
-    )
-
-
-def _what(attention: TreeAttention | LatentAttention) -> str:
-    """What runs through tree attention, for the log."""
-    tokens = attention.query_tokens
-    return "decode" if tokens == 1 else f"verification of {tokens} tokens a request"
+    return _host_planned(runner, layers, settings, undo, loses)
 
 
 def _device_planned(
@@ -250,18 +233,15 @@ def _device_planned(
     _ = attention.device_planner  # fail here, not in the first step
     if attention.query_tokens > 1:
         drafts = AcceptedDrafts(runner)
-        undo.callback(observe_batch.remove, drafts.observe)
-        observe_batch.install(drafts.observe)
+        undo.callback(observe_batch.install(drafts.observe))
         layers.state.read_drafts = drafts.read
         verification = Verification(attention.query_tokens, attention.max_batch, attention.device)
     steps = DevicePlannedSteps(
-        layers,
-        settings,
-        verification=verification,
+        layers, settings, verification=verification,
         # The thread that shows batches must not read a sleeping server's memory.
         shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
         compile_for=compiler_of(attention, runner, settings, layers.division.tree),
-    )
+    )  # fmt: skip
     _install_fence(runner, steps, undo)
     return steps
 
@@ -275,29 +255,22 @@ def _host_planned(
     def cross_check(forest: PrefixForest, batch: Any) -> str | None:
         return disagreement(forest, page_table, batch.req_pool_indices)
 
+    # With costs of the attention itself, time of reads says nothing more.
+    timed = attention.device.type == "cuda" and loses is None
     planner = DecodePlanner(
-        attention,
-        PrefixSource(page_table),
-        settings,
-        layers.state,
+        attention, PrefixSource(page_table), settings, layers.state,
         cross_check if settings.verify else None,
-        # With costs of the attention itself, time of reads says nothing more.
-        least_gain_ms=(
-            settings.min_saved_ms if attention.device.type == "cuda" and loses is None else 0.0
-        ),
-        costs=attention.target.costs,
+        least_gain_ms=settings.min_saved_ms if timed else 0.0, costs=attention.target.costs,
         loses=loses,
-    )
+    )  # fmt: skip
     observer = BatchObserver(runner)
     steps = HostPlannedSteps(layers, planner, observer)
-    undo.callback(observe_batch.remove, observer.observe)
-    observe_batch.install(observer.observe)
+    undo.callback(observe_batch.install(observer.observe))
     _install_fence(runner, steps, undo)
     if _has_graphs(runner):
         # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
         # some backends would prepare the buffers of the newest graph only.
-        undo.callback(tree_graphs.remove, runner)
-        tree_graphs.install(runner, steps)
+        undo.callback(tree_graphs.install(runner, steps))
     return steps
 
 
@@ -320,18 +293,14 @@ def _extends(
         if reason is not None:
             raise Unsupported(reason)
     extends = ExtendSteps(rule, layers, runner)
-    undo.callback(observe_batch.remove, extends.observe)
-    observe_batch.install(extends.observe)
+    undo.callback(observe_batch.install(extends.observe))
     return extends
 
 
-def _install_fence(
-    runner: Any, steps: DevicePlannedSteps | HostPlannedSteps, undo: ExitStack
-) -> None:
+def _install_fence(runner: Any, steps: Steps, undo: ExitStack) -> None:
     """Delay page-table writes during graphs with tree attention, if the host does not ask."""
     if read_end() is None and _has_graphs(runner):
-        undo.callback(page_table_fence.remove, runner)
-        page_table_fence.install(runner, steps.replayed_tree)
+        undo.callback(page_table_fence.install(runner, steps.replayed_tree))
 
 
 def _has_graphs(runner: Any) -> bool:

@@ -92,14 +92,6 @@ def _divided(runner: Any) -> tuple[LatentLayer, Division[int, LayerShape]]:
     return shape, Division(dict.fromkeys(sorted(found), held), {})
 
 
-def rows_of(cache: torch.Tensor) -> torch.Tensor:
-    """[tokens, 1, 1, dim] view of a pool's buffer: its rows are pages of one token.
-
-    The host's page table names rows, whatever the server's page size is.
-    """
-    return cache.view(len(cache), 1, 1, cache.shape[-1])
-
-
 def sglang_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
     """SGLang's MLA kernel, FlashAttention-3: the attention and its log-sum-exps."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache

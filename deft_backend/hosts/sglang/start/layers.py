@@ -103,10 +103,7 @@ def divide_layers(
     others: Iterable[int] = (),
     refused: Callable[[LayerShape], str | None] = lambda shape: None,
 ) -> Division[int, LayerShape]:
-    """Decide on every layer of a model.
-
-    Layers with full attention may differ in their heads. A plan serves one shape: that of most
-    layers.
+    """Decide on every layer of a model. A plan serves one shape of heads: that of most layers.
 
     - `others`: Ids of the model's linear and recurrent layers.
     - `refused`: why no kernel runs a shape, or None.
@@ -114,7 +111,7 @@ def divide_layers(
     shapes: dict[int, LayerShape] = {}
     host: dict[int, str] = {}
     for layer in layers:
-        shape = shape_of_layer(layer)
+        shape = _shape_of(layer)
         reason = unsupported_layer(layer) or refused(shape)
         if reason is None and not cache.holds(layer.layer_id, shape):
             reason = "a KV cache of another kind"
@@ -125,7 +122,7 @@ def divide_layers(
     planned = Counter(shapes.values()).most_common(1)[0][0] if shapes else None
     for layer_id, shape in shapes.items():
         if planned is not None and shape != planned:
-            host[layer_id] = other_shape(shape, planned)
+            host[layer_id] = _other_shape(shape, planned)
     for layer_id in others:  # a layer may have both kinds of attention side by side
         if layer_id not in shapes:
             host.setdefault(layer_id, "linear or recurrent attention")
@@ -133,11 +130,11 @@ def divide_layers(
     return Division(tree, host)
 
 
-def shape_of_layer(layer: Any) -> LayerShape:
+def _shape_of(layer: Any) -> LayerShape:
     return LayerShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
 
 
-def other_shape(shape: LayerShape, planned: LayerShape) -> str:
+def _other_shape(shape: LayerShape, planned: LayerShape) -> str:
     """The reason for a layer whose heads differ from those that the plan serves."""
     return (
         f"{shape[0]} query and {shape[1]} KV heads of {shape[2]}; the model's other layers "
@@ -173,10 +170,8 @@ def unsupported_layer(
         return f"keys of {layer.qk_head_dim} and values of {layer.v_head_dim} elements"
     if layer.tp_k_head_num != layer.tp_v_head_num:
         return f"{layer.tp_k_head_num} key heads and {layer.tp_v_head_num} value heads"
-    shape = shape_of_layer(layer)
-    if planned is not None and shape != planned:
-        return other_shape(shape, planned)
-    return None
+    shape = _shape_of(layer)
+    return None if planned is None or shape == planned else _other_shape(shape, planned)
 
 
 def device_of(runner: Any) -> torch.device:

@@ -1,53 +1,26 @@
 """The attention backend: tree attention decodes and verifies; the host's backend does the rest.
 
-The backend is the host's own backend, with some methods replaced. Its class inherits from the
-host's class, and it shares the attributes of the host's object. So models that ask for the class,
-or read and set attributes, meet the host's backend. All that is ours is in one attribute, ``deft``.
+The backend is the host's own, with some methods replaced. Its class inherits from the host's class,
+and it shares the attributes of the host's object. So models that ask for the class, or read and set
+attributes, meet the host's backend. All that is ours is in one attribute, ``deft``.
 """
 
 from __future__ import annotations
 
 import functools
 from types import new_class
-from typing import Any, Protocol
+from typing import Any
 
-from deft_backend.hosts.sglang.step.extends import ExtendSteps
+from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers
 from deft_backend.hosts.sglang.versions import read_end
 
 OWN_STATE = "deft"  # the attribute of the host's backend that holds everything of ours
 
 
-class Steps(Protocol):
-    """Decides which batches tree attention runs, and has them planned."""
-
-    layers: TreeLayers
-    extends: ExtendSteps | None
-    needs_cpu_seq_lens: bool  # whether the host must keep sequence lengths in CPU memory
-
-    def begin(self, forward_batch: Any) -> None:
-        """An eager step begins."""
-        ...
-
-    def begin_capture(self, forward_batch: Any) -> None:
-        """The host is about to capture a graph with this batch."""
-        ...
-
-    def begin_replay(self, forward_batch: Any) -> None:
-        """The host is about to replay a graph for this batch."""
-        ...
-
-    def launch_planning(self, forward_batch: Any) -> None:
-        """Launch what a graph repeats: recorded during a capture, run in the warm-up before it."""
-        ...
-
-    def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
-        """The host has drafted, after it prepared the replay of a graph of this size."""
-        ...
-
-    def reads_during_forward(self, mode: Any) -> bool:
-        """Whether the current step of this mode reads page tables until it ends."""
-        ...
+Steps = DevicePlannedSteps | HostPlannedSteps
+"""Decides which batches tree attention runs, and has them planned."""
 
 
 class DeftAttentionBackend:
@@ -79,33 +52,22 @@ class DeftAttentionBackend:
         self, q: Any = None, k: Any = None, v: Any = None, layer: Any = None,
         forward_batch: Any = None, save_kv_cache: bool = True, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        layers = self.deft.layers
-        if layers.has_planned(forward_batch):
-            return layers.run(LayerCall(q, k, v, layer, save_kv_cache, kwargs))
-        return layers.host.forward(
-            q=q, k=k, v=v, layer=layer, forward_batch=forward_batch, save_kv_cache=save_kv_cache,
-            **kwargs,
-        )  # fmt: skip
+        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
+        return _run(self.deft.layers, "forward", call, forward_batch)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        layers = self.deft.layers
-        if layers.has_planned(forward_batch):
-            return layers.run(LayerCall(q, k, v, layer, save_kv_cache, kwargs))
-        host = layers.host
-        return host.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
+        return _run(self.deft.layers, "forward_decode", call, forward_batch)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        layers = self.deft.layers
-        if layers.has_planned(forward_batch):  # a verification, or a short extend
-            return layers.run(LayerCall(q, k, v, layer, save_kv_cache, kwargs))
-        host = layers.host
-        return host.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
+        return _run(self.deft.layers, "forward_extend", call, forward_batch)
 
     def shared_read_ends(self, mode: Any) -> Any:
         """When a replay has read what the scheduler writes (SGLang asks from 0.5.18 on).
@@ -128,6 +90,13 @@ class DeftAttentionBackend:
     def needs_cpu_seq_lens(self) -> bool:
         """Whether the host must keep sequence lengths in CPU memory."""
         return self.deft.needs_cpu_seq_lens or bool(self.deft.layers.host.needs_cpu_seq_lens)
+
+
+def _run(layers: TreeLayers, method: str, call: LayerCall, forward_batch: Any) -> Any:
+    """Run a layer of any step, by a method of the host's backend unless the step is planned."""
+    if layers.has_planned(forward_batch):
+        return layers.run(call)
+    return call.by(getattr(layers.host, method), forward_batch)
 
 
 def surround(host: Any, steps: Steps) -> Any:

@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.attention import TreeAttention
 from deft_backend.compile.clock import COMPILING
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
@@ -72,25 +73,19 @@ class BatchObserver:
         return last
 
 
-class Planner(Protocol):
-    """The part of :class:`deft_backend.TreeAttention` that plans a batch."""
-
-    def plan(self, forest: PrefixForest) -> Plan: ...
-
-
 @dataclass(frozen=True)
 class Planned:
     """The decision for a batch's composition, valid until the composition changes."""
 
     keys: list[Key]  # Composition of the batch, a key for each request
     requests: Sequence[Any]  # the requests, kept alive so that the ids in `keys` stay unique
-    host_reason: str | None  # why the host's kernel decodes the batch; None: tree attention does
     lens: Int32Array  # [B] int32; tokens of each request when the decision was made
     tokens: int  # tokens of all requests when the decision was made
     # Tokens that the plan's items load, and the number of open ranges, which grow by one token a
     # step.
-    loaded: int
-    grows: int
+    loaded: int = 0
+    grows: int = 0
+    host_reason: str | None = None  # why the host's kernel decodes the batch
 
     def loads(self, tokens: int) -> int:
         """Tokens that a step loads when all requests together hold `tokens`."""
@@ -107,35 +102,21 @@ class Planned:
         return grown <= max(GROWTH_TOKENS * len(keys), GROWTH_SHARE * self.tokens)
 
 
+@dataclass
 class DecodePlanner:
-    """Keeps the plan of the current composition.
+    """Keeps the plan of the current composition."""
 
-    - `source`: Reads the forest of a batch.
-    - `least_gain_ms`: milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
-    - `costs`: gives the time of reads; default: the shipped cost model.
-    - `loses`: whether the host's kernel is faster than a plan, by the costs of the attention.
-    """
-
-    def __init__(
-        self,
-        planner: Planner,
-        source: PrefixSource,
-        settings: Settings,
-        state: ServerState,
-        cross_check: CrossCheck | None = None,
-        least_gain_ms: float = 0.0,
-        costs: CostModel | None = None,
-        loses: Callable[[Plan, PrefixForest], bool] | None = None,
-    ) -> None:
-        self._loses = loses
-        self._planner = planner
-        self._source = source
-        self._settings = settings
-        self._state = state
-        self._cross_check = cross_check
-        self._least_gain_ms = least_gain_ms
-        self._costs = costs or default_cost_model()
-        self.current: Planned | None = None
+    planner: TreeAttention
+    source: PrefixSource
+    settings: Settings
+    state: ServerState
+    cross_check: CrossCheck | None = None
+    # Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
+    least_gain_ms: float = 0.0
+    costs: CostModel | None = None  # gives the time of reads; default: the shipped cost model
+    # Whether the host's kernel is faster than a plan, by the costs of the attention.
+    loses: Callable[[Plan, PrefixForest], bool] | None = None
+    current: Planned | None = None
 
     def step(
         self,
@@ -167,49 +148,56 @@ class DecodePlanner:
         tokens: int,
         batch: Any,
     ) -> Planned:
-        began, compiled = time.perf_counter(), COMPILING.seconds
         requests = list(observed.requests)  # a copy: the host's own changes
         lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
-        reason = refused(len(keys), self._settings, self._settings.max_batch)
-        if reason is not None:
-            return Planned(keys, requests, reason, lens, tokens, 0, 0)
-        forest = self._source.forest(observed.tree_cache, requests, seq_lens)
+        plan = refused(len(keys), self.settings, self.settings.max_batch) or self._plan(
+            requests, observed.tree_cache, seq_lens, batch
+        )
+        if isinstance(plan, str):
+            return Planned(keys, requests, lens, tokens, host_reason=plan)
+        return Planned(keys, requests, lens, tokens, *plan)
+
+    def _plan(
+        self, requests: list[Any], tree_cache: Any, seq_lens: npt.NDArray[np.integer], batch: Any
+    ) -> tuple[int, int] | str:
+        """Plan a batch; what :class:`Planned` keeps of the plan, or why the host decodes it."""
+        began, compiled = time.perf_counter(), COMPILING.seconds
+        forest = self.source.forest(tree_cache, requests, seq_lens)
         reason = self._too_little(forest)
-        if reason is None and self._cross_check is not None:
-            wrong = self._cross_check(forest, batch)
-            if wrong is not None:
-                logger.error(
-                    "deft: DEFT_VERIFY: the radix tree and the page tables differ: %s. The host's "
-                    "kernel decodes this batch.", wrong,
-                )  # fmt: skip
-                reason = "cross-check failed"
         if reason is not None:
-            return Planned(keys, requests, reason, lens, tokens, 0, 0)
-        plan = self._planner.plan(forest)
-        if self._loses is not None and self._loses(plan, forest):
-            reason = "shares too little to be faster"
-            return Planned(keys, requests, reason, lens, tokens, 0, 0)
+            return reason
+        wrong = None if self.cross_check is None else self.cross_check(forest, batch)
+        if wrong is not None:
+            logger.error(
+                "deft: DEFT_VERIFY: the radix tree and the page tables differ: %s. The host's "
+                "kernel decodes this batch.", wrong,
+            )  # fmt: skip
+            return "cross-check failed"
+        plan = self.planner.plan(forest)
+        if self.loses is not None and self.loses(plan, forest):
+            return "shares too little to be faster"
         seconds = time.perf_counter() - began - (COMPILING.seconds - compiled)
-        self._state.plans += 1
-        self._state.plan_seconds += seconds
-        self._state.rids = [request.rid for request in requests]
-        self._state.forest = forest
+        self.state.plans += 1
+        self.state.plan_seconds += seconds
+        self.state.rids = [request.rid for request in requests]
+        self.state.forest = forest
         loaded = plan.loaded_tokens(forest.seq_lens)
         logger.debug(
             "deft: planned %d requests, %d nodes, %d items in %.1f ms: loads %d of %d tokens",
-            len(keys), forest.num_nodes, plan.num_items, seconds * 1e3, loaded, tokens,
+            len(requests), forest.num_nodes, plan.num_items, seconds * 1e3, loaded,
+            forest.tokens_attended,
         )  # fmt: skip
-        return Planned(keys, requests, None, lens, tokens, loaded, plan.num_open)
+        return loaded, plan.num_open
 
     def _too_little(self, forest: PrefixForest) -> str | None:
-        if forest.share < self._settings.min_share:
-            return f"shares less than DEFT_MIN_SHARE={self._settings.min_share:g}"
+        if forest.share < self.settings.min_share:
+            return f"shares less than DEFT_MIN_SHARE={self.settings.min_share:g}"
         saved = forest.tokens_attended - forest.tokens_stored
-        if saved < self._settings.min_shared_tokens:
-            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self._settings.min_shared_tokens}"
-        if self._least_gain_ms > 0.0:
-            state = self._state
-            milliseconds = self._costs.transfer_ms(saved * state.token_bytes * state.num_layers)
-            if milliseconds < self._least_gain_ms:
-                return f"saves less than DEFT_MIN_SAVED_MS={self._least_gain_ms:g}"
+        if saved < self.settings.min_shared_tokens:
+            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self.settings.min_shared_tokens}"
+        if self.least_gain_ms > 0.0:
+            costs, state = self.costs or default_cost_model(), self.state
+            milliseconds = costs.transfer_ms(saved * state.token_bytes * state.num_layers)
+            if milliseconds < self.least_gain_ms:
+                return f"saves less than DEFT_MIN_SAVED_MS={self.least_gain_ms:g}"
         return None

@@ -3,60 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
-from deft_backend.hosts.sglang.step.kinds import Decode, StepKind, Verification
+from deft_backend.hosts.sglang.step.kinds import DECODE, StepKind, Verification
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import Batch
 
 
+@dataclass(eq=False)
 class DevicePlannedSteps:
     """Every batch of DEFT_MIN_BATCH requests or more decodes or verifies with tree attention.
 
-    Planning consists of launches only, which run in the step and are recorded into its graph. So
-    each step plans from the current page table, and the CPU does no work for it. Changes of
-    requests, tree nodes or pages between steps need no notice. Unshared KV takes hardly longer than
-    in the host's kernel, so only the number of requests decides.
-
-    - `settings`: their limits on batches.
-    - `verification`: for servers that speculate.
-    - `shows`: whether to keep the last batch, so that ``deft explain`` can show what it shares.
-    - `compile_for`: Takes the dtypes of table rows and of sequence lengths, and compiles the
-      kernels for them, unless they are compiled. Called before a capture: nothing may be compiled
-      within one.
+    Planning consists of launches only, which a graph records. So each step plans from the current
+    page table without work for the CPU. Unshared KV takes hardly longer than in the host's kernel,
+    so only the number of requests decides.
     """
 
-    needs_cpu_seq_lens = False
+    layers: TreeLayers
+    settings: Settings
+    verification: Verification | None = None  # for servers that speculate
+    # Whether to keep the last batch, so that ``deft explain`` can show what it shares.
+    shows: bool = True
+    # Compiles the kernels for the dtypes of table rows and sequence lengths, if they are not
+    # compiled. Called before a capture: nothing may be compiled within one.
+    compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None
     extends: ExtendSteps | None = None
-
-    def __init__(
-        self,
-        layers: TreeLayers,
-        settings: Settings,
-        *,
-        verification: Verification | None = None,
-        shows: bool = True,
-        compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None,
-    ) -> None:
-        self.layers = layers
-        self._settings = settings
-        self._decode = Decode()
-        self._verification = verification
-        self._shows = shows
-        self._compile_for = compile_for
-        # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier
-        # or a failed graph may hold it. Such a graph reads page tables while it runs.
-        self._tree_graphs: set[int] = set()
-        self._table_readers: set[int] = set()
-        self._replayed_tree = False
-        self._counting = False
-        self._recaptures = False  # the host captures again and has decoded no step since
+    needs_cpu_seq_lens: ClassVar[bool] = False
+    # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
+    # failed graph may hold it. Such a graph reads page tables while it runs.
+    _tree_graphs: set[int] = field(default_factory=set)
+    _table_readers: set[int] = field(default_factory=set)
+    _replayed_tree: bool = False
+    _counting: bool = False
+    _recaptures: bool = False  # the host captures again and has decoded no step since
 
     def begin(self, forward_batch: Any) -> None:
         layers = self.layers
@@ -85,7 +71,7 @@ class DevicePlannedSteps:
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=True)
         if kind is None:
             return
-        self._count_no_steps()
+        self._hold_counters(True)
         size = forward_batch.batch_size
         # The host captures a size again for LoRA adapters, and when its weights have changed.
         if size in self._tree_graphs:
@@ -127,12 +113,9 @@ class DevicePlannedSteps:
             self._planned(self.layers.step, kind)
 
     def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
-        """Load the links once more: the host may prepare a replay before it has drafted.
-
-        It prepares eager steps after it has drafted.
-        """
-        if self._verification is not None and graph_size in self._tree_graphs:
-            self._verification.load_links(spec_info)
+        """Load the links once more: the host may prepare a replay before it has drafted."""
+        if self.verification is not None and graph_size in self._tree_graphs:
+            self.verification.load_links(spec_info)
 
     def reads_during_forward(self, mode: Any) -> bool:
         """The host asks before it names the graph that it replays, so any such graph counts."""
@@ -145,13 +128,13 @@ class DevicePlannedSteps:
     def _kind_of(self, mode: Any) -> StepKind | None:
         """The kind of step that a batch of this mode is; None if the host runs it."""
         if mode.is_decode():
-            return self._decode
-        return self._verification if mode.is_target_verify() else None
+            return DECODE
+        return self.verification if mode.is_target_verify() else None
 
     def _refused(self, requests: int) -> str | None:
         """Why the host's kernel decodes a batch or a graph of this size, or None."""
         most = self.layers.attention.max_batch
-        return self.layers.failure.reason or refused(requests, self._settings, most)
+        return self.layers.failure.reason or refused(requests, self.settings, most)
 
     def _leave_graph(self, size: int) -> None:
         """A kernel failed while this size was captured: its graph holds the host's kernel."""
@@ -160,13 +143,14 @@ class DevicePlannedSteps:
 
     def _compiled_for(self, forward_batch: Any) -> bool:
         """Compile what this batch's tensors need; if that fails, the host's kernel decodes."""
-        if self._compile_for is None:
+        if self.compile_for is None:
             return True
         try:
-            self._compile_for(forward_batch.req_pool_indices.dtype, forward_batch.seq_lens.dtype)
+            self.compile_for(forward_batch.req_pool_indices.dtype, forward_batch.seq_lens.dtype)
         except Exception as error:
-            reason = "kernels not compiled"
-            self.layers.failure.close(reason, "the kernels do not compile (%r)", error)
+            self.layers.failure.close(
+                "kernels not compiled", "the kernels do not compile (%r)", error
+            )
             return False
         return True
 
@@ -175,12 +159,7 @@ class DevicePlannedSteps:
         layers = self.layers
         try:
             step.inputs = inputs = kind.inputs(step.batch)
-            layers.attention.plan_on_device(
-                layers.page_table,
-                inputs.seq_lens,
-                table_rows=inputs.table_rows,
-                query_tokens=inputs.query_tokens,
-            )
+            inputs.plan(layers.attention, layers.page_table)
         except Exception as error:
             layers.failure.planning_failed(error)
             layers.step = None
@@ -190,45 +169,37 @@ class DevicePlannedSteps:
         return True
 
     def _show(self, forward_batch: Any) -> None:
-        """Keep the batch, so that ``deft explain`` can show what it shares."""
-        if self._shows:
+        if self.shows:
             self.layers.state.batch = Batch(
                 self.layers.page_table, forward_batch.seq_lens, 1, forward_batch.req_pool_indices
             )
 
     def _count_verified(self, kind: StepKind, forward_batch: Any) -> None:
         """Count the query tokens of a verification, without those of padding."""
-        if kind is self._verification:
+        if kind is self.verification:
             requests = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
             self.layers.state.verified_tokens += requests * kind.query_tokens
 
     def _count_host(self, reason: str, forward_batch: Any) -> None:
         """Count a step of the host's kernel; the device counts the steps of tree attention."""
-        tokens = forward_batch.seq_lens_sum
+        tokens, lens = forward_batch.seq_lens_sum, forward_batch.seq_lens_cpu
         if tokens is None:
-            lens = forward_batch.seq_lens_cpu
             tokens = 0 if lens is None else lens.sum()
         self.layers.state.count_host(reason, int(tokens))
 
     def _count_steps(self) -> None:
         """Count from the first step on, without the plans of warm-up and capture."""
-        state = self.layers.state
         if not self._counting:
             self._counting = True
-            state.attach_device_counters(self.layers.attention.device_planner.counters.numpy())
-        elif self._recaptures:
-            self._recaptures = False
-            self._synchronize()
-            state.hold_device_counters(False)
+            counters = self.layers.attention.device_planner.counters
+            self.layers.state.attach_device_counters(counters.numpy())
+        self._hold_counters(False)
 
-    def _count_no_steps(self) -> None:
+    def _hold_counters(self, held: bool) -> None:
         """A server that has decoded counts no step while it captures again."""
-        if self._counting and not self._recaptures:
-            self._recaptures = True
-            self._synchronize()
-            self.layers.state.hold_device_counters(True)
-
-    def _synchronize(self) -> None:
-        device = self.layers.attention.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._counting and self._recaptures is not held:
+            self._recaptures = held
+            device = self.layers.attention.device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.layers.state.hold_device_counters(held)

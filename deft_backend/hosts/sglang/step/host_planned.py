@@ -8,7 +8,7 @@ from typing import Any
 
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Planned
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
-from deft_backend.hosts.sglang.step.kinds import Decode
+from deft_backend.hosts.sglang.step.kinds import DECODE
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 
 
@@ -23,25 +23,21 @@ class Decision:
     planned: Planned | None  # the plan, if tree attention decodes the step
 
 
+@dataclass(eq=False)
 class HostPlannedSteps:
     """Sends a decode batch through tree attention if the scheduler made it and it shares enough.
 
     Batches of a warm-up or a capture do not come from the scheduler. If the decision fails, a log
     line gives the error and the host's kernel decodes the step.
-
-    - `observer`: gives the scheduler's requests behind a forward batch.
     """
 
-    needs_cpu_seq_lens = True  # the CPU builds the forest from them
+    layers: TreeLayers
+    planner: DecodePlanner
+    observer: BatchObserver  # gives the scheduler's requests behind a forward batch
     extends: ExtendSteps | None = None
-
-    def __init__(self, layers: TreeLayers, planner: DecodePlanner, observer: BatchObserver) -> None:
-        self.layers = layers
-        self._planner = planner
-        self._observer = observer
-        self._kind = Decode()
-        self._capturing = False  # the host captures the second set of graphs
-        self._decided: Decision | None = None
+    needs_cpu_seq_lens: bool = True  # the CPU builds the forest from them
+    _capturing: bool = False  # the host captures the second set of graphs
+    _decided: Decision | None = None
 
     def begin(self, forward_batch: Any) -> None:
         layers = self.layers
@@ -57,13 +53,11 @@ class HostPlannedSteps:
         assert decided is not None
         layers.begin(
             TreeStep(
-                forward_batch,
-                self._kind.inputs(forward_batch),
-                static_launch=False,
+                forward_batch, DECODE.inputs(forward_batch), static_launch=False,
                 ran=partial(self._count_tree, decided),
                 failed=partial(layers.state.count_host, "kernel failed", decided.tokens),
             )
-        )
+        )  # fmt: skip
 
     def begin_capture(self, forward_batch: Any) -> None:
         """The host captures each size twice: for itself, then with tree attention.
@@ -76,14 +70,20 @@ class HostPlannedSteps:
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=not self._capturing)
         if self._capturing:
             layers.step = TreeStep(
-                forward_batch, self._kind.inputs(forward_batch), captured=True, host_ready=True
+                forward_batch, DECODE.inputs(forward_batch), captured=True, host_ready=True
             )
 
     def begin_replay(self, forward_batch: Any) -> None:
         self.layers.step = None
-        if self._replays_tree(forward_batch):
-            assert self._decided is not None
-            self._count_tree(self._decided)
+        decided = self._decided
+        if (
+            decided is not None
+            and decided.planned is not None
+            and forward_batch.forward_mode.is_decode()
+            # The host passes a view of the decided batch.
+            and forward_batch.out_cache_loc is decided.slots
+        ):
+            self._count_tree(decided)
             if not self.layers.host_in_graphs:  # no layer reads the host's metadata
                 return
         self.layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
@@ -99,9 +99,7 @@ class HostPlannedSteps:
     def takes(self, forward_batch: Any) -> bool:
         """Whether tree attention decodes a batch; decided once for each batch.
 
-        The host asks before it chooses between its graph and an eager step, and again when the
-        eager step begins. The list of ids identifies the batch, because the host makes a new list
-        in each step.
+        The host asks before it chooses its graph. An eager step asks again.
         """
         rids = forward_batch.rids
         if rids is None or self._decided is None or self._decided.rids is not rids:
@@ -111,9 +109,8 @@ class HostPlannedSteps:
     def capture_tree(self, capturing: bool) -> None:
         """The host captures the next forwards with tree attention, or without it again.
 
-        The captured launches read the plan on the device. During the capture that plan is empty,
-        because no plan covers the capture's batch. The host may capture again between two steps, or
-        within one, so the plan in use is restored afterwards.
+        During the capture the plan on the device is empty, because none covers the capture's batch.
+        The host may capture between two steps or within one, so the plan in use is restored.
         """
         self._capturing = capturing
         self.layers.step = None
@@ -130,16 +127,6 @@ class HostPlannedSteps:
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph replayed for a batch reads page tables while it runs."""
         return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
-
-    def _replays_tree(self, view: Any) -> bool:
-        """Whether a replay holds tree attention: the host passes a view of the decided batch."""
-        decided = self._decided
-        return (
-            decided is not None
-            and decided.planned is not None
-            and view.forward_mode.is_decode()
-            and view.out_cache_loc is decided.slots
-        )
 
     def _count_tree(self, decided: Decision) -> None:
         assert decided.planned is not None
@@ -173,11 +160,11 @@ class HostPlannedSteps:
         """The plan for this step, or why the host's kernel decodes it."""
         if self.layers.failure.reason is not None:
             return self.layers.failure.reason
-        observed = self._observer.of(forward_batch)
+        observed = self.observer.of(forward_batch)
         if observed is None:
             return "batch without requests"
         size = forward_batch.batch_size
         if len(observed.requests) != size or len(seq_lens) != size:
             return "beam search" if observed.has_beams else "padded batch"
-        planned = self._planner.step(observed, seq_lens, tokens, forward_batch)
+        planned = self.planner.step(observed, seq_lens, tokens, forward_batch)
         return planned if planned.host_reason is None else planned.host_reason

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deft_backend.attention import TreeAttention
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.sglang.versions import draft_links
 
@@ -29,6 +30,12 @@ class StepInputs:
         """Query tokens of all requests."""
         return len(self.seq_lens) * self.query_tokens if self.tokens is None else self.tokens
 
+    def plan(self, attention: TreeAttention, page_table: torch.Tensor) -> None:
+        """Launch the planning of the step on the device."""
+        attention.plan_on_device(
+            page_table, self.seq_lens, table_rows=self.table_rows, query_tokens=self.query_tokens
+        )
+
 
 class Decode:
     """One query token a request; the host's batch holds everything."""
@@ -50,9 +57,9 @@ class Decode:
 class Verification:
     """The last accepted token and the draft tokens of each request: a chain or a token tree.
 
-    The host's lengths exclude the draft tokens. Its masks have a layout for each backend. The links
-    between draft tokens have one layout, so ancestors come from the links. A replay loads the links
-    of its batch, and the graph computes lengths and ancestors from them on the device.
+    The host's lengths exclude the draft tokens. Its masks have a layout for each backend, but the
+    links between draft tokens have one. A replay loads the links of its batch, and the graph
+    computes lengths and ancestors from them on the device.
 
     - `query_tokens`: Query tokens of each request.
     - `largest`: requests of the largest batch.
@@ -105,6 +112,7 @@ class Verification:
 
 
 StepKind = Decode | Verification
+DECODE = Decode()
 
 
 def is_chain(spec_info: Any) -> bool:

@@ -8,9 +8,9 @@ import torch
 
 from deft_backend.attention import LatentAttention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.start.latent import LatentLayer, rows_of
+from deft_backend.hosts.sglang.start.latent import LatentLayer
 from deft_backend.hosts.sglang.start.layers import unsupported_layer
-from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers, TreeStep
+from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers, TreeStep, padded
 from deft_backend.telemetry.state import ServerState
 
 
@@ -51,9 +51,7 @@ class LatentLayers(TreeLayers):
         return super()._needs_host(call) or LatentLayer.of(call.layer) != self._layer
 
     def _host_reason(self, call: LayerCall) -> str | None:
-        reason = unsupported_layer(call.layer, latent=True)
-        unknown = call.unknown_arguments(self.known_arguments)
-        return reason or (f"the argument {unknown[0]}" if unknown else None)
+        return unsupported_layer(call.layer, latent=True) or self._unknown_argument(call)
 
     def _write_kv(self, call: LayerCall, step: TreeStep) -> None:
         k_rope = call.others.get("k_rope")
@@ -73,11 +71,10 @@ class LatentLayers(TreeLayers):
         else:
             q_nope = call.q.reshape(-1, heads, value_dim)
             q_rope = q_rope.reshape(-1, heads, rope_dim)
-        rows = len(step.inputs.seq_lens)
+        rows, cache = len(step.inputs.seq_lens), self.pool.get_key_buffer(call.layer.layer_id)
+        # The host's page table names rows, whatever the server's page size is.
         out = self._latent.run(
-            q_nope[:rows], q_rope[:rows], rows_of(self.pool.get_key_buffer(call.layer.layer_id)),
+            q_nope[:rows], q_rope[:rows], cache.view(len(cache), 1, 1, cache.shape[-1]),
             self.page_table, sm_scale=call.layer.scaling,
         )  # fmt: skip
-        if rows < len(q_nope):  # the host may pad the tokens to a multiple of its ranks
-            out = torch.cat([out, torch.zeros_like(q_nope[rows:])])
-        return out.view(len(q_nope), -1)
+        return padded(out, len(q_nope))

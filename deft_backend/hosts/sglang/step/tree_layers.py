@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,9 @@ class LayerCall:
     save_kv_cache: bool
     others: Mapping[str, Any]  # further arguments by name
 
-    def unknown_arguments(self, known: Collection[str]) -> list[str]:
-        """Names of arguments that ask for what tree attention does not compute."""
-        return sorted(n for n, value in self.others.items() if value is not None and n not in known)
+    def by(self, method: Callable[..., Any], batch: Any) -> Any:
+        """Make the call of a method of the host's backend."""
+        return method(self.q, self.k, self.v, self.layer, batch, self.save_kv_cache, **self.others)
 
 
 class TreeLayers:
@@ -57,11 +57,7 @@ class TreeLayers:
     The host's metadata is made only if some layer needs the host's kernel. If a kernel fails, a log
     line gives the error and the host's kernel decodes from then on.
 
-    - `host`: the host's own decode backend.
-    - `attention`: Sized for the model's layers.
-    - `state`: receives the counters.
-    - `division`: the model's layers. The log has given the reasons for those that the host's kernel
-      runs.
+    - `division`: the model's layers. The log has given the reasons for the host's layers.
     - `model_asks`: whether the model itself calls methods of its attention backend, which may read
       the host's metadata. Then the host makes the metadata in every step.
     """
@@ -145,8 +141,7 @@ class TreeLayers:
         """Launch what a step repeats after its plan: nothing here."""
 
     def give_up(self, step: TreeStep, error: Exception) -> None:
-        """A launch failed: the host's kernel runs the other layers of this step, and all later
-        steps."""
+        """A launch failed: the host's kernel runs the step's other layers, and all later steps."""
         self.failure.kernel_failed(error)
         if step.failed is not None:
             step.failed()
@@ -157,9 +152,8 @@ class TreeLayers:
         self.host_in_graphs |= step.captured
         self._make_host_ready(step)
         decodes = step.batch.forward_mode.is_decode()
-        run = self.host.forward_decode if decodes else self.host.forward_extend
-        return run(
-            call.q, call.k, call.v, call.layer, step.batch, call.save_kv_cache, **call.others
+        return call.by(
+            self.host.forward_decode if decodes else self.host.forward_extend, step.batch
         )
 
     def _make_host_ready(self, step: TreeStep) -> None:
@@ -168,10 +162,7 @@ class TreeLayers:
             step.host_ready = True
 
     def _needs_host(self, call: LayerCall) -> bool:
-        """Whether the host's kernel runs this layer; decided once for each layer and logged.
-
-        A later call of a layer may bring other arguments than its first one.
-        """
+        """Whether the host's kernel runs this call. A layer's first call decides and is logged."""
         layer = call.layer
         if layer.layer_id not in self._reasons:
             reason = self._reasons[layer.layer_id] = self._host_reason(call)
@@ -183,19 +174,22 @@ class TreeLayers:
             self._reasons[layer.layer_id] is not None
             or call.k is None
             or call.v is None
-            or bool(call.unknown_arguments(self.known_arguments))
+            or self._unknown_argument(call) is not None
         )
 
     def _host_reason(self, call: LayerCall) -> str | None:
         attention = self.attention
         planned = LayerShape(attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
-        reason = unsupported_layer(call.layer, planned)
-        unknown = call.unknown_arguments(self.known_arguments)
-        if reason is None and unknown:
-            reason = f"the argument {unknown[0]}"
+        reason = unsupported_layer(call.layer, planned) or self._unknown_argument(call)
         if reason is None and (call.k is None or call.v is None):
             reason = "keys and values of another layer"
         return reason
+
+    def _unknown_argument(self, call: LayerCall) -> str | None:
+        """An argument that asks for what tree attention does not compute, or None."""
+        given = sorted(name for name, value in call.others.items() if value is not None)
+        unknown = [name for name in given if name not in self.known_arguments]
+        return f"the argument {unknown[0]}" if unknown else None
 
     def _scales(self, layer: Any) -> tuple[Any, ...]:
         """The scales of a layer's keys and values, if the cache has 8 bits."""
@@ -221,24 +215,23 @@ class TreeLayers:
         scales = self._scales(layer) or (1.0, 1.0)
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        # The host may pad the tokens to a multiple of the attention's ranks.
-        rows = inputs.rows
         out = (step.attention or self.attention).run(
-            q[:rows],
-            self.pool.get_key_buffer(layer.layer_id),
-            self.pool.get_value_buffer(layer.layer_id),
-            self.page_table,
-            inputs.seq_lens,
-            table_rows=inputs.table_rows,
-            query_start=inputs.query_start,
-            ancestors=inputs.ancestors,
-            sm_scale=layer.scaling,
-            logit_cap=layer.logit_cap or 0.0,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=call.others.get("sinks"),
+            q[: inputs.rows], self.pool.get_key_buffer(layer.layer_id),
+            self.pool.get_value_buffer(layer.layer_id), self.page_table, inputs.seq_lens,
+            table_rows=inputs.table_rows, query_start=inputs.query_start,
+            ancestors=inputs.ancestors, sm_scale=layer.scaling, logit_cap=layer.logit_cap or 0.0,
+            k_scale=k_scale, v_scale=v_scale, sinks=call.others.get("sinks"),
             static_launch=step.static_launch,
-        )
-        if rows < len(q):
-            out = torch.cat([out, torch.zeros_like(q[rows:])])
-        return out.view(len(q), -1)
+        )  # fmt: skip
+        return padded(out, len(q))
+
+
+def padded(out: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[tokens, Hq * D] from the results of fewer tokens, and zeros.
+
+    The host may pad a step's tokens to a multiple of the attention's ranks.
+    """
+    missing = tokens - len(out)
+    if missing:
+        out = torch.cat([out, out.new_zeros((missing, *out.shape[1:]))])
+    return out.view(tokens, -1)

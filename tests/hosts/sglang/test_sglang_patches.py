@@ -1,0 +1,162 @@
+"""The patches of SGLang: what they change, for which model runners, and in which versions."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from deft_patches.wrapping import is_wrapped, wrap
+from failure_lines import raising
+from sglang_fakes import mode
+
+pytestmark = pytest.mark.usefixtures("host")
+
+
+class Controller:
+    """Takes batches that share; notes each change to the second set of graphs in `events`."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def takes(self, batch):
+        return batch.shared
+
+    def capture_tree(self, capturing):
+        self.events.append(capturing)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    from deft_patches.sglang import tree_graphs
+
+    monkeypatch.setattr(tree_graphs, "_controllers", {})
+    return tree_graphs
+
+
+def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
+    """The patch against a runner that records: labels and order.
+
+    Later versions capture a size for variants of their own: our label is another one.
+    """
+    events = []
+    runner = SimpleNamespace(model_runner=SimpleNamespace())
+    capture = partial(graphs._capture_one_shape, lambda *given: events.append(given), runner, 8)
+    capture("forward", None)
+    assert events == [(runner, 8, "forward", None, None)]  # no controller: the patch has no effect
+    graphs._controllers[id(runner.model_runner)] = Controller(events)
+    for label, ours in ((None, "deft"), ("lora", "lora+deft")):
+        events.clear()
+        capture("forward", None, label, "dense")
+        own, second = ((runner, 8, "forward", None, name, "dense") for name in (label, ours))
+        assert events == [own, True, second, False]
+        for shared, kind, expected in (
+            (True, "decode", ours), (False, "decode", label), (True, "extend", label),
+        ):  # fmt: skip
+            batch = SimpleNamespace(shared=shared, forward_mode=mode(kind))
+            assert graphs._resolve_variant(lambda *_, g=label: g, runner, batch) == expected
+
+
+def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
+    from deft_patches.sglang import page_table_fence as patch
+
+    model = SimpleNamespace(war_fastpath_read_done_event=None)
+    runner = SimpleNamespace(model_runner=model)
+
+    def execute(runner, batch, proxy):
+        model.war_fastpath_read_done_event = "metadata was read"
+        return "logits"
+
+    readers = {id(model): lambda batch: batch == "reads"}
+    monkeypatch.setattr(patch, "_readers", readers)
+    for batch, event in (("does not read", "metadata was read"), ("reads", None)):
+        assert patch._execute(execute, runner, batch) == "logits"
+        assert model.war_fastpath_read_done_event == event
+    readers.clear()
+    patch._execute(execute, runner, "reads")  # another model runner's
+    assert model.war_fastpath_read_done_event == "metadata was read"
+
+
+def test_other_packages_runners_are_patched_themselves(graphs):
+    """A model runner names the class that captures and replays its decode graphs."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    from deft_patches.sglang import page_table_fence as fence
+
+    class Theirs(DecodeCudaGraphRunner):
+        def __init__(self, model_runner):
+            self.model_runner = model_runner
+
+        def execute(self, forward_batch, pp_proxy_tensors=None):
+            self.model_runner.war_fastpath_read_done_event = "metadata was read"
+            return "theirs"
+
+    class Strange(Theirs):
+        def execute(self, batches):
+            pass
+
+    before = vars(DecodeCudaGraphRunner).copy()
+    model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
+    undo = fence.install(model, lambda batch: True), graphs.install(model, object())
+    assert Theirs(model).execute(None) == "theirs"
+    assert model.war_fastpath_read_done_event is None
+    assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
+    assert is_wrapped(Theirs, "_resolve_lora_variant", graphs._resolve_variant)
+    assert vars(DecodeCudaGraphRunner) == before
+    for each in undo:
+        each()
+    assert Theirs(model).execute(None) == "theirs"
+    assert model.war_fastpath_read_done_event == "metadata was read"
+    assert not graphs._controllers
+    strange = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Strange)
+    with pytest.raises(RuntimeError, match="execute of Strange takes"):
+        fence.install(strange, lambda batch: True)
+
+
+def test_a_patch_is_there_whatever_other_plugins_hooked():
+    """The host's registry applies hooks to a method only once."""
+    from sglang.srt.plugins import hook_registry
+
+    class Runner:
+        def execute(self, word):
+            return [word]
+
+        @classmethod
+        def make(cls, word):
+            return [cls.__name__, word]
+
+    def ours(original, owner, word):
+        return [*original(owner, word), "ours"]
+
+    hook_registry.Runner = Runner
+    registry, kind = hook_registry.HookRegistry, hook_registry.HookType
+    target = "sglang.srt.plugins.hook_registry.Runner.execute"
+    registry.register(target, lambda made, *args: [*made, "theirs"], kind.AFTER)
+    registry.apply_hooks()
+    try:
+        for _ in range(2):
+            wrap(Runner, "execute", ours)
+            wrap(Runner, "make", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours"]
+        assert Runner.make("a") == ["Runner", "a", "ours"]
+        assert type("Other", (Runner,), {}).make("a") == ["Other", "a", "ours"]
+        registry._patched.discard(target)
+        registry.apply_hooks()  # another hook goes around ours: ours is still found
+        wrap(Runner, "execute", ours)
+        assert Runner().execute("a") == ["a", "theirs", "ours", "theirs"]
+        assert not is_wrapped(Runner, "execute", lambda *given: None)
+    finally:
+        del hook_registry.Runner, registry._hooks[target]
+        registry._patched.discard(target)
+
+
+def test_an_observer_that_fails_is_dropped(caplog, monkeypatch):
+    from deft_patches.sglang import observe_batch
+
+    seen = []
+    observers = [raising(ValueError("unknown batch")), lambda *given: seen.append(given)]
+    monkeypatch.setattr(observe_batch, "_observers", dict.fromkeys(observers))
+    for _ in range(2):
+        made = observe_batch._observe(lambda cls, batch, runner: batch, None, "batch", "runner")
+        assert made == "batch"
+    assert seen == [("batch", "batch", "runner")] * 2
+    assert caplog.text.count("unknown batch") == 1
