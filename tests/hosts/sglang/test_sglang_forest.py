@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,6 +153,11 @@ def test_a_changed_composition_is_planned_anew():
     step(planner, requests[:0:-1], lens[:0:-1] + 2)
     assert len(attention.forests) == 6
     assert attention.forests[-1].tokens_stored == attention.forests[-1].tokens_attended
+    # Other requests of the same rows, nodes and lengths: a server with released memory and new
+    # weights may number its nodes from 0 again.
+    requests = [SimpleNamespace(**vars(request)) for request in requests]
+    step(planner, requests[:0:-1], lens[:0:-1] + 2)
+    assert len(attention.forests) == 7
 
 
 def test_a_request_that_gave_more_to_the_tree_is_planned_anew():

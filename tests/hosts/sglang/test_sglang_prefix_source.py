@@ -12,14 +12,9 @@ from deft_backend.hosts.sglang.prefixes import page_table
 from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource, tree_reader
 from deft_backend.hosts.sglang.prefixes.radix_trees import TreeError, UnifiedTreeSource
-from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
 from sglang_fakes import (
-    EAGER,
-    FakeAttention,
     Tree,
     assert_same_forest,
-    make_state,
-    observed,
     requests_of,
 )
 
@@ -209,40 +204,3 @@ def test_trees_of_several_components_are_read_from_the_page_table(unified):
     assert tree_reader(cache) is None
     derived = type("LMCacheUnifiedRadixCache", (type(cache),), {"__init__": lambda self: None})
     assert tree_reader(derived()) is None
-
-
-def test_requests_after_the_memory_was_released_are_planned_anew():
-    """A server with released memory and new weights may number nodes from 0 again.
-
-    The new requests have the rows, nodes and lengths of the old ones, but share other tokens.
-    """
-    tree = type("UnifiedRadixCache", (), {"__module__": "sglang.srt.mem_cache.unified_radix_cache"})
-    shares = {"tokens": 6}
-    cache = tree()
-    cache.tree_components = ("full",)
-    cache.tree_core = SimpleNamespace(
-        is_eagle=False,
-        collect_path_info=lambda ends: [
-            [part(1, 0, shares["tokens"]), part(end, shares["tokens"], 8)] for end in ends
-        ],
-    )
-
-    def requests():
-        return [
-            SimpleNamespace(
-                last_node=node, rid=f"r{node}",
-                kv=SimpleNamespace(req_pool_idx=node, cache_protected_len=8),
-            )
-            for node in (2, 3)
-        ]  # fmt: skip
-
-    attention = FakeAttention()
-    source = PrefixSource(torch.empty((0, 0), dtype=torch.int32))
-    planner = DecodePlanner(attention, source, EAGER, make_state())
-    lens = np.array([9, 9])
-    before = requests()
-    for _ in range(3):
-        planner.step(observed(before, cache), lens, 18)
-    shares["tokens"] = 2
-    planner.step(observed(requests(), cache), lens, 18)
-    assert [forest.length[0] for forest in attention.forests] == [6, 2]
