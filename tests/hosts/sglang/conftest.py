@@ -7,7 +7,7 @@ from sglang_fakes import load_host
 
 
 @pytest.fixture(autouse=True)
-def no_failures(failures: list[str]) -> None:  # noqa: F811
+def no_failures(failures):  # noqa: F811
     """See ``failures``: a test that expects a failure clears the list."""
 
 

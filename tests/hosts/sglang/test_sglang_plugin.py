@@ -1,34 +1,19 @@
 """``--attention-backend deft``: the host's arguments, and the registration."""
 
 import re
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.planner_choice import SGLANG, selects_device_planner
-from deft_backend.hosts.sglang.start.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
     draft_tokens,
     drafts_trees,
-    read_end,
 )
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
-from sglang_fakes import (
-    FakePool,
-    MHATokenToKVPool,
-    Tree,
-    make_state,
-    observed,
-    requests_of,
-    small_attention,
-    tree_layers,
-)
 
 SWITCHES = {
     "enable_two_batch_overlap": "two-batch overlap",
@@ -65,9 +50,6 @@ def latent_model(**config):
 
 MLA = {"mla": True, "tp_size": 8, "model": latent_model()}
 """What differs in the arguments of a server with an MLA model."""
-
-FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
-"""Both layers of a model decode through tree attention."""
 
 
 def resolve_as_host(made):
@@ -267,13 +249,6 @@ def test_verification_is_planned_on_the_device(changes, tokens, on_device, caplo
     assert ("have no effect" in caplog.text) is bool(changes)
 
 
-def test_the_draft_models_runner_keeps_the_hosts_backend(host):
-    from deft_backend.hosts.sglang.start import factory
-
-    own = object()
-    assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
-
-
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
@@ -318,58 +293,6 @@ def test_registering_never_raises(host, monkeypatch, caplog):
     monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
     plugin.register()
     assert "a host from another planet" in caplog.text
-
-
-@pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(
-    ("per_rank", "planner", "made"),
-    [(True, "host", False), (True, "device", True), (False, "host", True)],
-)
-def test_ranks_that_decode_for_themselves_need_the_devices_planner(
-    monkeypatch, per_rank, planner, made
-):
-    """Each rank would choose between two sets of graphs, and graphs hold collectives."""
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start import layers as model_layers
-    from deft_backend.settings.config import Settings
-
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "TreeAttention", raising(RuntimeError("made")))
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    runner = SimpleNamespace(
-        device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
-        server_args=SimpleNamespace(enable_dp_attention=per_rank),
-    )  # fmt: skip
-    said = "made" if made else "DP attention is not supported where batches are planned on"
-    with pytest.raises(RuntimeError, match=said):
-        factory._create(runner, object(), Settings(planner=planner), ExitStack())
-
-
-@pytest.mark.parametrize(
-    ("name", "cache", "scale", "refused"),
-    [
-        ("torch_native", torch.float8_e4m3fn, 0.02, True),
-        ("flex_attention", torch.float8_e5m2, 0.02, True),
-        ("torch_native", torch.float8_e4m3fn, None, False),
-        ("torch_native", torch.bfloat16, 0.02, False),
-        ("triton", torch.float8_e4m3fn, 0.02, False),
-    ],
-)
-def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
-    host, name, cache, scale, refused, monkeypatch
-):
-    """SGLang's torch backends write and read such a cache without its scales."""
-    from deft_backend.hosts.sglang.start import layers as model_layers
-
-    layers = [
-        SimpleNamespace(k_scale=None, v_scale=None),
-        SimpleNamespace(k_scale=None, v_scale=scale),
-    ]
-    monkeypatch.setattr(model_layers, "attention_layers", lambda model: layers)
-    reason = model_layers.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
-    assert (reason is not None) == refused
-    if refused:
-        assert reason == f"{name} ignores the scales of a KV cache in {cache}"
 
 
 def test_arguments_made_before_the_plugin_was_there_are_told_so(host):
@@ -436,147 +359,6 @@ def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
     made = registry.ATTENTION_BACKENDS["theirs"](SimpleNamespace(server_args=arguments))
     assert made == "their backend"
     assert bool(installed) is observed
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"token_to_kv_pool": FakePool(64)}, "a KV cache of kind FakePool"),
-        ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
-        ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
-    ],
-)
-def test_model_runners_that_are_not_supported(changes, reason):
-    runner = {
-        "dtype": torch.float16, "kv_cache_dtype": torch.float16,
-        "token_to_kv_pool": MHATokenToKVPool(64),
-    }  # fmt: skip
-    found = unsupported_model(SimpleNamespace(**{**runner, **changes}))
-    assert found is None if reason is None else reason in str(found)
-
-
-def test_models_that_call_their_backend_are_found(host, monkeypatch):
-    """By the source of their modules, because the call may import its function locally."""
-    from deft_backend.hosts.sglang.start import layers as model_layers
-
-    part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
-    heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
-    texts = {"made_up.asking": "x = get_attn_backend()", "made_up.inheriting": ""}
-    monkeypatch.setattr(model_layers, "_source", texts.__getitem__)
-    for model in (part(), heir()):
-        assert model_layers.model_asks(SimpleNamespace(model=model))
-    texts["made_up.asking"] = "x = attention(q, k, v)"
-    for model in (part(), heir(), torch.nn.Linear(1, 1)):
-        assert not model_layers.model_asks(SimpleNamespace(model=model))
-    layer = type("RadixAttention", (torch.nn.Module,), {"__module__": "sglang.srt.layers.x"})
-    assert not model_layers.model_asks(SimpleNamespace(model=layer()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "device", "wrong", "reason"),
-    [
-        ({"verify": True}, "cpu", True, "cross-check failed"),
-        ({"verify": True}, "cpu", False, None),
-        ({}, "cpu", True, None),
-        ({"min_saved_ms": 1.0}, "cpu", False, None),
-        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
-    ],
-)
-def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason, monkeypatch):
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.settings.config import Settings
-
-    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
-    table[1, 0] += 50 * wrong  # the tree claims to share tokens that are not shared
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(cuda_graph_config=graphs),
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
-        model=torch.nn.Linear(1, 1),
-    )
-    attention = small_attention(max_batch=4)
-    monkeypatch.setattr(attention, "device", torch.device(device))
-    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
-    settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
-    with ExitStack() as undo:
-        layers = tree_layers(own, attention, make_state())
-        steps = factory._host_planned(runner, layers, settings, undo)
-    batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
-    planned = steps.planner.step(observed(requests), lens, int(lens.sum()), batch)
-    assert planned.host_reason == reason
-
-
-@pytest.mark.parametrize(
-    "at", ["nowhere", "no graphs", "fence", "graphs", "another rank", "no group", "differs"]
-)
-@pytest.mark.parametrize("planner", ["host", "device"])
-def test_a_set_up_that_fails_leaves_nothing_behind(
-    host, at, planner, monkeypatch, caplog, tmp_path, failures
-):
-    """The host's backend then runs alone on all ranks, with one set of graphs."""
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start import layers as model_layers
-    from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
-
-    def reduced(flags, operation, group):
-        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
-        other = flags.clone()
-        if at == "another rank":
-            other = torch.tensor([0, *other[1:]])
-        elif at == "differs":  # the other rank decided something else
-            other = torch.tensor([1, other[1] + 5, -(other[1] + 5)])
-        flags.copy_(torch.minimum(flags, other))
-
-    caplog.set_level("INFO", logger="deft_backend")
-    monkeypatch.setenv("DEFT_PLANNER", planner)
-    monkeypatch.setenv("DEFT_SHORT_EXTENDS", "4")
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
-    if at in ("fence", "graphs"):
-        patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
-        monkeypatch.setattr(patch, "install", raising(RuntimeError("not here")))
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
-    has_graphs = at != "no graphs"
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full" if has_graphs else "disabled"))
-    group = SimpleNamespace(world_size=2, cpu_group="in host memory")
-    runner = SimpleNamespace(
-        is_draft_worker=False,
-        server_args=SimpleNamespace(
-            cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
-        ),
-        device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=table,
-        model=torch.nn.Linear(1, 1),
-        ps=SimpleNamespace(attn_tp_rank=0),
-        tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
-    )  # fmt: skip
-    own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
-    for patch, held in (
-        (observe_batch, "_observers"), (page_table_fence, "_readers"),
-        (tree_graphs, "_controllers"),
-    ):  # fmt: skip
-        monkeypatch.setattr(patch, held, {})
-    made = factory.wrap_backend(runner, "triton", own)
-    fences = read_end() is None and has_graphs  # later versions ask the backend
-    unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
-    works = at in ("nowhere", "no graphs") or (planner, at) in unneeded
-    said = {
-        "graphs": "('not here')", "fence": "('not here')", "no group": "its ranks cannot agree",
-        "another rank": "another rank has no tree attention", "differs": "decode in different ways",
-    }  # fmt: skip
-    assert ("deft: decode goes through tree attention" if works else said[at]) in caplog.text
-    assert bool(failures) == (at in ("fence", "graphs") and not works)
-    failures.clear()
-    assert (made is not own) == works
-    assert hasattr(own, "deft") == works
-    assert (id(runner) in page_table_fence._readers) == (works and fences)
-    assert (id(runner) in tree_graphs._controllers) == (works and planner == "host" and has_graphs)
-    # Short extends observe batches with every planner, and the host planner does as well.
-    assert len(observe_batch._observers) == {"host": 2, "device": 1}[planner] * works
-    assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host, monkeypatch):
