@@ -188,14 +188,11 @@ def read_end() -> Any:
     return None if ends is None else ends.UNKNOWN
 
 
-def metadata_graphs() -> bool:
-    """Whether the host also replays the preparation of metadata from a graph (0.5.19 on).
-
-    An environment variable turns it on. Then the backend does not see every replay.
-    """
+def is_set(name: str) -> bool:
+    """Whether an environment variable of the host turns something on; not every version has it."""
     from sglang.srt.environ import envs
 
-    setting = getattr(envs, "SGLANG_ENABLE_METADATA_GLUE_GRAPH", None)
+    setting = getattr(envs, name, None)
     return setting is not None and bool(setting.get())
 
 

@@ -112,16 +112,17 @@ def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sized", "kept", "said"),
+    ("kind", "setting", "kept", "said"),
     [
-        ("full", False, "full", ""), ("full", True, "full", ""),
-        ("breakable", False, "disabled", "decode graphs are of the kind breakable"),
-        ("breakable", True, None, "KV is sized after capture"),
+        ("full", "", "full", ""), ("full", "POST_CAPTURE_KV_SIZING", "full", ""),
+        ("full", "METADATA_GLUE_GRAPH", "disabled", "hides replays from the attention backend"),
+        ("breakable", "", "disabled", "decode graphs are of the kind breakable"),
+        ("breakable", "POST_CAPTURE_KV_SIZING", None, "KV is sized after capture"),
     ],
 )  # fmt: skip
-def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, sized, kept, said):
+def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, setting, kept, said):
     """Full graphs get a second set. Others are switched off, unless memory is sized by them."""
-    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", str(int(sized)))
+    monkeypatch.setenv(f"SGLANG_ENABLE_{setting}", "1")
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
     assert (served(arguments, made) is not None) == (kept is not None)

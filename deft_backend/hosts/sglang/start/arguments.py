@@ -191,10 +191,8 @@ def _check_fallback(name: str | None) -> None:
 
 def _sized_with_graphs(server_args: Any) -> str | None:
     """Why this server needs decode graphs that cannot hold tree attention, or None."""
-    from sglang.srt.environ import envs
-
-    setting = getattr(envs, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None)
-    if setting is None or not setting.get() or versions.resolved(server_args).device != "cuda":
+    sized = versions.is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+    if not sized or versions.resolved(server_args).device != "cuda":
         return None
     kind = versions.decode_graphs(server_args)
     if kind == "disabled" or _not_in_graphs(kind) is None:
@@ -222,6 +220,6 @@ def _keep_or_disable_decode_graphs(server_args: Any) -> None:
 
 def _not_in_graphs(kind: str) -> str | None:
     """Why tree attention cannot be in decode graphs of a kind, or None."""
-    if versions.metadata_graphs():
+    if versions.is_set("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):  # 0.5.19 on
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH hides replays from the attention backend"
     return None if kind == "full" else f"decode graphs are of the kind {kind}, not full"

@@ -45,10 +45,7 @@ def latent_attention(
 ) -> tuple[LatentAttention, Division[int, LayerShape]]:
     """MLA for a model runner's layers, after it has passed a check on this machine.
 
-    Raises
-    ------
-    Unsupported
-        With the reason for the log.
+    Raises Unsupported with the reason for the log.
     """
     device, dtype = device_of(runner), runner.dtype
     if device.type == "cuda" and capability_of(device) != HOPPER:

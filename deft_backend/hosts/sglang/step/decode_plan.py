@@ -119,11 +119,7 @@ class DecodePlanner:
     current: Planned | None = None
 
     def step(
-        self,
-        observed: Observed,
-        seq_lens: npt.NDArray[np.integer],
-        tokens: int,
-        batch: Any = None,
+        self, observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int, batch: Any = None
     ) -> Planned:
         """Decide on a decode step; plan it if the composition changed.
 
@@ -141,13 +137,9 @@ class DecodePlanner:
         return self.current
 
     def _decide(
-        self,
-        keys: list[Key],
-        observed: Observed,
-        seq_lens: npt.NDArray[np.integer],
-        tokens: int,
+        self, keys: list[Key], observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int,
         batch: Any,
-    ) -> Planned:
+    ) -> Planned:  # fmt: skip
         requests = list(observed.requests)  # a copy: the host's own changes
         lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
         plan = refused(len(keys), self.settings, self.settings.max_batch) or self._plan(

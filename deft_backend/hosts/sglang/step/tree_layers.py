@@ -65,14 +65,9 @@ class TreeLayers:
     known_arguments: tuple[str, ...] = ("sinks",)
 
     def __init__(
-        self,
-        host: Any,
-        attention: TreeAttention,
-        state: ServerState,
-        division: Division[int, LayerShape],
-        *,
-        model_asks: bool = False,
-    ) -> None:
+        self, host: Any, attention: TreeAttention, state: ServerState,
+        division: Division[int, LayerShape], *, model_asks: bool = False,
+    ) -> None:  # fmt: skip
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
         self._location = KVWriteLoc
