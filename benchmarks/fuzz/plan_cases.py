@@ -151,9 +151,9 @@ class PlanFuzzer:
 
     def _on_device(self, batches: Sequence[RandomBatch]) -> Iterator[Plan]:
         buffer = self._plan._buffer
-        kept = torch.empty((len(batches), len(buffer)), dtype=torch.uint8, device=self._device)
+        kept = torch.empty((len(batches), len(buffer)), dtype=buffer.dtype, device=self._device)
         for at, batch in enumerate(batches):
-            buffer.fill_(0xAB)  # any earlier content
+            buffer.fill_(0x2BABABAB)  # any earlier content
             table, rows, lens = (
                 torch.from_numpy(array).to(self._device)
                 for array in (batch.page_table, batch.rows, batch.seq_lens)

@@ -23,60 +23,53 @@ from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """The batch of the plan on the device.
+    """The batch of the plan on the device."""
 
-    Attributes
-    ----------
-    requests : int
-        Requests that the plan covers; 0 for an empty plan.
-    on_device : bool
-        Whether the device planner made the plan. If so, the CPU knows nothing else of it.
-    blocks : QueryBlocks
-        The query blocks of a request.
-    forest : PrefixForest, optional
-        The forest of the host planner's plan, with a query for each query block.
-    plan : Plan, optional
-        The host planner's plan.
-    grouping : Grouping, optional
-        The groups behind `plan`; None if the plan was made elsewhere.
-    """
-
-    requests: int = 0
+    requests: int = 0  # requests that the plan covers; 0 for an empty plan
+    # Whether the device planner made the plan. If so, the CPU knows nothing else of it.
     on_device: bool = False
-    blocks: QueryBlocks = ONE_TOKEN
+    blocks: QueryBlocks = ONE_TOKEN  # the query blocks of a request
+    # Of the host planner's plan: its forest, with a query for each query block, the plan, and the
+    # groups behind it; no groups if the plan was made elsewhere.
     forest: PrefixForest | None = None
     plan: Plan | None = None
     grouping: Grouping | None = None
 
 
+class Planned:
+    """What every attention over a plan offers for its plan."""
+
+    _current: CurrentPlan
+
+    @property
+    def forest(self) -> PrefixForest | None:
+        """The forest of the plan, with a query for each query block; None for a plan made on the
+        device."""
+        return self._current.batch.forest
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The host planner's plan; None for a plan made on the device."""
+        return self._current.batch.plan
+
+    def clear_plan(self) -> None:
+        """Empty the plan on the device: kernels then return at once for any batch."""
+        self._current.clear()
+
+    def restore_plan(self) -> None:
+        """Put the host planner's last plan back after :meth:`clear_plan`.
+
+        Afterwards kernels of any stream see it.
+        """
+        self._current.restore()
+
+
 class CurrentPlan:
     """A plan's arrays on the device and the planners that write them.
 
-    The arrays keep their addresses, so that CUDA graphs can hold them.
-
-    Parameters
-    ----------
-    policy : Policy
-        How KV and queries are grouped.
-    target : Target
-        The attention and the machine that plans are made for.
-    capacity : PlanCapacity
-        Sizes of the arrays.
-    device : torch.device
-        Where the arrays lie.
-    page_size : int
-        Tokens of a page.
-    overlapped : bool
-        Whether each launch of the device planner may begin before the previous launch has ended.
-    interpreted : bool
-        Whether Triton's interpreter runs the device planner's kernels.
-
-    Attributes
-    ----------
-    arrays : DevicePlan
-        The plan as the kernels read it.
-    batch : PlannedBatch
-        The batch that `arrays` cover.
+    `arrays` are the plan as the kernels read it, and `batch` is what they cover. The arrays keep
+    their addresses, so that CUDA graphs can hold them. `overlapped` and `interpreted` are those of
+    :class:`~deft_backend.planner.on_device.DevicePlanner`.
     """
 
     def __init__(
@@ -111,10 +104,7 @@ class CurrentPlan:
     def device_planner(self) -> DevicePlanner:
         """The device planner; the first use allocates its memory.
 
-        Raises
-        ------
-        PolicyError
-            If the device planner cannot follow the policy, or cannot fill the capacity.
+        Raises PolicyError if it cannot follow the policy, or cannot fill the capacity.
         """
         if self._device_planner is None:
             self._device_planner = DevicePlanner(
@@ -167,13 +157,9 @@ class CurrentPlan:
     def use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks = ONE_TOKEN) -> None:
         """Replace the plan by the given one; it must cover the batch of `forest`.
 
-        `forest` has a query for each of the `blocks` of a request.
-
-        Raises
-        ------
-        PlanError
-            If the plan needs the masked tile, for which captured CUDA graphs of this policy have no
-            launch, or if the arrays cannot hold it.
+        `forest` has a query for each of the `blocks` of a request. Raises PlanError if the arrays
+        cannot hold the plan, or if the plan needs the masked tile, for which captured CUDA graphs
+        of this policy have no launch.
         """
         if forest.batch_size > self.capacity.max_batch:
             raise PlanError(

@@ -1,22 +1,48 @@
-"""The target of plans, from the attention's shape and its kernel configuration."""
+"""How an attention is planned and run: query blocks, kernel configuration and target."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from deft_backend.costs.device_tables import cost_model_on
-from deft_backend.kernels import KernelConfiguration
+from deft_backend.kernels import Gpu, KernelConfiguration, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
 from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
+class QueryShape(NamedTuple):
+    """How requests of so many query tokens are planned and run."""
+
+    blocks: QueryBlocks
+    config: KernelConfiguration
+    target: Target
+
+
+class QueryShapes(dict[int, QueryShape]):
+    """The :class:`QueryShape` of each number of query tokens, made when it is first used."""
+
+    def __init__(self, shape: AttentionShape, gpu: Gpu | None) -> None:
+        super().__init__()
+        self._shape = shape
+        self._gpu = gpu
+
+    def __missing__(self, query_tokens: int) -> QueryShape:
+        shape = self._shape
+        blocks = QueryBlocks.of(query_tokens, shape.gqa_group)
+        config = kernel_configuration(
+            shape.head_dim, shape.dtype, shape.device, shape.gqa_group, self._gpu,
+            query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype,
+        )  # fmt: skip
+        self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
+        return self[query_tokens]
+
+
 def target_of(
     config: KernelConfiguration, shape: AttentionShape, blocks: QueryBlocks = ONE_TOKEN
 ) -> Target:
-    """The target of plans for kernels configured by `config`, with the costs of its device.
-
-    `blocks` are the query blocks of a request.
-    """
+    """The target of plans for kernels configured by `config`, with the costs of its device."""
     heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
     kv_heads = shape.num_kv_heads
     tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in config.tiles)

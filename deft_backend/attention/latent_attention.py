@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from deft_backend.attention.current_device import device_as_current
-from deft_backend.attention.current_plan import CurrentPlan
+from deft_backend.attention.current_device import device_as_current, numbered
+from deft_backend.attention.current_plan import CurrentPlan, Planned
 from deft_backend.attention.step_checks import AttentionError, check_batch, check_operand
 from deft_backend.costs.latent_costs import LAUNCH_NS, TOKEN_NS, latent_costs
 from deft_backend.forest import PrefixForest
@@ -23,15 +23,14 @@ from deft_backend.shapes.latent_limits import gains_nothing
 from deft_backend.shapes.latent_shape import LatentShape
 from deft_backend.shapes.query_blocks import QueryBlocks
 
-LEVELS = 3
-"""Levels of shared nodes for which a call has room, if every request is below each."""
+LEVELS = 3  # levels of shared nodes for which a call has room, if every request is below each
 
 NODE_REQUESTS, FEWEST_NODES = 4, 4
 """A call has room for a node for so many requests, and for at least so many nodes. More room would
 cost time in every call: the kernel looks through empty entries."""
 
 
-class LatentAttention:
+class LatentAttention(Planned):
     """MLA of decode and verification over a batch that shares prefixes: plan, lay out, run.
 
     The host's own MLA kernel computes every node of the forest once, as a request of many query
@@ -39,37 +38,20 @@ class LatentAttention:
     merge by their log-sum-exp. All device memory keeps its addresses, so CUDA graphs can hold the
     launches.
 
-    Parameters
-    ----------
-    num_query_heads : int
-        Query heads of this rank.
-    dtype : torch.dtype
-        Of queries, KV cache and output.
-    device : torch.device or str
-    kernel : LatentKernel
-        The host's kernel; :func:`~deft_backend.kernels.latent.plain_kernel.plain_latent_attention`
-        on the CPU.
-    page_size : int
-        Tokens of a page.
-    max_batch : int
-        Most requests of a batch.
-    query_tokens : int
-        Query tokens of each request: 1 in decode, more in the verification of a chain of drafts.
-    value_dim, rope_dim : int
-        Elements of a token's latent vector, and of the key's part with its position.
-    compiled_for : Gpu, optional
-        A GPU that is not at hand; launches can only be recorded, as with `TreeAttention`.
+    - `num_query_heads`: query heads of this rank.
+    - `dtype`: of queries, KV cache and output.
+    - `kernel`: the host's; on the CPU
+      :func:`~deft_backend.kernels.latent.plain_kernel.plain_latent_attention`.
+    - `page_size`: tokens of a page.
+    - `max_batch`: most requests of a batch.
+    - `query_tokens`: of each request: 1 in decode, more in the verification of a chain of drafts.
+    - `value_dim`, `rope_dim`: elements of a token's latent vector, and of the key's part with its
+      position.
+    - `compiled_for`: a GPU that is not at hand; launches can only be recorded, as with
+      `TreeAttention`.
 
-    Attributes
-    ----------
-    shape : LatentShape
-    target : Target
-        The attention, the GPU and the costs that plans are made for.
-
-    Raises
-    ------
-    AttentionError
-        If a request fills a tile of the kernel by itself.
+    `target` is the attention, the GPU and the costs that plans are made for. The constructor raises
+    AttentionError if a request fills a tile of the kernel by itself.
 
     Examples
     --------
@@ -104,9 +86,7 @@ class LatentAttention:
         rope_dim: int = 64,
         compiled_for: Gpu | None = None,
     ) -> None:
-        self.device = torch.device(device)
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = numbered(device)
         reason = gains_nothing(num_query_heads, query_tokens)
         if reason is not None:
             raise AttentionError(reason)
@@ -135,16 +115,6 @@ class LatentAttention:
         )  # fmt: skip
         self._own_rows = torch.arange(max_batch, dtype=torch.int32, device=self.device)
         self._laid_out: PlanCapacity | None = None
-
-    @property
-    def forest(self) -> PrefixForest | None:
-        """The forest of the plan; None for a plan made on the device."""
-        return self._current.batch.forest
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The host planner's plan; None for a plan made on the device."""
-        return self._current.batch.plan
 
     @property
     def workspace_bytes(self) -> int:
@@ -220,14 +190,6 @@ class LatentAttention:
                 self._laid_out, seq_lens, rows, self.query_tokens,
                 by_segment=self._current.batch.on_device,
             )  # fmt: skip
-
-    def clear_plan(self) -> None:
-        """Empty the plan on the device."""
-        self._current.clear()
-
-    def restore_plan(self) -> None:
-        """Put the host planner's last plan back after :meth:`clear_plan`."""
-        self._current.restore()
 
     def run(
         self,

@@ -11,8 +11,7 @@ from deft_backend.policies import get_policy
 from deft_backend.settings.policy_names import DEFT_NODE
 
 SHARED, OWN, REQUESTS = 150, 3, 5
-TOLERANCE = 1.6e-2
-"""Largest relative error: several times that of rounding to bfloat16."""
+TOLERANCE = 1.6e-2  # largest relative error: several times that of rounding to bfloat16
 
 
 def failed_latent_check(attention: LatentAttention) -> str | None:

@@ -23,31 +23,17 @@ from deft_backend.forest import forest_from_page_tables
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
 
-
-MOST_BYTES = 1 << 28
-"""About what the keys of a check may span, and so may its values."""
+MOST_BYTES = 1 << 28  # about what the keys of a check may span, and so may its values
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of an attention.
+    """One run of an attention."""
 
-    Attributes
-    ----------
-    on_device : bool
-        Whether the device planner makes the plan.
-    query_tokens : int
-        Of each request; of several, `trees` form token trees and others chains.
-    ragged : bool
-        Whether `query_start` tells where the requests' rows begin.
-    soft_cap : bool
-    sinks : torch.dtype, optional
-    """
-
-    on_device: bool
-    query_tokens: int = 1
-    trees: bool = False
-    ragged: bool = False
+    on_device: bool  # whether the device planner makes the plan
+    query_tokens: int = 1  # of each request
+    trees: bool = False  # whether several query tokens form a token tree; else they form a chain
+    ragged: bool = False  # whether `query_start` tells where the requests' rows begin
     soft_cap: bool = False
     sinks: torch.dtype | None = None
 
@@ -59,16 +45,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A server's tensors, as far as kernels are compiled for them; None: pages of our own.
+    """A server's tensors, as far as kernels are compiled for them."""
 
-    Attributes
-    ----------
-    k_cache, v_cache : tensor, optional
-        Some cache whose page shape and strides the check takes over.
-    table_columns : int
-    table_dtype, rows_dtype, lens_dtype : torch.dtype
-    """
-
+    # Caches whose page shape and strides the check takes over; None: pages of our own.
     k_cache: torch.Tensor | None = None
     v_cache: torch.Tensor | None = None
     table_columns: int = 0

@@ -20,12 +20,9 @@ class AttentionError(ValueError):
 def check_attention(
     shape: AttentionShape, *, max_batch: int, query_tokens: int, gpu: Gpu | None
 ) -> None:
-    """Refuse an attention that the kernels cannot run: on its device, on `gpu`, or at all.
+    """Raise AttentionError for an attention that the kernels cannot run on its device or `gpu`.
 
-    Raises
-    ------
-    AttentionError
-        The message names the value and the supported ones.
+    The message names the value and the supported ones.
     """
     reason = unsupported(
         shape.num_query_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device, gpu,
@@ -46,14 +43,9 @@ def check_attention(
 def check_step(
     shape: AttentionShape, step: Step, *, requests: int, rows: int, query_tokens: int
 ) -> None:
-    """Refuse inputs of a step that do not fit one another, the plan or the device.
+    """Raise AttentionError for the first input that does not fit the others, plan or device.
 
     `rows` are the query tokens in `q` and `out`, `query_tokens` the most of a request.
-
-    Raises
-    ------
-    AttentionError
-        For the first input that does not fit.
     """
     queries = (rows, shape.num_query_heads, shape.head_dim)
     page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
@@ -79,14 +71,9 @@ def check_batch(
     device: torch.device,
     requests: int | None = None,
 ) -> None:
-    """Refuse a page table, lengths or rows that do not fit one another or the device.
+    """Raise AttentionError for a page table, lengths or rows that do not fit together.
 
     `requests` is their number; default: that of `seq_lens`.
-
-    Raises
-    ------
-    AttentionError
-        For the first tensor that does not fit.
     """
     if page_table.dim() != 2 or page_table.stride(1) != 1:
         raise AttentionError(
@@ -165,12 +152,9 @@ def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
 
 
 def check_operand(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a tensor of another shape, dtype or device, or with a strided last dimension."""
     if tensor.shape != shape:
         raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")

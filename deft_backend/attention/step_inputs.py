@@ -1,20 +1,30 @@
-"""The inputs of one run: count the requests, and fill in what the caller left out."""
+"""What a run needs: the workspace, the number of requests, and what the caller left out."""
 
 import torch
 
 from deft_backend.attention.current_plan import PlannedBatch
 from deft_backend.attention.step_checks import AttentionError
-from deft_backend.kernels import Step
+from deft_backend.kernels import Partials, Step
 from deft_backend.shapes.attention_shape import AttentionShape
+
+
+def allocate_workspace(
+    entries: int, num_query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Partials:
+    """Room for the partial results of `entries` query tokens of items, for operands of `dtype`."""
+    # After division by the largest element, float16 keeps 11 bits of mantissa for any range of
+    # values.
+    held = torch.float32 if dtype == torch.float32 else torch.float16
+    out = torch.empty((entries, num_query_heads, head_dim), dtype=held, device=device)
+    lse, scale = torch.empty((2, entries, num_query_heads), dtype=torch.float32, device=device)
+    return Partials(out, lse, scale)
 
 
 class StepInputs:
     """Completes what the caller of :meth:`TreeAttention.run` passes.
 
-    Its own tensors keep their addresses, so that CUDA graphs can hold them.
-
-    - `max_requests`: most requests of a batch.
-    - `unit_scale` [1] float32: the scale 1 on the device.
+    Its own tensors keep their addresses, so that CUDA graphs can hold them. `unit_scale` [1]
+    float32 is the scale 1 on the device.
     """
 
     def __init__(self, shape: AttentionShape, max_requests: int) -> None:

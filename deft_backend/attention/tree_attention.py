@@ -6,27 +6,27 @@ import math
 
 import torch
 
-from deft_backend.attention.current_device import device_as_current
-from deft_backend.attention.current_plan import CurrentPlan
-from deft_backend.attention.query_shapes import QueryShape, QueryShapes
+from deft_backend.attention.current_device import device_as_current, numbered
+from deft_backend.attention.current_plan import CurrentPlan, Planned
+from deft_backend.attention.device_target import QueryShape, QueryShapes
 from deft_backend.attention.step_checks import (
     AttentionError,
     check_attention,
     check_batch,
     check_step,
 )
-from deft_backend.attention.step_inputs import StepInputs, requests_to_run
-from deft_backend.attention.workspace import allocate_workspace, entry_bytes
+from deft_backend.attention.step_inputs import StepInputs, allocate_workspace, requests_to_run
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.policies.makespan import partial_result_bytes
 from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 
-class TreeAttention:
+class TreeAttention(Planned):
     """Attention of decode and verification over a batch that shares prefixes: plan, then run.
 
     :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device`
@@ -129,9 +129,7 @@ class TreeAttention:
         capacity: PlanCapacity | None = None,
         compiled_for: Gpu | None = None,
     ) -> None:
-        self.device = torch.device(device)
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = numbered(device)
         shape = AttentionShape(
             num_query_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, self.device,
             page_size,
@@ -154,7 +152,7 @@ class TreeAttention:
         self.capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks,
             max(target.tile_programs),
-            tokens * entry_bytes(num_query_heads, head_dim, dtype),
+            tokens * partial_result_bytes(num_query_heads, head_dim, dtype.itemsize),
         )
         self.max_batch = self.capacity.max_batch // blocks
         self._current = CurrentPlan(
@@ -177,17 +175,6 @@ class TreeAttention:
         Before the first plan, they are those of requests with one query token.
         """
         return self._shape.target
-
-    @property
-    def forest(self) -> PrefixForest | None:
-        """The forest of the plan, with a query for each query block; None for a plan made on the
-        device."""
-        return self._current.batch.forest
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The host planner's plan; None for a plan made on the device."""
-        return self._current.batch.plan
 
     @property
     def grouping(self) -> Grouping | None:
@@ -300,17 +287,6 @@ class TreeAttention:
             `capacity`.
         """
         self._current.use(plan, forest, self._shape_of(query_tokens).blocks)
-
-    def clear_plan(self) -> None:
-        """Empty the plan on the device: kernels then return at once for any batch."""
-        self._current.clear()
-
-    def restore_plan(self) -> None:
-        """Put the host planner's last plan back after :meth:`clear_plan`.
-
-        Afterwards kernels of any stream see it.
-        """
-        self._current.restore()
 
     def poison_workspace(self) -> None:
         """Fill the workspace with NaN, so that a read before a write shows in the output."""

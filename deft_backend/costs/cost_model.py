@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path, *, private: bool = False) -> CostModel:
-        """Read a table from JSON, as :meth:`save` writes it.
+        """Read a table from JSON, as :meth:`to_dict` writes it.
 
         - `private`: whether only this user or root may be able to write the file; the package's own
           tables may belong to others.
@@ -169,15 +168,8 @@ class CostModel:
             "launch_ms": self.launch_ms,
             "bandwidth_gb_s": self.bandwidth_gb_s,
             "fasttree": vars(self.fasttree),
-            "tiles": {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in vars(self.tiles).items()
-            },
+            "tiles": asdict(self.tiles),
         }
-
-    def save(self, path: str | Path) -> None:
-        """Write the table as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def read_table(path: Path, *, private: bool) -> Any:

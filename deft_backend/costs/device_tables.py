@@ -15,13 +15,9 @@ from deft_backend.settings.version import VERSION
 
 
 def table_key(
-    device: torch.device,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 1,
-) -> TableKey:
+    device: torch.device, num_query_heads: int, num_kv_heads: int, head_dim: int,
+    dtype: torch.dtype, page_size: int = 1,
+) -> TableKey:  # fmt: skip
     """Key of the cost table for an attention on `device`, with the installed versions."""
     return TableKey(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
@@ -38,13 +34,9 @@ def table_key(
 
 
 def cost_model_on(
-    device: torch.device,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 1,
-) -> CostModel:
+    device: torch.device, num_query_heads: int, num_kv_heads: int, head_dim: int,
+    dtype: torch.dtype, page_size: int = 1,
+) -> CostModel:  # fmt: skip
     """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
     key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
     return cost_model_for(key, tables_directory(), gpu_facts(device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ class GpuFacts:
     # Bandwidth of the memory by its clock and its bus, in 1e9 bytes per second. No kernel reads as
     # fast; a cost table holds what one reads.
     memory_gb_s: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:

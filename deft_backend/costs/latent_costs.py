@@ -13,23 +13,18 @@ from dataclasses import replace
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.costs.tile_costs import TileCosts
 
-TOKEN_NS = 0.19
-"""A tile reads and computes one KV token."""
+TOKEN_NS = 0.19  # a tile reads and computes one KV token
 
-ITEM_NS = 20.0
-"""A tile begins and ends."""
+ITEM_NS = 20.0  # a tile begins and ends
 
-HEAD_NS = 2.0
-"""One head's partial result of a query is written, read and merged."""
+HEAD_NS = 2.0  # one head's partial result of a query is written, read and merged
 
-LAUNCH_NS = 14000.0
-"""The launches that gather queries and merge results, in each layer."""
+LAUNCH_NS = 14000.0  # the launches that gather queries and merge results, in each layer
 
 
 def latent_costs(num_query_heads: int) -> CostModel:
     """The cost model of the host's MLA kernel for so many heads of a rank."""
     tiles = TileCosts(
-        (ITEM_NS, ITEM_NS), (TOKEN_NS, TOKEN_NS), partial_ns=HEAD_NS * num_query_heads,
-        reduce_ns=LAUNCH_NS,
-    )  # fmt: skip
+        (ITEM_NS, ITEM_NS), (TOKEN_NS, TOKEN_NS), HEAD_NS * num_query_heads, LAUNCH_NS
+    )
     return replace(default_cost_model(), source="FlashAttention-3, MLA", tiles=tiles)

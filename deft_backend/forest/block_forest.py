@@ -12,11 +12,7 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
     shared node holds any of a request's last `private_tokens` tokens: not every query token sees
     all of them. So these tokens lie in leaves, and so do the earlier tokens of their first page.
 
-    - `forest`: the forest of the requests.
-    - `blocks`: query blocks of each request.
-    - `private_tokens`: last tokens of each request that no shared node may hold.
-
-    Returns `forest` itself if `blocks` is 1 and `private_tokens` is 0.
+    Returns `forest`, that of the requests, itself if `blocks` is 1 and `private_tokens` is 0.
     """
     if blocks == 1 and private_tokens == 0:
         return forest

@@ -94,10 +94,7 @@ def _compilable(tables: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
 
 
 def _check_tables(
-    tables: npt.NDArray[np.integer],
-    lens: Int32Array,
-    page_size: int,
-    num_pages: int | None,
+    tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int, num_pages: int | None
 ) -> None:
     if lens.size and lens.min() < 0:
         row = int(lens.argmin())
@@ -129,10 +126,7 @@ def _too_short(
 
 
 def _check_monotone(
-    tables: npt.NDArray[np.integer],
-    order: Int32Array,
-    shared: Int32Array,
-    full: npt.NDArray[np.integer],
+    tables: npt.NDArray[np.integer], order: Int32Array, shared: Int32Array, full: Int32Array
 ) -> None:
     """Refuse neighbours whose tables differ within their shared pages or agree beyond them."""
     rows = order.tolist()

@@ -42,36 +42,20 @@ class PrefixForest:
     Each query has exactly one **leaf**: the node that only it attends to. A leaf is open: it ends
     where its request currently ends, so a request that grows needs no new forest. The leaf of a
     request that is a prefix of another, or equal to it, is empty.
-
-    Attributes
-    ----------
-    order : [B]
-        Request index of each place in forest order.
-    seq_lens : [B]
-        Tokens of each request's context when the forest was built, by request index.
-    page_size : int
-        Tokens of a page. Only full pages are shared, so shared nodes end on page boundaries.
-    parent : [N]
-        Parent node, or :data:`VIRTUAL_ROOT`.
-    request, start, length : [N]
-        The node's tokens: positions ``start … start + length - 1`` of the context of one request
-        that holds the node.
-    query_begin, query_end : [N]
-        The queries that attend to the node, as a range in forest order.
-    leaf : [B]
-        The leaf of each query, by place in forest order.
     """
 
-    order: Int32Array
-    seq_lens: Int32Array
-    page_size: int
-    parent: Int32Array
+    order: Int32Array  # [B]: request index of each place in forest order
+    seq_lens: Int32Array  # [B]: tokens of each request when the forest was built, by request index
+    page_size: int  # tokens of a page; shared nodes end on page boundaries
+    parent: Int32Array  # [N]: parent node, or VIRTUAL_ROOT
+    # [N]: the node's tokens: positions ``start … start + length - 1`` of the context of one request
+    # that holds the node.
     request: Int32Array
     start: Int32Array
     length: Int32Array
     query_begin: Int32Array
-    query_end: Int32Array
-    leaf: Int32Array
+    query_end: Int32Array  # [N]: the queries that attend to the node, as a range in forest order
+    leaf: Int32Array  # [B]: the leaf of each query, by place in forest order
 
     @property
     def batch_size(self) -> int:
@@ -153,51 +137,27 @@ def build_forest(
     Nodes end where the longest common prefix of neighbours changes. So each batch has exactly one
     forest, and no node has a single child.
 
-    Parameters
-    ----------
-    order : [B] int
-        Request indices, permuted so that requests that share are neighbours.
-    shared : [B - 1] int
-        Tokens that the requests at places ``i`` and ``i + 1`` of `order` share. In a correct order
-        the requests at places ``i < j`` share ``min(shared[i:j])`` tokens.
-    seq_lens : [B] int
-        Tokens of each request's context, by request index.
-    page_size : int
-        Tokens a page; every entry of `shared` must be a multiple of it.
+    - `order` [B] int: request indices, permuted so that requests that share are neighbours.
+    - `shared` [B - 1] int: tokens that the requests at places ``i`` and ``i + 1`` of `order` share.
+      In a correct order the requests at places ``i < j`` share ``min(shared[i:j])`` tokens.
+    - `seq_lens` [B] int: tokens of each request's context, by request index.
+    - `page_size`: tokens a page; every entry of `shared` must be a multiple of it.
 
-    Raises
-    ------
-    ForestError
-        If `order` is not a permutation, lengths do not match, or a length is negative. Also if
-        neighbours share a part of a page, or more tokens than either of them holds.
+    Raises ForestError if `order` is not a permutation, lengths do not match, or a length is
+    negative. Also if neighbours share a part of a page, or more tokens than either of them holds.
     """
     # Copy the lengths that the forest keeps: hosts write to their sequence lengths in place.
     order_ = int32(order, "order").copy()
     lens = int32(seq_lens, "seq_lens").copy()
     shared_ = int32(shared, "shared")
     _check(order_, shared_, lens, page_size)
-    parent, request, start, length, query_begin, query_end, leaf = nodes_of(order_, shared_, lens)
-    return PrefixForest(
-        order=order_,
-        seq_lens=lens,
-        page_size=page_size,
-        parent=parent,
-        request=request,
-        start=start,
-        length=length,
-        query_begin=query_begin,
-        query_end=query_end,
-        leaf=leaf,
-    )
+    return PrefixForest(order_, lens, page_size, *nodes_of(order_, shared_, lens))
 
 
 def int32(values: npt.ArrayLike, name: str) -> Int32Array:
     """A contiguous, writable int32 array of the values; `values` itself if it is one already.
 
-    Raises
-    ------
-    ForestError
-        If a value is no integer, or does not fit 32 bits; `name` says which array holds it.
+    Raises ForestError, which names the array, if a value is no integer of 32 bits.
     """
     given = np.asarray(values)
     if given.size and given.dtype.kind not in "iu":

@@ -28,25 +28,14 @@ core has in flight."""
 def insert_rows(
     tables: npt.NDArray[np.integer], full: Int32Array
 ) -> tuple[Int32Array, Int32Array, Int32Array, int]:
-    """Insert the first ``full[b]`` pages of each row into a prefix tree.
+    """Insert the first ``full[b]`` pages of each row of `tables` [B, P] into a prefix tree.
 
-    Parameters
-    ----------
-    tables : [B, P] int32 or int64
-        Page ids; ``full <= P``. Entries from ``full[b]`` on are never read.
-    full : [B] int32
-        Pages of each row that may be shared.
+    Entries from ``full[b] <= P`` on are never read. Returns:
 
-    Returns
-    -------
-    parent : [2 B + 1] int32
-        Parent of each tree node; node 0 is the root (no pages) and its own parent.
-    depth : [2 B + 1] int32
-        Pages from the root to the end of each tree node.
-    holder : [B] int32
-        Tree node at which each row ends.
-    nodes : int
-        Tree nodes in use; entries of `parent` and `depth` from this index on are undefined.
+    - `parent` [2 B + 1] int32: of each tree node; node 0 is the root (no pages) and its own parent.
+    - `depth` [2 B + 1] int32: pages from the root to the end of each tree node.
+    - `holder` [B] int32: tree node at which each row ends.
+    - The number of tree nodes: `parent` and `depth` are undefined behind them.
     """
     batch = len(full)
     most = 2 * batch + 1

@@ -25,29 +25,18 @@ def forest_from_paths(
 ) -> PrefixForest:
     """Group requests by the radix-tree nodes that they hold.
 
-    Parameters
-    ----------
-    paths : [B] paths
-        For each request, the tree nodes that hold the head of its context, root first. What a
-        request holds beyond its path is private to it.
-    seq_lens : [B] int
-        Tokens of each request.
-    page_size : int
-        Tokens a page; a radix tree holds whole pages only.
+    - `paths` [B]: for each request, the tree nodes that hold the head of its context, root first.
+      What a request holds beyond its path is private to it.
+    - `seq_lens` [B] int: tokens of each request.
+    - `page_size`: tokens a page; a radix tree holds whole pages only.
 
-    Returns
-    -------
-    PrefixForest
-        The same arrays that :func:`~deft_backend.forest.page_tables.forest_from_page_tables` makes
-        of the same batch. Nodes that only one request of the batch holds become part of its leaf.
-        Chains of nodes that the same requests hold become one node. Subtrees are ordered by their
-        first request.
+    Returns the same arrays that :func:`~deft_backend.forest.page_tables.forest_from_page_tables`
+    makes of the same batch. Nodes that only one request of the batch holds become part of its leaf.
+    Chains of nodes that the same requests hold become one node. Subtrees are ordered by their first
+    request.
 
-    Raises
-    ------
-    ForestError
-        If the numbers of paths and lengths differ, a node's length is not positive, or a path holds
-        more tokens than its request.
+    Raises ForestError if the numbers of paths and lengths differ, a node's length is not positive,
+    or a path holds more tokens than its request.
     """
     if len(paths) != len(seq_lens):
         raise ForestError(
@@ -86,24 +75,14 @@ def forest_from_tree(
 ) -> PrefixForest:
     """Group requests by the nodes of one tree; :func:`forest_from_paths` without the paths.
 
-    Parameters
-    ----------
-    parent : [T] int
-        Parent of each tree node, which precedes it. Node 0 is the root and its own parent.
-    depth : [T] int
-        Tokens from the root to the end of each node; the root's is 0.
-    holder : [B] int
-        Tree node at the end of what each request holds of the tree.
-    seq_lens : [B] int
-        Tokens of each request.
-    page_size : int
-        Tokens a page; a radix tree holds whole pages only.
+    - `parent` [T] int: of each tree node, which it precedes. Node 0 is the root and its own parent.
+    - `depth` [T] int: tokens from the root to the end of each node; the root's is 0.
+    - `holder` [B] int: tree node at the end of what each request holds of the tree.
+    - `seq_lens` [B] int: tokens of each request.
+    - `page_size`: tokens a page; a radix tree holds whole pages only.
 
-    Raises
-    ------
-    ForestError
-        If lengths do not match, or a node does not come after its parent or is not deeper. Also if
-        a request holds no node of the tree, or a node deeper than the request is long.
+    Raises ForestError if lengths do not match, or a node does not come after its parent or is not
+    deeper. Also if a request holds no node of the tree, or a node deeper than the request is long.
     """
     parent_, depth_ = _array(parent, "parent"), _array(depth, "depth")
     holder_, lens = _array(holder, "holder"), int32(seq_lens, "seq_lens")

@@ -16,22 +16,14 @@ def order_of_tree(
 ) -> tuple[Int32Array, Int32Array]:
     """Order the batch so that requests that share are neighbours.
 
-    Parameters
-    ----------
-    parent, depth : [>= nodes] int32
-        Parent of each tree node and its depth, in any unit. Node 0 is the root.
-    holder : [B] int32
-        Tree node that holds the end of what each request shares.
-    nodes : int
-        Tree nodes; the order ignores nodes that no request holds.
+    - `parent`, `depth` [>= nodes] int32: parent of each tree node and its depth, in any unit. Node
+      0 is the root.
+    - `holder` [B] int32: tree node that holds the end of what each request shares.
+    - `nodes`: tree nodes; the order ignores nodes that no request holds.
 
-    Returns
-    -------
-    order : [B] int32
-        Requests in depth-first order. The children of a node and the requests that end there are
-        ordered by their first request.
-    shared : [max(0, B - 1)] int32
-        Depth of the deepest node that neighbours in `order` have in common.
+    Returns the requests in depth-first order [B], and the depth of the deepest node that neighbours
+    in this order have in common [max(0, B - 1)]. The children of a node and the requests that end
+    there are ordered by their first request.
     """
     batch = len(holder)
     order = np.empty(batch, dtype=np.int32)

@@ -30,21 +30,14 @@ def run_plan(
 ) -> None:
     """Compute the attention of a step over a plan.
 
-    Parameters
-    ----------
-    partial : Partials
-        The workspace, which counts query tokens.
-    blocks : QueryBlocks
-        The query blocks of a request that the plan counts as its queries.
-    host_plan : Plan, optional
-        The plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes without items,
-        and stage 2 without partial results. With None, `run_plan` launches every kernel that
-        a batch of this size may need, as a CUDA graph must.
-    masked_tiles : bool
-        Whether to launch masked tiles if the CPU does not know the plan.
-    table_by_segment : bool
-        Whether `step.table_rows` is by KV range. This spares every item a load that other loads
-        wait for.
+    - `partial`: the workspace, which counts query tokens.
+    - `blocks`: the query blocks of a request that the plan counts as its queries.
+    - `host_plan`: the plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes
+      without items, and stage 2 without partial results. With None, `run_plan` launches every
+      kernel that a batch of this size may need, as a CUDA graph must.
+    - `masked_tiles`: whether to launch masked tiles if the CPU does not know the plan.
+    - `table_by_segment`: whether `step.table_rows` is by KV range. This spares every item a load
+      that other loads wait for.
     """
     exponent_bits = EXPONENT_BITS.get(step.k_cache.dtype, 0)
     if exponent_bits:  # the kernels read bytes
@@ -127,13 +120,9 @@ def _kind(
 
 
 def _tiles_to_launch(
-    config: KernelConfiguration,
-    host_plan: Plan | None,
-    num_kv_heads: int,
-    queries: int,
-    query_vectors: int,
-    masked_tiles: bool,
-) -> list[tuple[int, int]]:
+    config: KernelConfiguration, host_plan: Plan | None, num_kv_heads: int, queries: int,
+    query_vectors: int, masked_tiles: bool,
+) -> list[tuple[int, int]]:  # fmt: skip
     """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the

@@ -20,17 +20,9 @@ from deft_backend.kernels.plain import small_tile
 from deft_backend.planner.encoding import READ_AHEAD
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
-HEAD_DIMS = (64, 96, 128, 256)
-"""Head dimensions that the kernels are tested for."""
+HEAD_DIMS = (64, 96, 128, 256)  # head dimensions that the kernels are tested for
 
-GLUON_QUERY_TOKENS = True
-"""Whether the kernels in Gluon compute several query tokens; if not, the plain kernels do."""
-
-GLUON_EIGHT_BITS = True
-"""Whether the kernels in Gluon read caches of 8 bits; if not, the plain kernels do."""
-
-LARGE_TILE_HEAD_DIMS = (64, 128)
-"""Head dimensions of the large tile in Gluon."""
+LARGE_TILE_HEAD_DIMS = (64, 128)  # head dimensions of the large tile in Gluon
 
 EIGHT_BITS_LIMITS = {8: (10, 168), 16: (8, None)}
 """Programs on an SM, and most registers of a thread, by the height of a small tile in Gluon that
@@ -54,7 +46,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 """Element types of a KV cache of 8 bits, and the bits of their exponents."""
 
-
 PARTIAL_ATTENTION = Kernel(stage1, "partial_attention")
 SMALL_TILE = Kernel(small_tile, "small_tile_attention")
 HOPPER_SMALL_TILE = Kernel(hopper_small_tile, "hopper_small_tile_attention")
@@ -73,14 +64,12 @@ class TileConfig:
     num_warps: int
     num_stages: int
     programs: int
-    lookahead: int = 0
-    """Blocks that the kernel in Gluon copies ahead; 0: the plain kernel."""
+    lookahead: int = 0  # blocks that the kernel in Gluon copies ahead; 0: the plain kernel
     max_registers: int | None = None
     """Most registers that the assembler may give a thread; None: as many as it chooses."""
     programs_for_one_tile: int | None = None
     """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
-    spread: bool = False
-    """Whether few items are spread over the SMs (`kernels/program_numbers.py`)."""
+    spread: bool = False  # whether few items are spread over the SMs (`kernels/program_numbers.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
 
@@ -131,15 +120,9 @@ class KernelConfiguration:
 
 
 def unsupported(
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    gpu: Gpu | None = None,
-    *,
-    kv_dtype: torch.dtype | None = None,
-) -> str | None:
+    num_query_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+    device: torch.device, gpu: Gpu | None = None, *, kv_dtype: torch.dtype | None = None,
+) -> str | None:  # fmt: skip
     """Why the kernels cannot run this attention, in one line; None if they can.
 
     `gpu` describes a GPU that is not at hand, in place of `device`.
@@ -168,8 +151,7 @@ def unsupported(
         return f"device {device.type}; the kernels run on NVIDIA GPUs and, interpreted, on the CPU"
     if dtype == torch.float32:
         return "dtype float32 on a GPU; supported there are float16, bfloat16"
-    found = torch.cuda.get_device_capability(device) if gpu is None else gpu.capability
-    major, minor = found
+    major, minor = torch.cuda.get_device_capability(device) if gpu is None else gpu.capability
     if major < 8:
         return f"compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or newer"
     return None
@@ -181,15 +163,9 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @lru_cache(maxsize=64)
 def kernel_configuration(
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    gqa_group: int = 1,
-    gpu: Gpu | None = None,
-    *,
-    query_tokens: int = 1,
-    kv_dtype: torch.dtype | None = None,
-) -> KernelConfiguration:
+    head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1,
+    gpu: Gpu | None = None, *, query_tokens: int = 1, kv_dtype: torch.dtype | None = None,
+) -> KernelConfiguration:  # fmt: skip
     """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
 
     A query of the plan has `query_tokens` query tokens, each with `gqa_group` query vectors that
@@ -219,9 +195,8 @@ def kernel_configuration(
         gluon_versions.log_unavailable()
     hopper = hopper and gluon_versions.available()
     eight_bits = kv_dtype in EXPONENT_BITS
-    hopper = hopper and (GLUON_EIGHT_BITS or not eight_bits)
-    by_gluon = hopper and query_tokens > 1 and GLUON_QUERY_TOKENS
-    if by_gluon and small_height > 16 and head_dim in LARGE_TILE_HEAD_DIMS:
+    by_gluon = hopper and query_tokens > 1 and head_dim in LARGE_TILE_HEAD_DIMS
+    if by_gluon and small_height > 16:
         # The large tile in Gluon reads private KV faster than the plain small tile of 32 vectors.
         tile_heights = (16, *TILE_HEIGHTS[1:])
     found = []

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 import torch
 
 _SHARED_KIB = {
-    (8, 0): 164,
-    (8, 6): 100,
-    (8, 7): 164,
-    (8, 9): 100,
-    (9, 0): 228,
-    (10, 0): 228,
-    (12, 0): 100,
-}
+    "sm_80": 164, "sm_86": 100, "sm_87": 164, "sm_89": 100, "sm_90": 228, "sm_100": 228,
+    "sm_120": 100,
+}  # fmt: skip
 """KiB of shared memory of an SM (CUDA C++ Programming Guide, Table "Technical Specifications per
 Compute Capability"). A program may take 1 KiB less."""
 
@@ -45,22 +40,17 @@ class Gpu:
         """A GPU of a compute capability, such as ``sm_90``: as far as compiled code depends on it.
 
         The number of SMs is an H100's. It decides how many programs run, not how they are compiled.
-
-        Raises
-        ------
-        ValueError
-            If the name is not one of :meth:`names`.
+        Raises ValueError if the name is not one of :meth:`names`.
         """
-        found = {cls._name(capability): capability for capability in _SHARED_KIB}
-        if name not in found:
-            raise ValueError(f"{name!r}; expected one of {', '.join(found)}")
-        shared = _SHARED_KIB[found[name]] * 1024
-        return cls(found[name], 132, shared, shared - 1024)
+        if name not in _SHARED_KIB:
+            raise ValueError(f"{name!r}; expected one of {', '.join(_SHARED_KIB)}")
+        shared = _SHARED_KIB[name] * 1024
+        return cls((int(name[3:-1]), int(name[-1])), 132, shared, shared - 1024)
 
     @property
     def name(self) -> str:
         """As the assembler calls it: ``sm_90``."""
-        return self._name(self.capability)
+        return f"sm_{self.arch}"
 
     @property
     def arch(self) -> int:
@@ -70,8 +60,4 @@ class Gpu:
     @staticmethod
     def names() -> tuple[str, ...]:
         """The GPUs that can be described."""
-        return tuple(Gpu._name(capability) for capability in _SHARED_KIB)
-
-    @staticmethod
-    def _name(capability: tuple[int, int]) -> str:
-        return f"sm_{capability[0]}{capability[1]}"
+        return tuple(_SHARED_KIB)

@@ -10,7 +10,6 @@ import torch
 import triton
 
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import configurations
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
@@ -142,8 +141,6 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
         (PARTIAL_ATTENTION, HOPPER_MASKED_TILE),
     )[shape]
-    wide = wide and (not kind.exponent_bits or configurations.GLUON_EIGHT_BITS)
-    wide = wide and (kind.heads.single or configurations.GLUON_QUERY_TOKENS)
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,

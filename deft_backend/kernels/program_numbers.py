@@ -13,16 +13,11 @@ So each number is one program's, wherever the GPU places the programs.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from triton.language import constexpr
 
 from deft_backend.kernels.hopper.parts import plus
-from deft_backend.kernels.hopper.versions import jit
+from deft_backend.kernels.hopper.versions import gl, jit
 from deft_backend.planner.encoding import ARRIVALS
-
-with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
 
 FIRST, LATER, BY_SM = constexpr(0), constexpr(1), constexpr(2)
 """The plan's counters: of programs that are their SM's first, of all others, and from here on one

@@ -7,9 +7,8 @@ import torch
 from deft_backend.planner.encoding import ARRIVALS, ITEM_ORDER, READ_AHEAD
 from deft_backend.planner.plan import Plan, PlanCapacity
 
-_ALIGNMENT = 16  # bytes; the widest vector load of a kernel
+_ALIGNMENT = 4  # numbers, of 16 bytes: the widest vector load of a kernel
 _STAGING_BUFFERS = 4
-
 
 Pointer = Any  # A tensor where a kernel is launched, a pointer to its first element in the kernel
 
@@ -43,13 +42,10 @@ class ReduceArrays(NamedTuple):
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    All arrays are views of one buffer. So a new plan needs one copy to the device, ordered on the
-    current stream like any kernel. The buffer also holds the counts (`tile_ptr`, `num_reduce`),
-    which kernels read there. Only the device planner writes `segment_table`, the page table's row
-    of each segment; the host planner knows request indices only.
-
-    - `capacity`: sizes of the arrays.
-    - `device`: the device of the kernels.
+    All arrays are int32, and views of one buffer. So a new plan needs one copy to the device,
+    ordered on the current stream like any kernel. The buffer also holds the counts (`tile_ptr`,
+    `num_reduce`), which kernels read there. Only the device planner writes `segment_table`, the
+    page table's row of each segment; the host planner knows request indices only.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:
@@ -57,29 +53,28 @@ class DevicePlan:
         items = max(capacity.max_items, READ_AHEAD)
         segments = max(capacity.max_segments, READ_AHEAD)
         sizes = {
-            "tile_ptr": (len(ITEM_ORDER) + 1, torch.int32),
-            "num_reduce": (1, torch.int32),
-            "item_segment_ptr": (items + 1, torch.int32),
-            "item_query_ptr": (items + 1, torch.int32),
-            "segment_table": (segments, torch.int32),
-            "segment_request": (segments, torch.int32),
-            "segment_start": (segments, torch.int32),
-            "segment_end": (segments, torch.int32),
-            "segment_span": (segments, torch.int32),
-            "entry_query": (capacity.max_entries, torch.int32),
-            "entry_slot": (capacity.max_entries, torch.int32),
-            "reduce_query": (capacity.max_batch, torch.int32),
-            "reduce_ptr": (capacity.max_batch + 1, torch.int32),
-            "arrivals": (ARRIVALS, torch.int32),
+            "tile_ptr": len(ITEM_ORDER) + 1,
+            "num_reduce": 1,
+            "item_segment_ptr": items + 1,
+            "item_query_ptr": items + 1,
+            "segment_table": segments,
+            "segment_request": segments,
+            "segment_start": segments,
+            "segment_end": segments,
+            "segment_span": segments,
+            "entry_query": capacity.max_entries,
+            "entry_slot": capacity.max_entries,
+            "reduce_query": capacity.max_batch,
+            "reduce_ptr": capacity.max_batch + 1,
+            "arrivals": ARRIVALS,
         }
-        self._layout: dict[str, tuple[int, int, torch.dtype]] = {}
+        self._places: dict[str, slice] = {}
         total = 0
-        for name, (count, dtype) in sizes.items():
-            bytes_ = count * dtype.itemsize
-            self._layout[name] = (total, bytes_, dtype)
-            total += -(-bytes_ // _ALIGNMENT) * _ALIGNMENT
+        for name, count in sizes.items():
+            self._places[name] = slice(total, total + count)
+            total += -(-count // _ALIGNMENT) * _ALIGNMENT
 
-        self._buffer = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._buffer = torch.zeros(total, dtype=torch.int32, device=device)
         self._views = self._views_of(self._buffer)
         #: The arrays that each stage reads, in the order of its structure's fields.
         self.stage1 = tuple(self._views[name] for name in ItemArrays._fields)
@@ -90,7 +85,7 @@ class DevicePlan:
         self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         if device.type == "cuda":
             for _ in range(_STAGING_BUFFERS):
-                host = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
+                host = torch.zeros(total, dtype=torch.int32, pin_memory=True)
                 self._staging.append((host, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         self._turn = 0
 
@@ -99,7 +94,7 @@ class DevicePlan:
 
     @property
     def num_bytes(self) -> int:
-        return self._buffer.numel()
+        return self._buffer.nbytes
 
     def upload(self, plan: Plan) -> None:
         """Replace the plan on the device, in the order of the current stream."""
@@ -118,10 +113,7 @@ class DevicePlan:
         self._buffer.zero_()
 
     def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {
-            name: buffer[begin : begin + size].view(dtype)
-            for name, (begin, size, dtype) in self._layout.items()
-        }
+        return {name: buffer[place] for name, place in self._places.items()}
 
     @staticmethod
     def _fill(views: dict[str, torch.Tensor], plan: Plan) -> None:

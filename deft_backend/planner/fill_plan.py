@@ -44,26 +44,14 @@ class PlanArrays(NamedTuple):
 
 @host_jit
 def fill_plan(
-    items: Int64Array,
-    query_ptr: Int32Array,
-    queries: Int32Array,
-    request: Int32Array,
-    start: Int32Array,
-    end: Int32Array,
-    is_open: BoolArray,
-    attend_begin: Int32Array,
-    attend_end: Int32Array,
-    batch: int,
-    blocks: int,
-    shapes: int,
-) -> PlanArrays:
-    """Lay out a plan.
+    items: Int64Array, query_ptr: Int32Array, queries: Int32Array, request: Int32Array,
+    start: Int32Array, end: Int32Array, is_open: BoolArray, attend_begin: Int32Array,
+    attend_end: Int32Array, batch: int, blocks: int, shapes: int,
+) -> PlanArrays:  # fmt: skip
+    """Lay out a plan of the items of :func:`~deft_backend.planner.items.list_items`.
 
-    - `items` [I, COLUMNS] int64: of :func:`~deft_backend.planner.items.list_items`.
-    - `query_ptr`, `queries`, `request`, `start`, `end`, `is_open`, `attend_begin`, `attend_end`: as
-      in :class:`~deft_backend.policies.Grouping`.
-    - `batch`, `blocks`, `shapes`: queries of the batch, query blocks of each request, and tile
-      shapes.
+    `batch` counts the queries, `blocks` the query blocks of each request, and `shapes` the tile
+    shapes. The other arrays are those of :class:`~deft_backend.policies.Grouping`.
     """
     tile_ptr = _count_shapes(items, shapes)
     item_segment_ptr, segment_request, segment_start, segment_end, segment_span = _write_segments(
@@ -100,15 +88,9 @@ def _count_shapes(items: Int64Array, shapes: int) -> Int32Array:
 
 @host_jit
 def _write_segments(
-    items: Int64Array,
-    request: Int32Array,
-    start: Int32Array,
-    end: Int32Array,
-    is_open: BoolArray,
-    attend_begin: Int32Array,
-    attend_end: Int32Array,
-    blocks: int,
-) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:
+    items: Int64Array, request: Int32Array, start: Int32Array, end: Int32Array, is_open: BoolArray,
+    attend_begin: Int32Array, attend_end: Int32Array, blocks: int,
+) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array]:  # fmt: skip
     """item_segment_ptr, segment_request, segment_start, segment_end and segment_span.
 
     Segments to which no query of the item attends are left out.
@@ -203,13 +185,9 @@ def _list_reductions(parts: Int32Array, merging: Int64Array) -> tuple[Int32Array
 
 @host_jit
 def _assign_slots(
-    item_query_ptr: Int32Array,
-    entry_query: Int32Array,
-    parts: Int32Array,
-    merging: Int64Array,
-    reduce_query: Int32Array,
-    reduce_ptr: Int32Array,
-) -> Int32Array:
+    item_query_ptr: Int32Array, entry_query: Int32Array, parts: Int32Array, merging: Int64Array,
+    reduce_query: Int32Array, reduce_ptr: Int32Array,
+) -> Int32Array:  # fmt: skip
     """[E] int32: `entry_slot`. The slots of each query are contiguous and in item order.
 
     Stage 2's slots come first; behind them lie the results that items merge.

@@ -25,18 +25,10 @@ def plan_forest(
     """Group a forest by `policy` and cut it into work items that fit `capacity`.
 
     If the policy makes more groups than the arrays hold, the planner plans `flash-decoding`
-    instead, which always fits, and logs the reason once.
+    instead, which always fits, and logs the reason once. Returns the plan and the groups behind it.
 
-    Returns
-    -------
-    plan : Plan
-    grouping : Grouping
-        The groups behind the plan.
-
-    Raises
-    ------
-    PlanError
-        If the batch is larger than `capacity.max_batch`.
+    Raises PlanError if the batch is larger than `capacity.max_batch`, or a request is too long for
+    the kernels.
     """
     if forest.batch_size > capacity.max_batch:
         raise PlanError(
@@ -73,10 +65,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     slots in item order. An item of the last launch merges the others if they are at most
     MAX_MERGED; else stage 2 merges.
 
-    Raises
-    ------
-    PlanError
-        If some request of the batch belongs to no group.
+    Raises PlanError if some request of the batch belongs to no group.
     """
     if target.largest_tile < 1:
         raise PlanError(
@@ -84,29 +73,15 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
             f"{max(target.tile_heights)} query vectors"
         )
     items = list_items(
-        grouping.query_ptr,
-        grouping.segment_ptr,
-        grouping.start,
-        grouping.end,
-        grouping.attend_begin,
-        grouping.attend_end,
-        np.array(target.tile_queries, dtype=np.int64),
+        grouping.query_ptr, grouping.segment_ptr, grouping.start, grouping.end,
+        grouping.attend_begin, grouping.attend_end, np.array(target.tile_queries, dtype=np.int64),
         np.array(target.tile_segments, dtype=np.int64),
-    )
+    )  # fmt: skip
     filled = fill_plan(
-        items,
-        grouping.query_ptr,
-        grouping.queries,
-        grouping.request,
-        grouping.start,
-        grouping.end,
-        grouping.open,
-        grouping.attend_begin,
-        grouping.attend_end,
-        forest.batch_size,
-        target.query_blocks,
-        len(target.tile_heights),
-    )
+        items, grouping.query_ptr, grouping.queries, grouping.request, grouping.start, grouping.end,
+        grouping.open, grouping.attend_begin, grouping.attend_end, forest.batch_size,
+        target.query_blocks, len(target.tile_heights),
+    )  # fmt: skip
     if forest.batch_size and filled.parts.min() == 0:
         raise PlanError(
             f"request {int(filled.parts.argmin())} belongs to no group; a policy must cover every "
@@ -124,19 +99,12 @@ def _say_once(policy: str, error: Exception) -> None:
         _said.add((policy, type(error)))
         logger.warning(
             "deft: policy %s cannot plan this batch (%s); flash-decoding plans such batches",
-            policy,
-            error,
-        )
+            policy, error,
+        )  # fmt: skip
 
 
 def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:
-    """Refuse a plan that the arrays cannot hold.
-
-    Raises
-    ------
-    PlanError
-        The message names the array that is too small.
-    """
+    """Raise PlanError, which names the array that is too small, for a plan that does not fit."""
     for what, held, limit in (
         ("work items", plan.num_items, capacity.max_items),
         ("(item, query) pairs", len(plan.entry_query), capacity.max_entries),

@@ -34,24 +34,18 @@ def _sorting_key(place: int, tokens: int, number: int) -> int:
 
 @host_jit
 def list_items(
-    query_ptr: Int32Array,
-    segment_ptr: Int32Array,
-    start: Int32Array,
-    end: Int32Array,
-    attend_begin: Int32Array,
-    attend_end: Int32Array,
-    tile_queries: Int64Array,
+    query_ptr: Int32Array, segment_ptr: Int32Array, start: Int32Array, end: Int32Array,
+    attend_begin: Int32Array, attend_end: Int32Array, tile_queries: Int64Array,
     tile_segments: Int64Array,
-) -> Int64Array:
+) -> Int64Array:  # fmt: skip
     """Cut groups into items, in a plan's order.
 
     A group with more queries than the largest tile is cut into even tiles. A tile that attends to
     more segments than its shape holds is cut into several items. An item's segments are those of
     its group, from the first to the last that any query of the tile attends to.
 
-    - `query_ptr`, `segment_ptr` [G + 1] int32: as in :class:`~deft_backend.policies.Grouping`.
-    - `tile_queries`, `tile_segments` [T] int64: queries and segments that each tile shape holds;
-      the masked tile is the last.
+    A tile shape holds `tile_queries` and `tile_segments` [T]; the masked tile is the last. The
+    other arrays are those of :class:`~deft_backend.policies.Grouping`.
 
     Returns for each item its group, the range of the group's queries, the range of the grouping's
     segments, and its tile shape. Items are in the order of ITEM_ORDER. Within a shape the longest

@@ -61,29 +61,20 @@ class Auto(TwoRulePolicy):
 
 @host_jit
 def measured_edges(
-    parent: Int32Array,
-    start: Int32Array,
-    length: Int32Array,
-    queries: Int64Array,
-    is_leaf: BoolArray,
-    tile_queries: Int64Array,
-    programs: Int64Array,
-    costs: FloatArray,
-) -> BoolArray:
+    parent: Int32Array, start: Int32Array, length: Int32Array, queries: Int64Array,
+    is_leaf: BoolArray, tile_queries: Int64Array, programs: Int64Array, costs: FloatArray,
+) -> BoolArray:  # fmt: skip
     """[N] whether the edge from each node's parent is cut, by measured costs.
 
     The function goes from the root down and compares two ways to read a node's tokens. Either they
     get their own items, whose partial results must be merged. Or every item below the node reads
     them as part of a longer range. The cheaper way for the GPU wins.
 
-    Parameters
-    ----------
-    parent, start, length, queries, is_leaf : [N]
-        As in :class:`~deft_backend.forest.PrefixForest`.
-    tile_queries, programs : [T] int64
-        Queries that each tile shape holds, ascending, and programs of each that run at once.
-    costs : [2 T + 2] float64
-        :meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`, in nanoseconds.
+    - `parent`, `start`, `length`, `queries`, `is_leaf` [N]: as in
+      :class:`~deft_backend.forest.PrefixForest`.
+    - `tile_queries`, `programs` [T] int64: queries that each tile shape holds, ascending, and
+      programs of each that run at once.
+    - `costs` [2 T + 2] float64: of :meth:`~deft_backend.costs.TileCosts.as_array`.
     """
     shapes = len(tile_queries)
     nodes = len(parent)

@@ -8,7 +8,8 @@ candidate that the plan cannot hold is out. The rules:
 - ``whole``: no chunks (DeFT-Node).
 - ``fixed``: chunks of a given length, or of 2, 4, 8, … times that length if the plan cannot hold
   so many (DeFT-Node-Chunk; DeFT-Flatten has its own).
-- ``filling``: as many chunks as leave no program idle (``filling_chunks.py``).
+- ``filling``: as many chunks as leave no program idle. More would add partial results but no
+  parallelism (Flash-Decoding; FastTree: long-context splitting).
 - ``scheduled``: the least makespan (``scheduled_chunks.py``). Here chunks divide a range's time
   ``C_est``, not its tokens.
 - ``measured``: the least time by measured costs (``measured_chunks.py``).
@@ -25,7 +26,6 @@ import numpy as np
 
 from deft_backend.compile.host_jit import host_jit
 from deft_backend.policies.edges import Int64Array
-from deft_backend.policies.filling_chunks import fills
 from deft_backend.policies.measured_chunks import MOST_ROUNDS, ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.scheduled_chunks import FloatArray, estimate, makespan
 from deft_backend.policies.target import Target
@@ -67,16 +67,11 @@ class Machine(NamedTuple):
 def machine_of(target: Target, batch: int) -> Machine:
     """The machine of `target` for a batch of so many queries."""
     tiles = np.array(target.single_range_tiles, dtype=np.int64)
+    programs = np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64)
     return Machine(
-        tiles,
-        np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64),
-        target.num_sms / target.num_kv_heads,
-        target.tile_costs(),
-        target.transfer_ns,
-        target.block_tokens,
-        target.costs.tokens,
-        target.estimates(),
-    )
+        tiles, programs, target.num_sms / target.num_kv_heads, target.tile_costs(),
+        target.transfer_ns, target.block_tokens, target.costs.tokens, target.estimates(),
+    )  # fmt: skip
 
 
 @host_jit
@@ -102,13 +97,9 @@ def limits_of(target: Target, groups: int, pairs: int) -> Limits:
 
 @host_jit
 def choose_chunks(
-    rule: int,
-    chunk_tokens: int,
-    queries: Int64Array,
-    tokens: Int64Array,
-    machine: Machine,
+    rule: int, chunk_tokens: int, queries: Int64Array, tokens: Int64Array, machine: Machine,
     limits: Limits,
-) -> Int64Array:
+) -> Int64Array:  # fmt: skip
     """[T] the cheapest chunk length of each tile shape, by a rule of :data:`CHUNK_RULES`.
 
     It is the most tokens of a chunk, or nanoseconds for the rule ``scheduled``. `chunk_tokens` is
@@ -184,6 +175,25 @@ def choose_chunks(
             if chunk == unit or rule == FIXED:
                 break
     return found
+
+
+@host_jit
+def fills(
+    tokens: Int64Array, tiles: Int64Array, parts: Int64Array, chunk: int, programs: int
+) -> bool:
+    """Whether the programs hold all chunks at once.
+
+    Each chunk of a range that is cut takes a program. Ranges of one chunk share programs. So a
+    context much longer than the rest (long tail) is cut even if the rest fills the GPU.
+    """
+    chunks = np.int64(0)
+    shared = np.int64(0)
+    for r in range(len(tokens)):
+        if tokens[r] > chunk:
+            chunks += tiles[r] * parts[r]
+        else:
+            shared += tiles[r] * tokens[r]
+    return bool(chunks * chunk + shared <= programs * chunk)
 
 
 @host_jit

@@ -3,13 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import BoolArray
 from deft_backend.policies.errors import PolicyError
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import DEFT_NODE_CHUNK
 
 
@@ -33,6 +28,3 @@ class DeftNodeChunk(TwoRulePolicy):
     @property
     def rules(self) -> Rules:
         return Rules("all", "fixed", self.chunk_tokens)
-
-    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
-        return np.ones(forest.num_nodes, dtype=bool)

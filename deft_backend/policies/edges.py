@@ -33,20 +33,13 @@ class KVRanges(NamedTuple):
 
 @host_jit
 def grouped_ranges(
-    parent: Int32Array,
-    start: Int32Array,
-    length: Int32Array,
-    query_begin: Int32Array,
-    query_end: Int32Array,
-    is_leaf: BoolArray,
-    order: Int32Array,
-    is_cut: BoolArray,
-) -> KVRanges:
+    parent: Int32Array, start: Int32Array, length: Int32Array, query_begin: Int32Array,
+    query_end: Int32Array, is_leaf: BoolArray, order: Int32Array, is_cut: BoolArray,
+) -> KVRanges:  # fmt: skip
     """The ranges of an edge assignment (FastTree, equation 2 and Figure 5).
 
-    - `parent`, `start`, `length`, `query_begin`, `query_end`, `is_leaf` [N]: as in
-      :class:`~deft_backend.forest.PrefixForest`.
-    - `is_cut` [N] bool: whether the edge from each node's parent is cut; roots have none.
+    `is_cut` [N] tells whether the edge from each node's parent is cut; roots have none. The other
+    arrays are those of :class:`~deft_backend.forest.PrefixForest`.
     """
     nodes = len(parent)
     kept = np.empty(nodes, dtype=np.int64)  # queries that stay with the node
@@ -91,10 +84,8 @@ def cut_ranges(
 ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, Int32Array, BoolArray]:
     """Cut ranges evenly into chunks of whole units, one group for each chunk.
 
-    - `is_leaf` [N] bool
-    - `num_chunks` [R] int64: chunks of each range. A range with fewer units gets one for each of
-      them.
-    - `unit`: tokens of a unit, the KV block as a rule. A range's last unit may be shorter.
+    A range gets `num_chunks` [R] chunks, but no more than it has units. A unit has `unit` tokens,
+    those of the KV block as a rule; a range's last unit may be shorter.
 
     Returns fields of :class:`~deft_backend.policies.Grouping`, with one segment for each group.
     """

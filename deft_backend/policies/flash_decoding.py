@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import BoolArray
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FLASH_DECODING
 
 
@@ -26,6 +21,3 @@ class FlashDecoding(TwoRulePolicy):
     @property
     def rules(self) -> Rules:
         return Rules("none", "filling")
-
-    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
-        return np.zeros(forest.num_nodes, dtype=bool)

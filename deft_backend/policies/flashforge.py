@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import BoolArray
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FLASHFORGE
 
 
@@ -37,6 +32,3 @@ class FlashForge(TwoRulePolicy):
     @property
     def rules(self) -> Rules:
         return Rules("all", "scheduled")
-
-    def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
-        return np.ones(forest.num_nodes, dtype=bool)

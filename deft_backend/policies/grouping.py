@@ -51,14 +51,9 @@ class Grouping:
 
     @classmethod
     def of_single_ranges(
-        cls,
-        query_ptr: Int32Array,
-        queries: Int32Array,
-        request: Int32Array,
-        start: Int32Array,
-        end: Int32Array,
-        is_open: npt.NDArray[np.bool_],
-    ) -> Grouping:
+        cls, query_ptr: Int32Array, queries: Int32Array, request: Int32Array, start: Int32Array,
+        end: Int32Array, is_open: npt.NDArray[np.bool_],
+    ) -> Grouping:  # fmt: skip
         """Groups of one segment each, to which all of their queries attend."""
         groups = len(request)
         segment_ptr = np.arange(groups + 1, dtype=np.int32)
@@ -86,14 +81,9 @@ class Grouping:
     def segments(self, group: int) -> Iterator[Segment]:
         """The KV ranges of `group`."""
         for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):
-            yield Segment(
-                request=int(self.request[s]),
-                start=int(self.start[s]),
-                end=int(self.end[s]),
-                open=bool(self.open[s]),
-                attend_begin=int(self.attend_begin[s]),
-                attend_end=int(self.attend_end[s]),
-            )
+            arrays = (self.request, self.start, self.end, self.open, self.attend_begin,
+                      self.attend_end)  # fmt: skip
+            yield Segment(*(array[s].item() for array in arrays))
 
     def num_queries(self) -> Int32Array:
         """[G] queries of each group."""
@@ -114,35 +104,23 @@ class GroupingBuilder:
         self._query_ptr = [0]
         self._queries: list[int] = []
         self._segment_ptr = [0]
-        self._request: list[int] = []
-        self._start: list[int] = []
-        self._end: list[int] = []
-        self._open: list[bool] = []
-        self._attend_begin: list[int] = []
-        self._attend_end: list[int] = []
+        self._segments: list[Segment] = []
 
     def add(self, queries: Sequence[int] | Int32Array, segments: Sequence[Segment]) -> None:
         """Add a group; `queries` are request indices in forest order."""
         self._queries.extend(int(q) for q in queries)
         self._query_ptr.append(len(self._queries))
-        for segment in segments:
-            self._request.append(segment.request)
-            self._start.append(segment.start)
-            self._end.append(segment.end)
-            self._open.append(segment.open)
-            self._attend_begin.append(segment.attend_begin)
-            self._attend_end.append(segment.attend_end)
-        self._segment_ptr.append(len(self._request))
+        self._segments += segments
+        self._segment_ptr.append(len(self._segments))
 
     def build(self) -> Grouping:
-        return Grouping(
-            query_ptr=np.array(self._query_ptr, dtype=np.int32),
-            queries=np.array(self._queries, dtype=np.int32),
-            segment_ptr=np.array(self._segment_ptr, dtype=np.int32),
-            request=np.array(self._request, dtype=np.int32),
-            start=np.array(self._start, dtype=np.int32),
-            end=np.array(self._end, dtype=np.int32),
-            open=np.array(self._open, dtype=bool),
-            attend_begin=np.array(self._attend_begin, dtype=np.int32),
-            attend_end=np.array(self._attend_end, dtype=np.int32),
+        held = np.array(self._segments, dtype=np.int32).reshape(-1, len(Segment._fields))
+        request, start, end, is_open, attend_begin, attend_end = held.T.copy()
+        query_ptr, queries, segment_ptr = (
+            np.array(numbers, dtype=np.int32)
+            for numbers in (self._query_ptr, self._queries, self._segment_ptr)
         )
+        return Grouping(
+            query_ptr, queries, segment_ptr, request, start, end, is_open.astype(bool),
+            attend_begin, attend_end,
+        )  # fmt: skip

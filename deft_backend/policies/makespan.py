@@ -22,11 +22,7 @@ class Schedule:
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
-    """Longest-processing-time scheduling: each subtask goes to the first free thread block.
-
-    - `cost_ms` [S] float64
-    - `num_programs`: thread blocks; at least 1.
-    """
+    """Longest-processing-time scheduling: each subtask goes to the first free thread block."""
     if num_programs < 1:
         raise PolicyError(f"num_programs is {num_programs}; expected at least 1 thread block")
     order = np.argsort(-cost_ms, kind="stable")

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
+
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import (
     CHUNK_RULES,
@@ -36,17 +38,14 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """The name by which users select the policy."""
-        ...
 
     @property
     def several_segments(self) -> bool:
         """Whether some groups have several segments, so that their items need the masked tile."""
-        ...
 
     @property
     def rules(self) -> Rules | None:
         """What the device planner follows; None if only the host planner follows this policy."""
-        ...
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """Group `forest`'s KV with the queries that attend to it.
@@ -55,7 +54,6 @@ class Policy(Protocol):
         context is open, so the plan stays right when the request grows. Empty leaves have an open
         segment of no tokens for the same reason.
         """
-        ...
 
 
 class TwoRulePolicy(ABC):
@@ -76,9 +74,12 @@ class TwoRulePolicy(ABC):
     @abstractmethod
     def rules(self) -> Rules: ...
 
-    @abstractmethod
     def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
-        """[N] for each node, whether the edge from its parent is cut. Roots have no such edge."""
+        """[N] for each node, whether the edge from its parent is cut. Roots have no such edge.
+
+        Policies whose rule is neither ``all`` nor ``none`` override this.
+        """
+        return np.full(forest.num_nodes, self.rules.edges == "all")
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         rules = self.rules

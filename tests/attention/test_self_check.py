@@ -1,6 +1,5 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +20,11 @@ from deft_backend.attention.self_check import (
 from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.compile.variants import compile_all, recorded
-from deft_backend.kernels import Step
 
 DECODE = Case(on_device=False)
 
 
-def attention_of(**changed: Any) -> TreeAttention:
+def attention_of(**changed):
     given: dict[str, Any] = {
         "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
         "device": "cpu", "page_size": 16, "max_batch": 8, "query_tokens": 3,
@@ -44,14 +42,14 @@ def attention_of(**changed: Any) -> TreeAttention:
     ],
     ids=str,
 )
-def test_sound_kernels_pass(case: Case, changed: dict[str, Any]) -> None:
+def test_sound_kernels_pass(case, changed):
     outcome = checked(attention_of(**changed), case)
     assert outcome.failure is None
     assert outcome.error is not None
     assert outcome.error > 0.0
 
 
-def test_layouts_of_a_server() -> None:
+def test_layouts_of_a_server():
     """Slots of a page size of 1 in [slots, heads, D], and K and V interleaved."""
     attention = attention_of(page_size=1)
     held = torch.zeros(4, 2, 2, 64, dtype=torch.float16)
@@ -59,8 +57,7 @@ def test_layouts_of_a_server() -> None:
     strides = []
     run = attention.run
 
-    def spy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
-            lens: torch.Tensor, **rest: Any) -> torch.Tensor:  # fmt: skip
+    def spy(q, k, v, table, lens, **rest):
         strides.append((k.stride(), v.stride(), table.shape[1], lens.dtype))
         return run(q, k, v, table, lens, **rest)
 
@@ -69,25 +66,23 @@ def test_layouts_of_a_server() -> None:
     assert strides == [((256, 64, 1), (256, 64, 1), 500, torch.int64)]
 
 
-def change_row(step: Step) -> None:
+def change_row(step):
     step.out[5] = step.out[4]
 
 
-def scale_row(step: Step) -> None:
+def scale_row(step):
     step.out[5, 1] *= 1.03
 
 
-def leave_row_out(step: Step) -> None:
+def leave_row_out(step):
     step.out[5] = float("nan")
 
 
 @pytest.mark.parametrize("fault", [change_row, scale_row, leave_row_out])
-def test_a_wrong_row_is_found(
-    fault: Callable[[Step], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_is_found(fault, monkeypatch):
     run_plan = tree_attention.run_plan
 
-    def wrong(config: Any, plan: Any, step: Step, *rest: Any, **named: Any) -> None:
+    def wrong(config, plan, step, *rest, **named):
         run_plan(config, plan, step, *rest, **named)
         fault(step)
 
@@ -100,12 +95,12 @@ def test_a_wrong_row_is_found(
 
 
 @triton.jit
-def broken(x) -> None:  # type: ignore[no-untyped-def]
+def broken(x):
     x.no_such_operation()
 
 
-def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(*arguments: Any, **named: Any) -> None:
+def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch):
+    def launch(*arguments, **named):
         with compiling_for(90):
             broken.warmup(torch.float32, grid=(1,))
 
@@ -116,12 +111,12 @@ def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyP
     assert "no_such_operation" in outcome.failure
 
 
-def test_a_device_with_64_kib_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_64_kib_of_shared_memory(monkeypatch):
     """Kernels are compiled for it, and loaded as Triton loads them: what is too large fails."""
     gpu = Gpu((9, 0), 132, 65 * 1024, 64 * 1024)
     launch = Kernel.launch
 
-    def load(self: Kernel, *arguments: Any, **named: Any) -> None:
+    def load(self, *arguments, **named):
         with recorded() as found:
             launch(self, *arguments, **named)
         with compiling_for(gpu.arch):
@@ -136,7 +131,7 @@ def test_a_device_with_64_kib_of_shared_memory(monkeypatch: pytest.MonkeyPatch) 
     assert "shared memory" in outcome.failure
 
 
-def test_the_cases_of_shapes_and_the_end_of_their_time() -> None:
+def test_the_cases_of_shapes_and_the_end_of_their_time():
     """The host planner comes last: a new machine compiles it for seconds."""
     shapes = [Shape(4, 2, 64, torch.float16, kv) for kv in (torch.float16, torch.float8_e4m3fn)]
     found = list(check_shapes(shapes, torch.device("cpu"), until=0.0))
@@ -157,9 +152,7 @@ def test_the_cases_of_shapes_and_the_end_of_their_time() -> None:
         ("NVIDIA L40S", ("3.6.0", "2.11.0"), "NVIDIA L40S"),
     ],
 )
-def test_what_has_recorded_results(
-    gpu: str, versions: tuple[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_recorded_results(gpu, versions, expected, monkeypatch):
     monkeypatch.setattr(recorded_results.triton, "__version__", versions[0])
     monkeypatch.setattr(recorded_results.torch, "__version__", versions[1])
     assert recorded_results.unrecorded(gpu) == expected

@@ -133,10 +133,9 @@ SERVED = {
 
 @pytest.fixture(params=[False, True], ids=["plain", "gluon"])
 def gluon(request, monkeypatch):
-    """Both values of the gates that decide which kernels a server launches."""
+    """Whether this Triton compiles the kernels in Gluon, which servers on Hopper launch."""
     caches = (configurations.kernel_configuration, launches_of)
-    for name in ("GLUON_QUERY_TOKENS", "GLUON_EIGHT_BITS"):
-        monkeypatch.setattr(configurations, name, request.param)
+    monkeypatch.setattr(gluon_versions, "available", lambda: request.param)
     for cached in caches:
         cached.cache_clear()
     yield request.param
@@ -167,9 +166,7 @@ def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     assert {variant.name for variant in launched - compiled} == set()
     assert {variant.name for variant in compiled - launched} == set()
     names = {variant.name for variant in compiled}
-    several = drafts is not None and drafts.always
-    gated = several or kv_dtype is not None
-    assert ("hopper_large_tile_attention" in names) is (gluon or not gated)
+    assert ("hopper_large_tile_attention" in names) is gluon
 
 
 @needs_gluon

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from deft_backend.costs import CostModel, CostModelError
-from deft_backend.costs.cost_model import (
-    DEFAULT_TABLE,
-    FLASHFORGE_TABLE,
-    default_cost_model,
-)
+from deft_backend.costs.cost_model import DEFAULT_TABLE, FLASHFORGE_TABLE, default_cost_model
 from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.forest import build_forest
@@ -67,7 +63,7 @@ def test_transfer_time():
 
 def test_save_and_load(tmp_path):
     model = _replaced(source="here")
-    model.save(tmp_path / "table.json")
+    (tmp_path / "table.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
     loaded = CostModel.load(tmp_path / "table.json")
     for name, value in vars(model).items():
         np.testing.assert_array_equal(getattr(loaded, name), value, err_msg=name)

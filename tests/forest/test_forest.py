@@ -170,9 +170,7 @@ def check_invariants(forest):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32),
-    page_size=st.sampled_from([1, 3, 16]),
-    requests=st.integers(0, 24),
+    seed=st.integers(0, 2**32), page_size=st.sampled_from([1, 3, 16]), requests=st.integers(0, 24)
 )
 @example(seed=0, page_size=1, requests=0)
 @example(seed=0, page_size=16, requests=1)
@@ -191,11 +189,7 @@ def test_both_sources_agree_on_random_traffic(seed, page_size, requests):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    page_size=st.sampled_from([1, 4]),
-    requests=st.integers(1, 12),
-)
+@given(seed=st.integers(0, 2**32), page_size=st.sampled_from([1, 4]), requests=st.integers(1, 12))
 @example(seed=0, page_size=1, requests=1)
 @example(seed=1, page_size=1, requests=12)
 @example(seed=2, page_size=4, requests=12)

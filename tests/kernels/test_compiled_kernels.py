@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -18,9 +17,8 @@ from triton.compiler import ASTSource
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import configurations, kernel_configuration
 from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
-from deft_backend.kernels.configurations import KernelConfiguration
 from deft_backend.kernels.hopper import versions as gluon_versions
-from deft_backend.kernels.launches import Kind, Launch, launches_of
+from deft_backend.kernels.launches import Kind, launches_of
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device import SIZES, DevicePlanner
@@ -47,7 +45,7 @@ class Resources(NamedTuple):
     stack: int  # bytes of a thread: spills
     warps: int
 
-    def fit(self, major: int) -> int:
+    def fit(self, major):
         """Programs that fit on an SM."""
         if self.warps == 1:  # each of the SM's four schedulers has registers of its own
             by_registers = 4 * (REGISTERS // 4 // (self.registers * 32))
@@ -56,10 +54,7 @@ class Resources(NamedTuple):
         return min(by_registers, SHARED[major] // (self.shared + RESERVED))
 
 
-def config_of(
-    major: int, head_dim: int, dtype: torch.dtype, group: int, sms: int = SMS,
-    kv_dtype: torch.dtype | None = None, query_tokens: int = 1,
-) -> KernelConfiguration:  # fmt: skip
+def config_of(major, head_dim, dtype, group, sms=SMS, kv_dtype=None, query_tokens=1):
     """As on an H100 or an A100, except the number of SMs."""
     properties = SimpleNamespace(
         multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
@@ -76,7 +71,7 @@ def config_of(
     return config
 
 
-def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
+def kind_of(head_dim, dtype, page_size):
     """Eight KV heads, and four query heads of each, over pages that lie one behind the other."""
     strides = (page_size * 8 * head_dim, 8 * head_dim, head_dim)
     return Kind(
@@ -86,7 +81,7 @@ def kind_of(head_dim: int, dtype: torch.dtype, page_size: int) -> Kind:
     )  # fmt: skip
 
 
-def argument_types(dtype: torch.dtype, eight_bits: bool = False) -> dict[str, Any]:
+def argument_types(dtype, eight_bits=False):
     """The types of both stages' arguments, as hosts give them."""
     data, integers, numbers = f"*{TYPES[dtype]}", "*i32", "*fp32"
     cache = "*u8" if eight_bits else data
@@ -106,17 +101,17 @@ def argument_types(dtype: torch.dtype, eight_bits: bool = False) -> dict[str, An
     }
 
 
-def plan_types(arrays: type[ItemArrays] | type[ReduceArrays]) -> Any:
+def plan_types(arrays):
     """The types of the plan's arrays that a stage reads."""
     return arrays(*["*i32"] * len(arrays._fields))
 
 
 @cache
-def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
+def resources(launch, dtype, major):
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
-    function: Any = launch.kernel._compiled
+    function = launch.kernel._compiled
     arrays = ReduceArrays if launch.kernel is configurations.REDUCE_PARTIALS else ItemArrays
-    constants: Any = launch.constants
+    constants = launch.constants
     eight_bits = "CACHE" in constants and constants["CACHE"].exponent_bits > 0
     types = {**argument_types(dtype, eight_bits), "plan": plan_types(arrays)}
     types = {name: types[name] for name in function.arg_names if name not in launch.constants}
@@ -128,14 +123,7 @@ def resources(launch: Launch, dtype: torch.dtype, major: int) -> Resources:
     return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
 
 
-def compiled(
-    function: Any,
-    types: dict[str, Any],
-    constants: Mapping[str, Any],
-    options: dict[str, Any],
-    major: int,
-    gluon: bool = False,
-) -> Resources:
+def compiled(function, types, constants, options, major, gluon=False):
     """Compile a kernel for arguments of `types`; pointers and strides are multiples of 16."""
     names = function.arg_names
     aligned = [["tt.divisibility", 16]]
@@ -149,7 +137,7 @@ def compiled(
             if type_.startswith("*") or n.startswith("stride")
         },
     }  # fmt: skip
-    source: Any = ASTSource
+    source = ASTSource
     if gluon:
         from triton.experimental.gluon._runtime import GluonASTSource as source
     target = GPUTarget("cuda", major * 10, 32)
@@ -159,7 +147,7 @@ def compiled(
     return Resources(registers, binary.metadata.shared, found["STACK"], options["num_warps"])
 
 
-def leaves(path: tuple[int, ...], types: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+def leaves(path, types):
     """Every argument in a structure: its path there, as Triton writes it, and its type."""
     if isinstance(types, str):
         yield path, types
@@ -168,7 +156,7 @@ def leaves(path: tuple[int, ...], types: Any) -> Iterator[tuple[tuple[int, ...],
         yield from leaves((*path, i), part)
 
 
-def _usage(binary: bytes) -> dict[str, int]:
+def _usage(binary):
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -177,61 +165,58 @@ def _usage(binary: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
+def check_launch(launch, programs, dtype, major=9):
+    """No spills, and an SM holds the launched number of programs."""
+    found = resources(launch, dtype, major)
+    assert found.stack == 0, (launch.kernel._name, found)
+    assert found.fit(major) >= programs // SMS, (launch.kernel._name, found)
+
+
+def check_tiles(config, launches, dtype, major=9):
+    """The small tile and the large tile, as they follow another launch."""
+    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
+        check_launch(launch, tile.programs, dtype, major)
+
+
 @needs_gluon
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "page_size"),
     [(128, torch.float16, 16), (128, torch.bfloat16, 1), (64, torch.bfloat16, 16)],
 )
-def test_kernels_on_hopper(head_dim: int, dtype: torch.dtype, page_size: int) -> None:
-    """All kernels compile without spills, and an SM holds the launched number of programs."""
+def test_kernels_on_hopper(head_dim, dtype, page_size):
     config = config_of(9, head_dim, dtype, 4)
     launches = launches_of(config, kind_of(head_dim, dtype, page_size))
-    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
-        found = resources(launch, dtype, 9)
-        assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
-        assert found.stack == 0, (launch.kernel._name, found)
+    check_tiles(config, launches, dtype)
     for reduce, launch in zip((config.reduce, config.few), launches.stage2, strict=True):
-        found = resources(launch, dtype, 9)
-        assert found.fit(9) >= min(16, reduce.programs // SMS), found
-        assert found.stack == 0, found
+        check_launch(launch, min(16 * SMS, reduce.programs), dtype)
 
 
 @needs_gluon
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 12])
-def test_small_tiles_of_every_gqa_group_on_hopper(group: int) -> None:
-    """No spills, and the launched number of programs fits on an SM."""
+def test_small_tiles_of_every_gqa_group_on_hopper(group):
     dtype = torch.bfloat16
     config = config_of(9, 128, dtype, group)
     kind = kind_of(128, dtype, 16)._replace(num_heads=8 * group)
     launch = launches_of(config, kind).stage1[0][1]
     assert launch.kernel is configurations.HOPPER_SMALL_TILE
-    found = resources(launch, dtype, 9)
-    assert found.stack == 0, found
-    assert found.fit(9) >= config.tiles[0].programs // SMS, found
+    check_launch(launch, config.tiles[0].programs, dtype)
 
 
 @needs_gluon
-def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_query_tokens_on_hopper():
     """Bits of trees and ragged batches, in the small tile of 16 vectors and in the large tile."""
-    monkeypatch.setattr(configurations, "GLUON_QUERY_TOKENS", True)
-    launches_of.cache_clear()
     dtype, blocks = torch.bfloat16, QueryBlocks.of(4, 4)
     config = config_of(9, 128, dtype, 4, query_tokens=4)
     kind = kind_of(128, dtype, 16)._replace(blocks=blocks, ragged=True, tree=True)
     launches = launches_of(config, kind)
     assert [tile.height for tile in config.tiles[:2]] == [16, 64]
-    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
-        found = resources(launch, dtype, 9)
-        assert found.fit(9) >= tile.programs // SMS, (launch.kernel._name, found)
-        assert found.stack == 0, (launch.kernel._name, found)
-    launches_of.cache_clear()
+    check_tiles(config, launches, dtype)
     # Blocks of 17 to 64 vectors run in the large tile only. A device plan launches both.
     config = config_of(9, 128, dtype, 4, query_tokens=8)
     assert config.tiles[0].height == 16
     kind = kind._replace(blocks=QueryBlocks.of(8, 4))
     for _, launch in launches_of(config, kind).stage1[:2]:
         assert resources(launch, dtype, 9).stack == 0
-    launches_of.cache_clear()
 
 
 @needs_gluon
@@ -239,8 +224,7 @@ def test_several_query_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     ("head_dim", "query_tokens", "bits"),
     [(128, 1, 0), (64, 1, 0), (128, 4, 0), (128, 1, 4), (64, 1, 5), (128, 4, 4)],
 )
-def test_masked_tiles_on_hopper(head_dim: int, query_tokens: int, bits: int) -> None:
-    """No spills, and the launched number of programs fits on an SM."""
+def test_masked_tiles_on_hopper(head_dim, query_tokens, bits):
     dtype = torch.bfloat16
     kv_dtype = {0: None, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}[bits]
     config = config_of(9, head_dim, dtype, 4, kv_dtype=kv_dtype, query_tokens=query_tokens)
@@ -250,21 +234,16 @@ def test_masked_tiles_on_hopper(head_dim: int, query_tokens: int, bits: int) -> 
         of_tokens = kind._replace(blocks=QueryBlocks.of(query_tokens, 4), ragged=ragged, tree=tree)
         launch = launches_of(config, of_tokens).stage1[2][1]
         assert launch.kernel is configurations.HOPPER_MASKED_TILE
-        found = resources(launch, dtype, 9)
-        assert found.stack == 0, found
-        assert found.fit(9) >= config.tiles[2].programs // SMS, found
+        check_launch(launch, config.tiles[2].programs, dtype)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "major"),
     [(torch.bfloat16, torch.float8_e4m3fn, 9), (torch.float16, torch.float8_e5m2, 8)],
 )
-def test_caches_of_eight_bits(
-    dtype: torch.dtype, kv_dtype: torch.dtype, major: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_eight_bits(dtype, kv_dtype, major, monkeypatch):
     """The plain kernels convert bytes on every GPU; the launched ones fit it, without spills."""
-    monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", False)
-    launches_of.cache_clear()
+    monkeypatch.setattr(gluon_versions, "available", lambda: False)
     config = config_of(major, 64, dtype, 4, kv_dtype=kv_dtype)
     bits = configurations.EXPONENT_BITS[kv_dtype]
     kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
@@ -272,15 +251,12 @@ def test_caches_of_eight_bits(
         config.tiles[:2], launches_of(config, kind).stage1[:2], strict=True
     ):
         assert tile.lookahead == 0
-        found = resources(launch, dtype, major)
         waves = 2 if tile.height < 64 else 1
-        assert found.fit(major) >= tile.programs // SMS // waves, (launch.kernel._name, found)
-        assert found.stack == 0, (launch.kernel._name, found)
-    launches_of.cache_clear()
+        check_launch(launch, tile.programs // waves, dtype, major)
 
 
 @needs_gluon
-def test_the_large_tile_of_eight_bits_with_small_heads() -> None:
+def test_the_large_tile_of_eight_bits_with_small_heads():
     """Heads of 64, as gpt-oss has them, with sinks."""
     dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
     config = config_of(9, 64, dtype, 8, kv_dtype=kv_dtype)
@@ -288,17 +264,12 @@ def test_the_large_tile_of_eight_bits_with_small_heads() -> None:
     kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
     large = launches_of(config, kind).stage1[1][1]
     assert large.kernel is configurations.HOPPER_LARGE_TILE
-    found = resources(large, dtype, 9)
-    assert found.stack == 0, found
-    assert found.fit(9) >= config.tiles[1].programs // SMS, found
+    check_launch(large, config.tiles[1].programs, dtype)
 
 
 @needs_gluon
 @pytest.mark.parametrize("group", [1, 4, 16])
-def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No spills, and the launched number of programs fits on an SM."""
-    monkeypatch.setattr(configurations, "GLUON_EIGHT_BITS", True)
-    launches_of.cache_clear()
+def test_tiles_of_eight_bits_on_hopper(group):
     dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
     config = config_of(9, 128, dtype, group, kv_dtype=kv_dtype)
     bits = configurations.EXPONENT_BITS[kv_dtype]
@@ -307,20 +278,16 @@ def test_tiles_of_eight_bits_on_hopper(group: int, monkeypatch: pytest.MonkeyPat
     )
     launches = launches_of(config, kind)
     (_, small), (_, large) = launches.stage1[:2]
-    launches_of.cache_clear()
     assert small.kernel is configurations.HOPPER_SMALL_TILE
     assert large.kernel is configurations.HOPPER_LARGE_TILE
     for stage_2 in launches.stage2:  # it sets the counters of large programs to 0
         assert stage_2.constants["SPREAD"]
         assert resources(stage_2, dtype, 9).stack == 0
-    for tile, launch in zip(config.tiles[:2], (small, large), strict=True):
-        found = resources(launch, dtype, 9)
-        assert found.stack == 0, found
-        assert found.fit(9) >= tile.programs // SMS, found
+    check_tiles(config, launches, dtype)
 
 
 @pytest.fixture
-def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unknown_triton(monkeypatch):
     """A version of Triton that no test has run with."""
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     for cached in (gluon_versions.unavailable, gluon_versions.log_unavailable):
@@ -330,9 +297,7 @@ def unknown_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()
 
 
-def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(
-    unknown_triton: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(unknown_triton, caplog):
     for head_dim in (64, 128):
         config = config_of(9, head_dim, torch.bfloat16, 4)
         launches = launches_of(config, kind_of(head_dim, torch.bfloat16, 16))
@@ -343,7 +308,7 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(
 
 
 @needs_gluon
-def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
+def test_leaves_fit_beside_one_stem_of_an_sm():
     """Two warps fit in each quarter of an SM's registers, if few large tiles leave room for
     them."""
     config = config_of(9, 128, torch.bfloat16, 4)
@@ -363,7 +328,7 @@ def test_leaves_fit_beside_one_stem_of_an_sm() -> None:
     assert left // (taller.shared + RESERVED) >= 4
 
 
-def test_kernels_on_ampere() -> None:
+def test_kernels_on_ampere():
     """The plain kernels compile, and the launched ones fit the GPU."""
     config = config_of(8, 128, torch.float16, 4)
     launches = launches_of(config, kind_of(128, torch.float16, 16))
@@ -383,15 +348,11 @@ OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges"
     + [(n, SIZES[-1]) for n in ("flash-decoding", "deft-node-chunk", "fasttree", "flashforge")]
     + [("fasttree", size) for size in SIZES[:-1]],
 )
-def test_the_device_planner_on_hopper(
-    policy: str, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_planner_on_hopper(policy, batch, monkeypatch):
     """Every size of batch, without spills."""
-    found: dict[str, Resources] = {}
+    found = {}
 
-    def compile_it(
-        kernel: Kernel, grid: Any, arguments: Any, constants: Any, **options: Any
-    ) -> None:
+    def compile_it(kernel, grid, arguments, constants, **options):
         for name in ("variant", "aligned", "interpreted"):
             del options[name]
         if policy != "auto" and kernel._name not in OF_POLICIES:
@@ -416,7 +377,7 @@ def test_the_device_planner_on_hopper(
         assert taken.fit(9) >= 1, (name, taken)
 
 
-def type_of(argument: Any) -> Any:
+def type_of(argument):
     """Of a launch's argument."""
     if isinstance(argument, tuple):
         types = tuple(map(type_of, argument))
@@ -428,7 +389,7 @@ def type_of(argument: Any) -> Any:
 
 @needs_gluon
 @pytest.mark.parametrize(("sms", "stems"), [(132, 264), (600, 1024)])
-def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
+def test_programs_follow_from_the_gpu(sms, stems):
     """Large tiles' programs read their first items before they know their number: at most
     READ_AHEAD."""
     config = config_of(9, 128, torch.float16, 4, sms)
@@ -449,9 +410,7 @@ def test_programs_follow_from_the_gpu(sms: int, stems: int) -> None:
         (16, torch.float8_e4m3fn, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
     ],
 )
-def test_small_batches_launch_fewer_small_programs(
-    group: int, kv_dtype: torch.dtype | None, per_sm: tuple[int, ...]
-) -> None:
+def test_small_batches_launch_fewer_small_programs(group, kv_dtype, per_sm):
     """By the number of queries times KV heads; more than the rule names takes all programs."""
     small, large, _ = config_of(9, 128, torch.bfloat16, group, 132, kv_dtype=kv_dtype).tiles
     queries = (1, 16, 17, 33, 34, 66, 67, 132, 133, 2048)

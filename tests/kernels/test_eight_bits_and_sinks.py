@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import DEVICES, check, random_batch, shapes_of, star
 
-from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
+from attention_checks import tree_attention
+from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import GroupingBuilder, Segment
 
@@ -89,10 +90,7 @@ def test_sinks_of_any_size_and_empty_contexts(device, sink):
     q, k, v = (torch.randn(*s, generator=generator).half().to(device)
                for s in ((3, 4, 64), (9, 2, 64), (9, 2, 64)))  # fmt: skip
     sinks = torch.full((4,), sink, device=device)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device=device,
-        max_batch=3,
-    )  # fmt: skip
+    attention = tree_attention(dtype=torch.float16, device=device, max_batch=3)
     attention.plan(forest_from_page_tables(table, lens))
     attention.poison_workspace()
     out = attention.run(q, k, v, table.to(device), lens.to(device), sinks=sinks)
@@ -112,10 +110,7 @@ def test_every_finite_byte_is_its_number(kv_dtype):
     numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     finite = numbers.float().isfinite()
     v = torch.where(finite, numbers.float(), 0.0).to(kv_dtype).reshape(4, 1, 64)
-    attention = TreeAttention(
-        num_query_heads=1, num_kv_heads=1, head_dim=64, dtype=torch.float32, device="cpu",
-        kv_dtype=kv_dtype, max_batch=4,
-    )  # fmt: skip
+    attention = tree_attention(num_query_heads=1, num_kv_heads=1, kv_dtype=kv_dtype, max_batch=4)
     table, lens = torch.arange(4).int()[:, None], torch.ones(4).int()
     attention.plan(forest_from_page_tables(table, lens))
     out = attention.run(torch.ones(4, 1, 64), v, v, table, lens, k_scale=0.001)
@@ -137,10 +132,7 @@ def test_every_finite_byte_is_its_number(kv_dtype):
 )
 def test_what_does_not_fit_is_refused(change, message):
     kv_dtype = change.pop("kv_dtype", None)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        kv_dtype=kv_dtype,
-    )  # fmt: skip
+    attention = tree_attention(kv_dtype=kv_dtype)
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
     cache = torch.zeros(9, 2, 64)
     with pytest.raises(AttentionError, match=message):
@@ -161,10 +153,7 @@ def test_what_does_not_fit_is_refused(change, message):
     ],
 )
 def test_scales_that_do_not_fit_are_refused(scale, message):
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        kv_dtype=torch.float8_e5m2,
-    )  # fmt: skip
+    attention = tree_attention(kv_dtype=torch.float8_e5m2)
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
     cache = torch.zeros(9, 2, 64).to(torch.float8_e5m2)
     with pytest.raises(AttentionError, match=message):
@@ -185,10 +174,7 @@ def test_scales_that_do_not_fit_are_refused(scale, message):
     ids=["numbers", "keys", "values", "one"],
 )
 def test_scales_on_the_host_the_device_and_on_both(k_scale, v_scale):
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        kv_dtype=torch.float8_e4m3fn, max_batch=2,
-    )  # fmt: skip
+    attention = tree_attention(kv_dtype=torch.float8_e4m3fn, max_batch=2)
     table, lens = torch.tensor([[0, 1, 2], [0, 3, 4]]).int(), torch.tensor([3, 2]).int()
     attention.plan(forest_from_page_tables(table, lens))
     generator = torch.Generator().manual_seed(1)
@@ -203,7 +189,4 @@ def test_scales_on_the_host_the_device_and_on_both(k_scale, v_scale):
 
 def test_other_dtypes_of_the_cache_are_refused():
     with pytest.raises(AttentionError, match="a KV cache of int8 under queries of float16; supp"):
-        TreeAttention(
-            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
-            kv_dtype=torch.int8,
-        )  # fmt: skip
+        tree_attention(dtype=torch.float16, kv_dtype=torch.int8)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from benchmarks.random_batches import random_batch
-from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend import forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
@@ -296,10 +297,7 @@ def test_one_attention_runs_over_caches_of_several_kinds():
     for page_size in (2, 4):
         batch = random_batch(7, 6, page_size, longest=60)
         table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
-        attention = TreeAttention(
-            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-            page_size=page_size, max_batch=6,
-        )  # fmt: skip
+        attention = tree_attention(page_size=page_size, max_batch=6)
         attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
         torch.manual_seed(page_size)
         q = torch.randn(6, 4, 64)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention_checks
-from attention_checks import DEVICES, TOLERANCE, Batch
+from attention_checks import DEVICES, TOLERANCE, Batch, tree_attention
 from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
@@ -237,10 +237,7 @@ def test_same_batch_gives_equal_bits(device, policy):
     table, lens = batch.page_table.to(device), batch.seq_lens.to(device)
     results = []
     for _ in range(2):
-        attention = TreeAttention(
-            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device,
-            max_batch=12, policy=policy,
-        )  # fmt: skip
+        attention = tree_attention(dtype=q.dtype, device=device, max_batch=12, policy=policy)
         attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
         for static_launch in (False, False, True):
             attention.poison_workspace()
@@ -258,9 +255,7 @@ def test_strided_caches_table_rows_and_int64_lengths(device):
     rows = torch.tensor([11, 3, 0, 7, 5, 2, 9])
     table = torch.zeros(12, batch.page_table.shape[1] + 5, dtype=torch.int32)
     table[rows, : batch.page_table.shape[1]] = batch.page_table
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=q.dtype, device=device, max_batch=7
-    )
+    attention = tree_attention(dtype=q.dtype, device=device, max_batch=7)
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
     held = torch.full((7, 6, 72), 3.0, device=device, dtype=torch.float16)
     out = attention.run(
@@ -276,9 +271,7 @@ def test_strided_caches_table_rows_and_int64_lengths(device):
 
 
 def test_empty_batch():
-    attention = TreeAttention(
-        num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu"
-    )
+    attention = tree_attention(num_query_heads=2, dtype=torch.float16)
     attention.plan(forest_from_page_tables(np.zeros((0, 1), dtype=int), []))
     cache = torch.zeros(4, 2, 64, dtype=torch.float16)
     out = attention.run(
@@ -292,10 +285,9 @@ def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits():
     """One group for each node needs more items than these arrays hold; the result stays right."""
     batch = random_batch(2, 1, 30, longest=20)
     forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
-    attention = TreeAttention(
-        num_query_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        policy="deft-node", capacity=PlanCapacity(30, 33, 33, 33),
-    )  # fmt: skip
+    attention = tree_attention(
+        num_query_heads=2, policy="deft-node", capacity=PlanCapacity(30, 33, 33, 33)
+    )
     assert forest.num_nodes > 33
     plan = attention.plan(forest)
     assert plan.num_items <= 33
@@ -359,9 +351,7 @@ def test_unsupported_attention_is_refused(change, message):
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message):
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
-    )
+    attention = tree_attention()
     tensors = {
         "q": torch.zeros(2, 4, 64), "k_cache": torch.zeros(9, 2, 64),
         "v_cache": torch.zeros(9, 2, 64), "page_table": torch.zeros(2, 4, dtype=torch.int32),
@@ -386,10 +376,7 @@ def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
     table = torch.arange(1500, dtype=torch.int32).reshape(5, 300)
     lens = torch.full((5,), 290, dtype=torch.int32)
     attention, large = (
-        TreeAttention(
-            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-            policy="deft-node-chunk", max_batch=most,
-        )
+        tree_attention(policy="deft-node-chunk", max_batch=most)
         for most in (2, 5)
     )  # fmt: skip
     torch.manual_seed(0)
@@ -406,10 +393,7 @@ def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_batch_smaller_than_the_plan_is_refused(on_device):
     """Its items would read and write beyond the batch."""
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=4,
-    )  # fmt: skip
+    attention = tree_attention(max_batch=4)
     table, lens = torch.tensor([[0, 1], [0, 2], [0, 3]]).int(), torch.tensor([2, 2, 2])
     if on_device:
         attention.plan_on_device(table, lens)
@@ -431,9 +415,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_beyond_the_plan_stay_as_they_are(dtype):
     """A graph replay may have fewer requests than its capture."""
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=dtype, device="cpu", max_batch=4
-    )
+    attention = tree_attention(dtype=dtype, max_batch=4)
     table, lens = torch.tensor([[0, 1], [0, 2], [0, 0]]).int(), torch.tensor([2, 2, 0])
     attention.plan(forest_from_page_tables(table[:2], lens[:2]))
     q, (k, v) = torch.ones(3, 4, 64, dtype=dtype), torch.ones(2, 9, 2, 64, dtype=dtype)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_gluon_kernels import emulation, use_gluon  # noqa: F401
 
 import gluon_emulator
+from attention_checks import tree_attention
 from benchmarks.random_batches import PagedBatch, random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
@@ -96,10 +97,9 @@ class Attended(NamedTuple):
 
 def attended(seed, policy):
     batch = random_batch(seed, 9, 16, longest=300)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
-        page_size=16, max_batch=9, policy=policy,
-    )  # fmt: skip
+    attention = tree_attention(
+        num_kv_heads=1, dtype=torch.float16, page_size=16, max_batch=9, policy=policy
+    )
     table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
     return Attended(attention, batch, table, lens)
 

@@ -6,12 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_checks import DEVICES, Batch, check
+from attention_checks import DEVICES, Batch, check, tree_attention
 from benchmarks.random_batches import random_batch
-from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
-from deft_backend.attention.reference_attention import (
-    seen_tokens,
-)
+from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
+from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.forest import build_forest, forest_of_blocks
 from deft_backend.shapes.query_blocks import QueryBlocks
 
@@ -156,10 +154,7 @@ def test_fewer_query_tokens_than_the_plan_has():
 
 def test_rows_of_no_request_stay_as_they_are():
     batch = drafts(4, 3, 1, 4)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=3, query_tokens=4,
-    )  # fmt: skip
+    attention = tree_attention(max_batch=3, query_tokens=4)
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens), query_tokens=4)
     q, caches = torch.randn(12, 4, 64), torch.randn(2, batch.num_pages, 2, 64)
     start = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
@@ -174,10 +169,7 @@ def test_rows_of_no_request_stay_as_they_are():
 def test_a_chain_as_bits_is_the_chain():
     """The same result, bit for bit, whether the chain comes as bits or not."""
     batch = drafts(11, 4, 16, 7)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
-        page_size=16, max_batch=4, query_tokens=7,
-    )  # fmt: skip
+    attention = tree_attention(dtype=torch.float16, page_size=16, max_batch=4, query_tokens=7)
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens, 16), query_tokens=7)
     q = torch.randn(28, 4, 64).half()
     caches = torch.randn(2, batch.num_pages, 16, 2, 64).half()
@@ -222,10 +214,7 @@ def test_forest_of_blocks_of_an_empty_batch():
 
 def test_wrong_calls_say_what_is_wrong():
     batch = drafts(2, 2, 1, 3)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=2, query_tokens=3,
-    )  # fmt: skip
+    attention = tree_attention(max_batch=2, query_tokens=3)
     forest = forest_from_page_tables(batch.page_table, batch.seq_lens)
     caches = torch.randn(2, batch.num_pages, 2, 64)
     table, lens = batch.page_table, batch.seq_lens
@@ -241,10 +230,7 @@ def test_wrong_calls_say_what_is_wrong():
     with pytest.raises(AttentionError, match="query_tokens is 0"):
         attention.plan_on_device(table, lens, query_tokens=0)
     with pytest.raises(AttentionError, match="query_tokens is 0; expected 1 to"):
-        TreeAttention(
-            num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-            query_tokens=0,
-        )  # fmt: skip
+        tree_attention(query_tokens=0)
     attention.plan(forest, query_tokens=3)
     refused(r"q has shape \[5, 4, 64\]; expected \[6, 4, 64\]", tokens=5)
     refused(r"query_start has shape \[2\]; expected \[3\]", query_start=torch.zeros(2).int())
@@ -260,10 +246,7 @@ def test_wrong_calls_say_what_is_wrong():
 def test_words_of_bits_that_are_apart_are_refused():
     """Kernels read a token's second word behind its first."""
     batch = drafts(2, 2, 1, 70)
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=2, query_tokens=70,
-    )  # fmt: skip
+    attention = tree_attention(max_batch=2, query_tokens=70)
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens), query_tokens=70)
     bits = torch.zeros(2, 70, 4).long()[..., ::2]
     with pytest.raises(AttentionError, match="ancestors has stride 2 in its last dimension"):

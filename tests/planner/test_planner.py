@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
-from deft_backend.planner import (
-    PlanCapacity,
-    PlanError,
-    plan_forest,
-    plan_grouping,
-)
+from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping
 from deft_backend.planner.encoding import (
     DIRECT,
     ITEM_ORDER,

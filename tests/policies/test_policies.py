@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.costs import FastTreeCoefficients
-from deft_backend.costs.fasttree_costs import context_padding_cost, pad, query_padding_cost
-from deft_backend.forest import (
-    VIRTUAL_ROOT,
-    build_forest,
-    forest_from_page_tables,
-)
+from deft_backend.forest import VIRTUAL_ROOT, build_forest, forest_from_page_tables
 from deft_backend.policies import (
     POLICIES,
     POLICY_NAMES,
@@ -35,6 +30,7 @@ from deft_backend.policies.grouping import GroupingBuilder, Segment
 from deft_backend.policies.makespan import longest_first, partial_results
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.scheduled_chunks import makespan
+from deft_backend.tools.tuning.fasttree_fit import context_padding_cost, pad, query_padding_cost
 from strategies import GROWTH, Batch, batches, check_coverage, regular_forest, targets
 
 PROGRAMS = {"num_programs": 16, "tile_programs": (16, 16, 16)}
@@ -177,9 +173,7 @@ def _corruptions(grouping):
         "everything open": replace(grouping, open=ajar),
         "a query in another's group": replace(grouping, queries=stranger),
         "last group dropped": replace(
-            grouping,
-            query_ptr=grouping.query_ptr[:-1],
-            segment_ptr=grouping.segment_ptr[:-1],
+            grouping, query_ptr=grouping.query_ptr[:-1], segment_ptr=grouping.segment_ptr[:-1]
         ),
         "last group twice": replace(
             grouping,

@@ -24,6 +24,12 @@ class Batch(NamedTuple):
     num_pages: int
 
 
+def tree_attention(**changes):
+    """Four query heads over two KV heads of dimension 64, in float32 on the CPU."""
+    usual = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
+    return TreeAttention(**{"device": "cpu", **usual, **changes})
+
+
 def check(
     batch,
     query_tokens=1,

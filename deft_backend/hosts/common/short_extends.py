@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deft_backend.attention import Gpu, TreeAttention
-from deft_backend.attention.workspace import entry_bytes
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.planner import PlanCapacity
+from deft_backend.policies.makespan import partial_result_bytes
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS
 
@@ -88,7 +88,9 @@ def extend_attention(
     if not tokens or decode.policy.rules is None:  # the device planner plans them
         return None
     most = min(decode.max_batch, MOST_REQUESTS)
-    result = tokens * entry_bytes(decode.num_query_heads, decode.head_dim, decode.dtype)
+    result = tokens * partial_result_bytes(
+        decode.num_query_heads, decode.head_dim, decode.dtype.itemsize
+    )
     return TreeAttention(
         num_query_heads=decode.num_query_heads, num_kv_heads=decode.num_kv_heads,
         head_dim=decode.head_dim, dtype=decode.dtype, kv_dtype=decode.kv_dtype,

@@ -12,9 +12,7 @@ and the odd dimensions behind them. So does the sum of values, until `in_order`.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from deft_backend.kernels.hopper.versions import jit, reinterpret
+from deft_backend.kernels.hopper.versions import gl, jit, reinterpret
 from deft_backend.kernels.plain.eight_bits import (
     E4M3_PAIRS_TO_BFLOAT16,
     E4M3_PAIRS_TO_FLOAT16,
@@ -25,9 +23,6 @@ from deft_backend.kernels.plain.eight_bits import (
     E5M2_TO_BFLOAT16,
     E5M2_TO_FLOAT16,
 )
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
 
 
 @jit

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.arguments import Scaling
-from deft_backend.kernels.hopper.versions import barrier, jit
-
-with suppress(ImportError):  # `gluon_versions.available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from deft_backend.kernels.hopper.versions import barrier, fence_async_shared, gl, jit
 
 
 class Item(NamedTuple):

@@ -10,36 +10,26 @@ item tell what its query vectors see.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from deft_backend.kernels.hopper.versions import jit
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import gl, jit
 
 
 class Places(NamedTuple):
     """Where query vectors lie: [M] numbers."""
 
-    row: Any
-    """Row in `q` and in the output."""
-    head: Any
-    """Query head."""
-    result: Any
-    """Place among the query vectors of a partial result."""
-    there: Any
-    """Whether there is such a query token."""
+    row: Any  # in `q` and in the output
+    head: Any  # query head
+    result: Any  # place among the query vectors of a partial result
+    there: Any  # whether there is such a query token
 
 
 class Tail(NamedTuple):
     """What an item's query vectors see of the query tokens at the end of its KV range."""
 
-    hidden: Any
-    """Tokens of the range from its request's first query token on; 0 or less if it has none."""
+    hidden: Any  # tokens from the request's first query token on; 0 or less if there are none
     request: Any
-    first: Any
-    """First query token of the item's query block."""
+    first: Any  # first query token of the item's query block
 
 
 @jit

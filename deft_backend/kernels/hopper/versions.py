@@ -1,8 +1,8 @@
 """Gluon, Triton's experimental language, across the Triton versions that the kernels support.
 
-Everything that differs between those versions stands in this module. Kernels import `jit`,
-`constexpr_function`, `barrier`, `async_load` and `reinterpret` from here, and the rest of the
-language from Triton.
+Everything that differs between those versions stands in this module, and kernels import the
+language from here. If this Triton has no usable Gluon, `unavailable` says so before anything is
+launched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import triton
 
 __all__ = [
-    "VERSIONS", "async_load", "available", "barrier", "constexpr_function", "jit",
-    "log_unavailable", "reinterpret", "small_tile_limits", "unavailable",
+    "VERSIONS", "async_load", "available", "barrier", "commit_group", "constexpr_function",
+    "fence_async_shared", "gl", "jit", "log_unavailable", "mma_v2", "reinterpret",
+    "small_tile_limits", "unavailable", "wait_group", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,13 @@ VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
 try:
     from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
 
     # Triton 3.7 renamed the barrier of all threads of a program.
     barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -39,7 +46,8 @@ try:
     _IMPORT_ERROR = ""
 except (ImportError, AttributeError) as error:
     _IMPORT_ERROR = f"{error!r}"
-    barrier = async_load = None
+    gl = barrier = async_load = commit_group = wait_group = None
+    mma_v2 = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = None
 
     def jit(function: Any) -> Any:
         """Return a kernel as it is, because this Triton cannot compile it."""
@@ -90,17 +98,8 @@ def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
 
     A quarter of an SM has 16,384 registers. It holds two programs of up to 248 registers a thread,
     or three of up to 168. Next to one program of the large tile it holds two of up to 128. Tests
-    compile the kernel and check that it needs no stack within these limits.
-
-    Parameters
-    ----------
-    gqa_group : int
-        Query heads that share a KV head, at most 8.
-
-    Returns
-    -------
-    tuple of int and (int or None)
-        Programs on an SM, and the most registers of a thread; None leaves them to the assembler.
+    compile the kernel and check that it needs no stack within these limits. At most 8 query heads
+    share a KV head. With None, the assembler chooses the registers.
     """
     before_3_8 = triton.__version__.startswith(("3.6.", "3.7."))
     if gqa_group in (2, 4):

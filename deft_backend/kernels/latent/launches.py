@@ -40,18 +40,7 @@ class LatentLaunches:
     """The calls' arrays on the device, and the launches that write and use them.
 
     Batches of more requests use more of the arrays, which keep their addresses. So graphs of all
-    batch sizes share them.
-
-    Parameters
-    ----------
-    shape : LatentShape
-    capacity : PlanCapacity
-        Of the largest batch.
-    plan : DevicePlan
-    sms : int
-        SMs of the GPU.
-    interpreted : bool
-        Whether Triton's interpreter runs the kernels.
+    batch sizes share them. `capacity` is that of the largest batch, and the GPU has `sms` SMs.
     """
 
     def __init__(

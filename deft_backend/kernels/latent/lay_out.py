@@ -20,14 +20,10 @@ from deft_backend.planner.device_plan import ItemArrays, Pointer, ReduceArrays
 class Merges(NamedTuple):
     """Where the partial results of each request are."""
 
-    source: Pointer
-    """[entries] int32: request of each entry of the plan."""
-    count: Pointer
-    """[1] int32: entries of the plan."""
-    first: Pointer
-    """[B] int32: first of the request's places in `entry`."""
-    parts: Pointer
-    """[B] int32: how many they are; 0 for a padding request."""
+    source: Pointer  # [entries] int32: request of each entry of the plan
+    count: Pointer  # [1] int32: entries of the plan
+    first: Pointer  # [B] int32: first of the request's places in `entry`
+    parts: Pointer  # [B] int32: how many they are; 0 for a padding request
     entry: Pointer
     """[slots + B] int32: entry of the plan at each place. The last B belong to requests whose
     attention is one item."""

@@ -27,7 +27,6 @@ _MOVE = """{{
 _HALF = {"multiply": "mul.rn.f16x2", "plus": ""}
 _BRAIN = {"multiply": "fma.rn.bf16x2", "plus": ", minus_zero"}
 
-
 _NEIGHBOURS = ("0x1404", "0x3424")
 """Bytes 0 and 1 to the first register, 2 and 3 to the second, each to the upper half of 16 bits."""
 _ALTERNATE = ("0x2404", "0x3414")  # bytes 0 and 2 to the first register, 1 and 3 to the second
@@ -93,20 +92,13 @@ def operand(x, DTYPE: tl.constexpr, EXPONENT_BITS: tl.constexpr, UPCAST: tl.cons
             return _as_float32(x, EXPONENT_BITS)
     elif EXPONENT_BITS == 0:
         return x
-    elif EXPONENT_BITS == 4:
-        if DTYPE == tl.float16:  # noqa: SIM300
-            return tl.inline_asm_elementwise(
-                E4M3_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                E4M3_TO_BFLOAT16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
     elif DTYPE == tl.float16:  # noqa: SIM300
+        HALF: tl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
         return tl.inline_asm_elementwise(
-            E5M2_TO_FLOAT16, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+            HALF, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4
         )
     else:
+        BRAIN: tl.constexpr = E4M3_TO_BFLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_BFLOAT16
         return tl.inline_asm_elementwise(
-            E5M2_TO_BFLOAT16, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
+            BRAIN, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
         )

@@ -250,7 +250,7 @@ def partial_attention(
         tail, clear = 0, segment.length
         if not HEADS.single:
             tail = tail_of(item.entry, item.queries, tensors, plan, strides, HEADS, TILE)
-            clear = seen_by_all(tail, vectors.there, segment.start, segment.length, HEADS)
+            clear = seen_by_all(tail, vectors.there, segment.start, segment.length)
         online = _attend_whole(
             online, q, segment, k_head, v_head, tail, clear, tensors, scaling, HEADS, CACHE, TILE,
             MODE,

@@ -96,7 +96,7 @@ def tail_of(entry, queries, tensors, plan, strides, HEADS: tl.constexpr, TILE: t
 
 
 @jit
-def seen_by_all(tail, there, start, length, HEADS: tl.constexpr):
+def seen_by_all(tail, there, start, length):
     """How many of a range's first tokens all query vectors of the tile see."""
     first = tl.reduce(tl.where(there, tail.before, 1 << 30), 0, tl.standard._elementwise_min)
     return tl.minimum(tl.maximum(first - start, 0), length)

@@ -220,7 +220,7 @@ def small_tile_attention(
         tail, clear = 0, length
         if not HEADS.single:
             tail = tail_of(item.entry, queries, tensors, plan, strides, HEADS, TILE)
-            clear = seen_by_all(tail, vectors.there, start, length, HEADS)
+            clear = seen_by_all(tail, vectors.there, start, length)
         online = _attend_range(
             q, page, table, start, length, kv_head, tail, clear, tensors, scaling, HEADS, CACHE,
             TILE, MODE,

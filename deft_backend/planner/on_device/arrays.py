@@ -133,11 +133,10 @@ class Scratch:
     def allocate(
         cls, size: int, num_chunks: list[int], seen: torch.Tensor, device: torch.device
     ) -> Scratch:
-        """Allocate the arrays.
+        """Allocate the arrays for a batch of `size`, a multiple of 4.
 
-        - `size`: the batch B, a multiple of 4.
-        - `num_chunks`: chunks of the longest range, for each candidate.
-        - `seen` [4] int64: the copy of the counters in CPU memory.
+        `num_chunks` are the longest range's chunks for each candidate, and `seen` [4] int64 is the
+        copy of the counters in CPU memory.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -66,17 +66,11 @@ def _before(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Flattener:
-    """Plans `deft-flatten` behind the first three kernels of the device planner.
+    """Plans `deft-flatten` behind the first three kernels of the device planner."""
 
-    - `plan`: where plans go.
-    - `scratch`: what the kernels found.
-    - `chunk_tokens`: tokens of a chunk; twice, four times, … as many if the plan cannot hold so
-      many chunks.
-    """
-
-    plan: DevicePlan
-    scratch: Scratch
-    chunk_tokens: int
+    plan: DevicePlan  # where plans go
+    scratch: Scratch  # what the kernels found
+    chunk_tokens: int  # of a chunk; doubled until the plan can hold so many chunks
 
     def write(
         self, target: Target, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor
@@ -87,7 +81,8 @@ class Flattener:
         length = seq_lens.long()[request]
         elements, chunk, alone = self._elements(target, batch, length)
         # Slices: what each chunk holds of each element. Without room, each request is a chunk.
-        begin, last = elements.flat // chunk, (elements.flat + self._tokens(elements)) - 1
+        begin = elements.flat // chunk
+        last = elements.flat + elements.end - elements.begin - 1
         number = elements.there.long().cumsum(0) - 1
         last = torch.where(alone, number, last.clamp(min=0) // chunk)
         begin = torch.minimum(torch.where(alone, number, begin), last)
@@ -179,10 +174,6 @@ class Flattener:
         self.plan["arrivals"].zero_()
         return length.sum() // target.query_blocks, tokens.sum()
 
-    @staticmethod
-    def _tokens(elements: Elements) -> torch.Tensor:
-        return elements.end - elements.begin
-
     def _fill(self, name: str, values: torch.Tensor, there: torch.Tensor) -> None:
         """Write the first numbers of an array of the plan; those behind them stay."""
         array = self.plan[name][: len(values)]
@@ -231,7 +222,7 @@ class Flattener:
         doublings = (MAX_ITEM_TOKENS // self.chunk_tokens).bit_length()
         chunks = self.chunk_tokens << torch.arange(doublings, device=found.flat.device)
         begin = found.flat // chunks[:, None]
-        last = (found.flat + self._tokens(found) - 1).clamp(min=0) // chunks[:, None]
+        last = (found.flat + found.end - found.begin - 1).clamp(min=0) // chunks[:, None]
         last = last * found.there
         slices = (last - torch.minimum(begin, last) + 1) * found.there
         groups = last.amax(1) + 1
@@ -251,13 +242,9 @@ class Flattener:
         return chunks.gather(0, fits.long().argmax(0, keepdim=True)), fits.any()
 
     def _slots(
-        self,
-        query: torch.Tensor,
-        there: torch.Tensor,
-        shape: torch.Tensor,
-        alone: torch.Tensor,
+        self, query: torch.Tensor, there: torch.Tensor, shape: torch.Tensor, alone: torch.Tensor,
         order: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`entry_slot`, and the results that the item of each query merges; writes stage 2's part.
 
         As ``planner/fill_plan.py``, with queries by place; `query` is the batch where no entry is.

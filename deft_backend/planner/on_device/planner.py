@@ -61,50 +61,26 @@ class DevicePlanner:
     behind the first three. None waits for the CPU, and none depends on the contents of the page
     table. So a CUDA graph that holds them plans every batch that it is replayed for.
 
-    Parameters
-    ----------
-    target : Target
-        What plans are for, unless a plan has a target of its own; its cost table holds the
-        measured costs.
-    policy : Policy
-        How KV and queries are grouped.
-    plan : DevicePlan
-        Where plans go.
-    device : torch.device
-    page_size : int
-        Tokens a page.
-    overlapped : bool
-        Whether each launch may begin before the one ahead of it has ended (programmatic dependent
-        launch).
-    interpreted : bool, optional
-        Whether Triton's interpreter runs the kernels; default: on the CPU.
+    - `target`: what plans are for, unless a plan has a target of its own.
+    - `plan`: where plans go.
+    - `page_size`: tokens a page.
+    - `overlapped`: whether each launch may begin before the one ahead of it has ended (programmatic
+      dependent launch).
+    - `interpreted`: whether Triton's interpreter runs the kernels; default: on the CPU.
 
-    Attributes
-    ----------
-    counters : [4] int64, in CPU memory
-        Plans; tokens of context in them, which decoding query by query reads; tokens that their
-        items load; nanoseconds of planning, by the GPU's clock (0 on the CPU). The device writes
-        them, some time after each plan.
+    The device writes `counters` [4] int64 in CPU memory, some time after each plan: plans; tokens
+    of context in them, which decoding query by query reads; tokens that their items load;
+    nanoseconds of planning, by the GPU's clock (0 on the CPU).
 
-    Raises
-    ------
-    PolicyError
-        If the device planner does not know the policy's rules. If the cost table was measured for
-        other tile shapes. If the plan is larger than
-        :func:`largest_batch`, or too small for its batch.
+    Raises PolicyError if the device planner does not know the policy's rules, or the cost table was
+    measured for other tile shapes. Also if the plan is larger than :func:`largest_batch`, or too
+    small for its batch.
     """
 
     def __init__(
-        self,
-        target: Target,
-        policy: Policy,
-        plan: DevicePlan,
-        device: torch.device,
-        page_size: int,
-        *,
-        overlapped: bool,
-        interpreted: bool | None = None,
-    ) -> None:
+        self, target: Target, policy: Policy, plan: DevicePlan, device: torch.device,
+        page_size: int, *, overlapped: bool, interpreted: bool | None = None,
+    ) -> None:  # fmt: skip
         capacity = plan.capacity
         if capacity.max_batch > largest_batch():
             raise PolicyError(
@@ -155,23 +131,15 @@ class DevicePlanner:
     ) -> None:
         """Launch the planning of a batch, on the current stream.
 
-        Parameters
-        ----------
-        page_table : [rows, P] int32 or int64
-            Page ids; rows are contiguous.
-        table_rows : [B] int
-            Row of the page table of each request.
-        seq_lens : [B] int
-            Tokens of each request.
-        target : Target, optional
-            What the plan is for; default: the planner's target.
-        private_tokens : int
-            Last tokens of each request that belong to no shared node.
-        limits : (int, int), optional
-            Most entries and most items of the plan; default: as many as its arrays hold.
+        - `page_table` [rows, P] int32 or int64: page ids; rows are contiguous.
+        - `table_rows`, `seq_lens` [B] int: each request's row of the page table, and its tokens.
+        - `target`: what the plan is for; default: the planner's target.
+        - `private_tokens`: last tokens of each request that belong to no shared node.
+        - `limits`: most entries and most items; default: as many as the plan's arrays hold.
         """
         numbers = self._numbers_of(target or self._target)
-        batch, columns = len(seq_lens) * numbers.query_blocks, page_table.shape[1]
+        blocks = numbers.target.query_blocks
+        batch, columns = len(seq_lens) * blocks, page_table.shape[1]
         size = self._size_for(batch)
         small, large = numbers.tiles
         scratch = self._scratch
@@ -179,7 +147,7 @@ class DevicePlanner:
         table = (page_table, table_rows, seq_lens)
         kind = (
             size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-            self._page_size, self._overlapped, numbers.query_blocks, numbers.vectors,
+            self._page_size, self._overlapped, blocks, numbers.target.query_vectors,
             self._rules, self._edge_costs(numbers),
         )  # fmt: skip
         pointers = 0
@@ -188,9 +156,8 @@ class DevicePlanner:
         self._kind, self._aligned = kind, pointers % 16 == 0
         common: dict[str, Any] = {
             "BATCH": size, "OVERLAPPED": self._overlapped, "TIMED": not self._interpreted,
+            "BLOCKS": blocks, "PAGE_SIZE": self._page_size,
         }  # fmt: skip
-        common["BLOCKS"] = numbers.query_blocks
-        paged = {"PAGE_SIZE": self._page_size}
         shape = (batch, columns, page_table.stride(0), private_tokens)
         work = self._work(size)
         row_tiles = -(-batch // (2 * work.rows))
@@ -198,12 +165,12 @@ class DevicePlanner:
         self._launch(
             COMPARE_ROWS, (2 * row_tiles + 1, row_tiles),
             (table, scratch.ranks, scratch.guess, began, *shape),
-            {**common, **paged, "TILE": work.rows}, work.warps.compare_rows, follows=False,
+            {**common, "TILE": work.rows}, work.warps.compare_rows, follows=False,
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (-(-batch // work.sorted),),
             (table, scratch.ranks, scratch.order, cut, below, *shape),
-            {**common, **paged, "BLOCK": work.sorted}, work.warps.sort_rows,
+            {**common, "BLOCK": work.sorted}, work.warps.sort_rows,
         )  # fmt: skip
         self._launch(
             FIND_NODES, (-(-batch // work.nodes),),
@@ -221,44 +188,24 @@ class DevicePlanner:
         self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits or held)
 
     def _plan_ranges(
-        self,
-        numbers: Numbers,
-        batch: int,
-        table_rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        work: ProgramWork,
-        common: dict[str, Any],
-        limits: tuple[int, int],
-    ) -> None:
+        self, numbers: Numbers, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor,
+        work: ProgramWork, common: dict[str, Any], limits: tuple[int, int],
+    ) -> None:  # fmt: skip
         """Launch the kernels that do not read the page table."""
-        small, large = numbers.tiles
+        (small, large), block = numbers.tiles, numbers.target.block_tokens
         programs = numbers.programs(batch)
-        scratch = self._scratch
-        partial_ns = float(numbers.partial_ns)
+        scratch, partial_ns = self._scratch, numbers.partial_ns
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(programs[0], batch)), programs[1])
-        per_gpu = [
-            cost / count
-            for shape, count in enumerate(busy)
-            for cost in (numbers.item_ns[shape], numbers.token_ns[shape])
-        ]
-        per_item = [
-            float(cost)
-            for shape in range(2)
-            for cost in (numbers.item_ns[shape], numbers.token_ns[shape])
-        ]
+        per_item = [cost for costs in numbers.per_item for cost in costs]
+        per_gpu = [c / n for costs, n in zip(numbers.per_item, busy, strict=True) for c in costs]
         priced = {
             "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
             "CHUNKS": self._rules.chunks, "WEIGHTS": WEIGHTS,
         }  # fmt: skip
         forest = (
-            scratch.order,
-            seq_lens,
-            scratch.first,
-            scratch.nodes,
-            scratch.ranges,
-            scratch.chosen,
-        )
+            scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges, scratch.chosen
+        )  # fmt: skip
         if self._rules.edges == "greedy":
             self._launch(
                 ASSIGN_EDGES, (1,), (*forest, scratch.places, batch, small, large, *limits),
@@ -274,8 +221,8 @@ class DevicePlanner:
             PRICE_CHUNKS, (work.candidates, 2),
             (
                 scratch.ranges, scratch.candidates, small, large, *limits, *programs,
-                numbers.sms, (*per_item, partial_ns), float(numbers.reduce_ns),
-                float(numbers.transfer_ns), numbers.block, self._rules.chunk_tokens,
+                numbers.sms, (*per_item, partial_ns), numbers.reduce_ns,
+                float(numbers.target.transfer_ns), block, self._rules.chunk_tokens,
                 numbers.estimate,
             ),
             {**common, **priced}, work.warps.price_chunks,
@@ -284,7 +231,7 @@ class DevicePlanner:
             MEASURE_RANGES, (2 * -(-batch // work.ranges),),
             (
                 scratch.ranges, scratch.chosen, scratch.candidates, scratch.places,
-                scratch.results, batch, small, large, numbers.block, numbers.estimate,
+                scratch.results, batch, small, large, block, numbers.estimate,
             ),
             {
                 **common, **priced, "BLOCK": work.ranges, "LEAVES": work.leaf_columns,
@@ -298,7 +245,7 @@ class DevicePlanner:
                 table_rows, self._plan["segment_table"], scratch.order, scratch.chosen,
                 scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
                 self._plan.stage2, scratch.counters, batch, small, large,
-                self._rules.chunk_tokens or numbers.block,
+                self._rules.chunk_tokens or block,
             ),
             {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
         )  # fmt: skip
@@ -309,26 +256,18 @@ class DevicePlanner:
             return None
         found = self._costs.get(id(numbers))
         if found is None:
-            found = self._costs[id(numbers)] = self._computed_costs(numbers)
+            assert isinstance(self._policy, FastTree)
+            target = numbers.target
+            costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
+            (small, large), (few, many) = costs.tile_heights.tolist(), costs.tile_tokens.tolist()
+            found = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
+            self._costs[id(numbers)] = found
         return found
 
-    def _computed_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts:
-        target = numbers.target
-        assert isinstance(self._policy, FastTree)
-        costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
-        (small, large), (few, many) = costs.tile_heights.tolist(), costs.tile_tokens.tolist()
-        return assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
-
     def _launch(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        num_warps: int,
-        *,
-        follows: bool = True,
-    ) -> None:
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...],
+        constants: dict[str, Any], num_warps: int, *, follows: bool = True,
+    ) -> None:  # fmt: skip
         limits = {}
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.

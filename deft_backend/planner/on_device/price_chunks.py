@@ -102,16 +102,10 @@ def _fills(tokens, tiles, parts, chunk, programs):
 
 @jit(
     do_not_specialize=[
-        "small_tile",
-        "large_tile",
-        "max_entries",
-        "max_items",
-        "small_programs",
-        "large_programs",
-        "block",
-        "chunk_tokens",
+        "small_tile", "large_tile", "max_entries", "max_items", "small_programs", "large_programs",
+        "block", "chunk_tokens",
     ]
-)
+)  # fmt: skip
 def price_chunks(
     ranges: Ranges,
     candidates: Candidates,

@@ -14,17 +14,13 @@ from deft_backend.policies import PolicyError, Target
 class Numbers:
     """What the kernels take from a target."""
 
-    tiles: tuple[int, int]  # queries that the small tile and the large tile serve
     target: Target
-    item_ns: tuple[float, ...]
-    token_ns: tuple[float, ...]
+    tiles: tuple[int, int]  # queries that the small tile and the large tile serve
+    per_item: tuple[tuple[float, float], ...]
+    """Nanoseconds of an item and of one of its tokens, for the small tile and the large tile."""
     partial_ns: float
-    reduce_ns: float  # expected times; see :class:`~deft_backend.costs.tile_costs.TileCosts`
+    reduce_ns: float  # see :class:`~deft_backend.costs.tile_costs.TileCosts`
     sms: float  # SMs for each KV head
-    transfer_ns: float  # time in which the memory delivers one token of all KV heads
-    block: int  # tokens of a KV block
-    query_blocks: int
-    vectors: int  # query vectors of a query
     estimate: tuple[tuple[float, ...], ...]
     """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""
 
@@ -47,18 +43,14 @@ class Numbers:
                 f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
                 "with `deft tune`"
             )
+        item_ns, token_ns = (map(float, ns) for ns in (model.tiles.item_ns, model.tiles.token_ns))
         return cls(
-            tiles=(tiles[0], tiles[1]),
             target=target,
-            item_ns=model.tiles.item_ns,
-            token_ns=model.tiles.token_ns,
-            partial_ns=target.partial_ns,
-            reduce_ns=model.tiles.reduce_ns,
+            tiles=(tiles[0], tiles[1]),
+            per_item=tuple(zip(item_ns, token_ns, strict=True)),
+            partial_ns=float(target.partial_ns),
+            reduce_ns=float(model.tiles.reduce_ns),
             sms=target.num_sms / target.num_kv_heads,
-            transfer_ns=target.transfer_ns,
-            block=target.block_tokens,
-            query_blocks=target.query_blocks,
-            vectors=target.query_vectors,
             estimate=_estimate(model.tokens, target.estimates()),
         )
 

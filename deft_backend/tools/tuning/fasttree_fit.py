@@ -4,10 +4,6 @@ import logging
 from collections.abc import Callable
 
 from deft_backend.costs import FastTreeCoefficients
-from deft_backend.costs.fasttree_costs import (
-    context_padding_cost,
-    query_padding_cost,
-)
 from deft_backend.policies import Target
 from deft_backend.tools.tuning.grids import Grid
 from deft_backend.tools.tuning.least_squares import fit_times
@@ -23,6 +19,21 @@ WORST_FIT = 0.5  # relative error above which the equations do not describe the 
 LEAST_WEIGHT = 1e-3  # of padding over useful work; below it, padding has no weight
 
 ROUNDS = 2  # groups for each program in the measured launches
+
+
+def pad(tile: int, size: int) -> int:
+    """``Pad(TS, N) = TS - ((N - 1) % TS + 1)``: padding elements of the last tile."""
+    return tile - ((size - 1) % tile + 1)
+
+
+def query_padding_cost(tile_queries: int, num_queries: int, length: int, head_dim: int) -> int:
+    """``C_{P,q}(nQ, len) = Pad(TS_q, nQ) · len · d``."""
+    return pad(tile_queries, num_queries) * length * head_dim
+
+
+def context_padding_cost(tile_tokens: int, num_queries: int, length: int, head_dim: int) -> int:
+    """``C_{P,c}(nQ, len) = nQ · Pad(TS_c, min(len, TS_c)) · d``."""
+    return num_queries * pad(tile_tokens, min(length, tile_tokens)) * head_dim
 
 
 def measure_coefficients(

@@ -6,18 +6,21 @@ and turns them into offsets. Some blocks later it copies K and V from these offs
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.large_tile.memory import in_one_row
 from deft_backend.kernels.hopper.parts import offsets_of
 from deft_backend.kernels.hopper.query_tokens import places_of
-from deft_backend.kernels.hopper.versions import async_load, barrier, jit, reinterpret
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
-    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from deft_backend.kernels.hopper.versions import (
+    async_load,
+    barrier,
+    commit_group,
+    fence_async_shared,
+    gl,
+    jit,
+    reinterpret,
+    wait_group,
+)
 
 
 class Segment(NamedTuple):
@@ -33,13 +36,10 @@ class Stream(NamedTuple):
 
     table: Any
     start: Any
-    most: Any
-    """The segment's last position; `start` is its first."""
-    filled: Any
-    """Blocks that hold tokens."""
+    most: Any  # the segment's last position; `start` is its first
+    filled: Any  # blocks that hold tokens
     k_base: Any
-    v_base: Any
-    """[D] pointers: the first token of the KV head in the cache."""
+    v_base: Any  # [D] pointers: the first token of the KV head in the cache
 
 
 @jit
@@ -168,7 +168,7 @@ def know(k_known, v_known, page, position, CACHE: gl.constexpr):
 
 @jit
 def take_item(
-    item, segment, kv_head, zero, buffers, tensors, strides, HEADS: gl.constexpr,
+    segment, kv_head, zero, buffers, tensors, strides, HEADS: gl.constexpr,
     CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Turn what `ask_item` copied into addresses, in shared memory.
@@ -207,6 +207,22 @@ def copy_queries(
 
 
 @jit
+def copy_ahead(ahead: gl.constexpr, stream, buffers, LAYOUT: gl.constexpr):
+    """Start copying V of the block before an item's block number `ahead`, and K of that block."""
+    ROW: gl.constexpr = LAYOUT.kv_copy_row
+    COPY: gl.constexpr = LAYOUT.kv_copy
+    UNIT: gl.constexpr = LAYOUT.kv_unit
+    AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
+    if ahead > 0:
+        offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
+        v = buffers.v.index(ahead - 1)
+        copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
+    offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
+    k = buffers.k.index(ahead)
+    copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
+
+
+@jit
 def copy_first_blocks(
     stream, last, buffers, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -215,21 +231,12 @@ def copy_first_blocks(
     `last` is where the segment's last block begins. Returns [tokens] the positions of the first
     block of unknown offsets.
     """
-    ROW: gl.constexpr = LAYOUT.kv_copy_row
-    COPY: gl.constexpr = LAYOUT.kv_copy
-    UNIT: gl.constexpr = LAYOUT.kv_unit
     AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     BLOCK_N: gl.constexpr = TILE.block_tokens
     KNOWN: gl.constexpr = LAYOUT.known
     PAGES: gl.constexpr = LAYOUT.pages
     for ahead in gl.static_range(TILE.lookahead + 1):
-        if ahead > 0:
-            offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
-            v = buffers.v.index(ahead - 1)
-            copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
-        offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
-        k = buffers.k.index(ahead)
-        copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
+        copy_ahead(ahead, stream, buffers, LAYOUT)
         if ahead == 0:  # nobody needs these page ids before V of the first block
             behind = gl.arange(0, PAGES // 2 * BLOCK_N, layout=LAYOUT.each)
             position = last - KNOWN * BLOCK_N - behind // BLOCK_N * BLOCK_N

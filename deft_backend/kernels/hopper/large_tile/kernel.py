@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import as_operand
 from deft_backend.kernels.hopper.large_tile.copies import (
@@ -62,38 +64,28 @@ from deft_backend.kernels.hopper.parts import (
     with_device_scales,
 )
 from deft_backend.kernels.hopper.query_tokens import sees, tail_of
-from deft_backend.kernels.hopper.versions import barrier, jit
+from deft_backend.kernels.hopper.versions import (
+    barrier,
+    gl,
+    jit,
+    wait_group,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deft_backend.kernels.program_numbers import count_on_sm, spread_number
 from deft_backend.planner.device_plan import ItemArrays
-
-try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # `available` says so before anything is launched
-    pass
 
 
 class State(NamedTuple):
     """The softmax of an item's blocks so far."""
 
-    now: Any
-    following: Any
-    """The slots of the V block to multiply next and of the K block to multiply next."""
-    position: Any
-    """[tokens]: where the block of unknown offsets lies."""
-    maximum: Any
-    """[M]"""
-    total: Any
-    """[M, 4]: sums by thread."""
-    acc: Any
-    """[M, D]: without the block whose V comes next."""
-    weights: Any
-    """[M, tokens]: of that block."""
+    now: Any  # the slot of the V block to multiply next
+    following: Any  # the slot of the K block to multiply next
+    position: Any  # [tokens]: where the block of unknown offsets lies
+    maximum: Any  # [M]
+    total: Any  # [M, 4]: sums by thread
+    acc: Any  # [M, D]: without the block whose V comes next
+    weights: Any  # [M, tokens]: of that block
 
 
 @jit
@@ -234,7 +226,7 @@ def hopper_large_tile_attention(
         wait_group(0)
         barrier()
         last, most = take_item(
-            item, segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
+            segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
         )
         stream = Stream(segment.table, segment.start, most, filled, k_base, v_base)
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)

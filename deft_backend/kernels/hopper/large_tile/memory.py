@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from deft_backend.kernels.hopper.versions import constexpr_function, jit, reinterpret
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import constexpr_function, gl, jit, reinterpret
 
 
 class Layout(NamedTuple):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from deft_backend.kernels.hopper.large_tile.copies import read_rows
 from deft_backend.kernels.hopper.parts import larger, sink_weight
-from deft_backend.kernels.hopper.versions import barrier, jit, reinterpret
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
 
 
 @jit

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from deft_backend.kernels.hopper.parts import larger, plus
-from deft_backend.kernels.hopper.versions import jit
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import gl, jit
 
 
 @jit

@@ -7,7 +7,6 @@ loads a block's page ids to registers while it works on the block before.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.large_tile.copies import (
@@ -19,10 +18,7 @@ from deft_backend.kernels.hopper.large_tile.copies import (
 from deft_backend.kernels.hopper.masked_tile.segments import by_lane, locate
 from deft_backend.kernels.hopper.parts import offsets_of
 from deft_backend.kernels.hopper.query_tokens import places_of
-from deft_backend.kernels.hopper.versions import barrier, jit, reinterpret
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
 
 
 class Buffers(NamedTuple):
@@ -185,23 +181,6 @@ def take_item(
     buffers.places.index(0).store(q_at.to(gl.int32))
     buffers.places.index(1).store(result_place(places, asked.slot, strides, HEADS))
     barrier()
-
-
-@jit
-def copy_first_blocks(stream, buffers, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start copying an item's first blocks of K and V."""
-    ROW: gl.constexpr = LAYOUT.kv_copy_row
-    COPY: gl.constexpr = LAYOUT.kv_copy
-    UNIT: gl.constexpr = LAYOUT.kv_unit
-    AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
-    for ahead in gl.static_range(TILE.lookahead + 1):
-        if ahead > 0:
-            offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
-            v = buffers.v.index(ahead - 1)
-            copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
-        offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
-        k = buffers.k.index(ahead)
-        copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
 
 
 @jit

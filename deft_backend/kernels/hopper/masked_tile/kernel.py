@@ -21,9 +21,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import as_operand
-from deft_backend.kernels.hopper.large_tile.copies import arrived, copy_queries, read_rows
+from deft_backend.kernels.hopper.large_tile.copies import (
+    arrived,
+    copy_ahead,
+    copy_queries,
+    read_rows,
+)
 from deft_backend.kernels.hopper.large_tile.memory import hidden_zero, layout_of
 from deft_backend.kernels.hopper.large_tile.results import write_results
 from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, settled, softmax
@@ -32,7 +39,6 @@ from deft_backend.kernels.hopper.masked_tile.copies import (
     allocate,
     ask_blocks,
     ask_item,
-    copy_first_blocks,
     copy_next_blocks,
     take_item,
 )
@@ -51,53 +57,40 @@ from deft_backend.kernels.hopper.parts import (
     show_operands,
     with_device_scales,
 )
-from deft_backend.kernels.hopper.versions import jit
+from deft_backend.kernels.hopper.versions import (
+    gl,
+    jit,
+    wait_group,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from deft_backend.planner.device_plan import ItemArrays
-
-try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # `available` says so before anything is launched
-    pass
 
 
 class State(NamedTuple):
     """The softmax of an item's blocks so far."""
 
-    now: Any
-    following: Any
-    """The slots of the V block to multiply next and of the K block to multiply next."""
-    learned: Any
-    """The block behind those whose offsets are known."""
-    maximum: Any
-    """[M]"""
-    total: Any
-    """[M, 4]: sums by thread."""
-    acc: Any
-    """[M, D]: without the block whose V comes next."""
-    weights: Any
-    """[M, tokens]: of that block."""
+    now: Any  # the slot of the V block to multiply next
+    following: Any  # the slot of the K block to multiply next
+    learned: Any  # the block behind those whose offsets are known
+    maximum: Any  # [M]
+    total: Any  # [M, 4]: sums by thread
+    acc: Any  # [M, D]: without the block whose V comes next
+    weights: Any  # [M, tokens]: of that block
 
 
 class Rows(NamedTuple):
     """What the mask needs of each query vector: [M] numbers."""
 
-    query: Any
-    """Its query, counted from the item's first one."""
-    token: Any
-    """Its query token."""
-    bits: Any
-    """Where the token's bits lie in `ancestors`, in words of 32 bits."""
+    query: Any  # its query, counted from the item's first one
+    token: Any  # its query token
+    bits: Any  # where the token's bits lie in `ancestors`, in words of 32 bits
 
 
 @jit
-def _rows_of(item, zero, tensors, plan, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
-             LAYOUT: gl.constexpr):  # fmt: skip
+def _rows_of(
+    item, zero, plan, strides, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
     row = gl.arange(0, TILE.height, layout=LAYOUT.row) + zero
     query = row // HEADS.vectors
     token, bits = query, query
@@ -235,13 +228,14 @@ def hopper_masked_tile_attention(
         v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_kv
         stream = Stream(segments, filled, k_base, v_base)
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
-        copy_first_blocks(stream, buffers, TILE, LAYOUT)
+        for ahead in gl.static_range(TILE.lookahead + 1):
+            copy_ahead(ahead, stream, buffers, LAYOUT)
 
         # Two links of the next item, and the item behind it.
         listed = list_segments(next_item, plan)
         later_item = read_item(work + 2 * step_work, work_end, plan, HEADS)
         learned = ask_blocks(KNOWN, segments, tensors, strides, 1, HEADS, CACHE, TILE, LAYOUT)
-        rows = _rows_of(item, zero, tensors, plan, strides, HEADS, TILE, LAYOUT)
+        rows = _rows_of(item, zero, plan, strides, HEADS, TILE, LAYOUT)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)

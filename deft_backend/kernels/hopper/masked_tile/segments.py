@@ -7,15 +7,11 @@ segment that starts at the token or before it, and one more brings each of its n
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.parts import plus
-from deft_backend.kernels.hopper.versions import constexpr_function, jit
+from deft_backend.kernels.hopper.versions import constexpr_function, gl, jit
 from deft_backend.planner import encoding_constants
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
 
 
 class Item(NamedTuple):

@@ -13,7 +13,6 @@ that has just begun.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.parts import (
@@ -26,11 +25,7 @@ from deft_backend.kernels.hopper.parts import (
 )
 from deft_backend.kernels.hopper.query_tokens import places_of
 from deft_backend.kernels.hopper.small_tile.memory import keys_of, values_of
-from deft_backend.kernels.hopper.versions import async_load, jit
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
+from deft_backend.kernels.hopper.versions import async_load, commit_group, gl, jit
 
 
 class Segment(NamedTuple):

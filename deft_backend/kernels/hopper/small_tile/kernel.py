@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import in_order
 from deft_backend.kernels.hopper.parts import next_slot, plus, read_item, with_device_scales
@@ -40,15 +42,8 @@ from deft_backend.kernels.hopper.small_tile.memory import (
 )
 from deft_backend.kernels.hopper.small_tile.results import merge_results, write_results
 from deft_backend.kernels.hopper.small_tile.softmax import add_block, no_tokens
-from deft_backend.kernels.hopper.versions import barrier, jit
+from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group
 from deft_backend.planner.device_plan import ItemArrays
-
-try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere.async_copy import wait_group
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # `available` says so before anything is launched
-    pass
 
 
 class Own(NamedTuple):
@@ -122,9 +117,8 @@ def hopper_small_tile_attention(
     MODE: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = layout_of(
-        HEADS.dim, HEADS.vectors, TILE.height, TILE.block_tokens, TILE.lookahead,
-        CACHE.exponent_bits,
-    )  # fmt: skip
+        HEADS.dim, HEADS.vectors, TILE.height, TILE.lookahead, CACHE.exponent_bits
+    )
     gl.static_assert(gl.num_warps() == 1)
     if MODE.overlapped:
         gdc_launch_dependents()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from deft_backend.kernels.hopper.versions import constexpr_function, jit, reinterpret
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
+from deft_backend.kernels.hopper.versions import constexpr_function, gl, jit, reinterpret
 
 
 class Layout(NamedTuple):
@@ -38,9 +34,9 @@ class Layout(NamedTuple):
 
 
 @constexpr_function
-def layout_of(head_dim, query_vectors, height, block_tokens, lookahead, exponent_bits):
+def layout_of(head_dim, query_vectors, height, lookahead, exponent_bits):
     """The layout for a head dimension, the query vectors of a query that share a KV head, a tile's
-    height, tokens of a block, blocks copied ahead, and the exponent's bits in a cache of 8 bits."""
+    height, blocks copied ahead, and the exponent's bits in a cache of 8 bits."""
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])
     unit = 16 if exponent_bits else 8

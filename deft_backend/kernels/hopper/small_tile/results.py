@@ -7,15 +7,10 @@ A head's sink, if it has one, belongs to the output, never to a partial result.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from deft_backend.kernels.hopper.parts import larger, plus, sink_weight
 from deft_backend.kernels.hopper.query_tokens import places_of
-from deft_backend.kernels.hopper.versions import jit, reinterpret
+from deft_backend.kernels.hopper.versions import gl, jit, reinterpret
 from deft_backend.planner import encoding_constants
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
 
 
 @jit

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.eight_bits import keys_of, values_of
 from deft_backend.kernels.hopper.parts import capped, larger, plus
 from deft_backend.kernels.hopper.query_tokens import sees
-from deft_backend.kernels.hopper.versions import jit
-
-with suppress(ImportError):  # `available` says so before anything is launched
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from deft_backend.kernels.hopper.versions import gl, jit, mma_v2
 
 
 class Online(NamedTuple):
