@@ -12,6 +12,8 @@ from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import BatchQuestion, StateError
 from deft_backend.tools.watch.engines import Engine
 
+_PATIENCE = 20.0  # seconds after which a question without an answer is asked again
+
 
 @dataclass(frozen=True)
 class ShownBatch:
@@ -132,8 +134,8 @@ class Follower:
             forest = None if self._question is None else self._question.answer()
             if forest is not None:
                 self._shown, self._question = ShownBatch(forest), None
-            due = now - self._asked_at >= self._seconds and steps != self._asked_steps
-            if due and engine.runs:
+            pause = self._seconds if self._question is None else _PATIENCE
+            if now - self._asked_at >= pause and steps != self._asked_steps and engine.runs:
                 self.close()
                 self._asked_at, self._asked_steps = now, steps
                 self._question = BatchQuestion(engine.path)
