@@ -57,20 +57,18 @@ def _panel(row: Row) -> Panel:
     host = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
     title.append(f" · {host} · {reading.backend}, policy {reading.policy} · {reading.device}",
                  style="default")  # fmt: skip
-    body: list[RenderableType] = [_figures(row)]
-    prefixes = _prefixes(row.batch)
-    if prefixes is not None:
-        body.append(prefixes)
-    return Panel(Group(*body), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
-
-
-def _figures(row: Row) -> Table:
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(ratio=1, overflow="fold")
+    figures = Table.grid(padding=(0, 2), expand=True)
+    figures.add_column(style="dim", no_wrap=True)
+    figures.add_column(ratio=1, overflow="fold")
     for name, value in _lines(row):
-        table.add_row(name, value)
-    return table
+        figures.add_row(name, value)
+    return Panel(
+        Group(figures, *_prefixes(row.batch)),
+        title=title,
+        title_align="left",
+        box=box.ROUNDED,
+        padding=(0, 1),
+    )
 
 
 def _lines(row: Row) -> Iterable[tuple[str, Text]]:
@@ -148,12 +146,11 @@ def _batch(batch: ShownBatch) -> Text:
     )
 
 
-def _prefixes(batch: ShownBatch) -> Table | None:
-    if batch.forest is None:
-        return None
-    prefixes = shared_prefixes(batch.forest)
+def _prefixes(batch: ShownBatch) -> list[RenderableType]:
+    """A table of the shared prefixes that save most, if there are any."""
+    prefixes = [] if batch.forest is None else shared_prefixes(batch.forest)
     if not prefixes:
-        return None
+        return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("shared tokens", justify="right")
     table.add_column("at", justify="left")
@@ -164,7 +161,7 @@ def _prefixes(batch: ShownBatch) -> Table | None:
         table.add_row(f"{p.tokens:,}", place, f"{p.readers:,}", f"{p.saved:,}")
     if len(prefixes) > PREFIXES:
         table.add_row("", Text(f"… {len(prefixes) - PREFIXES:,} more", style="dim"), "", "")
-    return table
+    return [table]
 
 
 def lasting(seconds: float) -> str:
