@@ -18,18 +18,19 @@ MOSTLY = 0.9
 """Least share of equal tokens, not just ties, in a correct run."""
 
 
+NOISE = 2.0
+"""A token of an adapter is a tie within so many times the largest difference of the host's own
+answers from its answers to other batches, which may be this many times :data:`TOLERANCE`.
+
+Random adapters make attention sharper, and so enlarge the rounding of every layer. Hosts also sum
+what an adapter adds in an order that depends on the batch (vLLM's ``lora_shrink_op.py``). With the
+KV of another adapter, another token is several units less likely.
+"""
+
+
 def check_every_token(fleet, variant, pair, model, *adapters):
     """Two rounds of a forest whose requests join, end and hang up."""
-    found = {
-        adapter or "base": asyncio.run(checked(fleet, pair, model, adapter, tolerance(variant)))
-        for adapter in adapters or (None,)
-    }
-    report(variant, "forest", found)
-    for result in found.values():
-        assert not result["wrong"], result["first_wrong"]
-        assert result["tokens"] > 2000
-        assert result["ties"] < (1 - MOSTLY) * result["tokens"]
-    assert not pair[0].trouble()
+    check_answers(fleet, variant, pair, model, "forest", [(name,) for name in adapters or (None,)])
 
 
 def check_adapters(fleet, variant, pair, model):
@@ -37,22 +38,40 @@ def check_adapters(fleet, variant, pair, model):
 
     Prompts of the same tokens have other KV behind each adapter: nothing of it may be shared.
     """
+    check_answers(fleet, variant, pair, model, "together", [(None, *ADAPTERS)])
+
+
+def check_answers(fleet, variant, pair, model, what, mixes):
+    """The host checks the answers to each mix of adapters, which decode together.
+
+    If there are adapters, it first checks its own answers in the same way.
+    """
     ours, theirs = pair
-    names = (None, *ADAPTERS)
+    adapters = {name for mix in mixes for name in mix if name}
+    known = tolerance(variant)
 
-    async def together():
-        found = await asyncio.gather(*(answers(fleet, ours, model, name) for name in names))
-        assert len({tuple(tuple(ids) for _, ids in samples) for samples in found}) == len(names)
-        return [
-            await compared(fleet, samples, theirs, name, tolerance(variant))
-            for samples, name in zip(found, names, strict=True)
-        ]
+    async def judged(server, for_adapters):
+        found = {}
+        for mix in mixes:
+            batch = await asyncio.gather(*(answers(fleet, server, model, name) for name in mix))
+            assert len({tuple(tuple(ids) for _, ids in samples) for samples in batch}) == len(mix)
+            for name, samples in zip(mix, batch, strict=True):
+                limit = for_adapters if name else known
+                found[name or "base"] = await compared(fleet, samples, theirs, name, limit)
+        return found
 
-    found = {
-        name or "base": result for name, result in zip(names, asyncio.run(together()), strict=True)
-    }
-    report(variant, "together", found)
-    assert not any(result["wrong"] for result in found.values()), found
+    limit = known
+    if adapters:
+        own = asyncio.run(judged(theirs, NOISE * known))
+        report(variant, f"{what}, the host's own", own)
+        assert not any(result["wrong"] for result in own.values()), own
+        limit = max(known, NOISE * max(own[name]["largest_tie"] or 0.0 for name in adapters))
+    found = asyncio.run(judged(ours, limit))
+    report(variant, what, found)
+    for result in found.values():
+        assert not result["wrong"], found
+        assert result["tokens"] > 2000
+        assert result["ties"] < (1 - MOSTLY) * result["tokens"]
     assert not ours.trouble()
 
 
