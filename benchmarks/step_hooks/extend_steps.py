@@ -167,7 +167,8 @@ def _left_to_the_host() -> Iterator[None]:
 @contextmanager
 def _checked(server: Server) -> Iterator[None]:
     """Every layer of short extends is compared with the host's result, as by DEFT_VERIFY."""
-    groups = [extends.group for extends in server.extends.values()]
+    extends = [group.short_extends for group in server.groups.values()]
+    groups = [each.group for each in extends if each is not None]
     for group in groups:
         group.settings = replace(group.settings, verify=True)
     try:

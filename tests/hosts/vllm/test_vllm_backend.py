@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import random
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,13 +70,10 @@ def planned(monkeypatch):
     indirect=["policy"],
 )  # fmt: skip
 def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
-    layers = tree_layers()
-    builder = layers.builder(make_spec(block_size))
     batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
-    cache = Cache(batch.pages, block_size, layout, padded)
-    metadata = builder.build(0, batch.common())
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step = Step(batch)
+    step.cache = Cache(batch.pages, block_size, layout, padded)
+    step.check()
     assert len(planned) == 1
 
 
@@ -300,9 +298,8 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
     assert layers.backend.get_impl_cls()(*positional).deft_layer == layers.impls[0].deft_layer
     builder = layers.builder(make_spec())
     batch, cache = cached(Batch(DECODE, shared=2))
-    common = batch.common()
-    metadata = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    build = builder.build_for_cudagraph_capture if captured else partial(builder.build, 0)
+    close(run(layers.impls[0], batch, cache, build(batch.common())), reference(batch, cache))
     assert len(planned) == 1
     assert state().counters().decode_steps == (0 if captured else 1)
     prompts = Batch([40, 33], shared=1, query_lens=[6, 1])

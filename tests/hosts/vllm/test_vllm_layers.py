@@ -195,14 +195,10 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
 
 @pytest.mark.parametrize(
     ("changes", "rank"),
-    [
-        ({}, None),
-        ({"data_parallel_size": 2}, 0),
-        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
-        # vLLM tells a dense model's second engine that it is alone.
-        ({"data_parallel_index": 1}, 1),
-    ],
-)
+    [({}, None), ({"data_parallel_size": 2}, 0),
+     ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
+     ({"data_parallel_index": 1}, 1)],  # vLLM tells a dense model's second engine that it is alone
+)  # fmt: skip
 def test_engines_have_files_of_their_own(changes, rank):
     assert data_rank(make_config(**changes).parallel_config) == rank
 

@@ -15,13 +15,11 @@ from deft_backend.hosts.vllm.step.step import step_of
 from failure_lines import raising
 from vllm_fakes import (
     Batch,
-    Cache,
-    cached,
+    Step,
     close,
     make_config,
     make_spec,
     reference,
-    run,
     speculating,
     state,
     tree_layers,
@@ -59,24 +57,24 @@ def prompts(batch, **changes):
     return batch.common(is_prefilling=torch.ones(len(batch.lens), dtype=torch.bool), **changes)
 
 
-def built(layers, batch, told=None, **changes):
-    """The metadata of a step, after the scheduler's message."""
-    builder = layers.builder(make_spec())
-    server._current.prefixes.observe(message(batch) if told is None else told)
-    return builder.build(0, prompts(batch, **changes))
+class Extend(Step):
+    """A step of prompts, after the scheduler's message."""
+
+    def __init__(self, batch, layers=None, told=None):
+        self.told = message(batch) if told is None else told
+        super().__init__(batch, layers, prompts(batch))
+
+    def build(self, common=None):
+        server._current.prefixes.observe(self.told)
+        super().build(common)
 
 
 @pytest.mark.usefixtures("policy")
 @pytest.mark.parametrize(("new", "size"), [([2, 3, 4, 1], 4), (NEW, 16), ([8, 1, 1, 1], 8)])
 def test_new_tokens_behind_a_shared_prefix(new, size):
-    layers = tree_layers()
-    batch, cache = cached(Batch(LENS, shared=3, query_lens=new))
-    metadata = built(layers, batch)
-    step = step_of(metadata)
-    assert step is not None
-    assert step.query_tokens == size
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step = Extend(Batch(LENS, shared=3, query_lens=new))
+    assert step.tree.query_tokens == size
+    step.check()
     assert state().short_extends == 1
     assert state().counters().decode_steps == state().verified_tokens == 0
 
@@ -99,35 +97,28 @@ def forests(draw):
 @settings(max_examples=6, deadline=None)
 @given(forests())
 def test_random_forests(batch):
-    layers = tree_layers(count=1)
-    metadata = built(layers, batch)
+    step = Extend(batch, tree_layers(count=1))
     if max(batch.query_lens or ()) > 1:
-        assert step_of(metadata) is not None
-    cache = Cache(batch.pages, 16)
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+        assert step.tree is not None
+    step.check()
 
 
 def test_a_plan_of_decode_stays_as_it_is():
     """Prompts arrive between two layers' passes of decode steps; each step has its own plan."""
     layers = tree_layers()
-    decode, cache = cached(Batch([40, 37, 65], shared=2))
-    first = layers.builder(make_spec()).build(0, decode.common())
-    close(run(layers.impls[0], decode, cache, first), reference(decode, cache))
-    batch, other = cached(Batch(LENS, shared=3, query_lens=NEW))
-    metadata = built(layers, batch)
-    close(run(layers.impls[0], batch, other, metadata), reference(batch, other))
-    close(run(layers.impls[1], decode, cache, first), reference(decode, cache))
+    decode = Step(Batch([40, 37, 65], shared=2), layers)
+    expected = reference(decode.batch, decode.cache)
+    close(decode.run(0), expected)
+    extend = Extend(Batch(LENS, shared=3, query_lens=NEW), layers)
+    close(extend.run(0), reference(extend.batch, extend.cache))
+    close(decode.run(1), expected)
 
 
 def test_decoding_requests_and_verifications_beside_prompts():
-    config = make_config(speculative_config=speculating(4))
-    layers = tree_layers(config, prefix="model.layers")
-    batch, cache = cached(Batch(LENS, shared=3, query_lens=[5, 1, 9, 1]))
-    metadata = built(layers, batch)
-    step = step_of(metadata)
-    assert step is not None
-    assert step.query_tokens == 16
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    layers = tree_layers(make_config(speculative_config=speculating(4)), prefix="model.layers")
+    step = Extend(Batch(LENS, shared=3, query_lens=[5, 1, 9, 1]), layers)
+    assert step.tree.query_tokens == 16
+    step.check()
     assert (state().short_extends, state().verified_tokens) == (1, 0)
 
 
@@ -159,7 +150,7 @@ def test_other_prompts_are_the_hosts(new, changes):
 )
 def test_an_unknown_batch_is_the_hosts(shared, told):
     batch = Batch(LENS, shared=shared, query_lens=NEW)
-    assert step_of(built(tree_layers(), batch, told(batch))) is None
+    assert Extend(batch, told=told(batch)).tree is None
 
 
 @pytest.mark.parametrize(("value", "caching"), [("0", True), ("16", False)])
@@ -177,20 +168,18 @@ def test_a_lower_limit_leaves_longer_prompts_to_the_host(monkeypatch):
     monkeypatch.setenv("DEFT_SHORT_EXTENDS", "6")
     for new, taken in ([6, 1, 2, 3], True), ([7, 1, 2, 3], False):
         batch = Batch(LENS, shared=3, query_lens=new)
-        assert (step_of(built(tree_layers(), batch)) is not None) is taken
+        assert (Extend(batch).tree is not None) is taken
 
 
 def test_a_failed_short_extend_is_the_hosts(monkeypatch, failures):
-    layers = tree_layers()
-    batch, cache = cached(Batch(LENS, shared=3, query_lens=NEW))
-    metadata = built(layers, batch)
+    step = Extend(Batch(LENS, shared=3, query_lens=NEW))
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-    for impl in layers.impls:
-        close(run(impl, batch, cache, metadata), reference(batch, cache))
+    step.check()
     assert (state().short_extends, state().counters().steps_tree, state().steps_host) == (0, 0, {})
     assert len(failures) == 1
     failures.clear()
-    assert step_of(built(layers, batch)) is None  # decode and prompts are the host's from now on
+    # Decode and prompts are the host's from now on.
+    assert Extend(step.batch, step.layers).tree is None
 
 
 def test_what_requests_share_follows_from_their_blocks():

@@ -49,7 +49,6 @@ class Server:
     config: Any  # the server's configuration; another object means another server
     # Tree attention of each attention group, by the properties it was made for.
     groups: dict[Hashable, Any] = field(default_factory=dict)
-    extends: dict[Hashable, Any] = field(default_factory=dict)  # of each group that computes some
     prefixes: Any = None  # CachedPrefixes: what the requests of a short extend share
     state: ServerState | None = None  # Counters, once there is a group
     drafts: AcceptedDrafts | None = None  # Counts accepted draft tokens, if the server speculates

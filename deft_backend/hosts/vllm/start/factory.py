@@ -151,7 +151,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     )  # fmt: skip
     server.groups[key] = group
     if extends is not None:
-        server.extends[group] = Extends(
+        group.short_extends = Extends(
             replace(group, attention=extends.attention, extends=True, shows_batch=False), extends,
             _prefixes_of(server),
         )  # fmt: skip
@@ -163,14 +163,6 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         described(host),
     )  # fmt: skip
     return group
-
-
-def extends_of(group: GroupAttention | None, vllm_config: Any) -> Extends | None:
-    """The short extends of a group, or None."""
-    if group is None:  # a draft model's builder may hold a copy of the server's configuration
-        return None
-    found: Extends | None = server_of(vllm_config).extends.get(group)
-    return found
 
 
 def shares_prompts(vllm_config: Any) -> bool:

@@ -6,12 +6,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from deft_backend.hosts.vllm.start.factory import (
-    LayerGroup,
-    create_group,
-    extends_of,
-    unsupported_server,
-)
+from deft_backend.hosts.vllm.start.factory import LayerGroup, create_group, unsupported_server
 from deft_backend.hosts.vllm.step.extends import Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, prefills, step_of
@@ -36,7 +31,7 @@ class TreeBuilder:
         self.deft_group = create_group(
             LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
         )
-        self.deft_extends = extends_of(self.deft_group, vllm_config)
+        self.deft_extends = None if self.deft_group is None else self.deft_group.short_extends
 
     def _host(self) -> Any:
         return cast(Any, super())

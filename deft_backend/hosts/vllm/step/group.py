@@ -49,6 +49,7 @@ class GroupAttention:
     plans_on_device: bool  # by the device planner; else the host planner plans from CPU memory
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     extends: bool = False  # whether its steps are short extends, which are no decode steps
+    short_extends: Any = None  # Extends, if tree attention computes some for the same layers
     failure: FailureLatch = field(default_factory=FailureLatch)
     _log: OnceLog = field(default_factory=OnceLog)
     _attached: bool = False
