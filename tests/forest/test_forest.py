@@ -188,26 +188,6 @@ def test_both_sources_agree_on_random_traffic(seed, page_size, requests):
         )
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), page_size=st.sampled_from([1, 4]), requests=st.integers(1, 12))
-@example(seed=0, page_size=1, requests=1)
-@example(seed=1, page_size=1, requests=12)
-@example(seed=2, page_size=4, requests=12)
-def test_sharing_is_exactly_the_common_pages(seed, page_size, requests):
-    """For each pair, the nodes of both hold exactly their common full pages."""
-    server = traffic(seed, page_size, requests)
-    tables, lens = server.page_tables()
-    forest = forest_from_page_tables(tables, lens, page_size)
-    position = np.argsort(forest.order)
-    for a in range(requests):
-        for b in range(a):
-            full = min(lens[a], lens[b]) // page_size
-            same = tables[a, :full] == tables[b, :full]
-            expected = page_size * (full if same.all() else int(same.argmin()))
-            common = set(forest.path(position[a])) & set(forest.path(position[b]))
-            assert sum(int(forest.length[n]) for n in common) == expected
-
-
 def assert_is(forest, expected):
     for name in FIELDS:
         array = getattr(forest, name)

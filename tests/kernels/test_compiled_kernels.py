@@ -5,32 +5,26 @@ import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.kernels import configurations, kernel_configuration
-from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
+from deft_backend import TreeAttention
+from deft_backend.compile.described_gpu import compiling_for
+from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.forest import build_forest
+from deft_backend.kernels import Gpu, kernel_configuration
 from deft_backend.kernels.hopper import versions as gluon_versions
-from deft_backend.kernels.launches import Kind, launches_of
-from deft_backend.planner import DevicePlan, PlanCapacity
-from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
-from deft_backend.planner.on_device import SIZES, DevicePlanner
-from deft_backend.policies import Target, get_policy
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.planner.on_device import SIZES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SMS = 132
+H100, A100 = Gpu.named("sm_90"), Gpu.named("sm_80")
 REGISTERS = 65536  # of an SM, a quarter of them for each of its schedulers
 RESERVED = 1024  # bytes of shared memory that a program takes beside its own
-SHARED = {9: 233472, 8: 167936}  # bytes of an SM, by compute capability
-TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALL, LARGE, MASKED = (f"hopper_{shape}_tile_attention" for shape in ("small", "large", "masked"))
 
 needs_gluon = pytest.mark.skipif(
     not gluon_versions.available(), reason="kernels for another Triton"
@@ -45,115 +39,13 @@ class Resources(NamedTuple):
     stack: int  # bytes of a thread: spills
     warps: int
 
-    def fit(self, major):
+    def fit(self, gpu):
         """Programs that fit on an SM."""
         if self.warps == 1:  # each of the SM's four schedulers has registers of its own
             by_registers = 4 * (REGISTERS // 4 // (self.registers * 32))
         else:
             by_registers = REGISTERS // (self.registers * 32 * self.warps)
-        return min(by_registers, SHARED[major] // (self.shared + RESERVED))
-
-
-def config_of(major, head_dim, dtype, group, sms=SMS, kv_dtype=None, query_tokens=1):
-    """As on an H100 or an A100, except the number of SMs."""
-    properties = SimpleNamespace(
-        multi_processor_count=sms, shared_memory_per_block_optin=SHARED[major] - RESERVED,
-        shared_memory_per_multiprocessor=SHARED[major], major=major, minor=0,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        kernel_configuration.cache_clear()
-        config = kernel_configuration(
-            head_dim, dtype, torch.device("cuda", 0), group, kv_dtype=kv_dtype,
-            query_tokens=query_tokens,
-        )  # fmt: skip
-        kernel_configuration.cache_clear()
-    return config
-
-
-def kind_of(head_dim, dtype, page_size):
-    """Eight KV heads, and four query heads of each, over pages that lie one behind the other."""
-    strides = (page_size * 8 * head_dim, 8 * head_dim, head_dim)
-    return Kind(
-        dtype=dtype, k_strides=strides, v_strides=strides, num_heads=32, num_kv_heads=8,
-        head_dim=head_dim, page_size=page_size, soft_cap=False, wide_rows=True,
-        table_by_segment=True, exponent_bits=0, sinks=False, device_scales=False,
-    )  # fmt: skip
-
-
-def argument_types(dtype, eight_bits=False):
-    """The types of both stages' arguments, as hosts give them."""
-    data, integers, numbers = f"*{TYPES[dtype]}", "*i32", "*fp32"
-    cache = "*u8" if eight_bits else data
-    partial = Partials("*fp16", numbers, numbers)
-    return {
-        "tensors": Tensors(
-            data, cache, cache, data, partial, *4 * [integers], "*i64", *3 * [numbers]
-        ),
-        "partial": partial,
-        "out_ptr": data,
-        "sinks": numbers,
-        "query_start_ptr": integers,
-        "scaling": Scaling("fp32", "fp32", "fp32"),
-        "strides": Strides(*["i32"] * len(Strides._fields)),
-        "stride_out_batch": "i32",
-        "stride_out_head": "i32",
-    }
-
-
-def plan_types(arrays):
-    """The types of the plan's arrays that a stage reads."""
-    return arrays(*["*i32"] * len(arrays._fields))
-
-
-@cache
-def resources(launch, dtype, major):
-    """Compile a kernel as it is launched, and ask the assembler what it takes."""
-    function = launch.kernel._compiled
-    arrays = ReduceArrays if launch.kernel is configurations.REDUCE_PARTIALS else ItemArrays
-    constants = launch.constants
-    eight_bits = "CACHE" in constants and constants["CACHE"].exponent_bits > 0
-    types = {**argument_types(dtype, eight_bits), "plan": plan_types(arrays)}
-    types = {name: types[name] for name in function.arg_names if name not in launch.constants}
-    gluon = (
-        configurations.HOPPER_LARGE_TILE, configurations.HOPPER_MASKED_TILE,
-        configurations.HOPPER_SMALL_TILE,
-    )  # fmt: skip
-    options = launch.options
-    return compiled(function, types, launch.constants, options, major, launch.kernel in gluon)
-
-
-def compiled(function, types, constants, options, major, gluon=False):
-    """Compile a kernel for arguments of `types`; pointers and strides are multiples of 16."""
-    names = function.arg_names
-    aligned = [["tt.divisibility", 16]]
-    described: dict[str, Any] = {
-        "fn": function,
-        "signature": {n: types.get(n, "constexpr") for n in names},
-        "constexprs": {(names.index(n),): value for n, value in constants.items()},
-        "attrs": {
-            path: aligned for i, n in enumerate(names)
-            for path, type_ in leaves((i,), types.get(n, ""))
-            if type_.startswith("*") or n.startswith("stride")
-        },
-    }  # fmt: skip
-    source = ASTSource
-    if gluon:
-        from triton.experimental.gluon._runtime import GluonASTSource as source
-    target = GPUTarget("cuda", major * 10, 32)
-    binary = triton.compile(source(**described), target=target, options=options)
-    found = _usage(binary.asm["cubin"])
-    registers = -(-found["REG"] // 8) * 8
-    return Resources(registers, binary.metadata.shared, found["STACK"], options["num_warps"])
-
-
-def leaves(path, types):
-    """Every argument in a structure: its path there, as Triton writes it, and its type."""
-    if isinstance(types, str):
-        yield path, types
-        return
-    for i, part in enumerate(types):
-        yield from leaves((*path, i), part)
+        return min(by_registers, gpu.shared_per_sm // (self.shared + RESERVED))
 
 
 def _usage(binary):
@@ -165,17 +57,64 @@ def _usage(binary):
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
-def check_launch(launch, programs, dtype, major=9):
+@cache
+def resources(variant, gpu):
+    """Compile a kernel as it is launched, and ask the assembler what it takes."""
+    with compiling_for(gpu.arch):
+        (kernel,) = compile_all([variant]).kernels
+    found = _usage(kernel.asm["cubin"])
+    registers = -(-found["REG"] // 8) * 8
+    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    return Resources(registers, shared, found["STACK"], warps)
+
+
+def attention_of(
+    gpu=H100, *, heads=(32, 8), head_dim=128, dtype=torch.bfloat16, kv_dtype=None, page_size=16,
+    query_tokens=1, requests=16, policy="auto",
+):  # fmt: skip
+    return TreeAttention(
+        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
+        kv_dtype=kv_dtype, device="cpu", page_size=page_size, max_batch=requests,
+        query_tokens=query_tokens, policy=policy, compiled_for=gpu,
+    )  # fmt: skip
+
+
+def launched(attention, *, several=False, sinks=False):
+    """What a step launches, by the kernel's name. With `several`, a ragged batch of token trees."""
+    requests, tokens, heads = (
+        attention.max_batch, attention.query_tokens, attention.num_query_heads
+    )  # fmt: skip
+    q = torch.zeros(requests * tokens, heads, attention.head_dim, dtype=attention.dtype)
+    page = (4, attention.page_size, attention.num_kv_heads, attention.head_dim)
+    given = {}
+    if attention.kv_dtype != attention.dtype:
+        given["k_scale"] = given["v_scale"] = attention.unit_scale
+    if several:
+        given["query_start"] = torch.arange(requests + 1, dtype=torch.int32) * tokens
+        given["ancestors"] = torch.zeros(requests, tokens, 1, dtype=torch.int64)
+    if sinks:
+        given["sinks"] = torch.zeros(heads)
+    forest = build_forest(range(requests), [30] * (requests - 1), [40] * requests)
+    attention.plan(forest, query_tokens=tokens)
+    with recorded() as found:
+        attention.run(
+            q, *torch.zeros(2, *page).to(attention.kv_dtype),
+            torch.zeros(requests, 16, dtype=torch.int32),
+            torch.full((requests,), 40, dtype=torch.int32),
+            static_launch=True, **given,
+        )  # fmt: skip
+    return {variant.name: variant for variant in found}
+
+
+def check(variant, programs, gpu=H100):
     """No spills, and an SM holds the launched number of programs."""
-    found = resources(launch, dtype, major)
-    assert found.stack == 0, (launch.kernel._name, found)
-    assert found.fit(major) >= programs // SMS, (launch.kernel._name, found)
+    found = resources(variant, gpu)
+    assert found.stack == 0, (variant.name, found)
+    assert found.fit(gpu) >= programs // gpu.sms, (variant.name, found)
 
 
-def check_tiles(config, launches, dtype, major=9):
-    """The small tile and the large tile, as they follow another launch."""
-    for tile, (_, launch) in zip(config.tiles[:2], launches.stage1[:2], strict=True):
-        check_launch(launch, tile.programs, dtype, major)
+def tiles_of(attention):
+    return attention._shapes[attention.query_tokens].config.tiles
 
 
 @needs_gluon
@@ -184,125 +123,111 @@ def check_tiles(config, launches, dtype, major=9):
     [(128, torch.float16, 16), (128, torch.bfloat16, 1), (64, torch.bfloat16, 16)],
 )
 def test_kernels_on_hopper(head_dim, dtype, page_size):
-    config = config_of(9, head_dim, dtype, 4)
-    launches = launches_of(config, kind_of(head_dim, dtype, page_size))
-    check_tiles(config, launches, dtype)
-    for reduce, launch in zip((config.reduce, config.few), launches.stage2, strict=True):
-        check_launch(launch, min(16 * SMS, reduce.programs), dtype)
+    """Few queries and many, which take two configurations of stage 2."""
+    for requests in (16, 600):
+        attention = attention_of(
+            head_dim=head_dim, dtype=dtype, page_size=page_size, requests=requests
+        )
+        config = attention._shapes[1].config
+        large, small, stage_2 = launched(attention).values()
+        assert large.name == LARGE
+        check(small, config.tiles[0].programs)
+        check(large, config.tiles[1].programs)
+        reduce = config.few if requests <= attention.few_queries else config.reduce
+        assert (requests <= attention.few_queries) is (requests == 16)
+        check(stage_2, min(16 * H100.sms, reduce.programs))
 
 
 @needs_gluon
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 12])
 def test_small_tiles_of_every_gqa_group_on_hopper(group):
-    dtype = torch.bfloat16
-    config = config_of(9, 128, dtype, group)
-    kind = kind_of(128, dtype, 16)._replace(num_heads=8 * group)
-    launch = launches_of(config, kind).stage1[0][1]
-    assert launch.kernel is configurations.HOPPER_SMALL_TILE
-    check_launch(launch, config.tiles[0].programs, dtype)
+    attention = attention_of(heads=(8 * group, 8))
+    check(launched(attention)[SMALL], tiles_of(attention)[0].programs)
 
 
 @needs_gluon
 def test_several_query_tokens_on_hopper():
     """Bits of trees and ragged batches, in the small tile of 16 vectors and in the large tile."""
-    dtype, blocks = torch.bfloat16, QueryBlocks.of(4, 4)
-    config = config_of(9, 128, dtype, 4, query_tokens=4)
-    kind = kind_of(128, dtype, 16)._replace(blocks=blocks, ragged=True, tree=True)
-    launches = launches_of(config, kind)
-    assert [tile.height for tile in config.tiles[:2]] == [16, 64]
-    check_tiles(config, launches, dtype)
-    # Blocks of 17 to 64 vectors run in the large tile only. A device plan launches both.
-    config = config_of(9, 128, dtype, 4, query_tokens=8)
-    assert config.tiles[0].height == 16
-    kind = kind._replace(blocks=QueryBlocks.of(8, 4))
-    for _, launch in launches_of(config, kind).stage1[:2]:
-        assert resources(launch, dtype, 9).stack == 0
+    attention = attention_of(query_tokens=4)
+    small, large, _ = tiles_of(attention)
+    assert (small.height, large.height) == (16, 64)
+    found = launched(attention, several=True)
+    check(found[SMALL], small.programs)
+    check(found[LARGE], large.programs)
+    # Blocks of 17 to 64 vectors run in the large tile only.
+    attention = attention_of(query_tokens=8)
+    assert tiles_of(attention)[0].height == 16
+    assert resources(launched(attention, several=True)[LARGE], H100).stack == 0
 
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("head_dim", "query_tokens", "bits"),
-    [(128, 1, 0), (64, 1, 0), (128, 4, 0), (128, 1, 4), (64, 1, 5), (128, 4, 4)],
+    ("head_dim", "query_tokens", "kv_dtype"),
+    [(128, 1, None), (64, 1, None), (128, 4, None), (128, 1, E4M3), (64, 1, E5M2), (128, 4, E4M3)],
 )
-def test_masked_tiles_on_hopper(head_dim, query_tokens, bits):
-    dtype = torch.bfloat16
-    kv_dtype = {0: None, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}[bits]
-    config = config_of(9, head_dim, dtype, 4, kv_dtype=kv_dtype, query_tokens=query_tokens)
-    kind = kind_of(head_dim, dtype, 16)._replace(exponent_bits=bits, sinks=bits > 0)
-    for several in ((False, False), (True, True)) if query_tokens > 1 else ((False, False),):
-        ragged, tree = several
-        of_tokens = kind._replace(blocks=QueryBlocks.of(query_tokens, 4), ragged=ragged, tree=tree)
-        launch = launches_of(config, of_tokens).stage1[2][1]
-        assert launch.kernel is configurations.HOPPER_MASKED_TILE
-        check_launch(launch, config.tiles[2].programs, dtype)
+def test_masked_tiles_on_hopper(head_dim, query_tokens, kv_dtype):
+    attention = attention_of(
+        head_dim=head_dim, query_tokens=query_tokens, kv_dtype=kv_dtype, policy="deft-flatten"
+    )
+    for several in (False, True)[:query_tokens]:
+        found = launched(attention, several=several, sinks=kv_dtype is not None)
+        check(found[MASKED], tiles_of(attention)[2].programs)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "major"),
-    [(torch.bfloat16, torch.float8_e4m3fn, 9), (torch.float16, torch.float8_e5m2, 8)],
+    ("gpu", "dtype", "kv_dtype"),
+    [(H100, torch.bfloat16, E4M3), (A100, torch.float16, E5M2)],
+    ids=["Hopper", "Ampere"],
 )
-def test_caches_of_eight_bits(dtype, kv_dtype, major, monkeypatch):
+def test_caches_of_eight_bits(gpu, dtype, kv_dtype, monkeypatch):
     """The plain kernels convert bytes on every GPU; the launched ones fit it, without spills."""
     monkeypatch.setattr(gluon_versions, "available", lambda: False)
-    config = config_of(major, 64, dtype, 4, kv_dtype=kv_dtype)
-    bits = configurations.EXPONENT_BITS[kv_dtype]
-    kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
-    for tile, (_, launch) in zip(
-        config.tiles[:2], launches_of(config, kind).stage1[:2], strict=True
-    ):
-        assert tile.lookahead == 0
-        waves = 2 if tile.height < 64 else 1
-        check_launch(launch, tile.programs // waves, dtype, major)
+    kernel_configuration.cache_clear()
+    attention = attention_of(gpu, head_dim=64, dtype=dtype, kv_dtype=kv_dtype)
+    small, large, _ = tiles_of(attention)
+    kernel_configuration.cache_clear()
+    found = launched(attention, sinks=True)
+    check(found["small_tile_attention"], small.programs // 2, gpu)  # in two waves
+    check(found["partial_attention"], large.programs, gpu)
 
 
 @needs_gluon
-def test_the_large_tile_of_eight_bits_with_small_heads():
-    """Heads of 64, as gpt-oss has them, with sinks."""
-    dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
-    config = config_of(9, 64, dtype, 8, kv_dtype=kv_dtype)
-    bits = configurations.EXPONENT_BITS[kv_dtype]
-    kind = kind_of(64, dtype, 16)._replace(exponent_bits=bits, sinks=True, device_scales=True)
-    large = launches_of(config, kind).stage1[1][1]
-    assert large.kernel is configurations.HOPPER_LARGE_TILE
-    check_launch(large, config.tiles[1].programs, dtype)
-
-
-@needs_gluon
-@pytest.mark.parametrize("group", [1, 4, 16])
-def test_tiles_of_eight_bits_on_hopper(group):
-    dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
-    config = config_of(9, 128, dtype, group, kv_dtype=kv_dtype)
-    bits = configurations.EXPONENT_BITS[kv_dtype]
-    kind = kind_of(128, dtype, 16)._replace(
-        num_heads=8 * group, exponent_bits=bits, device_scales=True
-    )
-    launches = launches_of(config, kind)
-    (_, small), (_, large) = launches.stage1[:2]
-    assert small.kernel is configurations.HOPPER_SMALL_TILE
-    assert large.kernel is configurations.HOPPER_LARGE_TILE
-    for stage_2 in launches.stage2:  # it sets the counters of large programs to 0
-        assert stage_2.constants["SPREAD"]
-        assert resources(stage_2, dtype, 9).stack == 0
-    check_tiles(config, launches, dtype)
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 1), (128, 4), (128, 16)])
+def test_tiles_of_eight_bits_on_hopper(head_dim, group):
+    """Heads of 64 with sinks, as gpt-oss has them, and heads of 128."""
+    attention = attention_of(heads=(8 * group, 8), head_dim=head_dim, kv_dtype=E4M3)
+    small, large, _ = tiles_of(attention)
+    found = launched(attention, sinks=head_dim == 64)
+    check(found[LARGE], large.programs)
+    if head_dim == 128:
+        check(found[SMALL], small.programs)
+    for requests in (8, 1056):  # stage 2 sets the counters of large programs to 0
+        attention = attention_of(
+            heads=(8 * group, 8), head_dim=head_dim, kv_dtype=E4M3, requests=requests
+        )
+        stage_2 = launched(attention)["reduce_partials"]
+        assert dict(stage_2.constants)["SPREAD"]
+        assert resources(stage_2, H100).stack == 0
 
 
 @pytest.fixture
 def unknown_triton(monkeypatch):
     """A version of Triton that no test has run with."""
+    cached = (
+        gluon_versions.unavailable, gluon_versions.log_unavailable, kernel_configuration
+    )  # fmt: skip
     monkeypatch.setattr(triton, "__version__", "4.0.0")
-    for cached in (gluon_versions.unavailable, gluon_versions.log_unavailable):
-        cached.cache_clear()
+    for function in cached:
+        function.cache_clear()
     yield
-    for cached in (gluon_versions.unavailable, gluon_versions.log_unavailable):
-        cached.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(unknown_triton, caplog):
     for head_dim in (64, 128):
-        config = config_of(9, head_dim, torch.bfloat16, 4)
-        launches = launches_of(config, kind_of(head_dim, torch.bfloat16, 16))
-        kernels = [launch.kernel for _, launch in launches.stage1]
-        assert kernels == [configurations.SMALL_TILE] + 2 * [configurations.PARTIAL_ATTENTION]
+        names = set(launched(attention_of(head_dim=head_dim, policy="deft-flatten")))
+        assert names == {"small_tile_attention", "partial_attention", "reduce_partials"}
     (record,) = caplog.records
     assert "Triton 4.0.0 is not one of the tested versions" in record.getMessage()
 
@@ -311,31 +236,27 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(unknown_trito
 def test_leaves_fit_beside_one_stem_of_an_sm():
     """Two warps fit in each quarter of an SM's registers, if few large tiles leave room for
     them."""
-    config = config_of(9, 128, torch.bfloat16, 4)
-    launches = launches_of(config, kind_of(128, torch.bfloat16, 1))
-    (_, leaf), (_, stem) = launches.stage1[:2]
-    leaves, stems = resources(leaf, torch.bfloat16, 9), resources(stem, torch.bfloat16, 9)
+    found = launched(attention_of(page_size=1))
+    leaves, stems = resources(found[SMALL], H100), resources(found[LARGE], H100)
     assert (leaves.warps, stems.warps) == (1, 4)
     # Triton 3.9's code for a merge needs more registers: one program fits there.
     beside = 1 if triton.__version__.startswith("3.9.") else 2
     assert stems.registers * 32 + beside * leaves.registers * 32 <= REGISTERS // 4
-    left = SHARED[9] - (stems.shared + RESERVED)
+    left = H100.shared_per_sm - (stems.shared + RESERVED)
     assert left // (leaves.shared + RESERVED) >= 6
     # Small tiles of 16 vectors keep their results where their last K and V were.
-    config = config_of(9, 128, torch.bfloat16, 16)
-    kind = kind_of(128, torch.bfloat16, 1)._replace(num_heads=128)
-    taller = resources(launches_of(config, kind).stage1[0][1], torch.bfloat16, 9)
+    taller = resources(launched(attention_of(page_size=1, heads=(128, 8)))[SMALL], H100)
     assert left // (taller.shared + RESERVED) >= 4
 
 
 def test_kernels_on_ampere():
     """The plain kernels compile, and the launched ones fit the GPU."""
-    config = config_of(8, 128, torch.float16, 4)
-    launches = launches_of(config, kind_of(128, torch.float16, 16))
-    for tile, (first, _) in zip(config.tiles, launches.stage1, strict=True):
-        found = resources(first, torch.float16, 8)
-        waves = 2 if tile.height < 64 else 1  # the GPU deals the second half of small programs
-        assert found.fit(8) >= tile.programs // SMS // waves, (first.kernel._name, found)
+    attention = attention_of(A100, dtype=torch.float16)
+    found = launched(attention)
+    small, large, _ = tiles_of(attention)
+    fitting = resources(found["small_tile_attention"], A100).fit(A100)
+    assert fitting >= small.programs // A100.sms // 2  # the GPU deals the second half later
+    assert resources(found["partial_attention"], A100).fit(A100) >= large.programs // A100.sms
 
 
 OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges")
@@ -348,43 +269,21 @@ OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges"
     + [(n, SIZES[-1]) for n in ("flash-decoding", "deft-node-chunk", "fasttree", "flashforge")]
     + [("fasttree", size) for size in SIZES[:-1]],
 )
-def test_the_device_planner_on_hopper(policy, batch, monkeypatch):
+def test_the_device_planner_on_hopper(policy, batch):
     """Every size of batch, without spills."""
-    found = {}
-
-    def compile_it(kernel, grid, arguments, constants, **options):
-        for name in ("variant", "aligned", "interpreted"):
-            del options[name]
-        if policy != "auto" and kernel._name not in OF_POLICIES:
-            return
-        names = [n for n in kernel._compiled.arg_names if n not in constants]
-        given = kernel.named(arguments)
-        types = {n: type_of(value) for n, value in zip(names, given, strict=True)}
-        found[kernel._name] = compiled(kernel._compiled, types, constants, options, 9)
-
-    cpu = torch.device("cpu")
-    plan = DevicePlan(PlanCapacity.for_batch(batch), cpu)
-    planner = DevicePlanner(Target(32, 8, 128), get_policy(policy), plan, cpu, 1, overlapped=True)
-    planner._interpreted = False
-    monkeypatch.setattr(Kernel, "launch", compile_it)
-    rows = torch.arange(batch)
-    planner.plan(torch.zeros((batch, 64), dtype=torch.int32), rows, torch.ones_like(rows))
-    assert len(found) == (7 if policy == "auto" else 3)
-    for name, taken in found.items():
+    attention = attention_of(requests=batch, policy=policy, page_size=1)
+    with recorded() as found:
+        attention.plan_on_device(
+            torch.zeros((batch, 64), dtype=torch.int32), torch.ones(batch, dtype=torch.int64)
+        )
+    chosen = [v for v in found if policy == "auto" or v.name in OF_POLICIES]
+    assert len(chosen) == (7 if policy == "auto" else 3)
+    for variant in chosen:
+        taken = resources(variant, H100)
         # Triton 3.9 packs four booleans through the stack once in a program. That is no spill.
-        packs_booleans = triton.__version__.startswith("3.9.") and name == "find_nodes"
-        assert taken.stack <= (8 if packs_booleans else 0), (name, taken)
-        assert taken.fit(9) >= 1, (name, taken)
-
-
-def type_of(argument):
-    """Of a launch's argument."""
-    if isinstance(argument, tuple):
-        types = tuple(map(type_of, argument))
-        return types if type(argument) is tuple else type(argument)(*types)
-    if isinstance(argument, torch.Tensor):
-        return {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32"}[argument.dtype]
-    return "fp32" if isinstance(argument, float) else "i32"
+        packs_booleans = triton.__version__.startswith("3.9.") and variant.name == "find_nodes"
+        assert taken.stack <= (8 if packs_booleans else 0), (variant.name, taken)
+        assert taken.fit(H100) >= 1, (variant.name, taken)
 
 
 @needs_gluon
@@ -392,7 +291,8 @@ def type_of(argument):
 def test_programs_follow_from_the_gpu(sms, stems):
     """Large tiles' programs read their first items before they know their number: at most
     READ_AHEAD."""
-    config = config_of(9, 128, torch.float16, 4, sms)
+    gpu = Gpu(H100.capability, sms, H100.shared_per_sm, H100.shared_per_program)
+    config = kernel_configuration(128, torch.float16, torch.device("cpu"), 4, gpu)
     small, large, masked = config.tiles
     assert (small.programs, large.programs) == (10 * sms, stems)
     assert large.programs_for_one_tile == sms
@@ -405,14 +305,14 @@ def test_programs_follow_from_the_gpu(sms, stems):
     ("group", "kv_dtype", "per_sm"),
     [
         (4, None, (5, 5, 5, 5, 8, 8, 8, 8, 10, 10)),
-        (4, torch.float8_e4m3fn, (4, 4, 6, 6, 8, 8, 8, 8, 10, 10)),
+        (4, E4M3, (4, 4, 6, 6, 8, 8, 8, 8, 10, 10)),
         (16, None, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
-        (16, torch.float8_e4m3fn, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
+        (16, E4M3, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
     ],
 )
 def test_small_batches_launch_fewer_small_programs(group, kv_dtype, per_sm):
     """By the number of queries times KV heads; more than the rule names takes all programs."""
-    small, large, _ = config_of(9, 128, torch.bfloat16, group, 132, kv_dtype=kv_dtype).tiles
+    small, large, _ = tiles_of(attention_of(heads=(8 * group, 8), kv_dtype=kv_dtype))
     queries = (1, 16, 17, 33, 34, 66, 67, 132, 133, 2048)
     assert [small.programs_for(count, 8) for count in queries] == [132 * each for each in per_sm]
     assert small.programs_for(132, 32) == 132 * per_sm[-1]

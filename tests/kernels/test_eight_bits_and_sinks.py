@@ -17,22 +17,24 @@ SINKS = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=9, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    requests=st.integers(1, 12),
-    page_size=st.sampled_from([1, 16, 64]),
+    requests=st.integers(1, 14),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    grow=st.sampled_from([0, 1, 20]),
     kv_dtype=st.sampled_from([None, *EIGHT_BITS]),
     sinks=st.sampled_from([None, *SINKS]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     on_device=st.booleans(),
 )
 def test_policies_on_random_forests(
-    policy, device, seed, requests, page_size, kv_dtype, sinks, dtype, on_device
+    policy, device, seed, requests, page_size, grow, kv_dtype, sinks, dtype, on_device
 ):
+    """Caches of 16 and of 8 bits, with and without sinks."""
     batch = random_batch(seed, page_size, requests, spare=20)
     check(
-        batch, policy=policy, device=device, page_size=page_size, grow=1, kv_dtype=kv_dtype,
+        batch, policy=policy, device=device, page_size=page_size, grow=grow, kv_dtype=kv_dtype,
         sinks=sinks, dtype=dtype, scales_on_device=on_device and kv_dtype is not None,
     )  # fmt: skip
 

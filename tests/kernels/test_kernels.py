@@ -8,8 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import attention_checks
 from attention_checks import DEVICES, TOLERANCE, Batch, tree_attention
@@ -56,20 +54,6 @@ def star(requests, shared, own, page_size=1, spare=0):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@settings(max_examples=6, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    requests=st.integers(1, 14),
-    page_size=st.sampled_from([1, 3, 16]),
-    grow=st.sampled_from([0, 1, 20]),
-)
-def test_policies_on_random_forests(policy, device, seed, requests, page_size, grow):
-    batch = random_batch(seed, page_size, requests, spare=20)
-    check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
 def test_head_shapes_and_dtypes(device, head_dim, heads):
@@ -83,12 +67,6 @@ def test_head_shapes_and_dtypes(device, head_dim, heads):
 
 def test_float32_on_the_cpu():
     check(random_batch(3, 1, 10), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
-def test_page_sizes(device, page_size):
-    check(random_batch(page_size, page_size, 10), device=device, page_size=page_size)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -345,16 +345,6 @@ def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests):
     check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
 
 
-def test_long_ranges_are_cut_for_the_machine():
-    batch = batch_of(regular_forest([1, 40], [8000, 20]))
-    plan = plan_of(batch)
-    check(batch, plan)
-    large = np.diff(plan.item_query_ptr) > 2
-    lengths = (plan.segment_end - plan.segment_start)[large]
-    assert large.sum() >= 8
-    assert lengths.max() - lengths.min() <= TARGET.block_tokens
-
-
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_pages_of_one_prefix_in_two_places(data):
