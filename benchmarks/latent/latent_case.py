@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deft_backend.kernels.latent.kernel_batch import KernelBatch, LatentCall, LatentKernel
-from deft_backend.shapes.latent_limits import ROPE_DIM, VALUE_DIM
+from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 SCALE = 192**-0.5
 

@@ -19,8 +19,7 @@ from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import Auto, Policy, Target, get_policy
 from deft_backend.settings.policy_names import FLASH_DECODING
-from deft_backend.shapes.latent_limits import gains_nothing
-from deft_backend.shapes.latent_shape import LatentShape
+from deft_backend.shapes.latent_shape import LatentShape, gains_nothing
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 LEVELS = 3  # levels of shared nodes for which a call has room, if every request is below each

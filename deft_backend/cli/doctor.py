@@ -19,16 +19,20 @@ from deft_backend.cli.checks import (
     check_packages,
     check_settings,
 )
-from deft_backend.cli.errors import fail
+from deft_backend.cli.errors import fail, say
 from deft_backend.cli.models import RevisionOption, chosen_model
-from deft_backend.cli.shapes import HeadShape, model_shape, parse_heads
+from deft_backend.cli.shapes import (
+    HeadShape,
+    dtype_name,
+    model_shape,
+    parse_heads,
+    this_device,
+)
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
 if TYPE_CHECKING:
     import torch
-
-    from deft_backend.costs.table_lookup import TableInUse
 
 CANNOT_WORK = 1
 
@@ -100,33 +104,51 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.costs.device_tables import table_key
-        from deft_backend.costs.gpu_facts import gpu_facts
-        from deft_backend.costs.table_lookup import table_in_use
-        from deft_backend.files.folders import tables_directory
         from deft_backend.kernels import kernel_configuration, unsupported
     except ImportError as error:
-        return [{**_entry(shape), "kernel": "none", "why": str(error)} for shape in shapes]
-    device = _device()
+        return [_entry(shape, "none", str(error)) for shape in shapes]
+    device = this_device()
     entries = []
     for shape in shapes:
         query_heads, kv_heads, head_dim, name = shape
         dtype = getattr(torch, name)
         why = unsupported(query_heads, kv_heads, head_dim, dtype, device)
         if why is not None:
-            entries.append({**_entry(shape), "kernel": "host", "why": why})
+            entries.append(_entry(shape, "host", why))
             continue
         config = kernel_configuration(head_dim, dtype, device, query_heads // kv_heads)
         tiles = "/".join(str(tile.height) for tile in config.tiles)
         why = f"tiles of {tiles} query vectors" + (", interpreted" if config.interpreted else "")
-        entry = {**_entry(shape), "kernel": "tree attention", "why": why}
-        key = table_key(device, *shape[:3], dtype)
-        try:
-            used = table_in_use(key, tables_directory(), gpu_facts(device))
-            entries.append({**entry, **_table(used)})
-        except SettingsError:
-            entries.append(entry)  # the settings above show the error
+        entries.append({**_entry(shape, "tree attention", why), **_table(shape, device)})
     return entries
+
+
+def _entry(shape: HeadShape, kernel: str, why: str) -> dict[str, Any]:
+    place = {"heads": shape.heads, "head_dim": shape.head_dim, "dtype": shape.dtype}
+    return {**place, "kernel": kernel, "why": why}
+
+
+def _table(shape: HeadShape, device: torch.device) -> dict[str, Any]:
+    """The cost table in use, and a remedy if another one would be better."""
+    import torch
+
+    from deft_backend.costs.cost_model import CostModel
+    from deft_backend.costs.device_tables import table_key
+    from deft_backend.costs.gpu_facts import gpu_facts
+    from deft_backend.costs.table_lookup import table_in_use
+    from deft_backend.files.folders import tables_directory
+
+    key = table_key(device, *shape[:3], getattr(torch, shape.dtype))
+    try:
+        used = table_in_use(key, tables_directory(), gpu_facts(device))
+    except SettingsError:
+        return {}  # the settings above show the error
+    if used.tuned:
+        return {"table": f"tuned: {used.path}"}
+    scaled = " (scaled)" if used.model.source != CostModel.load(used.path).source else ""
+    entry = {"table": f"shipped: {used.path.name}{scaled}"}
+    said = used.damage or used.notice
+    return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
 
 
 def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
@@ -139,7 +161,7 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     except ImportError:
         return []  # the installation above shows the error
     until = time.monotonic() + CHECK_SECONDS
-    device = _device()
+    device = this_device()
     if device.type == "cpu":  # the interpreter takes a second for a small batch
         shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
     shapes = sorted(shapes, key=lambda shape: shape[2:] != _COMMON[0])  # the commonest first
@@ -153,15 +175,11 @@ def _checked(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     return [
         {
             "heads": f"{shape.query_heads}/{shape.kv_heads}", "head_dim": shape.head_dim,
-            "dtype": _name(shape.dtype), "kv": _name(shape.kv_dtype), "case": str(outcome.case),
-            "error": outcome.error, "failure": outcome.failure,
+            "dtype": dtype_name(shape.dtype), "kv": dtype_name(shape.kv_dtype),
+            "case": str(outcome.case), "error": outcome.error, "failure": outcome.failure,
         }
         for shape, outcome in check_shapes(run, device, until)
     ]  # fmt: skip
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
@@ -174,57 +192,20 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
             result = Text(f"✗ {entry['failure']}", style="red")
         elif entry["error"] is not None:
             result = Text(f"✓ {entry['error']:.1e}", style="green")
-        table.add_row(
-            entry["heads"], str(entry["head_dim"]), entry["dtype"], entry["kv"], entry["case"],
-            result,
-        )  # fmt: skip
+        case = (entry[name] for name in ("heads", "head_dim", "dtype", "kv", "case"))
+        table.add_row(*map(str, case), result)
     console.print(table)
-    if not _on_gpu():
-        console.print(
+    on_gpu = this_device().type == "cuda"
+    if not on_gpu:
+        line = (
             "• No GPU here: the check ran the interpreter's kernels. It cannot check compiled "
-            "kernels, shared memory or CUDA graphs; run it on the GPU as well",
-            style="yellow", soft_wrap=True,
-        )  # fmt: skip
-    if any(entry["error"] is None and entry["failure"] is None for entry in ran):
-        kept = (
-            "Compiled kernels are kept: run the check again" if _on_gpu() else "Use an idle machine"
+            "kernels, shared memory or CUDA graphs; run it on the GPU as well"
         )
-        console.print(
-            f"• {CHECK_SECONDS} s passed before all cases had run. {kept} for the rest",
-            style="yellow", soft_wrap=True,
-        )  # fmt: skip
-
-
-def _entry(shape: HeadShape) -> dict[str, Any]:
-    heads = f"{shape.query_heads}/{shape.kv_heads}"
-    return {"heads": heads, "head_dim": shape.head_dim, "dtype": shape.dtype}
-
-
-def _table(used: TableInUse) -> dict[str, Any]:
-    """The cost table in use, and a remedy if another one would be better."""
-    from deft_backend.costs.cost_model import CostModel
-
-    if used.tuned:
-        return {"table": f"tuned: {used.path}"}
-    scaled = " (scaled)" if used.model.source != CostModel.load(used.path).source else ""
-    entry = {"table": f"shipped: {used.path.name}{scaled}"}
-    said = used.damage or used.notice
-    return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
-
-
-def _device() -> torch.device:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
-
-
-def _on_gpu() -> bool:
-    from deft_backend.tools.servers.command import use_gpu
-
-    try:
-        return use_gpu()
-    except ImportError:
-        return False
+        say(console, line, "yellow")
+    if any(entry["error"] is None and entry["failure"] is None for entry in ran):
+        kept = "Compiled kernels are kept: run the check again" if on_gpu else "Use an idle machine"
+        line = f"• {CHECK_SECONDS} s passed before all cases had run. {kept} for the rest"
+        say(console, line, "yellow")
 
 
 def _print(
@@ -244,15 +225,13 @@ def _print(
         console.print(table)
         console.print()
     table = Table(title="Which kernel would decode", title_justify="left")
-    for name in ("heads", "head_dim", "dtype", "kernel", "why", "table"):
-        table.add_column({"head_dim": "head dim", "table": "cost table"}.get(name, name))
+    for name in ("heads", "head dim", "dtype", "kernel", "why", "cost table"):
+        table.add_column(name)
     for entry in kernels:
         sign = "ok" if entry["kernel"] == "tree attention" else "note"
         kernel = f"{_SIGNS[sign]} {entry['kernel']}"
-        table.add_row(
-            entry["heads"], str(entry["head_dim"]), entry["dtype"], kernel, Text(entry["why"]),
-            Text(entry.get("table", "")),
-        )  # fmt: skip
+        shape = (entry["heads"], str(entry["head_dim"]), entry["dtype"])
+        table.add_row(*shape, kernel, Text(entry["why"]), Text(entry.get("table", "")))
     console.print(table)
     if not every and len(kernels) > 1:
         console.print("[dim]other shapes: --model, or --all[/dim]", highlight=False)

@@ -47,9 +47,9 @@ def host_arguments(words: Sequence[str] | None) -> list[str]:
     return arguments
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line as it is."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+def say(console: Console, line: str, style: str | None = None) -> None:
+    """Print a line as it is, in one style."""
+    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def help_of(command: Callable[..., None]) -> str:

@@ -8,8 +8,6 @@ from rich.console import Console
 from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.files.folders import state_directory
 
-PAGE_PORT = 8765
-
 
 def inspect(
     server: Annotated[
@@ -18,7 +16,7 @@ def inspect(
     ] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The page's port; 0 takes a free one.")
-    ] = PAGE_PORT,
+    ] = 8765,
 ) -> None:
     """Show on a page which requests share what, live. It only reads, and shows no text."""
     from deft_backend.telemetry.state_reader import StateError, only_server

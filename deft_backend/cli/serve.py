@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, stderr
+from deft_backend.cli.errors import (
+    checked_settings,
+    fail,
+    host_arguments,
+    reported,
+    say,
+    stderr,
+)
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.settings.policy_names import POLICY_NAMES
 
@@ -17,10 +24,8 @@ HostOption = Annotated[
 def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
     """The host that the user named, or the installed one; fails in one line if there is none.
 
-    - `host`: the user's choice; None: the installed one.
-    - `needed`: whether the command starts the host, so it must be installed.
-    - `compared`: whether the command compares the host with tree attention, so its version must
-      support it.
+    - `needed`: whether the host must be installed, because the command starts it.
+    - `compared`: whether the host's version must support tree attention.
     """
     from deft_backend.hosts.windows import TESTED
     from deft_backend.tools.servers.command import HOST_NAMES, HOSTS, installed_hosts
@@ -87,7 +92,7 @@ def serve(
         typer.echo(command.shell())
         return
     for note in command.notes:
-        stderr.print(f"[yellow]•[/yellow] {note}", highlight=False, soft_wrap=True)
-    stderr.print(f"[dim]{command.shell()}[/dim]", highlight=False, soft_wrap=True)
+        say(stderr, f"• {note}", "yellow")
+    say(stderr, command.shell(), "dim")
     # Replace this process by the server, which then gets all signals and sets the exit code.
     os.execvpe(command.arguments[0], command.arguments, command.full_environment())

@@ -1,9 +1,11 @@
 """Head shapes of a command: from its options, or from a model's configuration."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -13,12 +15,16 @@ from deft_backend.files.private_files import parsed
 from deft_backend.shapes.dtype_names import SHORT_DTYPES
 from deft_backend.tools.servers.model_files import ModelFilesError
 
+if TYPE_CHECKING:
+    import torch
+
+_T = TypeVar("_T")
+
 ShapeModelOption = Annotated[
     str | None,
     typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
 ]
 HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
-
 
 _MODELS_WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 """Model types whose layers all have sinks: no field of their ``config.json`` says so."""
@@ -31,6 +37,11 @@ class HeadShape(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: str
+
+    @property
+    def heads(self) -> str:
+        """Query heads and KV heads, as ``--heads`` takes them."""
+        return f"{self.query_heads}/{self.kv_heads}"
 
 
 class ModelLayers(NamedTuple):
@@ -52,14 +63,9 @@ def parse_heads(heads: str) -> tuple[int, int]:
 
 
 def chosen_shape(
-    model: str | None,
-    revision: str | None,
-    heads: str | None,
-    head_dim: int | None,
-    dtype: str | None,
-    *,
-    default_dtype: str,
-) -> HeadShape:
+    model: str | None, revision: str | None, heads: str | None, head_dim: int | None,
+    dtype: str | None, *, default_dtype: str,
+) -> HeadShape:  # fmt: skip
     """The attention that a command's options name: a model's, or one of these heads."""
     if dtype not in (None, "fp16", "bf16"):
         raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
@@ -76,43 +82,58 @@ def chosen_shape(
 
 def model_layers(model: ChosenModel) -> ModelLayers:
     """Whether a model's layers have a soft cap or sinks, from its ``config.json``."""
-    path = _config_file(model)
-    try:
-        config = _text_config(path)
+
+    def read(config: Mapping[str, Any]) -> ModelLayers:
+        sinks = config.get("model_type") in _MODELS_WITH_SINKS
         return ModelLayers(
             soft_cap=bool(config.get("attn_logit_softcapping")),
-            sinks=config.get("model_type") in _MODELS_WITH_SINKS
-            or bool(config.get("add_full_attention_sink_bias")),
+            sinks=sinks or bool(config.get("add_full_attention_sink_bias")),
         )
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise fail(f"cannot read the model's layers from {path}: {error!r}") from None
 
-
-def _config_file(model: ChosenModel) -> Path:
-    with reported(ModelFilesError):
-        path = model.file("config.json")
-    if path is None:
-        raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
-    return path
+    return _from_config(model, "the model's layers", read)
 
 
 def model_shape(model: ChosenModel) -> HeadShape:
     """The attention of a model, from its ``config.json``, here or on the hub."""
-    path = _config_file(model)
-    try:
-        config = _text_config(path)
+
+    def read(config: Mapping[str, Any]) -> HeadShape:
         query_heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or query_heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+        dtype = dtype.removeprefix("torch.")
+        if dtype not in SHORT_DTYPES.values():
+            known = ", ".join(SHORT_DTYPES.values())
+            raise fail(f"the dtype of {model.name} is {dtype!r}; expected one of {known}")
+        return HeadShape(query_heads, kv_heads, head_dim, dtype)
+
+    return _from_config(model, "the attention's shape", read)
+
+
+def this_device() -> torch.device:
+    """The GPU on which a server here would run, or the CPU."""
+    import torch
+
+    from deft_backend.tools.servers.command import use_gpu
+
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu() else torch.device("cpu")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _from_config(model: ChosenModel, what: str, read: Callable[[Mapping[str, Any]], _T]) -> _T:
+    """Read something from a model's ``config.json``; fails in one line that names it."""
+    with reported(ModelFilesError):
+        path = model.file("config.json")
+    if path is None:
+        raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
+    try:
+        return read(_text_config(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
-    dtype = dtype.removeprefix("torch.")
-    if dtype not in SHORT_DTYPES.values():
-        raise fail(
-            f"{path}: dtype is {dtype!r}; expected one of {', '.join(SHORT_DTYPES.values())}"
-        )
-    return HeadShape(query_heads, kv_heads, head_dim, dtype)
+        raise fail(f"cannot read {what} from {path}: {error!r}") from None
 
 
 def _text_config(path: Path) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.errors import fail, reported, say, stderr
 
 
 def trace(
@@ -52,12 +52,12 @@ def trace(
         where = out or "the standard output"
         raise fail(f"cannot write {where}: {error.strerror or error}") from None
     prompts = sum(arrival.input_length for arrival in arrivals)
-    stderr.print(
+    say(
+        stderr,
         f"{len(arrivals):,} requests, which arrive within {arrivals[-1].timestamp / 1e3:,.0f} s; "
         f"{prompts:,} prompt tokens, {shared_tokens(arrivals) / prompts:.0%} of them shared with "
         f"an earlier request; {sum(a.output_length for a in arrivals):,} answer tokens",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
 
 
 def _write(out: Path, lines: Iterable[str]) -> None:

@@ -11,17 +11,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.cli.errors import fail, reported, stderr
+from deft_backend.cli.errors import fail, reported, say, stderr
 from deft_backend.cli.models import RevisionOption
-from deft_backend.cli.shapes import HeadDimOption, HeadShape, ShapeModelOption, chosen_shape
+from deft_backend.cli.shapes import (
+    HeadDimOption,
+    HeadShape,
+    ShapeModelOption,
+    chosen_shape,
+    this_device,
+)
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 from deft_backend.shapes.kernel_limits import TILE_NAMES
 
 if TYPE_CHECKING:
-    import torch
-
     from deft_backend.costs import CostModel
     from deft_backend.costs.table_key import TableKey
     from deft_backend.costs.table_lookup import TableInUse
@@ -77,22 +81,14 @@ def _key(shape: HeadShape, page_size: int) -> TableKey:
 
     from deft_backend.costs.device_tables import table_key
 
-    return table_key(_device(), *shape[:3], getattr(torch, shape.dtype), page_size)
+    return table_key(this_device(), *shape[:3], getattr(torch, shape.dtype), page_size)
 
 
 def _in_use(key: TableKey, folder: Path) -> TableInUse:
     from deft_backend.costs.gpu_facts import gpu_facts
     from deft_backend.costs.table_lookup import table_in_use
 
-    return table_in_use(key, folder, gpu_facts(_device()))
-
-
-def _device() -> torch.device:
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return table_in_use(key, folder, gpu_facts(this_device()))
 
 
 def _measure(key: TableKey, path: Path) -> None:
@@ -107,7 +103,7 @@ def _measure(key: TableKey, path: Path) -> None:
     # Drop the warning that this GPU has no table yet: this run writes it.
     logging.getLogger("deft_backend.costs.table_lookup").setLevel(logging.ERROR)
     console = Console()
-    console.print(f"{key.gpu}: {key.shape}", highlight=False)
+    say(console, f"{key.gpu}: {key.shape}")
     began = time.perf_counter()
     with reported(SettingsError):
         before = _in_use(key, tables_directory()).model
@@ -115,11 +111,10 @@ def _measure(key: TableKey, path: Path) -> None:
         with console.status("starting") as status, reported(AttentionError):
             tuned = run(key, before, lambda title: status.update(title))
     except torch.OutOfMemoryError as error:
-        stderr.print(
+        say(
+            stderr,
             "Error: too little free GPU memory to measure with; stop other programs that use it "
             f"({error})",
-            highlight=False,
-            soft_wrap=True,
         )
         raise typer.Exit(FAILED) from None
     try:
@@ -128,14 +123,12 @@ def _measure(key: TableKey, path: Path) -> None:
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None
     for title, seconds in tuned.seconds.items():
-        console.print(f"  {title}: {seconds:.1f} s", highlight=False)
+        say(console, f"  {title}: {seconds:.1f} s")
     errors = ", ".join(f"{name} {error:.1%}" for name, error in tuned.errors.items())
-    console.print(f"errors of the fits: {errors}", highlight=False)
+    say(console, f"errors of the fits: {errors}")
     _print(tuned.model, console)
-    console.print(_comparison(tuned.best), highlight=False, soft_wrap=True)
-    console.print(
-        f"{path}, in {time.perf_counter() - began:.0f} s", highlight=False, soft_wrap=True
-    )
+    say(console, _comparison(tuned.best))
+    say(console, f"{path}, in {time.perf_counter() - began:.0f} s")
 
 
 def _comparison(best: SearchResult) -> str:
@@ -151,31 +144,26 @@ def _comparison(best: SearchResult) -> str:
 def _show(key: TableKey, folder: Path) -> None:
     used = _in_use(key, folder)
     console = Console()
-    console.print(f"{key.gpu or 'CPU'}: {key.shape}", highlight=False)
+    say(console, f"{key.gpu or 'CPU'}: {key.shape}")
     for said in (used.damage, used.notice):
         if said is not None:
-            console.print(said.removeprefix("deft: "), highlight=False, soft_wrap=True)
-    kind = "tuned" if used.tuned else "shipped"
-    console.print(f"{kind} table {used.path}", highlight=False, soft_wrap=True)
-    console.print(used.model.source, highlight=False, markup=False, soft_wrap=True)
+            say(console, said.removeprefix("deft: "))
+    say(console, f"{'tuned' if used.tuned else 'shipped'} table {used.path}")
+    say(console, used.model.source)
     _print(used.model, console)
 
 
 def _print(model: CostModel, console: Console) -> None:
     tiles, weights = model.tiles, model.fasttree
     for shape, (item, token) in enumerate(zip(tiles.item_ns, tiles.token_ns, strict=True)):
-        console.print(
-            f"{TILE_NAMES[shape]}: {item:.4g} ns an item, {token:.4g} ns a token", highlight=False
-        )
-    console.print(
+        say(console, f"{TILE_NAMES[shape]}: {item:.4g} ns an item, {token:.4g} ns a token")
+    say(
+        console,
         f"partial result: {tiles.partial_ns:.4g} ns; reduction: {tiles.reduce_ns:.4g} ns; "
         f"memory: {model.bandwidth_gb_s:.0f} GB/s; launch: {model.launch_ms * 1e3:.3g} us",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    console.print(
-        f"FastTree: alpha {weights.alpha:.3g}, beta {weights.beta:.3g}, gamma {weights.gamma:.3g}",
-        highlight=False,
     )
+    fitted = f"alpha {weights.alpha:.3g}, beta {weights.beta:.3g}, gamma {weights.gamma:.3g}"
+    say(console, f"FastTree: {fitted}")
     table = Table(title="C_est, microseconds: tokens by query vectors", title_justify="left")
     table.add_column("tokens", justify="right")
     for vectors in model.query_rows:

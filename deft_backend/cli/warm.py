@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deft_backend.cli.errors import checked_settings, fail, reported
+from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shapes import (
@@ -18,13 +18,13 @@ from deft_backend.cli.shapes import (
     ModelLayers,
     ShapeModelOption,
     chosen_shape,
+    dtype_name,
     model_layers,
+    this_device,
 )
 from deft_backend.files.folders import create_private, kernels_directory
 
 if TYPE_CHECKING:
-    import torch
-
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.kernels import Gpu
@@ -169,8 +169,6 @@ def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:
 
 
 def _gpu(target: str | None) -> Gpu:
-    import torch
-
     from deft_backend.kernels import Gpu
 
     if target is not None:
@@ -178,12 +176,13 @@ def _gpu(target: str | None) -> Gpu:
             return Gpu.named(target)
         except ValueError as error:
             raise fail(f"--target is {error}") from None
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    device = this_device()
+    if device.type != "cuda":
         raise fail(
             "deft warm compiles for this machine's NVIDIA GPU, and this machine has none; pass "
             "--target with the server's, such as sm_90 for H100 and H200"
         )
-    return Gpu.at(torch.device("cuda", torch.cuda.current_device()))
+    return Gpu.at(device)
 
 
 def _fill(
@@ -194,9 +193,8 @@ def _fill(
     from triton import knobs
 
     from deft_backend.attention import AttentionError
-    from deft_backend.compile.described_gpu import compiling_for
     from deft_backend.compile.kernel_folder import KernelFolderError, Origin, check_fillable, fill
-    from deft_backend.compile.variants import compile_all
+    from deft_backend.compile.variants import compile_all, compiling_for
     from deft_backend.policies import PolicyError
 
     gpu = _gpu(target)
@@ -207,12 +205,12 @@ def _fill(
     with reported(AttentionError, PolicyError):
         variants = described.variants(gpu, settings)
     console = Console()
-    console.print(
+    say(
+        console,
         f"{len(variants)} kernels for {gpu.name}: heads {described.num_query_heads}/"
-        f"{described.num_kv_heads} of {described.head_dim}, {_name(described.dtype)}, pages of "
-        f"{described.page_size} on {described.host}{_more(described)}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{described.num_kv_heads} of {described.head_dim}, {dtype_name(described.dtype)}, pages "
+        f"of {described.page_size} on {described.host}{_more(described)}",
+    )
     # A cache of its own: what the folder gets does not depend on what this machine has compiled.
     with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), compiling_for(gpu.arch):
         knobs.cache.dir = cache
@@ -225,15 +223,15 @@ def _fill(
             raise fail(
                 f"cannot write {folder}: {error.strerror}; use --out or DEFT_KERNEL_CACHE"
             ) from None
-    console.print(f"{done}", highlight=False, soft_wrap=True)
-    console.print(f"{folder} holds {held} kernels", highlight=False, soft_wrap=True)
+    say(console, str(done))
+    say(console, f"{folder} holds {held} kernels")
 
 
 def _more(described: DescribedServer) -> str:
     """What the server has besides its shape, for the line about its kernels."""
     parts = []
     if described.kv_dtype is not None:
-        parts.append(f"KV cache in {_name(described.kv_dtype)}")
+        parts.append(f"KV cache in {dtype_name(described.kv_dtype)}")
     if described.drafts is not None:
         form = "trees" if described.drafts.trees else "chains"
         parts.append(f"{form} of {described.query_tokens} query tokens")
@@ -241,7 +239,3 @@ def _more(described: DescribedServer) -> str:
     parts += ["sinks"] if layer.sinks is not None else []
     parts += ["soft cap"] if layer.soft_cap else []
     return "".join(f", {part}" for part in parts)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,13 +1,15 @@
 """A Triton cache that the ranks of a server fill together: one rank compiles each kernel.
 
-Ranks start at the same time and need the same kernels. Triton has no lock: each rank would compile
-all of them. Often ranks do not even share a cache, because PyTorch's compiler gives each GPU a
-folder of its own. So ranks compile into one folder, and a lock in it belongs to each kernel. A
-rank skips the kernels that others compile, and takes them from the cache afterwards. So ranks
-divide the kernels among all their threads.
+Ranks start at the same time and need the same kernels. Triton has no lock, and PyTorch's compiler
+gives each GPU a cache of its own, so each rank would compile all of them. Here ranks compile into
+one folder with a lock for each kernel. A rank skips the kernels that others compile, and takes them
+from the cache afterwards.
 """
 
+import contextlib
 import hashlib
+import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,9 +17,12 @@ from pathlib import Path
 from triton import knobs
 
 from deft_backend.files.folders import create_private
-from deft_backend.files.locks import locked
+
+with contextlib.suppress(ImportError):  # not on Windows
+    import fcntl
 
 LOCKS = "locks"
+POLL_SECONDS = 0.02
 
 PATIENCE = 60.0
 """Seconds to wait for a kernel that another process compiles. A process that has stopped keeps its
@@ -25,24 +30,15 @@ locks; this one then compiles by itself."""
 
 
 class SharedCache:
-    """A folder of compiled kernels with a lock for each kernel.
+    """A folder of compiled kernels with a lock for each kernel; it is made if it is missing.
 
-    Parameters
-    ----------
-    folder : Path
-        Made if need be.
-
-    Raises
-    ------
-    OSError
-        If the folder cannot be made or written.
+    Raises OSError if the folder cannot be made or written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         create_private(folder / LOCKS)
-        probe = folder / LOCKS / "probe"
-        probe.touch(mode=0o600)
+        (folder / LOCKS / "probe").touch(mode=0o600)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -58,3 +54,38 @@ class SharedCache:
         """
         name = hashlib.sha256(work.encode()).hexdigest()[:32]
         return locked(self._folder / LOCKS / name, PATIENCE if wait else 0.0)
+
+
+@contextmanager
+def locked(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock of a file in the ``with`` block, after at most `seconds` for another holder.
+
+    The system releases the lock when its holder ends. The file is made if it is missing, and never
+    deleted: a holder of a deleted file would exclude nobody. Yields whether nobody else holds the
+    lock. That is also True if the file cannot be made or locked: the lock saves repeated work, and
+    nothing may depend on it.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _acquired(handle, seconds)
+    finally:
+        os.close(handle)  # releases the lock
+
+
+def _acquired(handle: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_SECONDS)
+        except (OSError, NameError):  # a file system, or a system, without locks
+            return True
+        else:
+            return True

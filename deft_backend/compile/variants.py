@@ -2,9 +2,9 @@
 
 Triton compiles a kernel once for each variant: its constants and options, the types of its
 arguments, and whether an integer is 1 or a pointer or integer is a multiple of 16. `recorded`
-collects the variants of launches that run nothing. `compile_all` compiles variants on several
-threads: Triton's passes and the assembler release Python's lock. Each variant goes through the code
-path of Triton's own launch, so it gets the key in Triton's cache that a launch looks up.
+collects the variants of launches that run nothing. `compile_all` compiles them on several threads,
+along the code path of Triton's own launch: so each gets the key that a launch looks up in Triton's
+cache. `compiling_for` needs no GPU.
 """
 
 import logging
@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.shared_cache import SharedCache
@@ -42,10 +44,6 @@ class Pointer:
         """An address that is a multiple of 16 bytes, or is not."""
         return 0 if self.aligned else 8
 
-    def ptr_range(self) -> int:
-        """Triton asks on AMD GPUs only."""
-        return 0
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -66,7 +64,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return str(self.kernel.fn.__name__)
 
 
@@ -141,22 +138,20 @@ def compile_all(
 ) -> Compiled:
     """Compile the kernels that Triton's cache lacks, several at the same time.
 
-    - `variants`: Sorted by compile time, longest first, if that order is known.
-    - `threads`: Default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
-    - `prepare`: called in each thread before it compiles: selects the GPU, which each thread does
-      by itself.
+    - `variants`: sorted by compile time, longest first, if that order is known.
+    - `threads`: default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
+    - `prepare`: called in each thread before it compiles, to select the thread's GPU.
     - `load`: whether each kernel is also loaded onto the GPU.
-    - `shared`: the cache that other processes fill at the same time. This process then compiles
-      kernels that no other process is compiling, and takes the others from the cache.
+    - `shared`: a cache that other processes fill at the same time. This process compiles kernels
+      that no other process is compiling, and takes the others from the cache.
 
     Raises Exception: the first that a compilation raised.
     """
     wanted = list(variants)
-    threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, min(threads or cpus or 1, MOST_THREADS, len(wanted)))
     began = time.perf_counter()
     if wanted:
-        from triton.runtime import driver
-
         device = driver.active.get_current_device()
         for variant in wanted:  # made by the first use, which must not be two threads' at once
             _ = variant.kernel.device_caches[device]
@@ -171,10 +166,9 @@ def compile_all(
                 kernel[(1, 1, 1)]  # loads it; nothing runs
             return kernel
 
-    kernels_used = {variant.kernel for variant in wanted}
     with (
         COMPILING.running(),
-        compilations(kernels_used) as hits,
+        _compilations({variant.kernel for variant in wanted}) as hits,
         ThreadPoolExecutor(threads, initializer=prepare) as pool,
     ):
         made = dict(zip(wanted, pool.map(partial(make, wait=False), wanted), strict=True))
@@ -222,20 +216,41 @@ def _caused_by_python(error: BaseException | None) -> bool:
     return error is not None
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
+class _Driver:
+    """Answers what Triton asks before it compiles. Nothing can be loaded or launched."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> object:
+        """The key under which a kernel keeps compiled code in memory.
+
+        Each driver has its own, so it takes no code that another one compiled into another folder.
+        """
+        return self
+
+    def get_current_stream(self, device: object) -> int:
+        """Asked before every launch, real or not."""
+        return 0
 
 
 @contextmanager
-def compilations(kernels: Iterable[Any]) -> Iterator[list[bool]]:
-    """Whether each compilation of some kernels in the ``with`` block was found in Triton's cache.
+def compiling_for(arch: int) -> Iterator[None]:
+    """Let Triton compile for NVIDIA GPUs of an architecture, such as 90, in the ``with`` block."""
+    before = getattr(driver, "_active", None)
+    driver.set_active(_Driver(arch))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
 
-    What listens to Triton's compilations already goes on doing so.
-    """
+
+@contextmanager
+def _compilations(kernels: Iterable[Any]) -> Iterator[list[bool]]:
+    """Whether Triton's cache held each compilation of some kernels in the ``with`` block."""
     chosen = {id(kernel) for kernel in kernels}
     hits: list[bool] = []
     before = knobs.compilation.listener
@@ -257,7 +272,7 @@ def compilations(kernels: Iterable[Any]) -> Iterator[list[bool]]:
 def reported_late(kernel: Any) -> Iterator[None]:
     """Log a kernel that a launch compiles: a server should have compiled it when it started."""
     began = time.perf_counter()
-    with COMPILING.running(), compilations([kernel]) as hits:
+    with COMPILING.running(), _compilations([kernel]) as hits:
         yield
     if False in hits:
         logger.info(

@@ -1,34 +1,31 @@
-"""The shape of multi-head latent attention (MLA)."""
+"""The shape of multi-head latent attention (MLA), and the tile of the hosts' kernel for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from deft_backend.shapes.latent_limits import LATENT_TILE_HEIGHT, ROPE_DIM, VALUE_DIM
+VALUE_DIM = 512
+"""Elements of a token's latent vector: its value, and the part of its key without position."""
+
+ROPE_DIM = 64
+"""Elements of a token's key that carry its position."""
+
+LATENT_TILE_HEIGHT = 64
+"""Query vectors that the host's kernel computes together."""
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """What stays the same for all batches of one MLA attention. All heads share one KV head.
+    """What stays the same for all batches of one MLA attention. All heads share one KV head."""
 
-    Attributes
-    ----------
-    num_query_heads : int
-        Query heads of this rank.
-    dtype : torch.dtype
-        Of queries, KV cache and output.
-    device : torch.device
-    page_size : int
-        Tokens of a page of the KV cache.
-    value_dim, rope_dim : int
-    """
-
-    num_query_heads: int
-    dtype: torch.dtype
+    num_query_heads: int  # of this rank
+    dtype: torch.dtype  # of queries, KV cache and output
     device: torch.device
-    page_size: int
+    page_size: int  # tokens of a page of the KV cache
     value_dim: int = VALUE_DIM
     rope_dim: int = ROPE_DIM
 
@@ -40,3 +37,15 @@ class LatentShape:
     def tile_queries(self, query_tokens: int) -> int:
         """Requests of so many query tokens that one tile holds."""
         return LATENT_TILE_HEIGHT // (self.num_query_heads * query_tokens)
+
+
+def gains_nothing(num_query_heads: int, query_tokens: int) -> str | None:
+    """Why sharing cannot make this attention faster, in one line, or None."""
+    rows = num_query_heads * query_tokens
+    if 2 * rows <= LATENT_TILE_HEIGHT:
+        return None
+    return (
+        f"{rows} query vectors a request ({num_query_heads} heads, {query_tokens} query tokens) "
+        f"leave no room for another request in a tile of {LATENT_TILE_HEIGHT}: sharing would gain "
+        "nothing"
+    )

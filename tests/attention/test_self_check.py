@@ -17,9 +17,8 @@ from deft_backend.attention.self_check import (
     checked,
     first_failure,
 )
-from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.compile.variants import compile_all, compiling_for, recorded
 
 DECODE = Case(on_device=False)
 

@@ -9,9 +9,8 @@ from triton import knobs
 from typer.testing import CliRunner
 
 from deft_backend.cli.app import app
-from deft_backend.compile.described_gpu import compiling_for
 from deft_backend.compile.kernel_folder import Origin, Taken, take
-from deft_backend.compile.variants import compile_all
+from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.hosts.common.described_server import DescribedServer
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu

@@ -14,8 +14,7 @@ from triton.runtime import driver
 
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.compile import variants
-from deft_backend.compile.described_gpu import compiling_for
-from deft_backend.compile.variants import Variant, compile_all, recorded
+from deft_backend.compile.variants import Variant, compile_all, compiling_for, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
 from deft_backend.hosts.common.planner_choice import planned_on_device

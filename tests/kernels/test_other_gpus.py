@@ -8,8 +8,7 @@ from test_compiled_kernels import _usage
 
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.attention.recorded_results import COMPILED
-from deft_backend.compile.described_gpu import compiling_for
-from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.compile.variants import compile_all, compiling_for, recorded
 from deft_backend.forest import build_forest
 
 KIB = dict(zip(COMPILED.values(), (163, 99, 99, 227, 99), strict=True))

@@ -17,7 +17,7 @@ from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.start.layers import Unsupported, device_of, unsupported_layer
-from deft_backend.shapes.latent_limits import ROPE_DIM, VALUE_DIM
+from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 _POOL = "MLATokenToKVPool"
 
