@@ -20,7 +20,8 @@ from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_ro
 from benchmarks.row_files import make_folder, write_rows
 from benchmarks.token_client.client import Client, ClientError
 from deft_backend.files.provenance import driver, provenance
-from deft_backend.telemetry.state_reader import Counters, StateError
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.state_reader import StateError
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.servers.process import ServerProcess

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import (
-    Counters,
     StateReading,
     read_state,
     settled_counters,

@@ -45,7 +45,7 @@ def microseconds(step: Callable[[], None], repeats: int) -> float:
 def look_microseconds(state: ServerState, directory: Path, repeats: int) -> float:
     """Median CPU time of one look at changed counters, including the write of their file."""
     counters = np.zeros(4, dtype=np.int64)
-    state.attach_device_counters(counters)
+    state.on_device.attach(counters)
     writer = StateWriter(state, directory)
     times = []
     for _ in range(max(repeats, 9)):

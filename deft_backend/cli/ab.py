@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from deft_backend.cli.errors import fail, host_arguments
 from deft_backend.cli.models import ModelOption, RevisionOption
@@ -17,69 +17,57 @@ from deft_backend.tools.traces.recorded_trees import MOST_TOKENS
 def ab(
     host_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="Both servers get them unchanged."),
+        Argument(metavar="[-- HOST OPTIONS]", help="Both servers get them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,
     host: HostOption = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help=f"One of {', '.join(CHOICES)}; may be repeated. Default: all but rollout, or "
             "the trace of arrivals."
         ),
     ] = None,
     urls: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="A B", help="Compare two servers that run; --model picks a model."),
+        Option(metavar="A B", help="Compare two servers that run; --model picks a model."),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Average requests a second, at random times; default: all at once."),
+        Option(help="Average requests a second, at random times; default: all at once."),
     ] = None,
     branches: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=100_000, help="Requests that run at the same time in each workload."
-        ),
+        Option(min=1, max=100_000, help="Requests that run at the same time in each workload."),
     ] = None,
     prefix_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST_TOKENS, help="About how many tokens a workload's requests share."
-        ),
+        Option(min=1, max=MOST_TOKENS, help="About how many tokens a workload's requests share."),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that each request decodes.")
-    ] = None,
+    max_tokens: Annotated[int | None, Option(min=1, help="Tokens of each answer.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl)."),
+        Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl)."),
     ] = None,
-    speed: Annotated[
-        float | None, typer.Option(help="Replay a trace of arrivals this many times as fast.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of random arrivals and of the text of a trace.")
-    ] = 0,
-    index: Annotated[int, typer.Option(min=0, help="Which tree of the trace.")] = 0,
-    scale: Annotated[
-        float, typer.Option(max=1000, help="Multiplies the lengths of the trace.")
-    ] = 1.0,
+    speed: Annotated[float | None, Option(help="Replay arrivals this many times as fast.")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of random arrivals, and of a trace's text.")] = 0,
+    index: Annotated[int, Option(min=0, help="Which tree of the trace.")] = 0,
+    scale: Annotated[float, Option(max=1000, help="Multiplies the trace's lengths.")] = 1.0,
     policy: Annotated[
-        str | None, typer.Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
+        str | None, Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="The host's backend to compare with; default: its choice."),
+        Option(help="The host's backend to compare with; default: its choice."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report; default: reports/ab-<time>.")
+        Path | None, Option(help="Folder for the report; default: reports/ab-<time>.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller workloads.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Smaller workloads.")] = False,
     exact: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             help="Compare log-probabilities, and exit with 1 for any difference; default: only "
             "for own servers without --rate and arrivals."
         ),
@@ -92,24 +80,16 @@ def ab(
     it is 1 if any token differs.
     """
     from deft_backend.cli.ab_run import Asked, run_asked
-    from deft_backend.tools.traces.arrivals import is_arrival_trace
 
     extra = host_arguments(host_args)
-    arrivals = trace is not None and is_arrival_trace(trace)
-    if not arrivals and speed is not None:
-        raise fail("--speed belongs to --trace with a trace of arrivals (.jsonl)")
-    if speed is not None and rate is not None:
-        raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
     for needed in ("aiohttp", "matplotlib"):
         if find_spec(needed) is None:
             raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
-    if exact is None:
-        exact = urls is None and rate is None and not arrivals
     run_asked(
         Asked(
-            urls=urls, model=model, revision=revision, host=host, workloads=workload, rate=rate,
-            sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
-            arrivals=arrivals, index=index, scale=scale, speed=speed, seed=seed,
-            policy=policy, baseline=baseline, extra=tuple(extra), out=out, exact=exact,
+            urls=urls, model=model, revision=revision, host=host, workloads=workload or (),
+            rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
+            index=index, scale=scale, speed=speed, seed=seed, policy=policy, baseline=baseline,
+            extra=extra, out=out, exact=exact,
         )
     )  # fmt: skip

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import typer
@@ -44,46 +45,13 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.traces.arrivals import load_arrivals
+from deft_backend.tools.servers.model_files import ModelFilesError
+from deft_backend.tools.traces.arrivals import Arrival, is_arrival_trace, load_arrivals
 from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import load_thought_trees
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
-
-
-def chosen_workloads(asked: Sequence[str] | None) -> list[str]:
-    """Names of workloads, each once; raises WorkloadError if one is unknown."""
-    for name in asked or ():
-        if name not in CHOICES:
-            raise WorkloadError(
-                f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
-            )
-    return list(dict.fromkeys(asked or WORKLOADS))
-
-
-def chosen_tree(
-    trace: Path | None, index: int, scale: float, names: Sequence[str]
-) -> ThoughtTree | None:
-    """The tree of a trace in DeFT's format; raises TraceError if the file has no such tree."""
-    if trace is None:
-        if scale != 1.0 or index:
-            raise fail("--scale and --index belong to --trace, which is missing")
-        return None
-    if "tree-of-thoughts" not in names:
-        raise fail("--trace needs --workload tree-of-thoughts, which is not selected")
-    trees = load_thought_trees(trace)
-    if index >= len(trees):
-        raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
-    return trees[index]
-
-
-def check_baseline(baseline: str | None, host: str) -> None:
-    """Refuse a baseline that is not the host's."""
-    if baseline is not None and not baseline.strip():
-        raise fail(f"--baseline is {baseline!r}; expected a backend of the host")
-    if baseline in (BACKEND, BACKEND_NAMES[host]):
-        raise fail(f"--baseline is {baseline!r}, the plugin itself; expected a host's backend")
 
 
 @dataclass(frozen=True)
@@ -94,35 +62,83 @@ class Asked:
     model: str | None
     revision: str | None
     host: str | None
-    workloads: Sequence[str] | None
+    workloads: Sequence[str]
     rate: float | None
     sizes: tuple[int | None, int | None, int | None]
     quick: bool
     trace: Path | None
-    arrivals: bool
     index: int
     scale: float
     speed: float | None
     seed: int
     policy: str | None
     baseline: str | None
-    extra: tuple[str, ...]
+    extra: Sequence[str]
     out: Path | None
-    exact: bool
+    exact: bool | None
+
+    @cached_property
+    def arrivals(self) -> Path | None:
+        """The trace, if it is one of arrivals."""
+        return self.trace if self.trace is not None and is_arrival_trace(self.trace) else None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The workloads to run, each once."""
+        default = [] if self.arrivals else WORKLOADS
+        return list(dict.fromkeys(self.workloads or default))
+
+    def check(self) -> None:
+        """Refuse unknown names, impossible numbers, and options without effect."""
+        for name in self.names:
+            if name not in CHOICES:
+                raise WorkloadError(
+                    f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
+                )
+        if self.speed is not None and self.rate is not None:
+            raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
+        for option, value in (("--scale", self.scale), ("--speed", self.speed)):
+            if value is not None and not 0 < value < float("inf"):
+                raise fail(f"{option} is {value}; expected a number above 0")
+        if self.rate is not None:
+            poisson(1, self.rate, self.seed)  # refuses an impossible rate now
+        if self.urls is not None:
+            self._check_servers_that_run()
+        if self.arrivals is not None:
+            self._check_arrivals()
+        elif self.speed is not None:
+            raise fail("--speed belongs to --trace with a trace of arrivals (.jsonl)")
+        elif self.trace is None and (self.scale != 1.0 or self.index):
+            raise fail("--scale and --index belong to --trace, which is missing")
+        elif self.trace is not None and "tree-of-thoughts" not in self.names:
+            raise fail("--trace needs --workload tree-of-thoughts, which is not selected")
+
+    def _check_servers_that_run(self) -> None:
+        given = {
+            "--revision": self.revision, "--host": self.host, "--policy": self.policy,
+            "--baseline": self.baseline, "host options behind '--'": self.extra or None,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise fail(
+                    f"{name} cannot change servers that already run; leave it out with --urls"
+                )
+
+    def _check_arrivals(self) -> None:
+        if self.index:
+            raise fail(f"--index is {self.index}; it selects a tree, and {self.trace} has arrivals")
+        sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
+        for name, value in [*sizes, ("--quick", self.quick or None)]:
+            if value is not None and not self.names:
+                raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
 def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Workload]]:
-    """Read and check what the user named; the requests wait for the server's tokenizer."""
-    names: list[str] = []
-    if asked.workloads or not asked.arrivals:
-        names = chosen_workloads(asked.workloads)
-    tree, arrivals = None, []
-    if asked.arrivals:
-        assert asked.trace is not None
-        _refuse_idle_options(asked, names)
-        if not 0 < asked.scale < float("inf"):
-            raise fail(f"--scale is {asked.scale}; expected a number above 0")
-        loaded = load_arrivals(asked.trace)
+    """Read the trace; the requests wait for the server's tokenizer."""
+    tree: ThoughtTree | None = None
+    arrivals: list[Arrival] = []
+    if asked.arrivals is not None:
+        loaded = load_arrivals(asked.arrivals)
         arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
         longest = max(arrival.input_length for arrival in arrivals)
         if longest > MOST_TOKENS:  # making its text would take the client's memory
@@ -130,39 +146,29 @@ def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Wo
                 f"with --scale {asked.scale:g}, a prompt of {asked.trace} has {longest:,} tokens; "
                 f"expected at most {MOST_TOKENS:,}"
             )
-    else:
-        tree = chosen_tree(asked.trace, asked.index, asked.scale, names)
-    if asked.rate is not None:
-        poisson(1, asked.rate, asked.seed)  # refuses an impossible rate now
-    if asked.speed is not None and not 0 < asked.speed < float("inf"):
-        raise fail(f"--speed is {asked.speed}; expected a number above 0")
+    elif asked.trace is not None:
+        trees = load_thought_trees(asked.trace)
+        if asked.index >= len(trees):
+            raise TraceError(f"{asked.trace} holds {len(trees)} trees; expected --index below that")
+        tree = trees[asked.index]
     default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
     sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))
 
     def build(offers: Offers) -> list[Workload]:
         ratio = offers.characters_a_token
-        made = make_workloads(names, sizes, characters_a_token=ratio, tree=tree, scale=asked.scale)
+        made = make_workloads(
+            asked.names, sizes, characters_a_token=ratio, tree=tree, scale=asked.scale
+        )
         workloads = [workload.arriving(asked.rate, asked.seed) for workload in made]
-        if arrivals and asked.trace is not None:
-            workloads.append(
-                trace_workload(
-                    arrivals, name=asked.trace.name, characters_a_token=ratio,
-                    speed=asked.speed or 1.0, rate=asked.rate, seed=asked.seed,
-                )
-            )  # fmt: skip
-        return workloads
+        if asked.arrivals is None:
+            return workloads
+        replayed = trace_workload(
+            arrivals, name=asked.arrivals.name, characters_a_token=ratio,
+            speed=asked.speed or 1.0, rate=asked.rate, seed=asked.seed,
+        )  # fmt: skip
+        return [*workloads, replayed]
 
     return build
-
-
-def _refuse_idle_options(asked: Asked, names: Sequence[str]) -> None:
-    """Refuse options that a trace of arrivals leaves without effect."""
-    if asked.index:
-        raise fail(f"--index is {asked.index}; it selects a tree, and {asked.trace} has arrivals")
-    sizes = dict(zip(("--branches", "--prefix-tokens", "--max-tokens"), asked.sizes, strict=True))
-    for name, value in {**sizes, "--quick": asked.quick or None}.items():
-        if value is not None and not names:
-            raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
 def make_report_folder(folder: Path) -> None:
@@ -189,10 +195,14 @@ def run_asked(asked: Asked) -> None:
     """Compare, print, write the report and exit."""
     settings = checked_settings()
     console = Console()
+    exact = asked.exact
+    if exact is None:
+        exact = asked.urls is None and asked.rate is None and asked.arrivals is None
     folder = asked.out or Path("reports") / f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    with reported(WorkloadError, TraceError, ServerError), Progress(console) as progress:
+    problems = (WorkloadError, TraceError, ServerError, ModelFilesError)
+    with reported(*problems), Progress(console) as progress:
+        asked.check()
         if asked.urls is not None:
-            _refuse_options(asked)
             state_folder = state_directory(settings)
             urls = base_url(asked.urls[0]), base_url(asked.urls[1])
             on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
@@ -213,7 +223,7 @@ def run_asked(asked: Asked) -> None:
             reported(StartError, DriverStubError, AbError),
             unwound(console, "no server of this command is left") as stopped,
         ):
-            result = compare(sides, build, model, progress, exact=asked.exact)
+            result = compare(sides, build, model, progress, exact=exact)
             progress.stop()
             print_result(result, console)
             with written_into(folder):
@@ -226,22 +236,13 @@ def run_asked(asked: Asked) -> None:
         raise typer.Exit(FAULTS)
 
 
-def _refuse_options(asked: Asked) -> None:
-    """Refuse options that only servers started by this command can take."""
-    given = {
-        "--revision": asked.revision, "--host": asked.host, "--policy": asked.policy,
-        "--baseline": asked.baseline, "host options behind '--'": asked.extra or None,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise fail(f"{name} cannot change servers that already run; leave it out with --urls")
-
-
 def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
     """Model, host, the host's options, and whether it runs on a GPU."""
     host = chosen_host(asked.host, needed=False)
     check_policy(asked.policy)
-    check_baseline(asked.baseline, host)
+    ours = ("", BACKEND, BACKEND_NAMES[host])
+    if asked.baseline is not None and asked.baseline.strip() in ours:
+        raise fail(f"--baseline is {asked.baseline!r}; expected a backend of the host's own")
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
     served.check()
     chosen_host(host, compared=True)

@@ -5,10 +5,10 @@ import signal
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from deft_backend.cli.ab import ab
-from deft_backend.cli.ctrl_c import unwinding
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.errors import fail, help_of, stderr
 from deft_backend.cli.explain import explain
@@ -23,16 +23,17 @@ from deft_backend.settings.version import VERSION
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        with unwinding():
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt:
-                stderr.print("\ninterrupted")
-                raise typer.Exit(128 + signal.SIGINT) from None
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                raise fail("cannot write the output: no space is left on the device") from None
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # from here on, Ctrl-C unwinds
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            stderr.print("\ninterrupted")
+            raise typer.Exit(128 + signal.SIGINT) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise fail("cannot write the output: no space is left on the device") from None
 
 
 app = typer.Typer(
@@ -54,7 +55,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Tree attention for LLM servers: a decode step reads shared KV cache once."""

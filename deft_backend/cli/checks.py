@@ -31,6 +31,9 @@ from deft_backend.tools.servers.driver_stub import (
 
 Status = Literal["ok", "note", "problem"]
 
+_INSTALL = "pip install deft-backend (in a checkout: pip install -e .)"
+_COMPILER = "apt-get install gcc (or set CC)"
+
 
 @dataclass(frozen=True)
 class Host:
@@ -39,9 +42,7 @@ class Host:
     versions: TestedVersions
     group: str  # the group of entry points in which the host looks for plugins
     selection: str  # the environment variable that, if set, names the plugins to load
-    selects_literally: bool
-    """Whether the host splits the variable at commas only, so that an empty value names no
-    plugin."""
+    selects_literally: bool  # whether spaces count, and an empty value names no plugin
 
     def leaves_us_out(self) -> bool:
         """Whether the variable keeps the host from loading the plugin."""
@@ -59,12 +60,12 @@ HOSTS = (
     Host(VLLM, "vllm.general_plugins", "VLLM_PLUGINS", True),
 )
 
-# Package, lowest version, first version not supported, whether the plugin needs it, remedy.
-_PACKAGES = (
-    ("torch", "2.8", "3", True, "pip install 'deft-backend[sglang]'"),
-    ("triton", "3.4", "4", True, "pip install 'triton>=3.4'"),
-    ("aiohttp", "3.9", None, False, "pip install 'deft-backend[bench]'"),
-    ("matplotlib", "3.8", None, False, "pip install 'deft-backend[bench]'"),
+# Package, lowest version, first version not supported, what its absence is, remedy.
+_PACKAGES: tuple[tuple[str, str, str | None, Status, str], ...] = (
+    ("torch", "2.8", "3", "problem", "pip install 'deft-backend[sglang]'"),
+    ("triton", "3.4", "4", "problem", "pip install 'triton>=3.4'"),
+    ("aiohttp", "3.9", None, "note", "pip install 'deft-backend[bench]'"),
+    ("matplotlib", "3.8", None, "note", "pip install 'deft-backend[bench]'"),
 )
 
 
@@ -84,17 +85,13 @@ def check_packages() -> Iterator[Check]:
     yield _own_package()
     installed = installed_hosts()
     for host in HOSTS:
-        name = host.versions.distributions[0]
         # Hosts exclude each other, so an environment holds one of them.
         if installed and host not in installed:
             text = f"not installed, and not needed: the other host is; {_window(host.versions)}"
-            yield Check(name, "ok", text)
+            yield Check(host.versions.distributions[0], "ok", text)
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)
-    for name, low, high, needed, remedy in _PACKAGES:
-        yield _bounded(
-            name, installed_version(name), low, high, "problem" if needed else "note", remedy
-        )
+    yield from (_bounded(*package) for package in _PACKAGES)
 
 
 def _host(versions: TestedVersions) -> Check:
@@ -118,10 +115,8 @@ def _window(versions: TestedVersions) -> str:
     return f"window {versions.lowest} to {versions.newest}"
 
 
-def _bounded(
-    name: str, version: str | None, low: str, high: str | None, missing: Status, remedy: str
-) -> Check:
-    bounds = f">={low}" + (f", <{high}" if high else "")
+def _bounded(name: str, low: str, high: str | None, missing: Status, remedy: str) -> Check:
+    version, bounds = installed_version(name), f">={low}" + (f", <{high}" if high else "")
     if version is None:
         return Check(name, missing, f"not installed; supported is {bounds}", remedy)
     if version_key(version) < version_key(low):
@@ -143,18 +138,17 @@ def check_entry_point() -> Iterator[Check]:
 
 
 def _entry_point(host: Host) -> Iterator[Check]:
-    remedy = "pip install deft-backend (in a checkout: pip install -e .)"
     points = {point.value: point for point in entry_points(group=host.group, name="deft")}
     if not points:
         name = host.versions.name
         text = f"no entry point 'deft' in the group {host.group}: {name} cannot find us"
-        yield Check("plugin", "problem", text, remedy)
+        yield Check("plugin", "problem", text, _INSTALL)
         return
     for value, point in points.items():
         try:
             point.load()
         except Exception as error:
-            yield Check("plugin", "problem", f"{value} cannot be imported: {error}", remedy)
+            yield Check("plugin", "problem", f"{value} cannot be imported: {error}", _INSTALL)
         else:
             yield Check("plugin", "ok", f"{value} is registered in {host.group}")
     if host.leaves_us_out():
@@ -166,19 +160,16 @@ def _entry_point(host: Host) -> Iterator[Check]:
 
 def check_device() -> Iterator[Check]:
     """The driver, the GPU and the compiler, and which engine a server would use."""
-    compiler = find_compiler()
-    remedy = "apt-get install gcc (or set CC)"
     if has_nvidia_driver():
         yield Check("driver", "ok", "NVIDIA driver found")
     elif HOSTS[0] in installed_hosts() or not installed_hosts():
         yield from _stub()
     else:
         yield Check("driver", "note", "no NVIDIA driver; vLLM's CPU build needs none")
-    if compiler is None:
-        needed: Status = "problem" if num_gpus() else "note"  # Triton compiles its launchers
-        yield Check("C compiler", needed, "none found", remedy)
-    else:
+    if compiler := find_compiler():
         yield Check("C compiler", "ok", " ".join(compiler))
+    else:  # Triton compiles its launchers
+        yield Check("C compiler", "problem" if num_gpus() else "note", "none found", _COMPILER)
     yield _engine()
 
 
@@ -195,8 +186,7 @@ def check_settings() -> Iterator[Check]:
             remedy = f"unset {variable.name}, or set it to {variable.allowed}"
             yield Check(variable.name, "problem", str(error), remedy)
         else:
-            # Only the host knows the names of its backends, and importing the host takes too long
-            # here.
+            # Only the host knows its backends, and importing it takes too long here.
             later = variable.field == "fallback_backend"
             text = f"{value}; the server checks it when it starts" if later else value
             yield Check(variable.name, "note" if later else "ok", text)
@@ -208,10 +198,8 @@ def check_settings() -> Iterator[Check]:
 def _own_package() -> Check:
     version = installed_version("deft-backend")
     if version is None:  # without the entry point, this is a problem
-        remedy = "pip install deft-backend (in a checkout: pip install -e .)"
-        return Check(
-            "deft-backend", "note", f"{VERSION}, not installed: it runs from its folder", remedy
-        )
+        text = f"{VERSION}, not installed: it runs from its folder"
+        return Check("deft-backend", "note", text, _INSTALL)
     return Check("deft-backend", "ok", version)
 
 
@@ -219,7 +207,7 @@ def _stub() -> Iterator[Check]:
     try:
         folder = ensure_driver_stub()
     except DriverStubError as error:
-        yield Check("driver", "problem", str(error), "apt-get install gcc (or set CC)")
+        yield Check("driver", "problem", str(error), _COMPILER)
     else:
         yield Check("driver", "note", f"no NVIDIA driver; a stand-in is in {folder}")
 

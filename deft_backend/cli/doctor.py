@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from deft_backend.cli.checks import (
     Check,
@@ -26,38 +27,29 @@ from deft_backend.cli.shapes import (
     dtype_name,
     model_shape,
     parse_heads,
+    table_of,
     this_device,
 )
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
-if TYPE_CHECKING:
-    import torch
-
 CANNOT_WORK = 1
 
 CHECK_SECONDS = 20
 
+# Head dimensions and dtypes of most checkpoints, the commonest first.
 _COMMON = ((128, "bfloat16"), (128, "float16"), (64, "bfloat16"))
-"""Head dimensions and dtypes of most checkpoints."""
 
 _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem": "[red]✗[/red]"}
 
 
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint folder or hub name: which kernel would decode it?"),
-    ] = None,
+    model: Annotated[str | None, Option(help="Which kernel decodes this model?")] = None,
     revision: RevisionOption = None,
-    heads: Annotated[str, typer.Option(help="Query heads/KV heads.")] = "32/8",
-    every: Annotated[
-        bool, typer.Option("--all", help="Show the kernels of every head dimension and dtype.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the kernels, and compare each row; 20 s.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    heads: Annotated[str, Option(help="Query heads/KV heads.")] = "32/8",
+    every: Annotated[bool, Option("--all", help="Every head dimension and dtype.")] = False,
+    check: Annotated[bool, Option("--check", help="Run kernels and compare rows; 20 s.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether the plugin works here; show a repair command for each missing part.
 
@@ -76,10 +68,9 @@ def doctor(
     works = all(each.status != "problem" for checks in sections.values() for each in checks)
     works = works and all(entry["failure"] is None for entry in ran)
     if as_json:
-        content: dict[str, Any] = {"works": works, "kernels": kernels}
-        content |= {"check": ran} if check else {}
-        content |= {name.lower(): [asdict(c) for c in each] for name, each in sections.items()}
-        typer.echo(json.dumps(content, indent=2))
+        content = {name.lower(): [asdict(c) for c in each] for name, each in sections.items()}
+        more = {"check": ran} if check else {}
+        typer.echo(json.dumps({"works": works, "kernels": kernels, **content, **more}, indent=2))
     else:
         _print(sections, kernels, ran, works, every)
     if not works:
@@ -119,7 +110,7 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
         config = kernel_configuration(head_dim, dtype, device, query_heads // kv_heads)
         tiles = "/".join(str(tile.height) for tile in config.tiles)
         why = f"tiles of {tiles} query vectors" + (", interpreted" if config.interpreted else "")
-        entries.append({**_entry(shape, "tree attention", why), **_table(shape, device)})
+        entries.append({**_entry(shape, "tree attention", why), **_table(shape)})
     return entries
 
 
@@ -128,19 +119,12 @@ def _entry(shape: HeadShape, kernel: str, why: str) -> dict[str, Any]:
     return {**place, "kernel": kernel, "why": why}
 
 
-def _table(shape: HeadShape, device: torch.device) -> dict[str, Any]:
+def _table(shape: HeadShape) -> dict[str, Any]:
     """The cost table in use, and a remedy if another one would be better."""
-    import torch
-
     from deft_backend.costs.cost_model import CostModel
-    from deft_backend.costs.device_tables import table_key
-    from deft_backend.costs.gpu_facts import gpu_facts
-    from deft_backend.costs.table_lookup import table_in_use
-    from deft_backend.files.folders import tables_directory
 
-    key = table_key(device, *shape[:3], getattr(torch, shape.dtype))
     try:
-        used = table_in_use(key, tables_directory(), gpu_facts(device))
+        _, used = table_of(shape)
     except SettingsError:
         return {}  # the settings above show the error
     if used.tuned:

@@ -8,53 +8,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from deft_backend.cli.errors import checked_settings, fail, reported
 from deft_backend.cli.shapes import parse_heads
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.policy_names import POLICY_NAMES
+from deft_backend.shapes.dtype_names import DTYPE_BYTES, SHORT_DTYPES
 
 if TYPE_CHECKING:
     from deft_backend.forest import PrefixForest
     from deft_backend.policies import Target
 
-_SIZES = {"fp16": 2, "bf16": 2, "fp32": 4}
-
 
 def explain(
-    port: Annotated[
-        int | None, typer.Argument(metavar="[PORT]", help="With --server: the server's port.")
-    ] = None,
+    port: Annotated[int | None, Argument(metavar="[PORT]", help="With --server: its port.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
+        Path | None, Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
     ] = None,
-    index: Annotated[
-        int | None, typer.Option(min=0, help="Which tree of the trace; default: the first.")
-    ] = None,
-    iteration: Annotated[
-        int | None,
-        typer.Option(min=0, help="Decoding iteration of the trace; default: half-way."),
-    ] = None,
+    index: Annotated[int | None, Option(min=0, help="Which tree; default: the first.")] = None,
+    iteration: Annotated[int | None, Option(min=0, help="Iteration; default: half-way.")] = None,
     tree: Annotated[
         str | None,
-        typer.Option(help="'nodes per level, then tokens per node', e.g. '1,4,16 1024,256,32'."),
+        Option(help="'nodes per level, then tokens per node', e.g. '1,4,16 1024,256,32'."),
     ] = None,
-    server: Annotated[
-        bool, typer.Option("--server", help="The last batch of a running server.")
-    ] = False,
+    server: Annotated[bool, Option("--server", help="A running server's last batch.")] = False,
     policy: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(POLICY_NAMES)}; default: auto, or the server's."),
+        Option(help=f"One of {', '.join(POLICY_NAMES)}; default: auto, or the server's."),
     ] = None,
-    heads: Annotated[str | None, typer.Option(help="Query heads/KV heads; default: 32/8.")] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Head dimension; default: 128.")
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers that the bytes are summed over; default: 1.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; default: fp16.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    heads: Annotated[str | None, Option(help="Query heads/KV heads; default: 32/8.")] = None,
+    head_dim: Annotated[int | None, Option(min=1, help="Head dimension; default: 128.")] = None,
+    layers: Annotated[int | None, Option(min=1, help="Layers to sum over; default: 1.")] = None,
+    dtype: Annotated[str | None, Option(help="fp16, bf16 or fp32; default: fp16.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Draw what requests share and the policy's groups; count the bytes that a step reads."""
     from deft_backend.forest import ForestError
@@ -81,10 +68,8 @@ def explain(
         if server:
             forest, target, layers, title, used = _from_server(port)
         else:
-            target = _target(
-                "32/8" if heads is None else heads, head_dim or 128,
-                "fp16" if dtype is None else dtype,
-            )  # fmt: skip
+            names = "32/8" if heads is None else heads, "fp16" if dtype is None else dtype
+            target = _target(*names, head_dim or 128)
             used, layers = "auto", layers or 1
             forest, title = _described(tree, trace, index or 0, iteration)
         name = used if policy is None else policy
@@ -153,12 +138,12 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     return forest, target, state.num_layers, title, used
 
 
-def _target(heads: str, head_dim: int, dtype: str) -> Target:
+def _target(heads: str, dtype: str, head_dim: int) -> Target:
     query_heads, kv_heads = parse_heads(heads)
     if query_heads % kv_heads:
         raise fail(f"--heads is {heads!r}; expected query heads that are a multiple of KV heads")
-    if dtype not in _SIZES:
-        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(_SIZES)}")
+    if dtype not in SHORT_DTYPES:
+        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(SHORT_DTYPES)}")
     from deft_backend.tools.explain.server_target import reference_target
 
-    return reference_target(query_heads, kv_heads, head_dim, _SIZES[dtype])
+    return reference_target(query_heads, kv_heads, head_dim, DTYPE_BYTES[SHORT_DTYPES[dtype]])

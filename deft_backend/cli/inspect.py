@@ -2,21 +2,16 @@
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.files.folders import state_directory
 
 
 def inspect(
-    server: Annotated[
-        int | None,
-        typer.Option(help="The server's port; default: the one server that runs."),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The page's port; 0 takes a free one.")
-    ] = 8765,
+    server: Annotated[int | None, Option(help="The server's port; default: the only one.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="The page's port; 0: a free one.")] = 8765,
 ) -> None:
     """Show on a page which requests share what, live. It only reads, and shows no text."""
     from deft_backend.telemetry.state_reader import StateError, only_server

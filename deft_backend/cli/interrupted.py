@@ -21,10 +21,9 @@ _ENDING = b"\ninterrupted; ending what this command started\n"
 def unwound(console: Console, line: str) -> Iterator[FirstSignal]:
     """Unwind the block at the first Ctrl-C or SIGTERM, then print `line` and exit.
 
-    The exit code is the shell's: 130 or 143. Later signals have no effect until the process has
-    ended. ``timeout`` sends two SIGTERMs, to the command and to its group, and people press Ctrl-C
-    twice. A second signal would interrupt the shutdown of a server. A block that ends in spite of a
-    signal, because it has something to report, finds its number in what this yields.
+    The exit code is the shell's: 130 or 143. Later signals have no effect, so that none interrupts
+    the shutdown of a server: ``timeout`` sends two, and people press Ctrl-C twice. A block that
+    ends in spite of a signal, to report something, finds its number in what this yields.
     """
     first = FirstSignal()
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}

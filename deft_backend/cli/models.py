@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.tools.servers.command import value_of
@@ -21,13 +21,13 @@ reads."""
 
 ModelOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Checkpoint folder or hub name (Qwen/Qwen3-8B); default: models/tiny-llama of the "
         "checkout."
     ),
 ]
 RevisionOption = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of a hub name; default: main.")
+    str | None, Option(help="Branch, tag or commit of a hub name; default: main.")
 ]
 
 
@@ -43,12 +43,7 @@ class ChosenModel:
         return model_file(self.name, name, self.revision)
 
     def check(self) -> None:
-        """Look up a hub name, so that a wrong name fails before a server starts."""
-        with reported(ModelFilesError):
-            self.look_up()
-
-    def look_up(self) -> None:
-        """As :meth:`check`, but raises ModelFilesError."""
+        """Look up a hub name before a server starts; raises ModelFilesError if it is wrong."""
         if not os.path.isdir(self.name) and is_hub_name(self.name):
             self.file("config.json")
 
@@ -59,28 +54,24 @@ def tiny_model() -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
+def named_model(model: str | None, revision: str | None = None) -> ChosenModel:
     """The model for the host's ``--model-path``, without a request to the hub.
 
     A name that looks like a path must be a checkpoint's folder or a GGUF file. The host looks up
-    other names.
+    other names. Raises ModelFilesError.
     """
     if model is None:
         if revision is not None:
-            raise fail("--revision is given without --model; expected the model's hub name")
+            raise ModelFilesError(
+                "--revision is given without --model; expected the model's hub name"
+            )
         tiny = tiny_model()
         if tiny is None:
-            raise fail(
+            raise ModelFilesError(
                 f"no model: this is not a checkout with {_TINY}. Pass --model with a checkpoint's "
                 "folder or a hub name such as Qwen/Qwen3-8B"
             )
         return ChosenModel(str(tiny))
-    with reported(ModelFilesError):
-        return named_model(model, revision)
-
-
-def named_model(model: str, revision: str | None = None) -> ChosenModel:
-    """As :func:`chosen_model`, for a name that the user gave; raises ModelFilesError."""
     for option, value in (("model", model), ("revision", revision)):
         if value is not None and not value.strip():
             raise ModelFilesError(
@@ -112,6 +103,12 @@ def named_model(model: str, revision: str | None = None) -> ChosenModel:
     return ChosenModel(model, revision)
 
 
+def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
+    """As :func:`named_model`, for an option: fails in one line."""
+    with reported(ModelFilesError):
+        return named_model(model, revision)
+
+
 def _refuse_misspelt(model: str) -> None:
     """Refuse a missing checkpoint in a folder of checkpoints: asking the hub takes 25 s."""
     parent = Path(os.path.dirname(model))
@@ -130,10 +127,7 @@ def _refuse_misspelt(model: str) -> None:
 def served_model(
     model: str | None, revision: str | None, host_arguments: Sequence[str]
 ) -> tuple[ChosenModel, list[str]]:
-    """The model to serve, and the host's arguments with its revision.
-
-    Our option or the host's arguments may give the revision; both hosts call it ``--revision``.
-    """
+    """The model to serve, and the host's arguments with its revision, which they may give."""
     arguments = list(host_arguments)
     passed = value_of(_REVISION, arguments)
     if revision is not None and passed is not None:

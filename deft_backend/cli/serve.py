@@ -4,6 +4,7 @@ import os
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from deft_backend.cli.errors import (
     checked_settings,
@@ -17,7 +18,7 @@ from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.settings.policy_names import POLICY_NAMES
 
 HostOption = Annotated[
-    str | None, typer.Option("--host", help="sglang or vllm; default: whichever is installed.")
+    str | None, Option("--host", help="sglang or vllm; default: whichever is installed.")
 ]
 
 
@@ -52,18 +53,16 @@ def check_policy(policy: str | None) -> None:
 def serve(
     host_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- HOST OPTIONS]", help="The host server gets them unchanged."),
+        Argument(metavar="[-- HOST OPTIONS]", help="The host server gets them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,
     host: HostOption = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 30000,
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
-        str | None, typer.Option(help=f"How queries and KV are grouped: {', '.join(POLICY_NAMES)}.")
+        str | None, Option(help=f"How queries and KV are grouped: {', '.join(POLICY_NAMES)}.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the server's command; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the command; start nothing.")] = False,
 ) -> None:
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
     from deft_backend.tools.servers.command import (
@@ -74,6 +73,7 @@ def serve(
         value_of,
     )
     from deft_backend.tools.servers.driver_stub import DriverStubError
+    from deft_backend.tools.servers.model_files import ModelFilesError
 
     extra = host_arguments(host_args)
     checked_settings()
@@ -81,8 +81,8 @@ def serve(
     served, extra = served_model(model, revision, extra)
     host = chosen_host(host, needed=not dry_run)
     if not dry_run:
-        served.check()
-        with reported(StartError):
+        with reported(ModelFilesError, StartError):
+            served.check()
             check_port(
                 value_of("--host", extra) or LOOPBACK, value_of("--port", extra) or str(port)
             )

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-import typer
+from typer import Option
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel, chosen_model
@@ -18,13 +18,16 @@ from deft_backend.tools.servers.model_files import ModelFilesError
 if TYPE_CHECKING:
     import torch
 
+    from deft_backend.costs.table_key import TableKey
+    from deft_backend.costs.table_lookup import TableInUse
+
 _T = TypeVar("_T")
 
 ShapeModelOption = Annotated[
     str | None,
-    typer.Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
+    Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
 ]
-HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Head dimension; default: 128.")]
+HeadDimOption = Annotated[int | None, Option(min=1, help="Head dimension; default: 128.")]
 
 _MODELS_WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 """Model types whose layers all have sinks: no field of their ``config.json`` says so."""
@@ -117,6 +120,20 @@ def this_device() -> torch.device:
     from deft_backend.tools.servers.command import use_gpu
 
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu() else torch.device("cpu")
+
+
+def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse]:
+    """The cost table in use for a shape on :func:`this_device`; raises SettingsError."""
+    import torch
+
+    from deft_backend.costs.device_tables import table_key
+    from deft_backend.costs.gpu_facts import gpu_facts
+    from deft_backend.costs.table_lookup import table_in_use
+    from deft_backend.files.folders import tables_directory
+
+    device = this_device()
+    key = table_key(device, *shape[:3], getattr(torch, shape.dtype), page_size)
+    return key, table_in_use(key, tables_directory(), gpu_facts(device))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,32 +1,26 @@
 """`deft trace`: make a trace of arrivals in Mooncake's format."""
 
-import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say, stderr
 
 
 def trace(
-    out: Annotated[
-        Path | None, typer.Option(help="The file to write; default: the standard output.")
-    ] = None,
-    requests: Annotated[int, typer.Option(help="Number of requests.")] = 200,
-    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 2.0,
-    system_tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 1024,
-    documents: Annotated[int, typer.Option(help="Documents that prompts are about.")] = 8,
-    document_tokens: Annotated[int, typer.Option(help="Mean tokens of a document.")] = 4096,
-    own_tokens: Annotated[int, typer.Option(help="Mean tokens of a turn's own text.")] = 256,
-    answer_tokens: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 200,
-    turns: Annotated[float, typer.Option(help="Mean turns of a conversation.")] = 1.5,
-    forks: Annotated[
-        int, typer.Option(help="Sub-agents that fork from a turn's history and return to it.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+    out: Annotated[Path | None, Option(help="File to write; default: the standard output.")] = None,
+    requests: Annotated[int, Option(help="Number of requests.")] = 200,
+    rate: Annotated[float, Option(help="Requests a second, on average.")] = 2.0,
+    system_tokens: Annotated[int, Option(help="Tokens that all prompts share.")] = 1024,
+    documents: Annotated[int, Option(help="Documents that prompts are about.")] = 8,
+    document_tokens: Annotated[int, Option(help="Mean tokens of a document.")] = 4096,
+    own_tokens: Annotated[int, Option(help="Mean tokens of a turn's own text.")] = 256,
+    answer_tokens: Annotated[int, Option(help="Mean tokens of an answer.")] = 200,
+    turns: Annotated[float, Option(help="Mean turns of a conversation.")] = 1.5,
+    forks: Annotated[int, Option(help="Sub-agents that fork from a turn and return to it.")] = 0,
+    seed: Annotated[int, Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """Make a trace in Mooncake's format, for 'deft ab --trace'."""
     from deft_backend.tools.traces.arrivals import dump_arrivals, shared_tokens
@@ -39,13 +33,13 @@ def trace(
             turns, seed, forks,
         )  # fmt: skip
     arrivals = make_arrivals(shape)
-    lines = (line + "\n" for line in dump_arrivals(arrivals))
+    text = "".join(f"{line}\n" for line in dump_arrivals(arrivals))
     try:
         if out is None:
-            sys.stdout.writelines(lines)
+            sys.stdout.write(text)
             sys.stdout.flush()
         else:
-            _write(out, lines)
+            out.write_text(text, encoding="utf-8")
     except BrokenPipeError:  # whoever read it has enough
         raise
     except OSError as error:
@@ -58,18 +52,3 @@ def trace(
         f"{prompts:,} prompt tokens, {shared_tokens(arrivals) / prompts:.0%} of them shared with "
         f"an earlier request; {sum(a.output_length for a in arrivals):,} answer tokens",
     )
-
-
-def _write(out: Path, lines: Iterable[str]) -> None:
-    """Write a file in one go: an interrupted command leaves the old one as it was."""
-    in_place = out.exists() and not out.is_file()  # a device or a pipe cannot be replaced
-    out = Path(os.path.realpath(out))  # a link stays a link
-    part = out if in_place else out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-        if not in_place:
-            part.replace(out)
-    finally:
-        if not in_place:
-            part.unlink(missing_ok=True)

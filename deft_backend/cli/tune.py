@@ -7,18 +7,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
-from deft_backend.cli.errors import fail, reported, say, stderr
+from deft_backend.cli.errors import fail, reported, say
 from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import (
     HeadDimOption,
-    HeadShape,
     ShapeModelOption,
     chosen_shape,
-    this_device,
+    table_of,
 )
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
@@ -31,29 +30,19 @@ if TYPE_CHECKING:
     from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.tools.tuning.search import SearchResult
 
-FAILED = 1  # exit code if there is no GPU to measure on, or too little free memory on it
-
 
 def tune(
     model: ShapeModelOption = None,
     revision: RevisionOption = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Query heads/KV heads on one GPU; default: 32/8.")
-    ] = None,
+    heads: Annotated[str | None, Option(help="Query/KV heads on one GPU; default: 32/8.")] = None,
     head_dim: HeadDimOption = None,
-    dtype: Annotated[str | None, typer.Option(help="fp16 or bf16; default: fp16.")] = None,
+    dtype: Annotated[str | None, Option(help="fp16 or bf16; default: fp16.")] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="KV cache: auto (as the queries), fp8_e4m3 or fp8_e5m2.")
+        str, Option(help="KV cache: auto (as the queries), fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
-    page_size: Annotated[
-        int, typer.Option(min=1, help="Tokens a page; 1 is what SGLang's adapter works with.")
-    ] = 1,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the table in use; measure nothing.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write instead of the one in the user's cache.")
-    ] = None,
+    page_size: Annotated[int, Option(min=1, help="Tokens a page; SGLang's adapter takes 1.")] = 1,
+    show: Annotated[bool, Option("--show", help="Print the table in use instead.")] = False,
+    out: Annotated[Path | None, Option(help="File to write; default: in the cache folder.")] = None,
 ) -> None:
     """Measure attention of one head shape on this machine's GPU, in under two minutes.
 
@@ -68,30 +57,15 @@ def tune(
         names = ", ".join(EIGHT_BIT_CACHES)
         raise fail(f"--kv-cache-dtype is {kv_cache_dtype!r}; expected auto or one of {names}")
     with reported(SettingsError):
-        folder = tables_directory()
-    key = _key(shape, page_size)
+        key, used = table_of(shape, page_size)
+        path = out or tables_directory() / key.file_name
     if show:
-        _show(key, folder)
-        return
-    _measure(key, out or folder / key.file_name)
+        _show(key, used)
+    else:
+        _measure(key, used.model, path)
 
 
-def _key(shape: HeadShape, page_size: int) -> TableKey:
-    import torch
-
-    from deft_backend.costs.device_tables import table_key
-
-    return table_key(this_device(), *shape[:3], getattr(torch, shape.dtype), page_size)
-
-
-def _in_use(key: TableKey, folder: Path) -> TableInUse:
-    from deft_backend.costs.gpu_facts import gpu_facts
-    from deft_backend.costs.table_lookup import table_in_use
-
-    return table_in_use(key, folder, gpu_facts(this_device()))
-
-
-def _measure(key: TableKey, path: Path) -> None:
+def _measure(key: TableKey, before: CostModel, path: Path) -> None:
     import torch
 
     if not key.gpu:
@@ -105,18 +79,13 @@ def _measure(key: TableKey, path: Path) -> None:
     console = Console()
     say(console, f"{key.gpu}: {key.shape}")
     began = time.perf_counter()
-    with reported(SettingsError):
-        before = _in_use(key, tables_directory()).model
     try:
         with console.status("starting") as status, reported(AttentionError):
             tuned = run(key, before, lambda title: status.update(title))
     except torch.OutOfMemoryError as error:
-        say(
-            stderr,
-            "Error: too little free GPU memory to measure with; stop other programs that use it "
-            f"({error})",
-        )
-        raise typer.Exit(FAILED) from None
+        raise fail(
+            f"too little free GPU memory to measure with ({error}); stop other programs that use it"
+        ) from None
     try:
         create_private(path.parent)
         save_table(tuned.model, key, path)
@@ -141,8 +110,7 @@ def _comparison(best: SearchResult) -> str:
     )
 
 
-def _show(key: TableKey, folder: Path) -> None:
-    used = _in_use(key, folder)
+def _show(key: TableKey, used: TableInUse) -> None:
     console = Console()
     say(console, f"{key.gpu or 'CPU'}: {key.shape}")
     for said in (used.damage, used.notice):

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.cli.models import RevisionOption, chosen_model
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from deft_backend.kernels import Gpu
     from deft_backend.settings.config import Settings
 
-_PAGE_SIZES = {"sglang": 1, "vllm": 16}
-"""Each host's page size on a GPU, unless its arguments say otherwise."""
+_PAGE_SIZES = {"sglang": 1, "vllm": 16}  # on a GPU, unless the host's arguments say otherwise
 
 _KV_CACHES = {
     "sglang": ("auto", "fp8_e4m3", "fp8_e5m2"), "vllm": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -42,30 +41,21 @@ _KV_CACHES = {
 def warm(
     model: ShapeModelOption = None,
     revision: RevisionOption = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Query heads/KV heads of the model; default: 32/8.")
-    ] = None,
+    heads: Annotated[str | None, Option(help="The model's query/KV heads; default: 32/8.")] = None,
     head_dim: HeadDimOption = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp16 or bf16; default: the model's, or bf16.")
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="GPUs over which the server splits the heads.")
-    ] = 1,
+    dtype: Annotated[str | None, Option(help="fp16 or bf16; default: the model's or bf16.")] = None,
+    tensor_parallel: Annotated[int, Option(min=1, help="GPUs that divide the heads.")] = 1,
     host: HostOption = None,
     page_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a page; default: 1 (SGLang), 16 (vLLM).")
+        int | None, Option(min=1, help="Tokens a page; default: 1 (SGLang), 16 (vLLM).")
     ] = None,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="Most requests that decode at once.")
-    ] = 2048,
+    max_batch: Annotated[int, Option(min=1, help="Most requests that decode at once.")] = 2048,
     kv_cache_dtype: Annotated[
-        str,
-        typer.Option(help="The server's: auto, fp8_e4m3, fp8_e5m2; vLLM: also fp8."),
+        str, Option(help="The server's: auto, fp8_e4m3, fp8_e5m2; vLLM: also fp8.")
     ] = "auto",
     draft_tokens: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Draft tokens of a server that speculates: SGLang's "
             "--speculative-num-draft-tokens, vLLM's num_speculative_tokens.",
@@ -73,20 +63,16 @@ def warm(
     ] = None,
     draft_trees: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--draft-trees",
             help="They form trees: SGLang with NGRAM, or with --speculative-eagle-topk above 1.",
         ),
     ] = False,
-    target: Annotated[
-        str | None, typer.Option(help="GPU to compile for, such as sm_90; default: this machine's.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that compile; default: one for each CPU.")
-    ] = None,
+    target: Annotated[str | None, Option(help="GPU such as sm_90; default: this one's.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="Threads; default: one a CPU.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to fill; default: DEFT_KERNEL_CACHE, or `kernels` in the cache."),
+        Option(help="Folder to fill; default: DEFT_KERNEL_CACHE, or `kernels` in the cache."),
     ] = None,
 ) -> None:
     """Compile a server's kernels into a folder, from which it takes them when it starts.
@@ -134,9 +120,9 @@ def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
     from deft_backend.hosts.common.described_server import drafts_of
     from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
 
-    if tokens is None and not trees:
-        return None
     if tokens is None:
+        if not trees:
+            return None
         raise fail(
             "--draft-trees is given without --draft-tokens; pass --draft-tokens with the server's "
             "--speculative-num-draft-tokens"
@@ -197,14 +183,13 @@ def _fill(
     from deft_backend.compile.variants import compile_all, compiling_for
     from deft_backend.policies import PolicyError
 
-    gpu = _gpu(target)
+    gpu, console = _gpu(target), Console()
     try:
         check_fillable(folder)
     except KernelFolderError as error:
         raise fail(f"cannot fill {folder}: {error}; use --out with another folder") from None
     with reported(AttentionError, PolicyError):
         variants = described.variants(gpu, settings)
-    console = Console()
     say(
         console,
         f"{len(variants)} kernels for {gpu.name}: heads {described.num_query_heads}/"

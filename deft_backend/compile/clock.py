@@ -10,16 +10,10 @@ from contextlib import contextmanager
 
 
 class CompileClock:
-    """Adds up the time of its ``with`` blocks; one inside another of its thread counts once.
-
-    Attributes
-    ----------
-    seconds : float
-        The sum over all threads.
-    """
+    """Adds up the time of its ``with`` blocks; one inside another of its thread counts once."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # the sum over all threads
         self._thread = threading.local()
         self._lock = threading.Lock()
 

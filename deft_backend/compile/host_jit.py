@@ -1,11 +1,10 @@
 """`host_jit`: Numba for loops on the CPU, with a disk cache that cannot fail.
 
-Numba keeps compiled code on disk next to the source. If the package is installed read-only, it uses
-the user's cache folder. `host_jit` differs from it in three ways. If no folder can be written, or
-the disk is full, Numba raises an error. `host_jit` then compiles in every process. Numba recompiles
-a function only when its own file changes. `host_jit` also recompiles it when another file changes
-whose functions or constants it may use. Numba overwrites the code of another Numba version.
-`host_jit` keeps a folder for each version, because several environments may use one checkout.
+Numba keeps compiled code on disk next to the source, or in the user's cache folder if the package
+is installed read-only. `host_jit` differs from it in three ways. If no folder can be written, or
+the disk is full, it compiles in every process; Numba raises an error. It recompiles a function also
+when another file changes whose functions or constants it may use. It keeps a folder for each
+version of Numba, because several environments may use one checkout.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""A folder of compiled kernels, made on one machine and used on another.
+"""A folder of compiled kernels, made by `deft warm` on one machine and used on another.
 
-`deft warm` fills it, for example when an image is built. A server copies what it holds into
-Triton's cache, where launches look. Triton's own cache cannot be moved, because it holds absolute
-paths. Layout::
+A server copies what it holds into Triton's cache, where launches look. That cache itself cannot be
+moved, because it holds absolute paths. Layout::
 
     manifest.json      what the kernels were made from, and the SHA-256 of every file
     <key>/<file>       the files of one kernel, by its key in Triton's cache
@@ -25,16 +24,18 @@ from triton.runtime.cache import get_cache_manager
 from deft_backend.compile.source_digest import digest_of
 from deft_backend.files.folders import create_private
 from deft_backend.files.json_fields import FieldError, mapping, shown, text, within
-from deft_backend.files.private_files import parsed, read_private, write_private
+from deft_backend.files.private_files import read_private, read_private_json, write_private
 from deft_backend.settings.installed import installed_version
 from deft_backend.settings.version import VERSION
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 _KEPT = (".json", ".cubin")
 """What Triton needs to launch a kernel; it keeps the steps of compilation for readers."""
 _KEY = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"\w[\w.-]*")
+
+Files = dict[str, dict[str, str]]
+"""SHA-256 of each file of each kernel, by the kernel's key in Triton's cache."""
 
 
 class KernelFolderError(ValueError):
@@ -45,12 +46,11 @@ class KernelFolderError(ValueError):
 class Origin:
     """What compiled kernels depend on."""
 
-    # Versions.
-    package: str
-    sources: str  # Digest of the package's kernels and of what is compiled into them
+    package: str  # version, as of torch and triton
+    sources: str  # digest of the package's kernels and of what is compiled into them
     torch: str
     triton: str
-    gpu: str  # Compute capability, such as ``sm_90``
+    gpu: str  # compute capability, such as ``sm_90``
 
     @classmethod
     def of(cls, gpu: str) -> Origin:
@@ -68,12 +68,11 @@ class Origin:
         differing = []
         for field in fields(self):
             theirs, ours = getattr(self, field.name), getattr(here, field.name)
-            if theirs != ours:
+            if theirs != ours and field.name == "sources":
+                differing.append("other kernel sources")
+            elif theirs != ours:
                 name = {"package": "deft-backend", "gpu": "GPU"}.get(field.name, field.name)
-                differing.append(
-                    "other kernel sources" if field.name == "sources"
-                    else f"{name} {theirs}, this is {ours}"
-                )  # fmt: skip
+                differing.append(f"{name} {theirs}, this is {ours}")
         return "; ".join(differing)
 
 
@@ -87,23 +86,17 @@ class Taken:
 
 
 def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
-    """Add compiled kernels to a folder that holds kernels of the same origin, or none.
-
-    The function removes kernels of another origin.
-
-    - `folder`: Made if need be. If it holds other files, it must hold a manifest.
+    """Add compiled kernels to a folder, and drop those of another origin.
 
     Returns how many kernels the folder holds. Raises KernelFolderError if the folder holds files
     that `deft warm` did not write. Raises OSError if it cannot be written.
     """
     create_private(folder)
-    entries: dict[str, dict[str, str]] = {}
-    if any(folder.iterdir()):
-        before, entries = _read(folder)
-        if before != origin:
-            for key in entries:
-                shutil.rmtree(folder / key, ignore_errors=True)
-            entries = {}
+    before, entries = check_fillable(folder) or (origin, {})
+    if before != origin:
+        for key in entries:
+            shutil.rmtree(folder / key, ignore_errors=True)
+        entries = {}
     for kernel in kernels:
         files = {}
         for name, path in kernel.metadata_group.items():
@@ -112,7 +105,7 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
                 write_private(folder / kernel.hash / name, content)
                 files[name] = hashlib.sha256(content).hexdigest()
         entries[kernel.hash] = files
-    manifest = {"format": FORMAT, **asdict(origin), "kernels": dict(sorted(entries.items()))}
+    manifest = {**asdict(origin), "kernels": dict(sorted(entries.items()))}
     write_private(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return len(entries)
 
@@ -143,13 +136,12 @@ def take(folder: Path, here: Origin) -> Taken:
     return Taken(copied, held, damaged)
 
 
-def check_fillable(folder: Path) -> None:
-    """Refuse a folder that holds anything but kernels of `deft warm`.
+def check_fillable(folder: Path) -> tuple[Origin, Files] | None:
+    """Raise KernelFolderError if a folder holds anything but kernels of `deft warm`.
 
-    Raises KernelFolderError: With the reason.
+    Returns the origin and the files of its kernels; None for an empty folder.
     """
-    if folder.is_dir() and any(folder.iterdir()):
-        _read(folder)
+    return _read(folder) if folder.is_dir() and any(folder.iterdir()) else None
 
 
 def is_filled(folder: Path) -> bool:
@@ -166,25 +158,18 @@ def _content(path: Path, digest: str) -> bytes | None:
     return content if hashlib.sha256(content).hexdigest() == digest else None
 
 
-def _read(folder: Path) -> tuple[Origin, dict[str, dict[str, str]]]:
+def _read(folder: Path) -> tuple[Origin, Files]:
     """Origin and files of a folder's kernels."""
     try:
-        manifest = read_private(folder / MANIFEST)
+        content = read_private_json(folder / MANIFEST)
+        kernels = mapping(content, "kernels")
+        named = {field.name: text(content, field.name, 100) for field in fields(Origin)}
+        return Origin(**named), {key: _files_of(kernels, key) for key in kernels}
     except FileNotFoundError:
         raise KernelFolderError(f"it has no {MANIFEST}: `deft warm` did not fill it") from None
     except OSError as error:
         raise KernelFolderError(f"its {MANIFEST} cannot be used: {error.strerror}") from None
-    try:
-        content = parsed(manifest)
-        if isinstance(content, dict) and content.get("format") != FORMAT:
-            other = shown(content.get("format"))
-            raise KernelFolderError(f"its {MANIFEST} has the format {other}; expected {FORMAT}")
-        kernels = mapping(content, "kernels")
-        named = {field.name: text(content, field.name, 100) for field in fields(Origin)}
-        return Origin(**named), {key: _files_of(kernels, key) for key in kernels}
     except ValueError as error:
-        if isinstance(error, KernelFolderError):
-            raise
         raise KernelFolderError(f"its {MANIFEST} is damaged: {error}") from None
 
 
@@ -195,12 +180,9 @@ def _files_of(kernels: Mapping[str, Any], key: str) -> dict[str, str]:
     named = mapping(kernels, key)
     with within(key):
         files = {name: text(named, name) for name in named}
-    for name, digest in files.items():
-        if not _FILE.fullmatch(name) or not _KEY.fullmatch(digest):
-            raise FieldError(
-                f"{key} holds the file {shown(name)} with "
-                f"{shown(digest)}; expected a plain name and a SHA-256"
-            )
+        for name, digest in files.items():
+            if not _FILE.fullmatch(name) or not _KEY.fullmatch(digest):
+                raise FieldError(f"the file {shown(name)} has no plain name or no SHA-256")
     if sum(name.endswith(".json") for name in files) != 1:
         raise FieldError(f"{key} holds {shown(list(files))}; expected one file of JSON")
     return files

@@ -19,11 +19,6 @@ from triton.runtime.jit import JITFunction
 from deft_backend.compile import variants
 
 
-def parameters(kernel: Any) -> Mapping[str, inspect.Parameter]:
-    """A kernel's parameters by name."""
-    return inspect.signature(getattr(kernel, "fn", kernel)).parameters
-
-
 def named(structure: Any, value: Any) -> Any:
     """Return a plain tuple as the NamedTuple `structure`, and so for the tuples in it.
 
@@ -43,16 +38,14 @@ only tests switch it on."""
 class Kernel:
     """A kernel, compiled for the GPU or interpreted on the CPU.
 
-    Triton analyses every argument of every launch to find the compiled variant. This takes longer
-    than a short kernel runs. The layers of a model do not differ in the properties that Triton
-    checks. So a launch with a known `variant` and aligned pointers goes to the compiled kernel
-    directly.
+    To find the compiled variant, Triton analyses every argument of every launch, which takes longer
+    than a short kernel runs. Layers of a model do not differ in what Triton checks, so a launch
+    with a known `variant` and aligned pointers goes to the compiled kernel directly.
 
     A parameter annotated with a NamedTuple is a structure: the kernel reads its fields by name.
-    Launches pass the fields as a plain tuple. Triton needs their names only to compile, and a
-    launch with names takes longer than one with plain tuples. Triton compiles for the integers in a
-    structure, whatever `do_not_specialize` says. So a structure holds only integers that belong to
-    the `variant`.
+    Launches pass the fields as a plain tuple, which is faster; Triton needs names only to compile.
+    A structure holds only integers that belong to the `variant`, because Triton compiles for them
+    whatever `do_not_specialize` says.
 
     While :func:`~deft_backend.compile.variants.recorded` records, launches run nothing.
     """
@@ -61,11 +54,13 @@ class Kernel:
         self._module = module
         self._name = name
         self._compiled = getattr(module, name)
+        function = getattr(self._compiled, "fn", self._compiled)
+        parameters = inspect.signature(function).parameters
         #: Names of the kernel's constants, in the order of its parameters.
-        self.constants = tuple(n for n in parameters(self._compiled) if n.isupper())
+        self.constants = tuple(name for name in parameters if name.isupper())
         self._structures = [
             getattr(module, str(parameter.annotation), None)
-            for name, parameter in parameters(self._compiled).items()
+            for name, parameter in parameters.items()
             if name not in self.constants
         ]
         self._variants: dict[Hashable, Any] = {}
@@ -132,9 +127,8 @@ def _overflow_checks(on: bool) -> Iterator[None]:
 def interpreted_copy(module: ModuleType) -> ModuleType:
     """A second copy of a kernel's module; its functions run in Triton's interpreter.
 
-    Triton decides for each function, when it is decorated, whether to compile or to interpret it.
-    One process may need both: to serve a model on the CPU and to test compiled kernels. The copy
-    also interprets functions that the module imports from its own package.
+    Triton decides whether to compile or to interpret a function when it is decorated, and one
+    process may need both. The copy also interprets what the module imports from its own package.
     """
     name = f"{module.__name__}_interpreted"
     spec = importlib.util.spec_from_file_location(name, module.__file__)

@@ -14,8 +14,6 @@ _USERS_TRITON_CACHE = os.environ.get(TRITON_CACHE)
 def cache_directory() -> Path:
     """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
 
-    The user's cache is ``$XDG_CACHE_HOME`` or ``~/.cache``.
-
     Raises SettingsError if ``DEFT_CACHE_DIR`` is not a directory. It reads no other setting.
     """
     name = "DEFT_CACHE_DIR"
@@ -24,9 +22,7 @@ def cache_directory() -> Path:
 
 def state_directory(settings: Settings) -> Path:
     """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache."""
-    if settings.state_dir is not None:
-        return settings.state_dir
-    return _cache_directory(settings) / "servers"
+    return settings.state_dir or _cache_directory(settings) / "servers"
 
 
 def tables_directory() -> Path:
@@ -36,19 +32,12 @@ def tables_directory() -> Path:
 
 def kernels_directory(settings: Settings) -> Path:
     """Where `deft warm` keeps compiled kernels: ``DEFT_KERNEL_CACHE``, else in the cache."""
-    if settings.kernel_cache is not None:
-        return settings.kernel_cache
-    return _cache_directory(settings) / "kernels"
+    return settings.kernel_cache or _cache_directory(settings) / "kernels"
 
 
 def compiled_directory(settings: Settings) -> Path:
-    """Where servers compile kernels: the user's ``TRITON_CACHE_DIR``, else `triton` in the cache.
-
-    All ranks of a server have the same folder.
-    """
-    if _USERS_TRITON_CACHE:
-        return Path(_USERS_TRITON_CACHE)
-    return _cache_directory(settings) / "triton"
+    """Where all ranks of a server compile: ``TRITON_CACHE_DIR``, else `triton` in the cache."""
+    return Path(_USERS_TRITON_CACHE or _cache_directory(settings) / "triton")
 
 
 def driver_stub_directory() -> Path:
@@ -58,8 +47,6 @@ def driver_stub_directory() -> Path:
 
 def create_private(folder: Path) -> None:
     """Create a folder and its missing parents for this user only (mode 0700).
-
-    Folders that exist keep their mode.
 
     Raises OSError if a folder cannot be created, or a file is in its place.
     """

@@ -99,11 +99,9 @@ def mapping(content: Any, name: str) -> Mapping[str, Any]:
 
 def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
     """A list of numbers, or of lists of them."""
-    if name not in content:
-        raise FieldError(f"{name} is missing; expected a list of numbers")
-    array = _array(content[name])
+    array = _array(content.get(name))
     if array is None or array.dtype.kind not in "iuf":
-        raise FieldError(f"{name} is {shown(content[name])}; expected a list of numbers")
+        raise FieldError(f"{name} is {shown(content.get(name))}; expected a list of numbers")
     return array.astype(np.float64)
 
 

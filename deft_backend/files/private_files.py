@@ -43,7 +43,7 @@ def read_private(path: Path) -> bytes:
 def read_private_json(path: Path) -> Any:
     """The content of a JSON file that only this user or root could write.
 
-    Raises OSError: See :func:`read_private`. Raises ValueError if it holds no JSON.
+    Raises OSError as :func:`read_private` does, and ValueError if it holds no JSON.
     """
     return parsed(read_private(path))
 
@@ -63,11 +63,11 @@ def write_private(path: Path, content: str | bytes) -> None:
 
     Raises OSError if it cannot be written. No part of it stays behind.
     """
-    data = content.encode() if isinstance(content, str) else content
     create_private(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        _write_all(handle, data)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -91,12 +91,6 @@ def open_private(path: Path) -> Any:
         os.close(handle)
         raise
     return os.fdopen(handle, "wb")
-
-
-def create_empty(path: Path) -> None:
-    """Create an empty file with mode 0600, unless there is one; a symbolic link is refused."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    os.close(os.open(path, flags, 0o600))
 
 
 def is_private(path: Path) -> bool:
@@ -123,11 +117,6 @@ def unsafe_folder(folder: Path) -> str | None:
         if mode & (0o002 | group) and not mode & stat.S_ISVTX:
             return f"others may write to {path} (mode {stat.S_IMODE(mode):04o})"
     return None
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
 
 
 def _unsafe(status: os.stat_result) -> str | None:

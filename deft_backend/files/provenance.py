@@ -46,10 +46,9 @@ def _device() -> str:
 
 
 def _gpu_name() -> str:
-    """PyTorch's name of the GPU, without starting CUDA in this process.
+    """PyTorch's name of the GPU, read in a separate process.
 
-    To give the name, PyTorch starts CUDA and takes GPU memory from the servers under measurement.
-    So a separate process reads the name.
+    PyTorch starts CUDA for it, which would take GPU memory from the servers under measurement.
     """
     import torch
 
@@ -61,30 +60,22 @@ def _gpu_name() -> str:
     ).stdout.strip()
 
 
-def _archived(path: Path) -> str | None:
-    """The commit of a copy that ``git archive`` made; in a checkout the file holds a pattern."""
-    try:
-        match = re.search(r"^node: ([0-9a-f]{12})", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return match[1] if match else None
-
-
 def _commit() -> str | None:
     if named := os.environ.get("GIT_COMMIT"):  # a copy without a repository
         return named
-    here = Path(__file__).parent
-    if archived := _archived(here.parents[1] / ".git_archival.txt"):
-        return archived
+    root = Path(__file__).parents[2]
+    archival = root / ".git_archival.txt"  # `git archive` writes the commit into it
+    text = archival.read_text() if archival.is_file() else ""
+    if archived := re.search(r"^node: ([0-9a-f]{12})", text, re.MULTILINE):
+        return archived[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=here, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + ("+" if dirty else "")

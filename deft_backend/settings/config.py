@@ -195,10 +195,9 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
         """Parse and validate every variable.
 
-        - `env`: Variables by name; default: the process's environment.
+        - `env`: variables by name; default: the process's environment.
 
-        Raises SettingsError if a value is not allowed. The message names every such variable, its
-        value and the allowed ones, one variable a line.
+        Raises SettingsError with a line for each variable whose value is not allowed.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -222,18 +221,12 @@ VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fi
 _warned: set[str] = set()
 
 
-def warn_unknown(env: Mapping[str, str] | None = None) -> list[str]:
-    """Log each ``DEFT_*`` variable that does not exist once, with the closest known name.
-
-    Returns the messages logged by this call.
-    """
-    messages = []
+def warn_unknown(env: Mapping[str, str] | None = None) -> None:
+    """Log each ``DEFT_*`` variable that does not exist once, with the closest known name."""
     for name, hint in unknown_settings(os.environ if env is None else env):
         if name not in _warned:
             _warned.add(name)
-            messages.append(f"{name} is set, but no such setting exists; {hint}")
-            logger.warning(messages[-1])
-    return messages
+            logger.warning("%s is set, but no such setting exists; %s", name, hint)
 
 
 def unknown_settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:

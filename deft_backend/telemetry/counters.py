@@ -11,18 +11,16 @@ import numpy.typing as npt
 
 from deft_backend.files.json_fields import mapping, number, whole, within
 
-SCHEMA = 1  # version of the state file's content
+SCHEMA = 2  # version of the state file's content
 
 
 @dataclass(frozen=True)
 class Counters:
     """Counts since the server started; subtract two readings to get the counts in between."""
 
-    # All decode steps; the steps through tree attention; the plans of the host planner, or of the
-    # device planner (one for each step).
     decode_steps: int = 0
-    steps_tree: int = 0
-    plans: int = 0
+    steps_tree: int = 0  # decode steps through tree attention
+    plans: int = 0  # of the host planner, or of the device planner (one for each step)
     # Decode steps on the host's kernel, by reason.
     steps_host: Mapping[str, int] = field(default_factory=dict)
     kv_bytes_read: int = 0  # bytes that decode attention read from the KV cache, all layers
@@ -30,15 +28,13 @@ class Counters:
     # Seconds spent on those plans, including the forest. Compilation does not count, and on the CPU
     # neither does the time of Triton's interpreter.
     plan_seconds: float = 0.0
-    # Query tokens of the verifications among the steps through tree attention: draft tokens, and
-    # one token before them for each request.
+    # Query tokens of verifications through tree attention: draft tokens, and the token before them.
     verified_tokens: int = 0
-    # Drafts that the host has verified, with any kernel: one for each request of a verification. 0
-    # if the host does not tell.
+    # Drafts that the host verified with any kernel, one for each request of a verification; 0 if
+    # the host does not tell.
     verified_drafts: int = 0
-    accepted_tokens: int = 0  # Draft tokens of these drafts that the host has accepted
-    # Seconds in which the process compiled kernels or the host planner, or loaded them.
-    compile_seconds: float = 0.0
+    accepted_tokens: int = 0  # draft tokens of these drafts that the host accepted
+    compile_seconds: float = 0.0  # spent on compiling or loading kernels and the host planner
     # Prefills of a few new tokens a request, through tree attention. They are no decode steps.
     short_extends: int = 0
 
@@ -76,7 +72,6 @@ class Counters:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
         """Read the fields of a state file; raises FieldError for a counter that is not a number."""
-        content = {**_ADDED, **content}
         steps = mapping(content, "steps_host")
         with within("steps_host"):
             steps_host = {reason: whole(steps, reason) for reason in steps}
@@ -85,11 +80,6 @@ class Counters:
         return cls(**counts, steps_host=steps_host)
 
 
-# Files of older versions lack these.
-_ADDED = {
-    "verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0, "compile_seconds": 0.0,
-    "short_extends": 0,
-}  # fmt: skip
 _FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
 
 
@@ -110,29 +100,39 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceCounters:
-    """Counts that kernels add up in CPU memory, from the time of construction.
+    """Counts that kernels add up in CPU memory; zero until :meth:`attach`.
 
-    A reading copies four words, without a call into the driver and without a lock. It may see only
-    some of a step's four words; the next reading sees all of them.
-
-    - `array` [4] int64: Steps, tokens attended, tokens loaded, nanoseconds; cumulative, never set
-      back.
-
-    Raises ValueError if the array has another shape or type.
+    A reading copies four words, without the driver and without a lock. It may see only some of a
+    step's words; the next reading sees all of them.
     """
 
-    def __init__(self, array: npt.NDArray[np.int64]) -> None:
-        if array.shape != (len(DeviceCounts._fields),) or array.dtype != np.int64:
+    def __init__(self) -> None:
+        self._array = self._start = np.zeros(len(DeviceCounts._fields), np.int64)
+        self._held: npt.NDArray[np.int64] | None = None
+        self._attached = False
+
+    def attach(self, array: npt.NDArray[np.int64]) -> None:
+        """Count what is added to `array` from now on.
+
+        - `array` [4] int64: as :class:`DeviceCounts`; cumulative, never set back. Its present
+          values, from the warm-up, do not count.
+
+        Raises ValueError if the array has another shape or type, or one is attached already.
+        """
+        if array.shape != self._array.shape or array.dtype != np.int64:
             raise ValueError(
                 f"device counters of shape {array.shape} and type {array.dtype}; expected (4,) "
                 "int64: steps, tokens attended, tokens loaded, nanoseconds"
             )
+        if self._attached:
+            raise ValueError("device counters are attached already; expected one source a server")
+        self._attached = True
+        self.hold()  # so that no reading sees the new array with the old start
         self._array = array
-        self._start = array.copy()
-        self._held: npt.NDArray[np.int64] | None = None
+        self.go_on()
 
     def read(self) -> DeviceCounts:
-        """Counts since construction, without those between :meth:`hold` and its end."""
+        """Counts since :meth:`attach`, without those between :meth:`hold` and its end."""
         held = self._held
         return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
 

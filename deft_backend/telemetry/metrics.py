@@ -1,15 +1,14 @@
 """The server's counters as Prometheus metrics, on the host's own ``/metrics``.
 
-There are two ways. The host's way to make that page decides between them (:func:`page_of_files`):
+There are two ways, and the host's way to make that page decides (:func:`page_of_files`):
 
 - From the files that all its processes write into ``PROMETHEUS_MULTIPROC_DIR`` (SGLang; vLLM with
-  several API servers): :func:`publisher`, a listener of the state's writer, in the process that
-  decodes.
+  several API servers): :func:`publisher`, a listener of the state's writer.
 - From a registry in the API server's process (vLLM with one API server), while another process
   decodes: :func:`register_states` there, which reads the state files of the server's port.
 
-Nothing here runs in the thread that decodes. Only these functions import ``prometheus_client``. It
-reads that variable at import, and hosts set the variable only after they have loaded plugins.
+Only these functions import ``prometheus_client``. It reads that variable at import, and hosts set
+the variable only after they have loaded plugins.
 """
 
 from __future__ import annotations
@@ -54,20 +53,14 @@ HOST_STEPS = Metric(
 )
 FIGURES = {
     "kv_bytes_read": Metric(
-        "deft_kv_read_bytes", "Bytes of KV cache that decode attention read, all layers."
+        "deft_kv_read_bytes", "KV bytes that decode attention read in all layers."
     ),
     "kv_bytes_query_guided": Metric(
-        "deft_kv_query_guided_bytes",
-        "Bytes of KV cache that the same steps would have read query by query.",
+        "deft_kv_query_guided_bytes", "KV bytes that those steps would have read query by query."
     ),
-    "plans": Metric(
-        "deft_plans", "Plans of tree attention, of the host planner or the device planner."
-    ),
+    "plans": Metric("deft_plans", "Plans of tree attention, of the host or the device planner."),
     "plan_seconds": Metric("deft_plan_seconds", "Seconds spent on those plans."),
-    "verified_tokens": Metric(
-        "deft_verified_tokens",
-        "Query tokens of verifications through tree attention, all requests.",
-    ),
+    "verified_tokens": Metric("deft_verified_tokens", "Query tokens that tree attention verified."),
     "verified_drafts": Metric(
         "deft_verified_drafts",
         "Drafts that the host verified with any kernel, one for each request of a verification.",
@@ -79,8 +72,7 @@ FIGURES = {
         "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
     ),
     "short_extends": Metric(
-        "deft_short_extends",
-        "Prefill steps of a few new tokens a request that went through tree attention.",
+        "deft_short_extends", "Prefills of a few new tokens a request, through tree attention."
     ),
 }
 """Metrics of one number, by the field of :class:`Counters` that holds it."""
@@ -107,8 +99,8 @@ def samples(counters: Counters) -> Iterator[Sample]:
 def rank_labels(path: Path) -> dict[str, str]:
     """The ranks of a state file's process, as labels.
 
-    >>> rank_labels(Path("30000-tp1-pp0.json"))
-    {'tp_rank': '1', 'pp_rank': '0'}
+    >>> rank_labels(Path("/x-tp7/30000-tp12-pp1-dp0.json"))
+    {'tp_rank': '12', 'pp_rank': '1', 'dp_rank': '0'}
     """
     return {f"{kind}_rank": rank for kind, rank in re.findall(r"-(tp|pp|dp)(\d+)", path.stem)}
 
@@ -164,11 +156,8 @@ class Publisher:
 def publisher(ranks: Mapping[str, str]) -> Publisher | None:
     """A listener of the state's writer that publishes this process's counters.
 
-    Call it in the process that counts, after the host has set ``PROMETHEUS_MULTIPROC_DIR``.
-
-    - `ranks`: See :class:`Publisher`; :func:`rank_labels` of the state file.
-
-    Returns None, with one line in the log, if the host's page cannot show them.
+    Call it after the host has set ``PROMETHEUS_MULTIPROC_DIR``. Returns None, with one line in the
+    log, if the host's page cannot show them.
     """
     if not page_of_files():
         logger.warning("deft: %s is not set; %s", MULTIPROCESS, _NOT_SERVED)
@@ -185,8 +174,7 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
 class StateCollector:
     """Collects the counters of one server from its processes' state files, at every scrape.
 
-    It ignores files of processes that have ended, because an earlier server on the same port leaves
-    its files behind. It also ignores files that it cannot read.
+    It ignores files that it cannot read, and those that an earlier server on the port left behind.
     """
 
     def __init__(self, directory: Path, port: int) -> None:
@@ -212,15 +200,12 @@ class StateCollector:
 
 
 def register_states(directory: Path, port: int, registry: CollectorRegistry | None = None) -> None:
-    """Make a registry show the counters in the state files of a server's processes.
+    """Make a registry show the counters in the state files of the server on `port`.
 
-    For a host that makes ``/metrics`` from a registry of the API server's process: call it there
-    once, at any time. If it fails, the log says so in one line. If the host makes the page from
-    files, this function does nothing; use :func:`publisher`.
+    Call it once in the API server's process, at any time. If it fails, the log says so in one line.
+    It does nothing if the host makes the page from files.
 
-    - `directory`: the folder of the state files:
-      :func:`deft_backend.files.folders.state_directory`.
-    - `port`: the server's; the names of the state files begin with it.
+    - `directory`: the folder of the state files.
     - `registry`: the page's registry; default: the client's global one.
     """
     if page_of_files():

@@ -24,11 +24,8 @@ def start(
 
     A failure here must never stop the server: it costs one line in the log.
 
-    - `settings`: They give the folder of the state file, and the log level for lines about
-      decoding.
-    - `pp_rank`, `dp_rank`: Ranks of this process, if the server has several. Each rank has its own
-      file.
-    - `log`: It logs as often as the host; None in processes that do not log for the server.
+    - `pp_rank`, `dp_rank`: ranks of this process, if the server has several, for its file's name.
+    - `log`: logs as often as the host; None in processes that do not log for the server.
     - `publishes`: whether the host makes its ``/metrics`` from values that its processes publish.
     """
     try:

@@ -45,10 +45,7 @@ class ServerDescription:
 
 
 def read_description(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of :class:`ServerDescription` in a state file, checked.
-
-    Raises FieldError if a field is missing or impossible.
-    """
+    """These fields of a state file; raises FieldError if one is missing or impossible."""
     return {
         each.name: each.metadata["reader"](content, each.name) for each in fields(ServerDescription)
     }

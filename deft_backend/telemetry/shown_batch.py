@@ -54,9 +54,7 @@ def answer(batch: Batch | str | None) -> dict[str, Any]:
 
 
 def forest_of(batch: Batch | str | None) -> PrefixForest:
-    """Copy a batch from the device, and find what its requests share.
-
-    The server keeps decoding, so the copy shows the host's tensors at that moment.
+    """Copy a batch from the device, as it is at this moment, and find what its requests share.
 
     Raises ShownBatchError if there is none, or it is too large.
     """

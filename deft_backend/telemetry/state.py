@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from deft_backend.compile.clock import COMPILING
 from deft_backend.files.private_files import write_private
 from deft_backend.forest import PrefixForest
@@ -24,7 +21,6 @@ from deft_backend.telemetry.counters import (
     SCHEMA,
     Counters,
     DeviceCounters,
-    DeviceCounts,
     DraftCounts,
 )
 from deft_backend.telemetry.forest_json import forest_as_json
@@ -35,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL = 0.25  # seconds between two looks of the writer
 
-RETRY_SECONDS = 60.0
-"""Seconds after which the writer tries again, if it could not write: a full disk may be mended."""
+RETRY_SECONDS = 60.0  # until the writer tries again, if it could not write: a disk may be mended
 
 MOST_NAME = 64  # characters of a request's name that the file holds
 
@@ -46,19 +41,20 @@ class ServerState(ServerDescription):
     """Counters of one server process. The forward thread adds, the writer thread reads.
 
     Every decode step counts once. With the host planner, :meth:`count_tree` or :meth:`count_host`
-    counts it. With the device planner, the kernels count it (:meth:`attach_device_counters`). A
-    reading is the sum of both. No method takes a lock.
+    counts it. With the device planner, the kernels count it (`on_device`). A reading is the sum of
+    both. No method takes a lock.
     """
 
-    # Decode steps on the host's kernel, by reason.
+    # As in `Counters`; plans and their seconds are those of the host planner.
     steps_host: Counter[str] = field(default_factory=Counter)
-    plans: int = 0  # Plans of the host planner
-    plan_seconds: float = 0.0  # seconds spent on them
-    verified_tokens: int = 0  # Query tokens of verifications through tree attention
-    short_extends: int = 0  # prefills of a few new tokens a request, through tree attention
+    plans: int = 0
+    plan_seconds: float = 0.0
+    verified_tokens: int = 0
+    short_extends: int = 0
     # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
     # writer thread call it.
     read_drafts: Callable[[], DraftCounts] | None = None
+    on_device: DeviceCounters = field(default_factory=DeviceCounters)  # of the device planner
     # Layers that follow the device planner's plans; None: all. The others read query by query.
     device_tree_layers: int | None = None
     # Of the host planner's last batch, with the ids of its requests.
@@ -70,22 +66,6 @@ class ServerState(ServerDescription):
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
     _kv_bytes_query_guided: int = field(default=0, init=False)
-    _on_device: DeviceCounters | None = field(default=None, init=False)
-
-    @property
-    def steps_tree(self) -> int:
-        """Decode steps through tree attention."""
-        return self.counters().steps_tree
-
-    @property
-    def kv_bytes_read(self) -> int:
-        """Bytes of KV that decode attention read."""
-        return self.counters().kv_bytes_read
-
-    @property
-    def kv_bytes_query_guided(self) -> int:
-        """Bytes that the same steps would have read query by query."""
-        return self.counters().kv_bytes_query_guided
 
     @property
     def token_bytes(self) -> int:
@@ -110,39 +90,10 @@ class ServerState(ServerDescription):
         self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
         self._kv_bytes_query_guided += tokens * self.num_layers * self.token_bytes
 
-    def attach_device_counters(self, array: npt.NDArray[np.int64]) -> None:
-        """Also count the steps of the device planner, as its kernels add them up from now on.
-
-        A reading computes bytes from tokens. A loaded token counts `token_bytes` in each of
-        `device_tree_layers` layers. The other layers read every token that a query attends to.
-
-        - `array` [4] int64: Steps, tokens attended to, tokens loaded, nanoseconds of planning;
-          cumulative, never reset. Its present values, from the warm-up, do not count.
-
-        Raises ValueError if the array has another shape or type, or a source is attached already.
-        """
-        if self._on_device is not None:
-            raise ValueError("device counters are attached already; expected one source a server")
-        self._on_device = DeviceCounters(array)
-
-    def hold_device_counters(self, held: bool) -> None:
-        """Ignore the device's counts while its plans serve no request, or count again."""
-        if self._on_device is not None:
-            (self._on_device.hold if held else self._on_device.go_on)()
-
-    def device_counts(self) -> DeviceCounts | None:
-        """What the device planner's kernels have counted so far; None if nothing is attached."""
-        return None if self._on_device is None else self._on_device.read()
-
-    def forget_device_counts(self, since: DeviceCounts | None) -> None:
-        """Do not count the device's steps after `since`: their plans served no kernel."""
-        if self._on_device is not None and since is not None:
-            self._on_device.forget(since)
-
     def counters(self) -> Counters:
         """The counts of both planners; for any thread."""
         steps_host = dict(self.steps_host)
-        steps, attended, loaded, spent = self._on_device.read() if self._on_device else (0,) * 4
+        steps, attended, loaded, spent = self.on_device.read()
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
         steps_tree = self._steps_tree + steps
         drafts = DraftCounts(0, 0) if self.read_drafts is None else self.read_drafts()
@@ -169,14 +120,10 @@ class ServerState(ServerDescription):
     def as_json(self, counters: Counters) -> dict[str, Any]:
         """The file's content, without the time of writing."""
         forest = self.forest
-        return {
-            "schema": SCHEMA,
-            **self.description(),
-            **counters.as_json(),
-            "forest": None
-            if forest is None
-            else {**forest_as_json(forest), "rids": [_short_name(rid) for rid in self.rids]},
-        }
+        shown = None
+        if forest is not None:
+            shown = {**forest_as_json(forest), "rids": [_short_name(rid) for rid in self.rids]}
+        return {"schema": SCHEMA, **self.description(), **counters.as_json(), "forest": shown}
 
 
 def _short_name(rid: object) -> str:
@@ -188,13 +135,11 @@ def _short_name(rid: object) -> str:
 class StateWriter:
     """Writes a :class:`ServerState` to its file, from a daemon thread and at exit.
 
-    If the file cannot be written, the log says so once and the server goes on without it. The
-    writer tries again from time to time.
+    If the file cannot be written, the log says so once, and the writer tries again later.
 
     - `path`: the file, ``<port>-tp<rank><suffix>.json``.
-    - `listeners`: at every look, the writer calls each listener with the counters, on its own
-      thread: metrics, the log. Add listeners before :meth:`start`. If one raises, the log says so
-      and the writer drops it.
+    - `listeners`: called with the counters at every look, on the writer's thread: metrics, the log.
+      Add them before :meth:`start`. If one raises, the log says so and the writer drops it.
     """
 
     def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:
@@ -238,7 +183,7 @@ class StateWriter:
             if counters == self._seen and self._touched():
                 return
             content = {**self.state.as_json(counters), "updated": time.time()}
-            self._replace(self.path, content)
+            write_private(self.path, json.dumps(content))
         except OSError as error:
             if self._failed_at is None:
                 logger.warning(
@@ -259,7 +204,7 @@ class StateWriter:
         return failed is not None and time.monotonic() - failed < RETRY_SECONDS
 
     def _touched(self) -> bool:
-        """Move the file's time, so that readers see that the writer runs; False without a file."""
+        """Move the file's time as a sign of life; False without a file."""
         try:
             os.utime(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -273,12 +218,9 @@ class StateWriter:
             if self._waits or not asked.is_file():  # a folder that cannot be written
                 return
             asked.unlink()  # remove it first, so that a failure is not repeated forever
-            self._replace(answer_file(self.path), answer(self.state.batch))
+            write_private(answer_file(self.path), json.dumps(answer(self.state.batch)))
         except OSError as error:
             logger.warning("deft: cannot write the last batch for `deft explain`: %s", error)
-
-    def _replace(self, path: Path, content: dict[str, Any]) -> None:
-        write_private(path, json.dumps(content))
 
     def _run(self) -> None:
         while True:

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.files.json_fields import FieldError, mapping, number, shown, text, within
-from deft_backend.files.private_files import create_empty, read_private_json
+from deft_backend.files.private_files import open_private, read_private_json
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import SCHEMA
-from deft_backend.telemetry.counters import Counters as Counters
+from deft_backend.telemetry.counters import SCHEMA, Counters
 from deft_backend.telemetry.forest_json import forest_from_json
 from deft_backend.telemetry.server_description import ServerDescription, read_description
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 
 ANSWER_SECONDS = 20.0  # longest time in which a server on a busy machine shows its batch
 
-SETTLE_SECONDS = 0.7
-"""The plugin writes every quarter second, so after this time the file has all counters."""
+SETTLE_SECONDS = 0.7  # after this time the file has all counters: it is written four times a second
 
 
 class StateError(ValueError):
@@ -40,10 +38,7 @@ class StateReading(ServerDescription):
 
 
 def state_file(folder: Path, port: int) -> Path:
-    """The state file of the first process of the server on `port`.
-
-    The function returns the file of an ended server only if no running server has one.
-    """
+    """The state file of the first process of the server on `port`; a running server's, if any."""
     files = _first_ranks(folder, port)
     running = [path for path in files if _writes_on(path)]
     return next(iter(running or files), folder / f"{port}-tp0.json")
@@ -59,10 +54,7 @@ def running_servers(folder: Path) -> dict[int, Path]:
 
 
 def only_server(folder: Path) -> Path:
-    """The state file of the only running server.
-
-    Raises StateError if none runs, or several do.
-    """
+    """The state file of the only running server; raises StateError if none or several run."""
     servers = running_servers(folder)
     if len(servers) != 1:
         names = ", ".join(map(str, servers)) or "none"
@@ -108,10 +100,7 @@ def process_runs(pid: int) -> bool:
 
 
 def read_state(path: Path) -> StateReading:
-    """Read and check a state file.
-
-    Raises StateError if the file is missing, has another schema, or lacks a field.
-    """
+    """Read a state file; raises StateError if it is missing, of another schema, or damaged."""
     try:
         written = path.stat().st_mtime
         content = read_private_json(path)
@@ -120,13 +109,11 @@ def read_state(path: Path) -> StateReading:
             f"there is no state file {path}; is a server with the plugin running on that port, "
             "under the same DEFT_STATE_DIR?"
         ) from None
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"no JSON: {error}"
         raise StateError(f"cannot read the state file {path}: {reason}") from error
-    except ValueError as error:
-        raise StateError(f"cannot read the state file {path}: no JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        schema = content.get("schema") if isinstance(content, dict) else None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
         raise StateError(
             f"{path} has schema {shown(schema)}; this version reads {SCHEMA}. Run the same version "
             "of deft-backend in the server and here"
@@ -150,7 +137,7 @@ class BatchQuestion:
         self._answered = answer_file(state)
         self._before = self._version()
         try:
-            create_empty(request_file(state))
+            open_private(request_file(state)).close()
         except OSError as error:
             raise self._failed(error) from error
 
@@ -186,22 +173,19 @@ class BatchQuestion:
         return status.st_ino, status.st_mtime_ns
 
 
-def shown_forest(state: Path, timeout: float | None = None) -> PrefixForest:
+def shown_forest(state: Path) -> PrefixForest:
     """Ask a server with the device planner for its last batch.
-
-    - `timeout`: seconds to wait; default: :data:`ANSWER_SECONDS`.
 
     Raises StateError if the server does not answer in time, or has no batch to show.
     """
-    timeout = ANSWER_SECONDS if timeout is None else timeout
     question = BatchQuestion(state)
     begin = time.monotonic()
     while (forest := question.answer()) is None:
-        if time.monotonic() - begin > timeout:
+        if time.monotonic() - begin > ANSWER_SECONDS:
             question.withdraw()
             raise StateError(
-                f"{state}: the server did not say within {timeout:.0f} s which batch it decodes; "
-                "is it still running?"
+                f"{state}: the server did not say within {ANSWER_SECONDS:.0f} s which batch it "
+                "decodes; is it still running?"
             )
         time.sleep(0.1)
     return forest
@@ -234,18 +218,19 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
 
 
 def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
-    shows = content.get("forest", "") is not None
-    forest = mapping(content, "forest") if shows else {}
-    rids = forest.get("rids", [])
-    if not isinstance(rids, list) or not all(isinstance(rid, str) for rid in rids):
-        raise FieldError(f"rids is {shown(rids)}; expected a list of texts")
-    with within("forest"):
-        read = forest_from_json(forest) if shows else None
+    forest, rids = None, []
+    if content.get("forest", "") is not None:
+        shown_batch = mapping(content, "forest")
+        rids = shown_batch.get("rids", [])
+        if not isinstance(rids, list) or not all(isinstance(rid, str) for rid in rids):
+            raise FieldError(f"rids is {shown(rids)}; expected a list of texts")
+        with within("forest"):
+            forest = forest_from_json(shown_batch)
     return StateReading(
         path=path,
         **read_description(content),
         counters=Counters.from_json(content),
-        forest=read,
+        forest=forest,
         rids=tuple(rids),
         updated=number(content, "updated"),
         sign_of_life=written,

@@ -125,7 +125,7 @@ class TreeDecode:
         """Count from now on, without the plans of warm-up and capture."""
         if self._on_device:
             counters = self._attention.device_planner.counters
-            self._state.attach_device_counters(counters.numpy())
+            self._state.on_device.attach(counters.numpy())
 
     def prepare(self, requests: Sequence[int], lens: Sequence[int], batch: DecodeBatch) -> None:
         """Prepare a step, outside its graph: the host planner plans here, if it is in use.

@@ -104,15 +104,8 @@ KEY = f"{1:064x}"
         (lambda folder: (folder / "manifest.json").unlink(), "did not fill it"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is damaged"),
-        (break_manifest(lambda m: m.update(format=2)), "has the format 2; expected 1"),
-        (break_manifest(lambda m: m.pop("triton")), "is damaged"),
-        (break_manifest(lambda m: m.update(kernels=[])), "is damaged"),
         (break_manifest(lambda m: m["kernels"].update({"../x": {}})), "is damaged"),
         (break_manifest(lambda m: m["kernels"][KEY].clear()), "is damaged"),
-        (
-            break_manifest(lambda m: m["kernels"][KEY].update({"../../x.cubin": "0" * 64})),
-            "is damaged",
-        ),
     ],
 )
 def test_a_folder_that_is_not_ours_is_refused(damage, said, tmp_path, cache):
@@ -133,10 +126,3 @@ def test_damaged_kernels_are_left_out(tmp_path, cache):
     (folder / f"{2:064x}" / "k2.cubin").unlink()
     assert take(folder, HERE) == Taken(copied=1, held=0, damaged=2)
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
-
-
-def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(KernelFolderError, match="did not fill it"):
-        fill(tmp_path, HERE, [kernel(tmp_path.parent / "k", 1)])
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

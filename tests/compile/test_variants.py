@@ -1,5 +1,6 @@
 """The start compiles the variants that steps launch, under the keys that launches look up."""
 
+import itertools
 import threading
 from dataclasses import replace
 from functools import partial
@@ -77,30 +78,6 @@ def step_of(attention, described, batch, width, tokens=1):
     }
 
 
-@needs_gluon
-@pytest.mark.parametrize("width", [131072, 131076])
-@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8), (8, 1)])
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_no_step_needs_a_kernel_that_was_not_compiled(host, heads, width):
-    described = server(host, heads)
-    compiled = set(described.variants(HOPPER, Settings()))
-    attention = attention_of(described)
-    launched = set()
-    for batch in SIZES:
-        step = step_of(attention, described, batch, width)
-        with recorded() as found:
-            attention.plan_on_device(
-                step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
-            )
-            attention.run(**step, static_launch=True)
-        launched |= set(found)
-    missing = {variant.name for variant in launched - compiled}
-    assert not missing
-    # And hardly more: what the other class of table widths needs.
-    unused = {variant.name for variant in compiled - launched}
-    assert unused <= {"hopper_small_tile_attention", "hopper_large_tile_attention"}
-
-
 class Served(NamedTuple):
     """A server besides its heads: what it verifies, its KV cache and its layers."""
 
@@ -113,6 +90,8 @@ class Served(NamedTuple):
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SINKS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
 SERVED = {
+    "sglang": Served("sglang"),
+    "vllm": Served("vllm"),
     "sglang-chain": Served("sglang", drafts_of("sglang", 5)),
     "sglang-long-chain": Served("sglang", drafts_of("sglang", 40)),
     "sglang-tree": Served("sglang", drafts_of("sglang", 8, trees=True)),
@@ -142,9 +121,13 @@ def gluon(request, monkeypatch):
         cached.cache_clear()
 
 
+OTHER_HEADS = [(heads, host) for heads in ((64, 8), (8, 8)) for host in ("sglang", "vllm")]
+
+
 @needs_gluon
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("heads", "name"), [*itertools.product([(32, 8), (8, 1)], SERVED), *OTHER_HEADS]
+)
 def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
     host, drafts, kv_dtype, layers = SERVED[name]
@@ -325,17 +308,11 @@ def test_a_pointer_tells_whether_it_is_aligned():
 
 def reductions(count):
     """Variants that compile quickly."""
-    described = server("vllm")
-    found = [
-        variant
-        for max_queries in (2, 200)
-        for variant in DescribedServer(
-            "vllm", 32, 8, 128, torch.bfloat16, 16, max_queries
-        ).variants(HOPPER, Settings())
-        if variant.kernel is REDUCE_PARTIALS._compiled
-    ]  # fmt: skip
-    assert described.max_batch == 2048
-    return list(dict.fromkeys(found))[:count]
+    found = {}
+    for max_batch in (2, 200):
+        described = replace(server("vllm"), max_batch=max_batch)
+        found |= dict.fromkeys(described.variants(HOPPER, Settings()))
+    return [variant for variant in found if variant.kernel is REDUCE_PARTIALS._compiled][:count]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

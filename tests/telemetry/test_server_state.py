@@ -43,7 +43,7 @@ def test_state_file(tmp_path):
     state.count_tree(tokens=6, loaded=4, tree_layers=1)
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert content["schema"] == 1
+    assert content["schema"] == 2
     assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
     assert content["steps_host"] == {"small": 1}
     assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
@@ -90,17 +90,22 @@ def test_numbers_of_a_server_have_limits(tmp_path, names, lowest, highest):
                 read_state(path)
 
 
-def test_a_state_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("path", ["1-tp0.json", "1-tp0.wanted"])
+def test_a_folder_that_cannot_be_used_is_said_once(path, tmp_path, caplog, monkeypatch):
+    """Even the check for a question is refused in a folder of another user."""
+    refused = raising(PermissionError(13, "Permission denied"))
     state = make_state()
-    writer = StateWriter(state, tmp_path / "file")
+    writer = StateWriter(state, tmp_path)
     heard = []
     writer.listeners.append(heard.append)
+    if path.endswith("wanted"):
+        monkeypatch.setattr(Path, "is_file", refused)
+    monkeypatch.setattr("deft_backend.telemetry.state.write_private", refused)
     writer.look()
     state.count_host("x", 1)
     writer.look()
-    assert len(caplog.records) == 1
     assert "cannot write the server's state file" in caplog.text
+    assert caplog.text.count("Permission denied") == len(caplog.records) == 1
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
 
 
@@ -109,13 +114,13 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
     writer = StateWriter(state, tmp_path)
     now = [1000.0]
     monkeypatch.setattr("deft_backend.telemetry.state.time.monotonic", lambda: now[0])
-    honest = writer._replace
-    monkeypatch.setattr(writer, "_replace", raising(OSError(28, "No space left on device")))
-    for _ in range(3):
-        writer.look()
-        now[0] += RETRY_SECONDS
+    with monkeypatch.context() as full:
+        no_space = raising(OSError(28, "No space left on device"))
+        full.setattr("deft_backend.telemetry.state.write_private", no_space)
+        for _ in range(3):
+            writer.look()
+            now[0] += RETRY_SECONDS
     assert caplog.text.count("No space left") == 1
-    monkeypatch.setattr(writer, "_replace", honest)
     now[0] -= RETRY_SECONDS / 2
     writer.look()
     assert not writer.path.exists()
@@ -125,30 +130,8 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
     assert "can be written again" in caplog.text
 
 
-def test_a_folder_that_may_not_be_entered_is_said_once(tmp_path, caplog, monkeypatch):
-    """A folder of another user: even the check for a file is refused."""
-
-    def refused(self):
-        raise PermissionError(13, "Permission denied")
-
-    state = make_state()
-    writer = StateWriter(state, tmp_path)
-    heard = []
-    writer.listeners.append(heard.append)
-    monkeypatch.setattr(Path, "is_file", refused)
-    monkeypatch.setattr(writer, "_replace", lambda *_: refused(tmp_path))
-    writer.look()
-    state.count_host("x", 1)
-    writer.look()
-    assert caplog.text.count("Permission denied") == 1
-    assert [counters.decode_steps for counters in heard] == [0, 1]
-
-
 def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch):
-    def fail(self):
-        raise RuntimeError("no more threads")
-
-    monkeypatch.setattr(StateWriter, "start", fail)
+    monkeypatch.setattr(StateWriter, "start", raising(RuntimeError("no more threads")))
     settings = Settings(state_dir=tmp_path)
     reporting.start(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
     assert caplog.text.count("no more threads") == 1
@@ -177,7 +160,7 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path):
     state.count_host("small", tokens=10)
     state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
     writer = StateWriter(state, tmp_path)
-    state.attach_device_counters(memory)
+    state.on_device.attach(memory)
     writer.look()
     before = state.counters()
     assert (before.steps_tree, before.decode_steps) == (1, 2)
@@ -189,20 +172,19 @@ def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path):
     assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
     assert content["kv_bytes_query_guided"] == (10 + 6 + 300) * LAYERS * TOKEN
     assert content["kv_bytes_read"] == (10 + 4 + 120) * LAYERS * TOKEN
-    assert (state.steps_tree, state.kv_bytes_read) == (4, content["kv_bytes_read"])
     assert content["plans"] == 3
     assert content["plan_seconds"] == pytest.approx(6e-3)
 
     state.device_tree_layers = 1  # the other layer reads every attended token
-    assert state.kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
-    assert state.kv_bytes_query_guided == content["kv_bytes_query_guided"]
+    assert state.counters().kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
+    assert state.counters().kv_bytes_query_guided == content["kv_bytes_query_guided"]
 
 
 def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
     """A reading may see only some of a step's words; the next reading sees all of them."""
     state = make_state()
     memory = np.zeros(4, dtype=np.int64)
-    state.attach_device_counters(memory)
+    state.on_device.attach(memory)
     writer = StateWriter(state, tmp_path)
     memory[0] = 1
     writer.look()
@@ -218,15 +200,12 @@ def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
 )
 def test_a_wrong_source_of_device_counters_is_refused(array):
     with pytest.raises(ValueError, match=r"expected \(4,\) int64") as refused:
-        make_state().attach_device_counters(array)
+        make_state().on_device.attach(array)
     assert str(array.shape) in str(refused.value)
-
-
-def test_a_second_source_of_device_counters_is_refused():
     state = make_state()
-    state.attach_device_counters(np.zeros(4, np.int64))
+    state.on_device.attach(np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="attached already"):
-        state.attach_device_counters(np.zeros(4, np.int64))
+        state.on_device.attach(np.zeros(4, np.int64))
 
 
 def test_readings_while_another_thread_counts(tmp_path):
@@ -277,7 +256,8 @@ def test_counters_come_back_from_json_and_subtract():
 
 def test_device_counters_leave_out_what_is_held_and_forgotten():
     device = np.array([5, 50, 40, 9], dtype=np.int64)
-    counters = DeviceCounters(device)
+    counters = DeviceCounters()
+    counters.attach(device)
     device += [2, 20, 10, 1]
     counters.hold()
     device += 100  # such as the steps of a warm-up
@@ -289,10 +269,3 @@ def test_device_counters_leave_out_what_is_held_and_forgotten():
     device += 7
     counters.forget(before)
     assert counters.read() == before
-
-
-def test_counters_of_an_interval():
-    """Each field is the difference; reasons without a step in the interval are left out."""
-    before = Counters(9, 4, 2, {"small": 3, "off": 2}, 100, 300, 0.5, 40, 10, 13)
-    after = Counters(19, 10, 5, {"small": 7, "off": 2}, 300, 900, 2.5, 70, 25, 20)
-    assert after - before == Counters(10, 6, 3, {"small": 4}, 200, 600, 2.0, 30, 15, 7)

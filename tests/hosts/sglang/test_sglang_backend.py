@@ -112,8 +112,8 @@ def test_a_shared_decode_batch_goes_through_the_tree(server):
     assert server.calls == []
     server.close(out, batch)
     assert server.pool.k[batch.out_cache_loc].flatten().tolist() == KEYS.flatten().tolist()
-    assert (server.state.steps_tree, server.state.plans) == (1, 1)
-    assert server.state.kv_bytes_read < server.state.kv_bytes_query_guided
+    assert (server.state.counters().steps_tree, server.state.plans) == (1, 1)
+    assert server.state.counters().kv_bytes_read < server.state.counters().kv_bytes_query_guided
 
 
 def test_a_layers_sinks_scale_and_soft_cap_are_used(server):
@@ -135,11 +135,11 @@ def test_layers_that_are_left_to_the_host_get_its_metadata_once(server, caplog):
         server.forward(batch, make_layer(sliding_window_size=8, layer_id=layer_id))
         written = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
         assert torch.equal(written.flatten(), KEYS.flatten())
-    assert server.state.steps_tree == 0  # no layer has run through tree attention yet
+    assert server.state.counters().steps_tree == 0  # no layer has run through tree attention yet
     server.forward(batch)
     assert server.calls == ["metadata", "decode", "decode"]
     assert caplog.text.count("layers with a sliding window decode through the host's") == 1
-    assert server.state.steps_tree == 1
+    assert server.state.counters().steps_tree == 1
 
 
 @pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
@@ -171,7 +171,7 @@ def test_other_batches_are_handed_on(server, kind, reason):
         batch.seq_lens_cpu = None
     server.step(batch)
     assert server.calls == ["metadata", "decode" if decodes else "extend"]
-    assert server.state.steps_tree == 0
+    assert server.state.counters().steps_tree == 0
     assert server.state.steps_host == ({} if reason is None else {reason: 1})
 
 
@@ -182,14 +182,14 @@ def test_a_batch_is_decided_and_counted_once(server):
         assert server.steps.takes(each)
         assert server.steps.takes(each)
         server.backend.init_forward_metadata(each)
-        assert server.state.steps_tree == steps - 1  # no layer has run yet
+        assert server.state.counters().steps_tree == steps - 1  # no layer has run yet
         for layer_id in range(2):
             server.forward(each, make_layer(layer_id=layer_id))
-        assert server.state.steps_tree == steps
+        assert server.state.counters().steps_tree == steps
     other = server.batch(known=False)
     assert not server.steps.takes(other)
     server.backend.init_forward_metadata(other)
-    assert server.state.steps_tree == 2
+    assert server.state.counters().steps_tree == 2
     assert sum(server.state.steps_host.values()) == 1
 
 
@@ -204,7 +204,7 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server):
     server.replay(view_of(shared))
     # Neither the second capture nor the replay needs new buffers or metadata of the host.
     assert server.calls == ["metadata out of graph", "in graph"]
-    assert server.state.steps_tree == 1
+    assert server.state.counters().steps_tree == 1
     out = server.attention.run(
         query()[0].view(2, 4, 64), *(server.pool.k, server.pool.v), torch.from_numpy(server.table),
         shared.seq_lens, table_rows=shared.req_pool_indices, sm_scale=0.125, static_launch=True,
@@ -215,7 +215,7 @@ def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server):
     for change in ({"out_cache_loc": torch.zeros(2)}, {"forward_mode": mode("extend")}):
         server.replay(view_of(shared, **change))
     assert server.calls == ["metadata out of graph"] * 2
-    assert server.state.steps_tree == 1
+    assert server.state.counters().steps_tree == 1
 
 
 def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
@@ -259,7 +259,7 @@ def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server):
     batch.batch_size = 4
     server.step(batch)
     assert server.calls == ["metadata", "decode"]
-    assert (server.state.steps_tree, server.state.steps_host) == (0, {"padded batch": 1})
+    assert (server.state.counters().steps_tree, server.state.steps_host) == (0, {"padded batch": 1})
     server.step(server.batch())
     assert server.calls == ["metadata", "decode"]  # tree attention continues with the next batch
 
@@ -299,7 +299,10 @@ def test_a_kernel_that_fails_is_not_tried_again(server, failures, monkeypatch):
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["metadata", "decode", "decode", "metadata"]
     assert "a kernel failed (RuntimeError('out of resources'))" in failures.pop()
-    assert (server.state.steps_tree, server.state.steps_host) == (0, {"kernel failed": 2})
+    assert (server.state.counters().steps_tree, server.state.steps_host) == (
+        0,
+        {"kernel failed": 2},
+    )
 
 
 def test_a_step_counts_once_if_a_later_layer_fails(server, failures, monkeypatch):
@@ -308,7 +311,7 @@ def test_a_step_counts_once_if_a_later_layer_fails(server, failures, monkeypatch
     monkeypatch.setattr(server.attention, "run", None)
     server.forward(batch, layer_of(1))
     assert server.calls == ["metadata", "decode"]
-    assert (server.state.steps_tree, server.state.steps_host) == (1, {})
+    assert (server.state.counters().steps_tree, server.state.steps_host) == (1, {})
     assert "a kernel failed" in failures.pop()
 
 

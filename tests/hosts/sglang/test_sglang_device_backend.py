@@ -127,7 +127,7 @@ def test_small_large_and_other_batches_are_the_hosts(server):
         "batch smaller than DEFT_MIN_BATCH=2": 2,
         "batch larger than the 4 requests that a plan holds": 2,
     }  # fmt: skip
-    assert server.state.steps_tree == 0
+    assert server.state.counters().steps_tree == 0
 
 
 def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server):

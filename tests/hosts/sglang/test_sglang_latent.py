@@ -96,7 +96,7 @@ def test_layers_decode_over_the_plan(server, in_two):
         assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
         torch.testing.assert_close(out.double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
     assert server.calls == []
-    assert server.state.steps_tree == 1
+    assert server.state.counters().steps_tree == 1
 
 
 def test_a_graph_lays_out_the_batch_of_its_replay(server):

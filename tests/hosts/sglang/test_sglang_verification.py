@@ -120,7 +120,7 @@ def test_an_eager_step(server, spec, parents):
     check(server, batch, parents, server.step(batch))
     assert server.calls == []
     assert server.state.verified_tokens == 2 * N
-    assert server.state.steps_tree == 1
+    assert server.state.counters().steps_tree == 1
     # The host's pair of backends for prefill and decode calls another method.
     q, k, v = query(2 * N)
     check(server, batch, parents, server.backend.forward_extend(q, k, v, make_layer(), batch))

@@ -276,7 +276,7 @@ def test_captures_and_drafts_are_no_steps():
     run(layers.impls[0], batch, cache, captured)
     assert state().counters().decode_steps == 0
     run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    assert state().counters().decode_steps == state().steps_tree == 1
+    assert state().counters().decode_steps == state().counters().steps_tree == 1
     assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
 
 
@@ -320,7 +320,7 @@ def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatc
     metadata = builder.build(prefix, Batch(DECODE, shared=2).common(**changes))
     assert step_of(metadata) is None
     assert state().steps_host == {reason: 1}
-    assert state().kv_bytes_read == state().kv_bytes_query_guided > 0
+    assert state().counters().kv_bytes_read == state().counters().kv_bytes_query_guided > 0
 
 
 @pytest.mark.parametrize(
@@ -354,9 +354,9 @@ def test_counts_what_is_read(monkeypatch):
     step = Step(Batch([40, 37, 33], shared=2))  # 32 shared tokens, and 8 + 5 + 1 unshared ones
     step.run()
     token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
-    assert (state().steps_tree, state().plans) == (1, 1)
-    assert state().kv_bytes_query_guided == 110 * token
-    assert state().kv_bytes_read == 46 * token
+    assert (state().counters().steps_tree, state().plans) == (1, 1)
+    assert state().counters().kv_bytes_query_guided == 110 * token
+    assert state().counters().kv_bytes_read == 46 * token
 
 
 def test_the_device_counts_its_own_steps():
@@ -365,10 +365,10 @@ def test_the_device_counts_its_own_steps():
         step.run()
         step.build()
     token = 2 * 2 * DIM * 4
-    assert (state().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
+    assert (state().counters().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
     assert state().counters().plans == 3
-    assert state().kv_bytes_query_guided == 3 * 110 * token
-    assert 3 * 46 * token <= state().kv_bytes_read <= 3 * 110 * token
+    assert state().counters().kv_bytes_query_guided == 3 * 110 * token
+    assert 3 * 46 * token <= state().counters().kv_bytes_read <= 3 * 110 * token
     shown = forest_of(state().batch)
     assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
 
@@ -386,10 +386,10 @@ def test_steps_of_equal_layers_are_counted_once():
     other.build(0, first.batch.common())
     for step in (first, again):
         step.run()
-    assert state().steps_tree == 2
+    assert state().counters().steps_tree == 2
     new = tree_layers().builder(make_spec())
     assert new.deft_group is not first.builder.deft_group
-    assert state().steps_tree == 0
+    assert state().counters().steps_tree == 0
 
 
 def test_a_wrong_setting_stops_the_server(monkeypatch):
@@ -420,7 +420,7 @@ def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
     failures.clear()
     step.build()
     assert step.tree is None
-    assert (state().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
+    assert (state().counters().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
 
 
 def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, failures):
@@ -438,7 +438,7 @@ def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, fail
     again = policy == "deft-node"
     assert (step.tree is not None) == again
     assert state().counters().steps_host == {"planning failed": 2 if again else 3}
-    assert state().steps_tree == int(again)
+    assert state().counters().steps_tree == int(again)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-5])
@@ -484,7 +484,7 @@ def test_queries_of_eight_bits_have_a_scale():
     """Some backends of vLLM take them over a cache of 8 bits."""
     layers = tree_layers(arguments={"kv_cache_dtype": "fp8"})
     Step(Batch(DECODE, shared=2), layers, dtype=torch.uint8).check_quantised("fp8", q_scale=0.25)
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 def test_a_group_takes_layers_with_its_own_kind_of_cache():
@@ -510,7 +510,7 @@ def test_an_output_within_a_larger_tensor():
     step.layers.impls[0].forward(None, query, None, None, kv_cache, step.metadata, output)
     close(output, reference(step.batch, step.cache))
     assert wide[:, :HEADS].eq(7.0).all()
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 def test_an_output_of_another_dtype_is_the_hosts(failures):
@@ -657,7 +657,7 @@ def test_a_cache_of_eight_bits(kind, query_lens):
     batch = Batch(DECODE, shared=2, query_lens=query_lens)
     step = Step(batch, layers, dtype=torch.uint8)
     step.check_quantised(kind)
-    assert (state().steps_tree, state().steps_host) == (1, {})
+    assert (state().counters().steps_tree, state().steps_host) == (1, {})
     attach(step.metadata, None)
     step.cache, step.batch = cached(Batch(DECODE, shared=2, query_lens=query_lens))[::-1]
     step.check_quantised(kind)  # the host's own

@@ -95,7 +95,7 @@ def test_every_group_decides_for_its_layers(caplog):
     close(run(windowed.impls[0], batch, cache, built[0]), expected(batch, cache, window=9))
     close(run(full.impls[0], batch, cache, built[2]), expected(batch, cache))
     found = state()
-    assert (found.num_layers, found.steps_tree) == (2, 1)
+    assert (found.num_layers, found.counters().steps_tree) == (2, 1)
 
 
 def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
@@ -120,7 +120,7 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
     ]  # fmt: skip
     for layers, size, steps in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
         close(run(layers.impls[0], batch, cache, metadata), expected(batch, cache, window=size))
-        assert state().steps_tree == steps
+        assert state().counters().steps_tree == steps
 
 
 def test_layers_of_two_shapes_have_plans_of_their_own():

@@ -113,7 +113,7 @@ def test_several_api_servers_show_what_the_decoding_process_publishes(
     multiprocess.MultiProcessCollector(registry)
     shown = page(registry)
     assert shown[of("decode_steps", kernel="tree")] == 2
-    assert shown[of("kv_read_bytes")] == writer.state.kv_bytes_read > 0
+    assert shown[of("kv_read_bytes")] == writer.state.counters().kv_bytes_read > 0
 
 
 @pytest.mark.parametrize("what", ["register", "publish"])
@@ -127,7 +127,7 @@ def test_counters_that_cannot_be_shown_cost_a_line(what, writers, monkeypatch, t
         decode(steps=1)
     assert caplog.text.count("/metrics does not show tree attention") == len(caplog.records) == 1
     assert AttentionBackendEnum.CUSTOM.is_overridden()
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 def test_a_wrong_setting_is_another_servers_affair(monkeypatch, caplog):

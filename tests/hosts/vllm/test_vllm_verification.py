@@ -43,7 +43,7 @@ def test_rows_of_one_length_and_of_several(query_lens):
     assert step.tree.query_tokens == 5  # one number of tokens for all batches
     step.check()
     assert state().verified_tokens == sum(query_lens)
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 def test_sinks_are_part_of_every_query_tokens_softmax():
@@ -53,7 +53,7 @@ def test_sinks_are_part_of_every_query_tokens_softmax():
     assert step.tree is not None
     found = step.check(sinks=sinks)
     assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 @pytest.mark.usefixtures("policy")
@@ -61,7 +61,7 @@ def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
     step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     step.check()
-    assert (state().verified_tokens, state().steps_tree) == (0, 0)
+    assert (state().verified_tokens, state().counters().steps_tree) == (0, 0)
     assert state().steps_host == {"kernel failed": 1}
     assert len(failures) == 1
     failures.clear()
@@ -148,9 +148,9 @@ def test_the_draft_models_layers_are_the_hosts(caplog):
     # A draft's first pass may get the metadata of the target's step.
     cache = Cache(batch.pages, 16)
     close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().steps_tree == 0
+    assert state().counters().steps_tree == 0
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().steps_tree == 1
+    assert state().counters().steps_tree == 1
 
 
 def test_a_layer_that_the_host_marks_is_the_draft_models():

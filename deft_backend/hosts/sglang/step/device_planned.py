@@ -192,7 +192,7 @@ class DevicePlannedSteps:
         if not self._counting:
             self._counting = True
             counters = self.layers.attention.device_planner.counters
-            self.layers.state.attach_device_counters(counters.numpy())
+            self.layers.state.on_device.attach(counters.numpy())
         self._hold_counters(False)
 
     def _hold_counters(self, held: bool) -> None:
@@ -202,4 +202,5 @@ class DevicePlannedSteps:
             device = self.layers.attention.device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            self.layers.state.hold_device_counters(held)
+            on_device = self.layers.state.on_device
+            (on_device.hold if held else on_device.go_on)()

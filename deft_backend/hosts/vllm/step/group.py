@@ -83,7 +83,7 @@ class GroupAttention:
         if step.unplanned or not self.takes(call.layer):
             return False
         first = not step.ran or id(call.owner) in step.ran
-        before = self.state.device_counts() if first else None
+        before = self.state.on_device.read() if first else None
         loaded = 0
         if first:
             step.ran.clear()
@@ -104,8 +104,8 @@ class GroupAttention:
                 self._cross_check(rows, call.host)
         except Exception as error:
             self.failure.kernel_failed(error)
-            if first:
-                self.state.forget_device_counts(before)
+            if before is not None:
+                self.state.on_device.forget(before)
                 self._count_failure(step, "kernel failed")
             return False
         step.ran.add(id(call.owner))
@@ -169,7 +169,7 @@ class GroupAttention:
             # Earlier plans were for the warm-up and for captures.
             self._attached = True
             counters = self.attention.device_planner.counters
-            self.state.attach_device_counters(counters.numpy())
+            self.state.on_device.attach(counters.numpy())
             self.state.device_tree_layers = self.tree_layers
         if reason is not None:
             self.state.count_host(reason, context_tokens(common))
