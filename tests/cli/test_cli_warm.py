@@ -78,6 +78,25 @@ def test_bad_input_is_named(arguments, said, tmp_path):
     assert not (tmp_path / "kernels").exists()
 
 
+@pytest.fixture
+def described(monkeypatch, tmp_path):
+    """The server whose kernels `deft warm` would compile with some options, and what it prints."""
+    seen = []
+
+    def variants(self, *rest):
+        seen.append(self)
+        return []
+
+    def describe(*arguments):
+        out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
+        code, said, err = warm(*arguments, *out)
+        assert (code, err) == (0, "")
+        return seen[-1], said
+
+    monkeypatch.setattr(DescribedServer, "variants", variants)
+    return describe
+
+
 def with_config(folder, **fields):
     """A model's folder: the tiny model's configuration in 16 bits, with other fields."""
     content = json.loads((MODEL / "config.json").read_text())
@@ -100,11 +119,8 @@ def with_config(folder, **fields):
         ("sglang", ["--kv-cache-dtype", "fp8_e5m2"], (torch.float8_e5m2, None)),
     ],
 )
-def test_a_servers_arguments_are_options(host, arguments, expected, seen, tmp_path):
-    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
-    code, said, err = warm("--host", host, *arguments, *out)
-    assert (code, err) == (0, "")
-    (server,) = seen
+def test_a_servers_arguments_are_options(host, arguments, expected, described):
+    server, said = described("--host", host, *arguments)
     assert (server.kv_dtype, server.drafts) == expected
     assert server.layers == (LayerKind(),)
     if server.drafts is not None:
@@ -126,28 +142,11 @@ def test_a_servers_arguments_are_options(host, arguments, expected, seen, tmp_pa
         ({"add_full_attention_sink_bias": False}, "vllm", LayerKind()),
     ],
 )
-def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, seen, tmp_path):
-    out = ("--target", "sm_90", "--out", str(tmp_path / "kernels"))
-    code, said, err = warm(
-        "--host", host, "--model", with_config(tmp_path / "model", **fields), *out
-    )
-    assert (code, err) == (0, "")
-    (server,) = seen
+def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, described, tmp_path):
+    model = with_config(tmp_path / "model", **fields)
+    server, said = described("--host", host, "--model", model)
     assert server.layers == (expected,)
     assert (", sinks" in said, ", soft cap" in said) == (bool(expected.sinks), expected.soft_cap)
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The servers whose kernels are asked for; they have none."""
-    found = []
-
-    def variants(self, *rest):
-        found.append(self)
-        return []
-
-    monkeypatch.setattr(DescribedServer, "variants", variants)
-    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -157,14 +156,10 @@ def test_without_a_gpu_a_target_must_be_named():
     assert "pass --target" in err
 
 
-def test_a_model_gives_its_shape(seen, tmp_path):
-    out = str(tmp_path / "kernels")
-    arguments = ("--target", "sm_90", "--model", str(MODEL), "--dtype", "fp16", "--out", out)
-    code, _, _ = warm(*arguments, "--host", "vllm")
-    assert code == 0
+def test_a_model_gives_its_shape(described):
+    server, _ = described("--model", str(MODEL), "--dtype", "fp16", "--host", "vllm")
     config = json.loads((MODEL / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    (server,) = seen
     assert (server.num_query_heads, server.num_kv_heads) == (heads, kv_heads)
     assert (server.dtype, server.page_size, server.host) == (torch.float16, 16, "vllm")
 
