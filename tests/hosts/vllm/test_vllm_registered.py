@@ -334,7 +334,8 @@ def test_observing_counts_and_changes_nothing():
     other.build(0, batch.common())
     counted = state()
     assert counted.steps_host == {"observed": 1}
-    assert counted.kv_bytes_read == 12 * 2 * (2 * KV_HEADS * DIM * 4)  # tokens, layers, bytes
+    read = counted.counters().kv_bytes_read
+    assert read == 12 * 2 * (2 * KV_HEADS * DIM * 4)  # tokens, layers, bytes
     drafts = Batch([40, 37], shared=2, query_lens=[5, 3])
     builder.build(0, drafts.common())
     assert counted.steps_host == {"observed": 2}
