@@ -12,8 +12,7 @@ import torch
 import triton
 
 from deft_backend import TreeAttention
-from deft_backend.compile.described_gpu import compiling_for
-from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.compile.variants import compile_all, compiling_for, recorded
 from deft_backend.forest import build_forest
 from deft_backend.kernels import Gpu, kernel_configuration
 from deft_backend.kernels.hopper import versions as gluon_versions
