@@ -9,7 +9,8 @@ The cost of a candidate in nanoseconds is the sum of these terms:
   first round of small tiles, which run at the same time. Later rounds wait: items that merge hold
   their programs until the large tiles are done. Each such large tile also has half an SM to
   itself, and takes only :data:`ALONE` of its time per token.
-- ``results * partial_ns`` for writing and reading partial results.
+- ``partial_ns`` for each partial result that chunks add. A large tile's range leaves one for each
+  query even if it stays whole.
 - For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
   the transfer if one round does not spread evenly over the SMs.
 - The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
@@ -60,7 +61,8 @@ class Cut(NamedTuple):
     items: int  # a query tile and a chunk each
     read: int  # tokens that the items load
     stored: int  # tokens of the ranges
-    results: int  # one for each query and chunk; ranges of one chunk leave none
+    results: int  # one for each query and chunk of the ranges that are cut
+    cut_queries: int  # queries of those ranges
     most: int  # chunks of the range with most chunks
 
 
@@ -104,7 +106,8 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
     expected = _slower(max(busy, alone), transfer)
     if leaves_room:
         expected -= min(expected, HIDDEN * costs.beside)
-    expected += cut.results * costs.partial_ns
+    added = cut.results - cut.cut_queries if costs.is_large else cut.results
+    expected += added * costs.partial_ns
     if not costs.is_large:
         expected += EXPOSED * cut.items * costs.item_ns / costs.programs
         if costs.sms < cut.items <= costs.programs:
@@ -126,6 +129,7 @@ def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: 
     read = np.int64(0)
     stored = np.int64(0)
     results = np.int64(0)
+    cut_queries = np.int64(0)
     most = np.int64(1)
     for r in range(len(queries)):
         parts = max(np.int64(1), (tokens[r] + chunk - 1) // chunk)
@@ -135,5 +139,6 @@ def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: 
         stored += tokens[r]
         if parts > 1:
             results += queries[r] * parts
+            cut_queries += queries[r]
             most = max(most, parts)
-    return Cut(chunk, longest, items, read, stored, results, most)
+    return Cut(chunk, longest, items, read, stored, results, cut_queries, most)

@@ -146,5 +146,19 @@ def test_a_cut_counts_items_tokens_and_results():
     queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
     # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
     assert cut_into(queries, tokens, tiles, 64) == Cut(
-        chunk=64, longest=100, items=5, read=230, stored=130, results=40, most=2
+        chunk=64, longest=100, items=5, read=230, stored=130, results=40, cut_queries=20, most=2
     )
+
+
+@pytest.mark.parametrize(("queries", "added"), [(20, 20), (2, 4)])
+def test_a_whole_range_of_a_large_tile_leaves_results_too(queries, added):
+    """Two chunks leave two results a query; a whole range of a small tile leaves none."""
+    costs = {
+        "item_ns": (5000, 1000), "token_ns": (50, 20), "reduce_ns": 5000, "transfer_ns": 1,
+        "programs": (100, 100), "sms": 16, "block": 64,
+    }  # fmt: skip
+    free, priced = (
+        host_price([(queries, 128)], int(queries > TILES[0]), 2, {**costs, "partial_ns": partial})
+        for partial in (0.0, 3.0)
+    )
+    assert priced[0] - free[0] == pytest.approx(3.0 * added)

@@ -61,7 +61,8 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     transfer = cut.stored * costs.transfer_ns
     cost = _slower(tl.maximum(busy, alone), transfer)
     cost -= tl.where(leaves_room, tl.minimum(cost, WEIGHTS.hidden * costs.beside), 0.0)
-    cost += cut.results.to(tl.float32) * costs.partial_ns
+    added = tl.where(costs.is_large, cut.results - cut.cut_queries, cut.results)
+    cost += added.to(tl.float32) * costs.partial_ns
     fullest = tl.ceil(items / costs.sms - WEIGHTS.rounding) * costs.sms
     uneven = (items > costs.sms) & (cut.items <= costs.programs)
     small_cost = WEIGHTS.exposed * items * costs.item_ns / costs.programs.to(tl.float32)
@@ -169,6 +170,7 @@ def price_chunks(
     items = total(tiles * parts)
     more_items = items - total(tiles)
     results = total(tl.where(parts > 1, queries * parts, 0))
+    cut_queries = total(tl.where(parts > 1, queries, 0))
     more_entries = total(queries * (parts - 1))
     most = tl.reduce(tl.where(mine, parts, 1), 0, tl.standard._elementwise_max)
     programs = tl.where(shape == 1, large_programs, small_programs)
@@ -187,7 +189,7 @@ def price_chunks(
     if CHUNKS == "measured":
         read = total(tiles.to(tl.float32) * tokens.to(tl.float32))
         stored = total(tokens.to(tl.float32))
-        cut = Cut(chunk, longest, items, read, stored, results, most)
+        cut = Cut(chunk, longest, items, read, stored, results, cut_queries, most)
         is_small = (all_queries > 0) & (all_large == 0)
         small_tokens = total(tl.where(is_small, all_tokens, 0).to(tl.float32))
         beside = small_tokens * transfer_ns + costs.small_item
