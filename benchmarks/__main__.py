@@ -12,6 +12,7 @@ from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.mla import mla
 from benchmarks.commands.papers import papers
 from benchmarks.commands.planning import planning_device, planning_host
+from benchmarks.commands.policies import policies
 from benchmarks.commands.real_model import real_model
 from benchmarks.commands.replicas import replicas
 from benchmarks.commands.sharing import sharing
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 
 for command in (
-    kernel, kernel_merge, kernel_plot, kernel_check, mla, papers, fuzz, faults, soak, e2e,
+    kernel, kernel_merge, kernel_plot, kernel_check, policies, mla, papers, fuzz, faults, soak, e2e,
     e2e_merge, start, sharing, replicas, real_model, planning_host, planning_device, step_hooks,
     short_extends, zoo,
 ):  # fmt: skip

@@ -263,3 +263,27 @@ def test_what_was_measured_survives_an_interruption(tmp_path, monkeypatch):
     rows, header = read_rows(tmp_path / "kernel-cpu.json")
     assert [found["workload"] for found in rows] == ["1,2 3,2"]
     assert header["complete"] is False
+
+
+def test_the_table_of_policies_holds_geometric_means_over_auto(tmp_path):
+    def rows(planner, *times):
+        return [
+            {"set": "own", "tree": str(at), "heads": "32/8", "planner": planner, "us": us}
+            for at, us in enumerate(times)
+        ]
+
+    times = {
+        "host": rows("host", {"auto": 10.0, "deft-node": 20.0}, {"auto": 10.0, "deft-node": 5.0}),
+        "device": rows("device", {"auto": 10.0, "deft-node": 40.0}, {"auto": 7.0}),
+    }
+    files = [tmp_path / f"{planner}.json" for planner in times]
+    for file in files:
+        write_rows(file, times[file.stem], {"commit": file.stem})
+    out = tmp_path / "both.json"
+    result = runner.invoke(app, ["policies", *map(str, files), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "| `auto` | 1 | 1 |\n| `deft-node` | 1.00 | 4.00 |" in result.output
+    assert "fastest policy on 1 rows:\n- host, 32/8, own, 1: 2.000 of deft-node's" in result.output
+    content = json.loads(out.read_text())
+    assert content["rows"] == [*times["host"], *times["device"]]
+    assert [run["commit"] for run in content["header"]["runs"]] == ["host", "device"]
