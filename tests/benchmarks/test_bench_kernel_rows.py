@@ -180,7 +180,7 @@ def test_plots_show_what_is_slower(tmp_path):
     ("arguments", "said"),
     [
         (["--set", "fasttre"], r"no set 'fasttre'; expected one or more of fasttree, deft, .*trac"),
-        (["--tree", "4,2 8,8"], r"a level of 2 nodes below one of 4"),
+        (["--tree", "4,2 8,8"], r"no level has fewer nodes than the one above it"),
         (["--heads", "32/5"], r"--heads is '32/5'; expected QUERY/KV such as 32/8"),
         (["--planner", "device", "--phases"], r"--phases needs plans of the host planner"),
         (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),
