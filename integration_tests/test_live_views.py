@@ -85,6 +85,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
         with decoding(server) as goes_on:
             found = until(whole, goes_on)
             panel = deft(server, "top", "--once")
+            saved = state()["saved"]  # the first reading may hold the first step alone
     finally:
         page.terminate()
         page.wait(20)
@@ -96,7 +97,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     assert batch["stored"] < batch["attended"]
     assert found["status"] in ("decoding", "idle")  # on a slow machine
     assert found["server"]["host"] == "sglang"
-    assert 0 < found["saved"] < 1
+    assert 0 < saved < 1
     assert f"{port} decoding" in panel or f"{port} idle" in panel
     assert max(map(len, panel.splitlines())) <= 80
     assert "library" not in json.dumps(found) + panel
