@@ -19,12 +19,11 @@ MOSTLY = 0.9
 
 
 NOISE = 2.0
-"""A token of an adapter is a tie within so many times the largest difference of the host's own
-answers from its answers to other batches, which may be this many times :data:`TOLERANCE`.
+"""How many times less likely than :data:`TOLERANCE` allows a token of an adapter may be.
 
-Random adapters make attention sharper, and so enlarge the rounding of every layer. Hosts also sum
-what an adapter adds in an order that depends on the batch (vLLM's ``lora_shrink_op.py``). With the
-KV of another adapter, another token is several units less likely.
+Random adapters make attention sharper. In a model of this shape in PyTorch, two ways to round the
+probabilities to bfloat16 then change the logits twice as much as without an adapter (root mean
+square 0.089 and 0.046). With the KV of another adapter, tokens are several units less likely.
 """
 
 
@@ -42,31 +41,20 @@ def check_adapters(fleet, variant, pair, model):
 
 
 def check_answers(fleet, variant, pair, model, what, mixes):
-    """The host checks the answers to each mix of adapters, which decode together.
-
-    If there are adapters, it first checks its own answers in the same way.
-    """
+    """The host checks the answers to each mix of adapters, which decode together."""
     ours, theirs = pair
-    adapters = {name for mix in mixes for name in mix if name}
-    known = tolerance(variant)
 
-    async def judged(server, for_adapters):
+    async def judged():
         found = {}
         for mix in mixes:
-            batch = await asyncio.gather(*(answers(fleet, server, model, name) for name in mix))
+            batch = await asyncio.gather(*(answers(fleet, ours, model, name) for name in mix))
             assert len({tuple(tuple(ids) for _, ids in samples) for samples in batch}) == len(mix)
             for name, samples in zip(mix, batch, strict=True):
-                limit = for_adapters if name else known
+                limit = tolerance(variant) * (NOISE if name else 1.0)
                 found[name or "base"] = await compared(fleet, samples, theirs, name, limit)
         return found
 
-    limit = known
-    if adapters:
-        own = asyncio.run(judged(theirs, NOISE * known))
-        report(variant, f"{what}, the host's own", own)
-        assert not any(result["wrong"] for result in own.values()), own
-        limit = max(known, NOISE * max(own[name]["largest_tie"] or 0.0 for name in adapters))
-    found = asyncio.run(judged(ours, limit))
+    found = asyncio.run(judged())
     report(variant, what, found)
     for result in found.values():
         assert not result["wrong"], found
