@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from deft_backend.files.private_files import (
 )
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state, running_servers
+from deft_backend.tools.watch.page_server import PageServer
 from sglang_fakes import make_state
 
 PACKAGE = Path(__file__).parents[2] / "deft_backend"
@@ -203,8 +205,8 @@ def test_nothing_is_unpickled_imported_or_evaluated():
                     assert path.name == "triton_kernel.py"
 
 
-def test_nothing_listens_beyond_loopback_unless_asked():
-    """One module opens a port; its address is an option whose default is the loopback address."""
+def test_nothing_listens_beyond_loopback():
+    """One module opens a port that stays open."""
     servers = [
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
@@ -213,4 +215,5 @@ def test_nothing_listens_beyond_loopback_unless_asked():
         )
     ]
     assert set(servers) <= {"tools/watch/page_server.py", "tools/servers/command.py"}
-    assert '] = "127.0.0.1"' in (PACKAGE / "cli" / "inspect.py").read_text()
+    with closing(PageServer(0, lambda engine, known: {}).socket) as opened:
+        assert opened.getsockname()[0] == "127.0.0.1"
