@@ -22,8 +22,8 @@ NOISE = 2.0
 """How many times less likely than :data:`TOLERANCE` allows a token of an adapter may be.
 
 Random adapters make attention sharper. In a model of this shape in PyTorch, two ways to round the
-probabilities to bfloat16 then change the logits twice as much as without an adapter (root mean
-square 0.089 and 0.046). With the KV of another adapter, tokens are several units less likely.
+probabilities to bfloat16 then change the logits about twice as much as without an adapter. With the
+KV of another adapter, tokens are several units less likely.
 """
 
 
