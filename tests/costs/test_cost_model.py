@@ -174,7 +174,7 @@ def test_missing_fields_files_and_json_are_refused(tmp_path):
     data = _data()
     del data["tokens"]
     path.write_text(json.dumps(data))
-    with pytest.raises(CostModelError, match="tokens is missing"):
+    with pytest.raises(CostModelError, match="tokens is None; expected a list of numbers"):
         CostModel.load(path)
 
 

@@ -545,6 +545,7 @@ def test_tune_refuses_a_cache_that_is_no_folder(tmp_path):
 def _on(gpu, monkeypatch):
     from deft_backend.costs import device_tables
 
+    monkeypatch.setattr("deft_backend.tools.servers.command.num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
