@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deft_backend.files.json_fields import read_json
+from deft_backend.files.user_files import replace_file
 
 
 class RowsError(ValueError):
@@ -74,9 +74,7 @@ def make_folder(path: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     make_folder(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, text)
     except OSError as error:
         raise RowsError(f"cannot write {path}: {error}") from error

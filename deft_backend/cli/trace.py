@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say, stderr
+from deft_backend.files.user_files import replace_file
 
 
 def trace(
@@ -39,7 +40,7 @@ def trace(
             sys.stdout.write(text)
             sys.stdout.flush()
         else:
-            out.write_text(text, encoding="utf-8")
+            replace_file(out, text)
     except BrokenPipeError:  # whoever read it has enough
         raise
     except OSError as error:

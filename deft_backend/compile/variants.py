@@ -184,11 +184,9 @@ def compile_all(
 def _give_own_launchers(kernels: Iterable[Any]) -> None:
     """Make the launcher of each loaded kernel anew, one after another.
 
-    Triton 3.6 compiles launchers as modules of one name. A launcher that is loaded again
-    changes the module that was loaded last. So of two threads, one may take the other's launcher.
+    Triton 3.6 compiles launchers as modules of one name. A launcher that is loaded again changes
+    the module that was loaded last. So of two threads, one may take the other's launcher.
     """
-    from triton.runtime import driver
-
     for kernel in kernels:
         kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
 

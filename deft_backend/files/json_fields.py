@@ -48,6 +48,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+def _refused(content: Any, name: str, expected: str) -> FieldError:
+    there = isinstance(content, Mapping) and name in content
+    found = f"is {shown(content[name])}" if there else "is missing"
+    return FieldError(f"{name} {found}; expected {expected}")
+
+
 @contextmanager
 def within(name: str) -> Iterator[None]:
     """Name the field that holds the object whose fields are read."""
@@ -67,7 +73,7 @@ def number(content: Mapping[str, Any], name: str) -> float:
             converted = math.inf
         if math.isfinite(converted):
             return converted
-    raise FieldError(f"{name} is {shown(value)}; expected a finite number")
+    raise _refused(content, name, "a finite number")
 
 
 def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LARGEST) -> int:
@@ -75,8 +81,8 @@ def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LAR
     value = content.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
-    limits = f"of at least {least}" if most == LARGEST else f"from {least} to {most}"
-    raise FieldError(f"{name} is {shown(value)}; expected a whole number {limits}")
+    limits = f" of at least {least}" if most == LARGEST else f" from {least} to {most}"
+    raise _refused(content, name, f"a whole number{'' if least == -LARGEST else limits}")
 
 
 def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
@@ -84,9 +90,7 @@ def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
     value = content.get(name)
     if isinstance(value, str) and len(value) <= most and value.isprintable():
         return value
-    raise FieldError(
-        f"{name} is {shown(value)}; expected a text of at most {most} printable characters"
-    )
+    raise _refused(content, name, f"a text of at most {most} printable characters")
 
 
 def mapping(content: Any, name: str) -> Mapping[str, Any]:
@@ -94,14 +98,14 @@ def mapping(content: Any, name: str) -> Mapping[str, Any]:
     value = content.get(name) if isinstance(content, Mapping) else None
     if isinstance(value, Mapping):
         return value
-    raise FieldError(f"{name} is {shown(value)}; expected an object")
+    raise _refused(content, name, "an object")
 
 
 def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
     """A list of numbers, or of lists of them."""
     array = _array(content.get(name))
     if array is None or array.dtype.kind not in "iuf":
-        raise FieldError(f"{name} is {shown(content.get(name))}; expected a list of numbers")
+        raise _refused(content, name, "a list of numbers")
     return array.astype(np.float64)
 
 
@@ -119,7 +123,7 @@ def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32
         or array.min() < limits.min
         or array.max() > limits.max
     ):
-        raise FieldError(f"{name} is {shown(value)}; expected a list of whole numbers of 32 bits")
+        raise _refused(content, name, "a list of whole numbers of 32 bits")
     return array.astype(np.int32)
 
 

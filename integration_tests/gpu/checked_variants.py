@@ -21,9 +21,9 @@ MOSTLY = 0.9
 NOISE = 2.0
 """How many times less likely than :data:`TOLERANCE` allows a token of an adapter may be.
 
-Random adapters make attention sharper. In a model of this shape in PyTorch, two ways to round the
-probabilities to bfloat16 then change the logits about twice as much as without an adapter. With the
-KV of another adapter, tokens are several units less likely.
+Random adapters make attention sharper, so the same rounding of softmax weights changes the logits
+more (``tests/benchmarks/test_adapter_rounding.py``). With the KV of another adapter, tokens are
+several units less likely.
 """
 
 

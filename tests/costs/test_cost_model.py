@@ -142,7 +142,7 @@ def _replaced(**changes):
         ({"tiles": {**TILES, "item_ns": [[], []]}}, r"item_ns is \[\[\], \[\]\]; expected a list"),
         ({"head_dim": True}, "head_dim is True; expected a whole number"),
         ({"fasttree": None}, "fasttree is missing"),
-        ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is None; expected a finite number"),
+        ({"fasttree": {"alpha": 1, "beta": 1}}, "gamma is missing; expected a finite number"),
         ({"fasttree": {"alpha": -1, "beta": 1, "gamma": 1}}, "alpha is -1.0"),
         ({"tiles": None}, "tiles is missing; expected an object"),
         ({"tiles": {**TILES, "item_ns": [1, 2]}}, "item_ns has 2 entries and token_ns 3"),
@@ -174,7 +174,7 @@ def test_missing_fields_files_and_json_are_refused(tmp_path):
     data = _data()
     del data["tokens"]
     path.write_text(json.dumps(data))
-    with pytest.raises(CostModelError, match="tokens is None; expected a list of numbers"):
+    with pytest.raises(CostModelError, match="tokens is missing; expected a list of numbers"):
         CostModel.load(path)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.forest import ForestError, forest_from_page_tables
+from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
-from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource
+from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
@@ -74,7 +74,7 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
 def test_a_node_without_tokens_is_refused():
     node, _ = Tree().insert([1, 2, 3])
     node.key = []
-    with pytest.raises(ForestError, match=rf"node \({node.id}, 0\) holds 0 tokens"):
+    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
         forest_of([make_request(node, 3)], np.array([5]))
 
 

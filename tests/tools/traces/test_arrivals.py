@@ -55,7 +55,7 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path):
         ({**LINE, "hash_ids": [1, "x", 3]}, "line 2: hash_ids is 'x'; expected a whole number"),
         ({**LINE, "hash_ids": [1]}, "line 2: hash_ids holds 1 ids for input_length 1055; "
          "expected 2 or 3, one for each 512 tokens"),
-        ({"timestamp": 1}, "line 2: input_length is None; expected a whole number"),
+        ({"timestamp": 1}, "line 2: input_length is missing; expected a whole number"),
     ],
 )  # fmt: skip
 def test_errors_name_the_line_and_the_field(tmp_path, line, message):

@@ -108,7 +108,7 @@ def test_a_bad_field_is_named(node, field, value, said, tmp_path):
 def test_a_missing_field_is_named(tmp_path):
     content = example()
     del content[0]["data"]["2"]["end"]
-    with pytest.raises(TraceError, match=r"tree 0: node 2: end is None"):
+    with pytest.raises(TraceError, match=r"tree 0: node 2: end is missing"):
         load(content, tmp_path)
 
 

@@ -1,13 +1,19 @@
-"""The forest of a decode batch, read from the nodes of SGLang's radix trees."""
+"""The forest of a decode batch, read from the nodes of SGLang's radix trees.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+A request's path through the tree is cut to what the tree owns of the request, and to
+``seq_len - 1`` tokens. A cut node differs from the whole node.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest import PrefixForest, forest_from_paths
+from deft_backend.forest import PrefixForest, forest_from_tree
 from deft_backend.hosts.sglang.versions import TreePaths, place_of
+
+ROOT = 0  # the root among the nodes that a reader has seen
 
 
 class TreeError(ValueError):
@@ -18,8 +24,64 @@ class RadixTreeSource:
     """Walks from each request's last node to the root, by the nodes' ``parent`` and ``key``."""
 
     def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        """Forest of a decode batch. Raises ForestError if a node has no tokens."""
-        return _forest(requests, seq_lens, _nodes_above)
+        """Forest of a decode batch. Raises TreeError if a node has no tokens."""
+        tree = _Tree()
+        holder = []
+        for request, length in zip(requests, seq_lens.tolist(), strict=True):
+            node, shared = _held(request, length)
+            if shared <= 0:
+                holder.append(ROOT)
+                continue
+            end = tree.index.get(node.id)
+            if end is None:
+                end = tree.add(node)
+            holder.append(end if tree.depth[end] <= shared else tree.cut(end, shared))
+        return forest_from_tree(tree.parent, tree.depth, holder, seq_lens)
+
+
+class _Tree:
+    """The part of the host's tree that a batch holds. Requests' paths meet, so each node is visited
+    once.
+
+    - `index`: the host's node id → our node.
+    - `parent`, `depth`: of our nodes; see :func:`~deft_backend.forest.forest_from_tree`.
+    """
+
+    def __init__(self) -> None:
+        self.index: dict[int, int] = {}
+        self.parent = [ROOT]
+        self.depth = [0]
+        self._cuts: dict[tuple[int, int], int] = {}
+
+    def add(self, node: Any) -> int:
+        """Add a node of the host, and those of its ancestors that are still missing."""
+        unknown = []
+        while node.parent is not None and node.id not in self.index:
+            unknown.append(node)
+            node = node.parent
+        above = self.index.setdefault(node.id, ROOT)
+        for node in reversed(unknown):
+            tokens = len(node.key)
+            if tokens <= 0:
+                raise TreeError(f"node {node.id} of the radix tree holds {tokens} tokens")
+            above = self.index[node.id] = self._append(above, self.depth[above] + tokens)
+        return above
+
+    def cut(self, end: int, shared: int) -> int:
+        """The node at the end of the first `shared` tokens on the path to `end`."""
+        while self.depth[self.parent[end]] >= shared:
+            end = self.parent[end]
+        if self.depth[end] == shared:
+            return end
+        part = self._cuts.get((end, shared))
+        if part is None:
+            part = self._cuts[end, shared] = self._append(self.parent[end], shared)
+        return part
+
+    def _append(self, parent: int, depth: int) -> int:
+        self.parent.append(parent)
+        self.depth.append(depth)
+        return len(self.parent) - 1
 
 
 class UnifiedTreeSource:
@@ -37,63 +99,50 @@ class UnifiedTreeSource:
         Raises TreeError if tokens on a path are not on the device, or a node does not start where
         its parent ends.
         """
-        ends = list({request.last_node: None for request in requests if _is_held(request)})
+        held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
+        ends = list({node: None for node, _ in held if node is not None})
         paths = dict(zip(ends, self._paths(ends) if ends else (), strict=True))
-        return _forest(requests, seq_lens, lambda end: _checked(paths[end]))
-
-
-def _forest(
-    requests: Sequence[Any],
-    seq_lens: npt.NDArray[np.integer],
-    nodes_to: Callable[[Any], Iterable[tuple[int, int]]],
-) -> PrefixForest:
-    """The forest of the requests' paths.
-
-    A path is cut to what the tree owns of the request, and to ``seq_len - 1`` tokens. A cut node
-    differs from the whole node.
-
-    - `nodes_to`: from the node at the end of a path to ids and tokens of the path's nodes.
-    """
-    paths = []
-    for request, length in zip(requests, seq_lens.tolist(), strict=True):
-        path: list[tuple[tuple[int, int], int]] = []
-        left = min(place_of(request)[1], length - 1)
-        if _is_held(request) and left > 0:
-            for node, tokens in nodes_to(request.last_node):
-                held = min(tokens, left)
-                path.append(((node, held), held))
-                left -= held
-                if left == 0:
+        parent, depth = [ROOT], [0]
+        index: dict[tuple[int, int], int] = {}
+        holder = []
+        for end, shared in held:
+            node = ROOT
+            for part in paths[end] if shared > 0 else ():
+                if part.path_start >= shared:
                     break
-        paths.append(path)
-    return forest_from_paths(paths, seq_lens)
+                _check(part, depth[node])
+                until = min(part.path_end, shared)
+                key = (part.node_id, until)
+                below = index.get(key)
+                if below is None:
+                    below = index[key] = len(parent)
+                    parent.append(node)
+                    depth.append(until)
+                node = below
+            holder.append(node)
+        return forest_from_tree(parent, depth, holder, seq_lens)
 
 
-def _is_held(request: Any) -> bool:
-    """Whether the tree holds a request: there is one, and the host has not released the request."""
-    return request.last_node is not None and place_of(request)[0] is not None
+def _held(request: Any, length: int) -> tuple[Any, int]:
+    """The node at the end of a request's path, and the tokens of the path that it may share.
+
+    Without a tree, or after the host has released the request, there are none.
+    """
+    row, owned = place_of(request)
+    if request.last_node is None or row is None:
+        return None, 0
+    return request.last_node, min(owned, length - 1)
 
 
-def _nodes_above(node: Any) -> list[tuple[int, int]]:
-    """Ids and tokens of the plain tree's nodes, from below the root down to `node`."""
-    nodes = []
-    while node.parent is not None:
-        nodes.append((node.id, len(node.key)))
-        node = node.parent
-    return nodes[::-1]
-
-
-def _checked(path: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Ids and tokens of the unified tree's nodes on a path."""
-    end = 0
-    for part in path:
-        where = f"node {part.node_id} of the radix tree"
-        if part.path_start != end:
-            raise TreeError(f"{where} starts at token {part.path_start}, its parent ends at {end}")
-        end = part.path_end
-        tokens = end - part.path_start
-        if part.full_value_len != tokens:
-            raise TreeError(
-                f"{where} has {part.full_value_len} of its {tokens} tokens on the device"
-            )
-        yield part.node_id, tokens
+def _check(part: Any, start: int) -> None:
+    if part.path_start != start:
+        raise TreeError(
+            f"node {part.node_id} of the radix tree starts at token {part.path_start}, its parent "
+            f"ends at {start}"
+        )
+    tokens = part.path_end - start
+    if part.full_value_len != tokens:
+        raise TreeError(
+            f"node {part.node_id} of the radix tree has {part.full_value_len} of its {tokens} "
+            "tokens on the device"
+        )

@@ -43,9 +43,8 @@ class TreeStep:
     seq_lens: torch.Tensor  # [B] int32, with the query tokens; 0 for padding requests
     tokens: int  # Rows of the batch's queries
     query_tokens: int = 1  # most query tokens of a request
-    query_start: torch.Tensor | None = (
-        None  # [B + 1] int32: first row of each request; None: decode
-    )
+    # [B + 1] int32, in verification: the first row of each request.
+    query_start: torch.Tensor | None = None
     counted: int = 0  # Query tokens of a verification that the builder has counted as verified
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
     unplanned: bool = False  # planning failed: the host's implementation runs all layers
