@@ -10,7 +10,14 @@ import torch
 from deft_backend.attention.current_device import device_as_current, numbered
 from deft_backend.attention.current_plan import CurrentPlan, Planned
 from deft_backend.attention.step_checks import AttentionError, check_batch, check_operand
-from deft_backend.costs.latent_costs import LAUNCH_NS, TOKEN_NS, latent_costs
+from deft_backend.costs.latent_costs import (
+    LAUNCH_NS,
+    LEAVES_NS,
+    MARGIN,
+    STEP_NS,
+    TOKEN_NS,
+    latent_costs,
+)
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu
 from deft_backend.kernels.latent.kernel_batch import LatentKernel
@@ -138,8 +145,8 @@ class LatentAttention(Planned):
             plan = self._current.plan_on_host(forest, self._blocks, self.target, alone)
         return plan
 
-    def loses(self, plan: Plan, forest: PrefixForest) -> bool:
-        """Whether the host's kernel, request by request, is faster than a plan, by its costs."""
+    def loses(self, plan: Plan, forest: PrefixForest, num_layers: int) -> bool:
+        """Whether a server of so many layers is faster with the host's kernel than over a plan."""
         ends = np.where(
             plan.segment_end == OPEN_END, forest.seq_lens[plan.segment_request], plan.segment_end
         )
@@ -147,7 +154,10 @@ class LatentAttention(Planned):
         tiles = -(-queries // self.shape.tile_queries(self.query_tokens))
         computed = int((tiles.astype(np.int64) * (ends - plan.segment_start)).sum())
         saved = (forest.tokens_attended - computed) * TOKEN_NS
-        return bool(saved <= plan.num_partials * self.target.partial_ns + LAUNCH_NS)
+        spent = plan.num_partials * self.target.partial_ns + LAUNCH_NS + STEP_NS / num_layers
+        if self.query_tokens > 1:
+            spent += LEAVES_NS
+        return bool(saved <= MARGIN * spent)
 
     def plan_on_device(
         self,

@@ -12,13 +12,14 @@ from benchmarks.random_batches import random_batch
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.costs.latent_costs import STEP_NS
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import captured
 from tests.support.strategies import Batch, batches
 
 VALUE, ROPE = 64, 16  # of the tests on the CPU
 SCALE = 0.11
-RECORD = Path(__file__).parents[2] / "docs/results/mla-h100.json"
+RECORDS = Path(__file__).parents[2] / "docs/results"
 
 
 class Counted:
@@ -169,25 +170,43 @@ def test_flash_attention_in_a_graph(heads, tokens, page_size):
             assert relative_error(out[:real], want) < 1e-2
 
 
-def test_the_costs_decide_recorded_batches_as_measured():
+def recorded(row, heads, tokens, own):
+    """An attention of a recorded batch, and the plan and forest of it."""
+    requests, shared = row["requests"], row["shared"] // 64
+    pages = shared + torch.arange(requests * own // 64).view(requests, -1)
+    table = torch.cat([torch.arange(shared).expand(requests, -1), pages], 1).int()
+    lens = torch.full((requests,), row["shared"] + own)
+    forest = forest_from_page_tables(table, lens, page_size=64)
+    attention = LatentAttention(
+        num_query_heads=heads, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
+        page_size=64, max_batch=requests, query_tokens=tokens,
+    )  # fmt: skip
+    return attention, attention.plan(forest), forest
+
+
+@pytest.mark.parametrize("layers", [27, 61], ids=["V2-Lite", "V3"])
+def test_the_costs_decide_recorded_batches_as_measured(layers):
     """Where a row says that the host's kernel was faster, the host decodes; nowhere else."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    rows = [row for row in record["rows"] if (row["query_tokens"], row["page_size"]) == (1, 64)]
     measured, decided = [], []
-    for row in rows:
-        if "deft" not in row["us"]:
-            continue
-        requests, shared = row["requests"], row["shared"] // 64
-        own = shared + torch.arange(requests * row["own"] // 64).view(requests, -1)
-        table = torch.cat([torch.arange(shared).expand(requests, -1), own], 1).int()
-        forest = forest_from_page_tables(
-            table, torch.full((requests,), row["shared"] + row["own"]), page_size=64
-        )
-        attention = LatentAttention(
-            num_query_heads=row["heads"], dtype=torch.float32, device="cpu",
-            kernel=plain_latent_attention, page_size=64, max_batch=requests,
-        )  # fmt: skip
-        decided.append(attention.loses(attention.plan(forest), forest))
-        measured.append(row["us"]["deft"] >= row["us"]["host"])
+    for row in json.loads((RECORDS / "mla-h100.json").read_text(encoding="utf-8"))["rows"]:
+        if "deft" in row["us"]:
+            attention, *made = recorded(row, row["heads"], row["query_tokens"], row["own"])
+            decided.append(attention.loses(*made, layers))
+            measured.append(row["us"]["deft"] + STEP_NS / 1e3 / layers >= row["us"]["host"])
     assert decided == measured
     assert set(measured) == {True, False}
+
+
+def test_the_costs_decide_recorded_servers_as_measured():
+    """Gaps between tokens, with 8 layers of 16 heads."""
+    record = json.loads((RECORDS / "e2e-sglang-mla-h200.json").read_text(encoding="utf-8"))
+    rows = {}
+    for row in record["rows"]:
+        rows.setdefault((row["branches"], row["prefix"]), {})[row["backend"]] = row["itl_p50_ms"]
+    del rows[32, 0]  # nothing shared: decided before it is planned
+    decided = {}
+    for requests, shared in rows:
+        attention, *made = recorded({"requests": requests, "shared": shared}, 16, 1, own=64)
+        decided[requests, shared] = attention.loses(*made, 8)
+    assert decided == {case: ms["deft"] >= ms["fa3"] for case, ms in rows.items()}
+    assert set(decided.values()) == {True, False}

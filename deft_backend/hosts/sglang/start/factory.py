@@ -6,6 +6,7 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ def _latent_steps(
     layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
     # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
     priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
-    loses = attention.loses if priced else None
+    loses = partial(attention.loses, num_layers=len(division.tree)) if priced else None
     return _host_planned(runner, layers, settings, undo, loses)
 
 
