@@ -24,7 +24,6 @@ HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
     ("adapter", "planner", "capability", "changed", "expected", "said"),
     [
         (SGLANG, "auto", HOPPER, {}, True, ""),
-        (SGLANG, "auto", (10, 0), {}, False, ""),
         (SGLANG, "auto", CPU, {}, False, ""),
         (SGLANG, "auto", HOPPER, {"verify": True}, False, ""),
         (SGLANG, "device", AMPERE, {}, True, ""),
