@@ -185,6 +185,8 @@ def write_model(
         )
     if layers is not None:
         config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, config["vocab_size"])

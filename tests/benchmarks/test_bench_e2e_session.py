@@ -340,6 +340,12 @@ def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
         prepared(own).__enter__()
 
 
+def test_a_part_of_a_hybrid_keeps_its_first_layers(tmp_path):
+    write_model(tmp_path, "qwen3.5-9b", "dummy", "bfloat16", layers=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["layer_types"] == [*["linear_attention"] * 3, "full_attention"] * 2
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
 def test_servers_on_several_gpus(tmp_path, monkeypatch, host):
