@@ -6,10 +6,11 @@ result for its GPU, Triton and torch checks its own attention before it captures
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.compile.variants import compile_all, recorded
+from deft_backend.compile.in_processes import compiled_in_processes
+from deft_backend.compile.variants import recorded
 from deft_backend.forest import forest_from_page_tables
+from deft_backend.kernels import Gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
@@ -115,34 +118,46 @@ class Shape(NamedTuple):
 def check_shapes(
     shapes: Sequence[Shape], device: torch.device, until: float
 ) -> Iterator[tuple[Shape, Outcome]]:
-    """Decode and chains of each shape: planned on the device, as servers do, then on the host.
+    """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
-    The host planner comes last, because Numba compiles it for many seconds on a new machine. An
-    outcome has neither error nor failure if `until`, by the monotonic clock, came first.
+    Cases run while the kernels of later ones compile. An outcome has neither error nor failure if
+    `until`, by the monotonic clock, came first.
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
-    for on_device in (True, False):
-        cases = [Case(on_device, tokens) for tokens in (1, 4)]
-        for at, (shape, attention) in enumerate(attentions.items()):
-            # The first shape's kernels alone: on few CPUs, the others' take longer than there is.
-            if at < 2 and time.monotonic() < until:
-                _compile([attention, *attentions.values()][: None if at else 1], cases)
-            for case in cases:
-                late = time.monotonic() > until
-                yield shape, Outcome(case, None) if late else checked(attention, case)
+    cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
+    with _compiling(attentions, cases, device, until) as ready:
+        for shape, case in cases:
+            late = not ready(shape, case) or time.monotonic() > until
+            yield shape, Outcome(case, None) if late else checked(attentions[shape], case)
 
 
-def _compile(attentions: Sequence[TreeAttention], cases: Sequence[Case]) -> None:
-    """Compile the kernels of the cases side by side; a case that cannot run says so itself."""
-    device = attentions[0].device
+def _cases(first: bool) -> list[Case]:
+    """The cases of a shape: planned on the device, as servers on Hopper do, and on the host."""
+    device = [Case(True), Case(True, 4), Case(True, 4, trees=True)]
+    if not first:
+        return [*device[:2], Case(False)]
+    return [*device, *(replace(case, on_device=False) for case in device)]
+
+
+@contextmanager
+def _compiling(
+    attentions: Mapping[Shape, TreeAttention], cases: Sequence[tuple[Shape, Case]],
+    device: torch.device, until: float,
+) -> Iterator[Callable[[Shape, Case], bool]]:  # fmt: skip
+    """Compile the kernels of the cases in the ``with`` block.
+
+    Yields a function that waits for a case's kernels; it tells whether they are ready in time.
+    """
     if device.type != "cuda":
+        yield lambda shape, case: True
         return
-    with contextlib.suppress(Exception), recorded() as found:
-        for attention in attentions:
-            for case in cases:
-                _largest_error(attention, case, Tensors(), 0, compare=False)
-    with contextlib.suppress(Exception):
-        compile_all(found, prepare=lambda: torch.cuda.set_device(device))
+    launches = {}
+    for shape, case in cases:
+        with recorded() as launches[shape, case], suppress(Exception):  # the case says so itself
+            _largest_error(attentions[shape], case, Tensors(), 0, compare=False)
+    variants = dict.fromkeys(chain.from_iterable(launches.values()))
+    with compiled_in_processes(variants, Gpu.at(device).arch, until) as ready:
+        yield lambda shape, case: ready(launches[shape, case])
 
 
 def _largest_error(
@@ -195,7 +210,8 @@ def _largest_error(
     if case.on_device:
         attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
     else:
-        forest = forest_from_page_tables(table, lens, attention.page_size)
+        with np.errstate(over="ignore"):  # hashes of pages, where Numba does not compile them
+            forest = forest_from_page_tables(table, lens, attention.page_size)
         attention.plan(forest, query_tokens=tokens)
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))

@@ -8,7 +8,8 @@ version of Numba, because several environments may use one checkout.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,6 +40,20 @@ def host_jit(function: F) -> F:
             dispatcher._cache = _BestEffortCache(function)
         dispatcher.compile = _timed(dispatcher.compile)
     return cast(F, dispatcher)
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Leave functions of modules that are imported in the ``with`` block to Python.
+
+    A few small plans take Python less time than Numba takes to compile the host planner.
+    """
+    before = numba.config.DISABLE_JIT
+    numba.config.DISABLE_JIT = True
+    try:
+        yield
+    finally:
+        numba.config.DISABLE_JIT = before
 
 
 def _timed(compile_for: F) -> F:

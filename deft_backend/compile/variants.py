@@ -148,8 +148,7 @@ def compile_all(
     Raises Exception: the first that a compilation raised.
     """
     wanted = list(variants)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = max(1, min(threads or cpus or 1, MOST_THREADS, len(wanted)))
+    threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))
     began = time.perf_counter()
     if wanted:
         device = driver.active.get_current_device()
@@ -179,6 +178,13 @@ def compile_all(
         _give_own_launchers(kernels)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _give_own_launchers(kernels: Iterable[Any]) -> None:

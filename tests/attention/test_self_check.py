@@ -1,5 +1,9 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
+import math
+from contextlib import contextmanager
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +11,13 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from deft_backend.attention import Gpu, TreeAttention, recorded_results, tree_attention
+from deft_backend.attention import (
+    Gpu,
+    TreeAttention,
+    recorded_results,
+    self_check,
+    tree_attention,
+)
 from deft_backend.attention.self_check import (
     Case,
     Outcome,
@@ -131,15 +141,52 @@ def test_a_device_with_64_kib_of_shared_memory(monkeypatch):
 
 
 def test_the_cases_of_shapes_and_the_end_of_their_time():
-    """The host planner comes last: a new machine compiles it for seconds."""
+    """The first shape's kernels run in every kind of step, with plans of both planners."""
     shapes = [Shape(4, 2, 64, torch.float16, kv) for kv in (torch.float16, torch.float8_e4m3fn)]
-    found = list(check_shapes(shapes, torch.device("cpu"), until=0.0))
-    assert [shape for shape, _ in found] == [shapes[at] for at in (0, 0, 1, 1)] * 2
-    assert [str(outcome.case) for _, outcome in found] == [
-        *["decode, planned on the device", "chain, planned on the device"] * 2,
-        *["decode, planned on the host", "chain, planned on the host"] * 2,
+    outcomes = list(check_shapes(shapes, torch.device("cpu"), until=0.0))
+    assert all(outcome == Outcome(outcome.case, None) for _, outcome in outcomes)
+    first, second = (
+        [str(outcome.case) for shape, outcome in outcomes if shape == each] for each in shapes
+    )
+    assert first == [
+        f"{step}, planned on the {planner}"
+        for planner in ("device", "host")
+        for step in ("decode", "chain", "tree")
     ]
-    assert all(outcome == Outcome(outcome.case, None) for _, outcome in found)
+    assert second == [first[0], first[1], first[3]]
+
+
+def test_kernels_of_a_gpu_are_compiled_before_their_cases(monkeypatch):
+    """On a GPU each case waits for the kernels that it launches, and for nothing else."""
+    shape = Shape(4, 2, 64, torch.float16, torch.float16)
+    gpu = Gpu.named("sm_90")
+    monkeypatch.setattr(
+        Shape, "attention", lambda self, device: attention_of(compiled_for=gpu, query_tokens=4)
+    )
+    monkeypatch.setattr(self_check, "Gpu", SimpleNamespace(at=lambda device: gpu))
+    monkeypatch.setattr(self_check, "checked", lambda attention, case: Outcome(case, 0.0))
+    compiled, waited = [], []
+
+    @contextmanager
+    def compiling(variants, arch, until):
+        compiled.extend(variants)
+        assert arch == 90
+
+        def ready(needed):
+            waited.append(list(needed))
+            return len(waited) != 2
+
+        yield ready
+
+    monkeypatch.setattr(self_check, "compiled_in_processes", compiling)
+    outcomes = [
+        outcome for _, outcome in check_shapes([shape], torch.device("cuda", 0), until=math.inf)
+    ]
+    assert [outcome.error for outcome in outcomes] == [0.0, None, 0.0, 0.0, 0.0, 0.0]
+    launched = [{variant.name for variant in needed} for needed in waited]
+    assert all(any("tile_attention" in name for name in names) for names in launched)
+    assert ["write_plan" in names for names in launched] == 3 * [True] + 3 * [False]
+    assert set(compiled) == set(chain.from_iterable(waited))
 
 
 @pytest.mark.parametrize(

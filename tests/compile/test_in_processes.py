@@ -1,0 +1,48 @@
+"""Other processes fill the cache that this one launches from, until a time or the end."""
+
+import time
+
+import pytest
+import triton
+from triton import knobs
+
+from deft_backend.compile.in_processes import compiled_in_processes
+from deft_backend.compile.variants import Pointer, Variant, compile_all, compiling_for
+
+
+@triton.jit
+def fill(x, value):
+    triton.language.store(x, value)
+
+
+@triton.jit
+def broken(x, value):
+    x.no_such_operation()
+
+
+def variant(kernel, value=2):
+    return Variant(kernel, (Pointer(triton.language.int32, True), value), (), ())
+
+
+@pytest.fixture
+def empty_cache(tmp_path):
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        yield
+
+
+def test_other_processes_fill_the_cache(empty_cache):
+    """A kernel that does not compile keeps nobody waiting; its launch raises the error."""
+    good = [variant(fill), variant(fill, 16)]
+    with compiled_in_processes([variant(broken), *good], 90, time.monotonic() + 60.0) as ready:
+        assert ready([variant(broken)])
+        assert ready(good)
+    with compiling_for(90):
+        done = compile_all(good)
+    assert (done.compiled, done.cached) == (0, 2)
+
+
+def test_the_time_ends(empty_cache):
+    with compiled_in_processes([variant(fill)], 90, 0.0) as ready:
+        assert not ready([variant(fill)])
+        assert ready([])
