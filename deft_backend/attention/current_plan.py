@@ -52,6 +52,11 @@ class Planned:
         """The host planner's plan; None for a plan made on the device."""
         return self._current.batch.plan
 
+    @property
+    def device_planner(self) -> DevicePlanner:
+        """The planner behind `plan_on_device`; the first use allocates its memory."""
+        return self._current.device_planner
+
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels then return at once for any batch."""
         self._current.clear()

@@ -19,7 +19,6 @@ from deft_backend.attention.step_inputs import StepInputs, allocate_workspace, r
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
-from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import Grouping, Target, get_policy
 from deft_backend.policies.makespan import partial_result_bytes
 from deft_backend.shapes.attention_shape import AttentionShape
@@ -203,11 +202,6 @@ class TreeAttention(Planned):
         queries."""
         shape = self._shape
         return shape.config.few_queries(self.num_query_heads * shape.blocks.tokens)
-
-    @property
-    def device_planner(self) -> DevicePlanner:
-        """The planner behind :meth:`plan_on_device`; the first use allocates its memory."""
-        return self._current.device_planner
 
     def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
         """Plan a batch with the host planner; copy the plan to the device, on the current stream.
