@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from deft_backend.attention import AttentionError, LatentAttention, plain_latent_attention
+from deft_backend.attention import (
+    AttentionError,
+    LatentAttention,
+    LatentKernel,
+    plain_latent_attention,
+)
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
-from deft_backend.kernels.latent.kernel_batch import LatentKernel
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 

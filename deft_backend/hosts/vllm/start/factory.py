@@ -99,9 +99,9 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     mine = {name: division.tree[name] for name in layer_names if name in division.tree}
     if not mine:
         raise Unsupported  # the line above gives the reasons
-    _refuse(unsupported_spec(spec))
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
+    _refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
     _refuse(_unsupported_shape(layers, shape, layer))
     _refuse(untried(settings, capability_of(device)))
     key = (tuple(layer_names), spec.block_size, device)
@@ -211,7 +211,7 @@ def unsupported_server(vllm_config: Any) -> str | None:
     return None
 
 
-def unsupported_spec(spec: Any) -> str | None:
+def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:
     """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
 
     A window in it is another layer's: every layer has been asked for its own.
@@ -219,7 +219,7 @@ def unsupported_spec(spec: Any) -> str | None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     # Subclasses are other kinds of caches.
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+    if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
         return f"a KV cache of kind {type(spec).__name__} is not supported"
     unknown = unknown_cache(spec)
     return None if unknown is None else f"a KV cache with {unknown} is not supported"
