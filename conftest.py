@@ -1,8 +1,13 @@
-"""Collect the modules of a host's adapter only if that host is installed."""
+"""Settings of every test: one thread, and the adapters of installed hosts only."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+
+# Threads of an operation would wait for each other longer than they compute. NumPy and PyTorch read
+# the number when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore_glob = [
     f"deft_backend/hosts/{host}/*" for host in ("sglang", "vllm") if find_spec(host) is None

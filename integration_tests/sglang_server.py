@@ -14,7 +14,7 @@ from integration_tests.common.server import (
     started,
     state_settings,
 )
-from integration_tests.cpu_speculation.plugin import environment as cpu_speculation
+from integration_tests.cpu_speculation.plugin import REGISTER
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ class Ask:
 def running(backend, group, folder):
     """A server for a `with` block. It checks every plan against the page tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**state_settings(backend, folder), **group.settings}
-    if group.cpu_speculation:
-        settings |= cpu_speculation(folder / "plugin")
+    plugins = [REGISTER] if group.cpu_speculation else []
+    settings = {**state_settings(backend, folder, *plugins), **group.settings}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(

@@ -7,10 +7,9 @@ it prints.
 
 import os
 
-import triton.language as tl
 from hypothesis import settings
-from triton.runtime import interpreter
 
+import quick_interpreter
 from deft_backend.compile import triton_kernel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,25 +19,4 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile("random" if os.environ.get("DEFT_RANDOM_TESTS") == "1" else "repeatable")
 
 triton_kernel.check_overflow = True
-
-
-def _patch_the_language_once() -> None:
-    """A quarter of the interpreter's time: each nested call of a kernel patches the language anew.
-
-    The patch of the kernel itself, which the interpreter takes back at its end, is enough.
-    """
-    real, modules = interpreter._patch_lang, {}
-
-    def patch(function):
-        if function not in modules:
-            names = function.__globals__.values()
-            modules[function] = [module for module in names if module is tl or module is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in modules[function]):
-            return real(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch
-
-
-if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):  # Triton 3.6 on
-    _patch_the_language_once()
+quick_interpreter.install()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+from integration_tests.common.plugins import QUICK_INTERPRETER, plugin_settings
 from integration_tests.common.server import ROOT
 
 
@@ -30,7 +31,10 @@ def deft_ab(folder, *arguments, settings=None):
     }  # fmt: skip
     # Send even a lone request through the slow kernels. Otherwise a fast machine ends each of these
     # short requests before the next one arrives, and no two requests share a step.
-    environment |= {"DEFT_MIN_BATCH": "1", **(settings or {})}
+    environment |= {
+        "DEFT_MIN_BATCH": "1", **plugin_settings(folder / "plugins", QUICK_INTERPRETER),
+        **(settings or {}),
+    }  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

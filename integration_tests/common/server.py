@@ -15,6 +15,7 @@ from pathlib import Path
 import openai
 
 from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.plugins import QUICK_INTERPRETER, plugin_settings
 from integration_tests.common.result import StepTotal
 
 ROOT = Path(__file__).parents[2]
@@ -171,10 +172,11 @@ class Reference:
         return [self._known[ask] for ask in asks]
 
 
-def state_settings(backend, folder):
+def state_settings(backend, folder, *plugins):
     """Settings of a server that keeps its state in a folder and verifies every decode.
 
-    The model is tiny: threads of an operation would wait for each other longer than they compute.
+    Each of its processes calls the functions that `plugins` name. The model is tiny: threads of an
+    operation would wait for each other longer than they compute.
     """
     return {
         "OMP_NUM_THREADS": "1",
@@ -182,6 +184,7 @@ def state_settings(backend, folder):
         "DEFT_VERIFY": "1",
         "DEFT_LOG": "debug",
         "DEFT_OBSERVE": "0" if backend == "deft" else "1",
+        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
     }
 
 

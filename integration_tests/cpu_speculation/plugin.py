@@ -1,31 +1,15 @@
 """Load the stand-ins into every process of a server, as a plugin of SGLang."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.settings.installed import installed_version
 from integration_tests.cpu_speculation import attention, places, trees
 
-ROOT = Path(__file__).parents[2]
+REGISTER = f"{__name__}:register"
+"""The target of the plugin's entry point."""
 
 SINCE = "0.5.23"
-
-
-def environment(folder):
-    """Write the plugin's entry point below `folder`; returns settings of servers that use it."""
-    described = folder / "cpu_speculation-0.0.dist-info"
-    described.mkdir(parents=True, exist_ok=True)
-    (described / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: cpu-speculation\nVersion: 0\n"
-    )
-    (described / "entry_points.txt").write_text(
-        f"[sglang.srt.plugins]\ncpu_speculation = {__name__}:register\n"
-    )
-    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def unusable():

@@ -1,0 +1,20 @@
+"""Call functions of the tests in every process of a server, as a plugin of its host."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GROUPS = ("sglang.srt.plugins", "vllm.general_plugins")
+QUICK_INTERPRETER = "quick_interpreter:install"
+
+
+def plugin_settings(folder, *targets):
+    """Write entry points of `targets`, each ``module:function``; returns settings of servers."""
+    described = folder / "deft_tests-0.0.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: deft-tests\nVersion: 0\n")
+    lines = [f"deft_tests_{i} = {target}" for i, target in enumerate(targets)]
+    sections = ["\n".join([f"[{group}]", *lines]) for group in GROUPS]
+    (described / "entry_points.txt").write_text("\n".join(sections))
+    paths = [str(folder), str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
