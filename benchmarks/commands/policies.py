@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.kernel.policy_table import MOST, slower, table
 from benchmarks.row_files import RowsError, read_rows, write_rows
 from deft_backend.cli.errors import reported
 
@@ -17,6 +16,8 @@ def policies(
     out: Annotated[Path | None, typer.Option(help="One file for all rows.")] = None,
 ) -> None:
     """Print each policy's time over auto's, and the rows on which auto is not the fastest."""
+    from benchmarks.kernel.policy_table import MOST, slower, table
+
     keys = ("set", "tree", "heads", "planner", "us")
     with reported(RowsError):
         found = [read_rows(file, keys, "kernel --policies") for file in files]

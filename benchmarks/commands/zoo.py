@@ -16,7 +16,6 @@ from benchmarks.row_files import write_rows
 from benchmarks.zoo.architectures import ARCHITECTURES
 from benchmarks.zoo.place import Place
 from benchmarks.zoo.processes import end_all
-from benchmarks.zoo.zoo_run import run
 from deft_backend.cli.errors import host_arguments, reported
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
@@ -45,6 +44,8 @@ def zoo(
     backend then answers the same requests and compares. On the CPU, only architectures run that
     the host's CPU engine can run.
     """
+    from benchmarks.zoo.zoo_run import run
+
     named = host or installed_hosts()[0]
     gpu = use_gpu() and not (named == "vllm" and vllm_is_cpu_build())
     unknown = sorted(set(only or ()) - set(ARCHITECTURES))

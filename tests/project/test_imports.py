@@ -205,10 +205,11 @@ def test_servers_that_do_not_ask_for_us_load_little(host):
     assert loaded_by(names, {"numba", "llvmlite", "numpy", "torch", "triton"}) == ""
 
 
-def test_the_command_starts_without_a_compiler():
-    """Each `deft` command loads what it needs: Numba alone takes a third of a second."""
+def test_the_commands_start_without_a_compiler():
+    """Each command loads what it needs: Numba alone takes a third of a second."""
     heavy = {"numba", "llvmlite", "numpy", "torch", "triton"}
     assert loaded_by(["deft_backend.cli.app"], heavy) == ""
+    assert loaded_by(["benchmarks.__main__"], heavy - {"numpy"}) == ""
 
 
 def test_what_needs_no_tensor_loads_without_torch():
