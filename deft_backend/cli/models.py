@@ -54,11 +54,12 @@ def tiny_model() -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def named_model(model: str | None, revision: str | None = None) -> ChosenModel:
+@reported(ModelFilesError)
+def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
     """The model for the host's ``--model-path``, without a request to the hub.
 
     A name that looks like a path must be a checkpoint's folder or a GGUF file. The host looks up
-    other names. Raises ModelFilesError.
+    other names. Fails in one line for any other path.
     """
     if model is None:
         if revision is not None:
@@ -101,12 +102,6 @@ def named_model(model: str | None, revision: str | None = None) -> ChosenModel:
     if revision is None:
         _refuse_misspelt(model)
     return ChosenModel(model, revision)
-
-
-def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
-    """As :func:`named_model`, for an option: fails in one line."""
-    with reported(ModelFilesError):
-        return named_model(model, revision)
 
 
 def _refuse_misspelt(model: str) -> None:
