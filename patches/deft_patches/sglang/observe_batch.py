@@ -44,5 +44,8 @@ def _observe(original: Callable[..., Any], cls: Any, batch: Any, model_runner: A
             observer(forward_batch, batch, model_runner)
         except Exception as error:
             _observers.pop(observer, None)
-            logger.warning("deft: batches are no longer observed: an observer failed (%r)", error)
+            logger.warning(
+                "deft: an observer of the host's batches failed (%r). What needs it stops: host "
+                "plans, short extends or counts; restart the server to get it back", error,
+            )  # fmt: skip
     return forward_batch

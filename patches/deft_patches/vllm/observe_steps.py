@@ -64,5 +64,8 @@ def _observe(
             observer(scheduler_output)
         except Exception as error:
             _observers.remove(observer)
-            logger.warning("deft: steps are no longer observed: an observer failed (%r)", error)
+            logger.warning(
+                "deft: an observer of the host's steps failed (%r). What needs it stops: short "
+                "extends or counts; restart the server to get it back", error,
+            )  # fmt: skip
     return original(worker, scheduler_output, *args, **kwargs)
