@@ -16,8 +16,8 @@ from benchmarks.kernel.methods import Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.planner.host import plan_forest
-from deft_backend.policies import POLICY_NAMES, Grouping, Policy, Target
+from deft_backend.planner.host import PlanError, plan_grouping
+from deft_backend.policies import POLICY_NAMES, Grouping, Policy, PolicyError, Target
 from deft_backend.policies.edges import cut_ranges, grouped_ranges
 from deft_backend.settings.config import Settings
 
@@ -44,8 +44,14 @@ class Tuned(Ours):
         return max(inputs.batch, Settings().max_batch)
 
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
-        plan, _ = plan_forest(inputs.forest, self._tuned, attention.target, attention.capacity)
-        attention.use(plan, inputs.forest)
+        # Not `plan_forest`, which gives chunks no more room than such a batch usually needs.
+        held = attention.capacity
+        target = attention.target.within(held.max_items, held.max_entries, held.max_segments)
+        try:
+            plan = plan_grouping(self._tuned.group(inputs.forest, target), inputs.forest, target)
+            attention.use(plan, inputs.forest)
+        except (PlanError, PolicyError) as error:
+            raise Refused(str(error)) from error
         return {"items": plan.num_items, "partials": plan.num_partials}
 
 

@@ -8,8 +8,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.planner.fill_plan import fill_plan
 from deft_backend.planner.items import list_items
 from deft_backend.planner.plan import Plan, PlanCapacity
-from deft_backend.policies import Grouping, Policy, PolicyError, Target, get_policy
-from deft_backend.settings.policy_names import FLASH_DECODING
+from deft_backend.policies import FlashDecoding, Grouping, Policy, PolicyError, Target
 from deft_backend.shapes.kernel_limits import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -24,8 +23,9 @@ def plan_forest(
 ) -> tuple[Plan, Grouping]:
     """Group a forest by `policy` and cut it into work items that fit `capacity`.
 
-    If the policy makes more groups than the arrays hold, the planner plans `flash-decoding`
-    instead, which always fits, and logs the reason once. Returns the plan and the groups behind it.
+    If the arrays cannot hold the policy's items, each request reads its whole context by itself, in
+    chunks by the policy's rule, as in plans of the device; this always fits. The planner logs the
+    reason once. Returns the plan and the groups behind it.
 
     Raises PlanError if the batch is larger than `capacity.max_batch`, or a request is too long for
     the kernels.
@@ -38,17 +38,15 @@ def plan_forest(
     longest = int(forest.seq_lens.max(initial=0))
     if longest >= MAX_TOKENS:
         raise PlanError(f"a request holds {longest} tokens; the kernels address {MAX_TOKENS - 1}")
-    # A group with more queries than a tile holds needs several items: leave room for them.
-    bounded = target.within(capacity.max_items // 2, capacity.max_entries)
+    room = capacity.room(policy, forest.batch_size, target)
+    bounded = target.within(room.max_items, room.max_entries, room.max_segments)
     try:
         grouping = policy.group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
         check_capacity(plan, capacity)
     except (PolicyError, PlanError) as error:
         _say_once(policy.name, error)
-        # Groups of one query have one item each, so further tiles need no room.
-        bounded = target.within(capacity.max_items, capacity.max_entries)
-        grouping = get_policy(FLASH_DECODING).group(forest, bounded)
+        grouping = FlashDecoding(policy.rules).group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
         check_capacity(plan, capacity)
     return plan, grouping
@@ -98,7 +96,7 @@ def _say_once(policy: str, error: Exception) -> None:
     if (policy, type(error)) not in _said:
         _said.add((policy, type(error)))
         logger.warning(
-            "deft: policy %s cannot plan this batch (%s); flash-decoding plans such batches",
+            "deft: policy %s cannot plan this batch (%s); each request reads its whole context",
             policy, error,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
+from deft_backend.policies import Policy, Target
 
 WORKSPACE_LIMIT = 256 << 20  # most bytes of partial results in a plan's default capacity
 
@@ -43,6 +44,20 @@ class PlanCapacity:
             max_entries=max(entries, 2 * max_batch + num_programs),
             max_segments=items + 2 * max_batch,
         )
+
+    def room(self, policy: Policy, batch: int, target: Target) -> PlanCapacity:
+        """What a plan of `batch` queries may take of these arrays.
+
+        The rule ``fixed`` makes chunks longer until they fit, and each chunk leaves a partial
+        result of each query. So its plans take no more than arrays for just this batch would hold.
+        """
+        if policy.rules is None or policy.rules.chunks != "fixed":
+            return self
+        most = PlanCapacity.for_batch(batch, max(target.tile_programs))
+        return PlanCapacity(
+            self.max_batch, min(self.max_items, most.max_items),
+            min(self.max_entries, most.max_entries), min(self.max_segments, most.max_segments),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,16 +83,26 @@ def shape_of(queries: int, tile_queries: Int64Array) -> int:
     return shape
 
 
+@host_jit
+def tiles_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
+    """[R] query tiles of each range."""
+    found = np.empty(len(queries), dtype=np.int64)
+    for r in range(len(queries)):
+        held = tile_queries[shape_of(queries[r], tile_queries)]
+        found[r] = (queries[r] + held - 1) // held
+    return found
+
+
 class Limits(NamedTuple):
-    """Groups and (group, query) pairs that chunks may add. Each tile shape may take half."""
+    """Items and (item, query) pairs that chunks may add. Each tile shape may take half."""
 
-    groups: int
-    pairs: int
+    items: int
+    entries: int
 
 
-def limits_of(target: Target, groups: int, pairs: int) -> Limits:
-    """What `target` leaves beside so many groups and pairs."""
-    return Limits(target.max_groups - groups, target.max_group_queries - pairs)
+def limits_of(target: Target, items: int, entries: int) -> Limits:
+    """What `target` leaves beside so many items and pairs."""
+    return Limits(target.max_items - items, target.max_entries - entries)
 
 
 @host_jit
@@ -108,13 +118,11 @@ def choose_chunks(
     shapes = len(machine.tile_queries)
     count = len(queries)
     shape = np.empty(count, dtype=np.int64)
-    tiles = np.empty(count, dtype=np.int64)
+    tiles = tiles_of(queries, machine.tile_queries)
     beside = 0.0
     small = np.int64(0)
     for r in range(count):
         shape[r] = shape_of(queries[r], machine.tile_queries)
-        held = machine.tile_queries[shape[r]]
-        tiles[r] = (queries[r] + held - 1) // held
         if shape[r] == 0:
             small += tiles[r]
             beside = max(beside, machine.costs[0]) + tokens[r] * machine.transfer_ns
@@ -147,9 +155,8 @@ def choose_chunks(
                 continue
             last = chunk
             parts = parts_of(rule, sizes, my_tokens, chunk, machine.block)
-            added = (parts - 1).sum()
-            fits = 2 * added <= limits.groups
-            fits = fits and 2 * ((parts - 1) * my_queries).sum() <= limits.pairs
+            fits = 2 * ((parts - 1) * my_tiles).sum() <= limits.items
+            fits = fits and 2 * ((parts - 1) * my_queries).sum() <= limits.entries
             if not fits and chunk < longest:
                 continue
             cost = float(candidate)

@@ -1,6 +1,7 @@
 """`deft-flatten`: the flattened tree in even chunks, with bit causal masks."""
 
 from dataclasses import dataclass
+from operator import gt
 from typing import ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ class DeftFlatten:
       queries.
 
     An empty leaf becomes an open range of no tokens behind the previous node. If the plan cannot
-    hold that many groups, the chunks become longer.
+    hold that many groups, the chunks are 2, 4, 8, … times as long.
 
     Requests whose tokens are in one chunk share its matrix products. A NaN or infinity in the keys
     or values of one request, times a masked weight of 0, is a NaN for the other requests. Under
@@ -52,21 +53,31 @@ class DeftFlatten:
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         chunk = self.chunk_tokens
-        while True:
-            grouping = _flatten(forest, chunk)
-            fits = (
-                grouping.num_groups <= target.max_groups
-                and len(grouping.queries) <= target.max_group_queries
-            )
-            if fits or chunk >= forest.tokens_stored:
-                check_limits(self.name, grouping.num_groups, len(grouping.queries), target)
-                return grouping
+        room = (target.max_items, target.max_entries, target.max_segments)
+        while any(map(gt, most := _most(forest, chunk, target), room)):
+            if 2 * chunk > MAX_ITEM_TOKENS:
+                check_limits(self.name, *most, target)
             chunk *= 2
-            if chunk > MAX_ITEM_TOKENS:
-                raise PolicyError(
-                    f"{self.name} needs blocks of {chunk} tokens; the kernels address "
-                    f"{MAX_ITEM_TOKENS} of an item"
-                )
+        return _flatten(forest, chunk)
+
+
+def _most(forest: PrefixForest, chunk: int, target: Target) -> tuple[int, int, int]:
+    """Bounds of the items, (item, query) pairs and KV ranges of chunks of `chunk` tokens.
+
+    They are the device planner's (``planner/on_device/flatten.py``), which cannot count each
+    candidate's items. A chunk's queries are at most those of its slices. An even tile is more than
+    half full, so `q` queries in a row meet at most ``(q - 1) // half + 2`` tiles; one meets one.
+    """
+    queries = forest.num_queries.astype(np.int64)
+    first, last = _blocks(forest, chunk)
+    slices = last - first + 1
+    groups = int(last.max(initial=-1)) + 1
+    held = max(1, min(target.tile_queries[-1], target.largest_tile))
+    met = np.where(queries == 1, 1, (queries - 1) // max(1, held // 2) + 2)
+    pairs, segments = int((slices * queries).sum()), int((slices * met).sum())
+    again = segments // target.tile_segments[-1]
+    items = max(2 * groups, pairs // held + groups + again)
+    return items, pairs + again * max(target.tile_queries[-1], 1), segments
 
 
 def concatenated_ranges(
@@ -112,17 +123,21 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
     )
 
 
+def _blocks(forest: PrefixForest, chunk: int) -> tuple[Int64Array, Int64Array]:
+    """First and last chunk of every node."""
+    flat_end = np.cumsum(forest.length.astype(np.int64))
+    last = np.maximum(flat_end - 1, 0) // chunk
+    # An empty leaf at a chunk's edge joins the chunk of the previous token.
+    return np.minimum((flat_end - forest.length) // chunk, last), last
+
+
 def _slices(
     forest: PrefixForest, chunk: int
 ) -> tuple[Int64Array, npt.NDArray[np.int32], npt.NDArray[np.int32], Int64Array]:
     """Node, begin, end and chunk of every slice: nodes are cut where chunks end."""
-    length = forest.length.astype(np.int64)
-    flat_end = np.cumsum(length)
-    flat_begin = flat_end - length
-    first_block = flat_begin // chunk
-    last_block = np.maximum(flat_end - 1, 0) // chunk
-    # An empty leaf at a chunk's edge joins the chunk of the previous token.
-    first_block = np.minimum(first_block, last_block)
+    flat_end = np.cumsum(forest.length.astype(np.int64))
+    flat_begin = flat_end - forest.length
+    first_block, last_block = _blocks(forest, chunk)
     count = last_block - first_block + 1
     node = np.repeat(np.arange(forest.num_nodes), count)
     block = concatenated_ranges(first_block, count)

@@ -7,11 +7,12 @@ class PolicyError(ValueError):
     """The policy is unknown, or it cannot work with the given parameters."""
 
 
-def check_limits(policy: str, groups: int, pairs: int, target: Target) -> None:
-    """Refuse more groups or (group, query) pairs than `target` allows."""
+def check_limits(policy: str, items: int, entries: int, segments: int, target: Target) -> None:
+    """Refuse more items, (item, query) pairs or KV ranges than `target` allows."""
     for what, held, limit in (
-        ("groups", groups, target.max_groups),
-        ("(group, query) pairs", pairs, target.max_group_queries),
+        ("items", items, target.max_items),
+        ("(item, query) pairs", entries, target.max_entries),
+        ("KV ranges", segments, target.max_segments),
     ):
         if held > limit:
             raise PolicyError(

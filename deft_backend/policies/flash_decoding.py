@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deft_backend.policies.policy import Rules, TwoRulePolicy
+from deft_backend.policies.policy import FLATTENED, Rules, TwoRulePolicy
 from deft_backend.settings.policy_names import FLASH_DECODING
 
 
@@ -17,7 +17,13 @@ class FlashDecoding(TwoRulePolicy):
     """
 
     name: ClassVar[str] = FLASH_DECODING
+    instead_of: Rules | None = None
+    """Rules of a policy whose plan does not fit; its contexts get their chunks by the same rule."""
 
     @property
     def rules(self) -> Rules:
-        return Rules("none", "filling")
+        if self.instead_of is None:
+            return Rules("none", "filling")
+        if self.instead_of.edges == FLATTENED:
+            return Rules("none", "whole")
+        return self.instead_of._replace(edges="none")

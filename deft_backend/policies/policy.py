@@ -12,6 +12,7 @@ from deft_backend.policies.chunk_choice import (
     divided,
     limits_of,
     machine_of,
+    tiles_of,
 )
 from deft_backend.policies.edges import BoolArray, cut_ranges, grouped_ranges
 from deft_backend.policies.errors import PolicyError, check_limits
@@ -88,14 +89,15 @@ class TwoRulePolicy(ABC):
             forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
             is_leaf, forest.order, self.cut_edges(forest, target),
         )  # fmt: skip
-        pairs = int(ranges.queries.sum())
-        check_limits(self.name, len(ranges.node), pairs, target)
         machine = machine_of(target, forest.batch_size)
+        items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
+        entries = int(ranges.queries.sum())
+        check_limits(self.name, items, entries, items, target)
         tokens = ranges.end - ranges.begin
         rule, unit = CHUNK_RULES.index(rules.chunks), rules.chunk_tokens or target.block_tokens
         chunks = choose_chunks(
             rule, rules.chunk_tokens, ranges.queries, tokens, machine,
-            limits_of(target, len(ranges.node), pairs),
+            limits_of(target, items, entries),
         )  # fmt: skip
         num_chunks = divided(rule, ranges.queries, tokens, machine, chunks)
         return Grouping.of_single_ranges(*cut_ranges(ranges, is_leaf, num_chunks, unit))

@@ -38,9 +38,10 @@ class Target:
     block_tokens: int = 64  # tokens of a KV block, in which chunks are counted
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
     """Tokens that the kernel of each tile shape reads at a time."""
-    max_groups: int = 1 << 30
-    max_group_queries: int = 1 << 30
-    """Most groups and most (group, query) pairs that the plan's arrays can hold."""
+    max_items: int = 1 << 30
+    max_entries: int = 1 << 30
+    max_segments: int = 1 << 30
+    """Most items, (item, query) pairs and KV ranges that the plan's arrays can hold."""
     query_tokens: int = 1
     query_blocks: int = 1
     """A query of the plan is a block of up to `query_tokens` query tokens of a request, which has
@@ -119,13 +120,14 @@ class Target:
         """Queries that each tile shape serves, ascending."""
         return tuple(height // self.query_vectors for height in self.tile_heights)
 
-    def within(self, max_groups: int, max_group_queries: int) -> Target:
-        """The same target with no more groups and (group, query) pairs than given."""
+    def within(self, max_items: int, max_entries: int, max_segments: int) -> Target:
+        """The same target with no more items, (item, query) pairs and KV ranges than given."""
         # Each plan calls this, and `dataclasses.replace` takes longer than choosing the ranges.
         found = object.__new__(type(self))
         found.__dict__.update(
             self.__dict__,
-            max_groups=min(self.max_groups, max_groups),
-            max_group_queries=min(self.max_group_queries, max_group_queries),
+            max_items=min(self.max_items, max_items),
+            max_entries=min(self.max_entries, max_entries),
+            max_segments=min(self.max_segments, max_segments),
         )
         return found

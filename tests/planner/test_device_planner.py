@@ -253,12 +253,12 @@ def test_fasttrees_search_is_the_hosts(seed, requests, weights, heads):
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "fasttree"])
 def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
-    """As on the host, where the planner then plans flash-decoding."""
+    """Both planners then cut contexts by the policy's rule of chunks."""
     levels = np.arange(1, 24) * 100
     batch = batch_of(build_forest(np.arange(24), levels, np.append(levels, 23 * 100) + 30))
     policy = POLICIES[name] if name != "fasttree" else FastTree(FastTreeCoefficients(0, 0, 0))
     capacity = PlanCapacity(24, 200, 60, 200)
-    plan = plan_of(batch, TARGET, capacity, policy=policy)
+    _, plan = plans_of(batch, TARGET, capacity, policy=policy)
     check(batch, plan)
     assert set(np.diff(plan.item_query_ptr).tolist()) == {1}
     assert len(plan.entry_query) <= capacity.max_entries
@@ -586,4 +586,6 @@ def test_flattening_copies_nothing_from_the_cpu_and_reads_nothing_back():
     scratch = Scratch.allocate(8, [1], torch.zeros(4, dtype=torch.int64, device=meta), meta)
     rows = torch.zeros(4, dtype=torch.int32, device=meta)
     with OnOneDevice():
-        Flattener(plan, scratch, 128).write(replace(TARGET, query_blocks=2), 8, rows, rows + 5)
+        Flattener(plan, scratch, 128, plan.capacity).write(
+            replace(TARGET, query_blocks=2), 8, rows, rows + 5
+        )

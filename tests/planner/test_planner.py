@@ -227,12 +227,13 @@ def test_items_of_one_length_come_in_the_order_of_the_policy(lens):
 
 
 def test_a_target_within_limits_keeps_the_rest():
-    target = replace(GQA, max_groups=100, num_sms=7)
+    target = replace(GQA, max_items=100, num_sms=7)
     assert target.tile_queries == (2, 16, 16)
-    assert target.within(50, 1000) == replace(target, max_groups=50, max_group_queries=1000)
-    assert target.within(200, 1 << 40).max_groups == 100
-    assert target.within(50, 1000).cost_model is target.cost_model
-    assert target.max_groups == 100
+    expected = replace(target, max_items=50, max_entries=1000, max_segments=60)
+    assert target.within(50, 1000, 60) == expected
+    assert target.within(200, 1 << 40, 1).max_items == 100
+    assert target.within(50, 1000, 60).cost_model is target.cost_model
+    assert target.max_items == 100
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import VIRTUAL_ROOT, build_forest, forest_from_page_tables
+from deft_backend.planner.host import plan_grouping
 from deft_backend.policies import (
     POLICIES,
     POLICY_NAMES,
@@ -115,8 +116,8 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
     forest = batch.forest()
     limited = replace(
         GQA,
-        max_groups=forest.batch_size + slack,
-        max_group_queries=3 * len(batch.seq_lens) + slack,
+        max_items=forest.batch_size + slack,
+        max_entries=3 * len(batch.seq_lens) + slack,
         block_tokens=16,
         num_programs=64,
     )
@@ -128,12 +129,11 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
         refusal = ""
     if refusal:
         assert name != "flash-decoding", "the baseline always fits one group a query"
-        assert re.search(rf"holds ({limited.max_groups}|{limited.max_group_queries});", refusal), (
-            refusal
-        )
+        assert re.search(rf"holds ({limited.max_items}|{limited.max_entries});", refusal), refusal
         return
-    assert grouping.num_groups <= limited.max_groups
-    assert len(grouping.queries) <= limited.max_group_queries
+    plan = plan_grouping(grouping, forest, limited)
+    assert plan.num_items <= limited.max_items
+    assert len(plan.entry_query) <= limited.max_entries
     check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
 
 
@@ -239,8 +239,8 @@ def test_deft_node_is_one_group_a_node():
 
 def test_deft_node_refuses_a_tree_of_too_many_nodes():
     forest = regular_forest([1, 3, 4], [100, 70, 30])
-    with pytest.raises(PolicyError, match=r"deft-node makes 16 groups.*plan holds 15"):
-        get_policy("deft-node").group(forest, replace(GQA, max_groups=15))
+    with pytest.raises(PolicyError, match=r"deft-node makes 16 items.*plan holds 15"):
+        get_policy("deft-node").group(forest, replace(GQA, max_items=15))
 
 
 def test_deft_node_chunk_has_table_12s_number_of_groups():
@@ -249,7 +249,7 @@ def test_deft_node_chunk_has_table_12s_number_of_groups():
     # k = sum_i ceil(n_i / b_s): 8 for the root, 2 for each of 3 nodes, an empty leaf stays open.
     assert grouping.num_groups == 8 + 3 * 2 + 12
     assert grouping.num_tokens()[:8].tolist() == [128] * 7 + [104]
-    coarse = get_policy("deft-node-chunk").group(forest, replace(GQA, max_groups=20))
+    coarse = get_policy("deft-node-chunk").group(forest, replace(GQA, max_items=20))
     assert coarse.num_groups <= 20
 
 
@@ -260,7 +260,7 @@ def test_deft_flatten_has_table_12s_even_blocks():
     assert grouping.num_groups == -(-stored // 128)
     assert set(grouping.num_tokens().tolist()[:-1]) == {128}
     assert grouping.num_tokens().sum() == stored
-    coarse = get_policy("deft-flatten").group(forest, replace(GQA, max_groups=5))
+    coarse = get_policy("deft-flatten").group(forest, replace(GQA, max_items=10))
     assert coarse.num_groups <= 5
 
 
@@ -535,10 +535,10 @@ def test_the_papers_page_names_what_exists():
 
 def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     forest = regular_forest([1, 2], [900, 100])
-    target = replace(MHA, max_groups=2)
+    target = replace(MHA, max_items=4)
     assert DeftFlatten().group(forest, target).num_groups <= 2
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 512)
-    with pytest.raises(PolicyError, match="blocks of 1024 tokens; the kernels address 512"):
+    with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):
         DeftFlatten().group(forest, target)
 
 

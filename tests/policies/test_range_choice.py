@@ -12,8 +12,15 @@ from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import build_forest
+from deft_backend.planner.host import plan_grouping
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import CHUNK_RULES, Limits, choose_chunks, machine_of
+from deft_backend.policies.chunk_choice import (
+    CHUNK_RULES,
+    Limits,
+    choose_chunks,
+    machine_of,
+    tiles_of,
+)
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
 from strategies import GROWTH, batches, check_coverage, regular_forest, targets
@@ -215,11 +222,14 @@ def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
     forest = batch.forest()
     target = with_costs(replace(GQA, tile_programs=(64, 64, 64), block_tokens=16), costs)
     ranges = ranges_of(forest, target, costs)[0]
-    pairs = int(forest.num_queries[ranges].sum())
-    limited = replace(target, max_groups=len(ranges) + slack, max_group_queries=pairs + slack)
+    queries = forest.num_queries[ranges].astype(np.int64)
+    items = int(tiles_of(queries, np.array(target.single_range_tiles)).sum())
+    pairs = int(queries.sum())
+    limited = replace(target, max_items=items + slack, max_entries=pairs + slack)
     grouping = AUTO.group(forest, limited)
-    assert grouping.num_groups <= limited.max_groups
-    assert len(grouping.queries) <= limited.max_group_queries
+    plan = plan_grouping(grouping, forest, limited)
+    assert plan.num_items <= limited.max_items
+    assert len(plan.entry_query) <= limited.max_entries
     check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
 
 

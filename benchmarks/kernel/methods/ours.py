@@ -68,14 +68,12 @@ class Ours(Method):
         )
 
     def most_requests(self, inputs: Inputs) -> int:
-        """The largest batch that the attention has capacity for."""
-        if self.planner == "host":
-            return inputs.batch
+        """The largest batch that the attention has capacity for: a server's, if it is larger."""
         blocks = QueryBlocks.of(
             inputs.query_tokens, inputs.case.query_heads // inputs.case.kv_heads
         ).blocks
         most = largest_batch() // blocks
-        if inputs.batch > most:
+        if inputs.batch > most and self.planner == "device":
             raise Refused(f"{inputs.batch} requests; device plans hold at most {most}")
         return max(inputs.batch, min(Settings().max_batch, most))
 

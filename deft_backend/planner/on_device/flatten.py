@@ -19,6 +19,7 @@ import torch
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, SPAN_SHIFT
 from deft_backend.planner.on_device.arrays import Nodes, Scratch
+from deft_backend.planner.plan import PlanCapacity
 from deft_backend.policies import Target
 from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS, MAX_MERGED
 
@@ -70,7 +71,8 @@ class Flattener:
 
     plan: DevicePlan  # where plans go
     scratch: Scratch  # what the kernels found
-    chunk_tokens: int  # of a chunk; doubled until the plan can hold so many chunks
+    chunk_tokens: int  # of a chunk; doubled until the plan may hold so many chunks
+    room: PlanCapacity  # what the plan may take of its arrays
 
     def write(
         self, target: Target, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor
@@ -213,12 +215,8 @@ class Flattener:
         return Elements(*chosen), chunk, alone
 
     def _chunk(self, target: Target, found: Elements) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of a chunk, and whether the plan holds the chunks, by bounds of its arrays.
-
-        A chunk's queries are at most those of its slices. An even tile is more than half full, so
-        queries in a row meet at most ``(queries - 1) // half + 2`` tiles.
-        """
-        capacity, most = self.plan.capacity, target.tile_segments[-1]
+        """Tokens of a chunk, and whether the plan may hold the chunks, by the policy's bounds."""
+        room, most = self.room, target.tile_segments[-1]
         doublings = (MAX_ITEM_TOKENS // self.chunk_tokens).bit_length()
         chunks = self.chunk_tokens << torch.arange(doublings, device=found.flat.device)
         begin = found.flat // chunks[:, None]
@@ -226,17 +224,17 @@ class Flattener:
         last = last * found.there
         slices = (last - torch.minimum(begin, last) + 1) * found.there
         groups = last.amax(1) + 1
-        held = min(target.tile_queries[-1], target.largest_tile)
+        held = max(1, min(target.tile_queries[-1], target.largest_tile))
         pairs = (slices * found.queries).sum(1)
         met = (found.queries - 1) // max(1, held // 2) + 2
+        met.masked_fill_(found.queries == 1, 1)
         segments = (slices * met).sum(1)
         entries = pairs + segments // most * max(target.tile_queries[-1], 1)
-        items = pairs // max(1, held) + groups + segments // most
+        items = torch.maximum(2 * groups, pairs // held + groups + segments // most)
         fits = (
-            (2 * groups <= capacity.max_items)
-            & (items <= capacity.max_items)
-            & (entries <= capacity.max_entries)
-            & (segments <= capacity.max_segments)
+            (items <= room.max_items)
+            & (entries <= room.max_entries)
+            & (segments <= room.max_segments)
         )
         # Not chunks[…]: the CPU would wait for the number.
         return chunks.gather(0, fits.long().argmax(0, keepdim=True)), fits.any()

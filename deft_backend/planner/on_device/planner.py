@@ -177,15 +177,16 @@ class DevicePlanner:
             (scratch.first, scratch.nodes, scratch.ranks, batch, small, large),
             {**common, "BLOCK": work.nodes}, work.warps.find_nodes,
         )  # fmt: skip
+        room = self._plan.capacity.room(self._policy, batch, numbers.target)
         if self._rules.edges == FLATTENED:
-            flattener = Flattener(self._plan, scratch, self._rules.chunk_tokens)
+            flattener = Flattener(self._plan, scratch, self._rules.chunk_tokens, room)
             tokens = flattener.write(numbers.target, batch, table_rows, seq_lens)
             self._launch(
                 COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False
             )
             return
-        held = (self._plan.capacity.max_entries, self._plan.capacity.max_items)
-        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits or held)
+        limits = limits or (room.max_entries, room.max_items)
+        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits)
 
     def _plan_ranges(
         self, numbers: Numbers, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor,
