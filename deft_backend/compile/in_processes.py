@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ def _begin(variants: Sequence[Variant], arch: int) -> None:
     """Begin a compiling process. It never calls CUDA, whose state does not survive a fork."""
     global _given
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this
+    os.nice(5)  # the command runs what is compiled while this compiles more
     _given = variants, arch
 
 
