@@ -226,7 +226,7 @@ def warn_unknown(env: Mapping[str, str] | None = None) -> None:
     for name, hint in unknown_settings(os.environ if env is None else env):
         if name not in _warned:
             _warned.add(name)
-            logger.warning("%s is set, but no such setting exists; %s", name, hint)
+            logger.warning("deft: %s is set, but no such setting exists; %s", name, hint)
 
 
 def unknown_settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -76,8 +76,8 @@ def test_unknown_variables_are_said_once(caplog, monkeypatch):
         warn_unknown(env)
         warn_unknown(env)
     assert [r.message for r in caplog.records] == [
-        "DEFT_POLCY is set, but no such setting exists; did you mean DEFT_POLICY?",
-        "DEFT_XYZZY is set, but no such setting exists; known are "
+        "deft: DEFT_POLCY is set, but no such setting exists; did you mean DEFT_POLICY?",
+        "deft: DEFT_XYZZY is set, but no such setting exists; known are "
         + ", ".join(v.name for v in VARIABLES),
     ]
 
