@@ -52,10 +52,10 @@ def describe(stretch: Counters) -> str:
     """
     steps = []
     if stretch.steps_tree:
-        steps.append(f"{_steps(stretch.steps_tree)} through tree attention")
+        steps.append(f"{counted(stretch.steps_tree, 'decode step')} through tree attention")
     if stretch.steps_host:
         host = stretch.decode_steps - stretch.steps_tree
-        count = f"{host:,}" if steps else _steps(host)
+        count = f"{host:,}" if steps else counted(host, "decode step")
         steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
     parts = [", ".join(steps)] if steps else []
     if stretch.verified_tokens:
@@ -69,12 +69,10 @@ def describe(stretch: Counters) -> str:
     elif guided:
         share = f"{100 * read / guided:.0f} %"
         parts.append(f"KV read {size(read)} of {size(guided)} query by query ({share})")
-    if stretch.plans and stretch.plan_seconds:  # another thread counts both, one after the other
-        ms = 1e3 * stretch.plan_seconds / stretch.plans
-        parts.append(f"planning {f'{ms:.2g}' if ms < 10 else f'{ms:,.0f}'} ms a plan")
+    if time_of_a_plan(stretch):
+        parts.append(f"planning {time_of_a_plan(stretch)} a plan")
     if stretch.short_extends:
-        plural = "" if stretch.short_extends == 1 else "s"
-        parts.append(f"{stretch.short_extends:,} short extend{plural} through tree attention")
+        parts.append(f"{counted(stretch.short_extends, 'short extend')} through tree attention")
     return "; ".join(parts)
 
 
@@ -86,8 +84,21 @@ def _reasons(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} × {reason}" for reason, count in ordered)
 
 
-def _steps(count: int) -> str:
-    return f"{count:,} decode step{'' if count == 1 else 's'}"
+def time_of_a_plan(counters: Counters) -> str:
+    """Milliseconds; empty before the first plan, or between the counts of its two figures."""
+    if not (counters.plans and counters.plan_seconds):
+        return ""
+    ms = 1e3 * counters.plan_seconds / counters.plans
+    return f"{ms:.2g} ms" if ms < 10 else f"{ms:,.0f} ms"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number of things; the plural is the noun with an s unless it is given.
+
+    >>> counted(1, "plan"), counted(2000, "query", "queries")
+    ('1 plan', '2,000 queries')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def size(count: float) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from deft_backend.forest import VIRTUAL_ROOT
+from deft_backend.telemetry.decode_log import counted
 from deft_backend.tools.explain.explanation import Explanation
 
 MAX_NODES, MAX_SIBLINGS = 60, 8  # nodes drawn, and children of one node
@@ -41,7 +42,7 @@ def _tree(explanation: Explanation) -> Tree:
         shown = [at for at in children if explanation.nodes[at].tokens]
         empty = len(children) - len(shown)
         if parent == VIRTUAL_ROOT and empty:
-            drawn.add(f"[dim]{_count(empty, 'request')} without tokens[/dim]")
+            drawn.add(f"[dim]{counted(empty, 'request')} without tokens[/dim]")
         take = shown[: min(MAX_SIBLINGS, max(0, room))]
         room -= len(take)
         for at in take:
@@ -57,13 +58,13 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
     node = explanation.nodes[at]
     stop = node.start + node.tokens
     label = (
-        f"[bold]{_count(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} "
+        f"[bold]{counted(node.tokens, 'token')}[/bold] {node.start:,}–{stop:,} "
         f"of request {node.request} · "
-        f"{_count(node.queries, 'query', 'queries')} · {_readers(node.groups)}"
+        f"{counted(node.queries, 'query', 'queries')} · {_readers(node.groups)}"
     )
     ending = sum(1 for child in children if not explanation.nodes[child].tokens)
     if ending:
-        label += f" [dim]({_count(ending, 'request ends', 'requests end')} here)[/dim]"
+        label += f" [dim]({counted(ending, 'request ends', 'requests end')} here)[/dim]"
     return label
 
 
@@ -83,7 +84,7 @@ def _readers(groups: Sequence[int]) -> str:
 
 def _totals(explanation: Explanation) -> Table:
     e = explanation
-    layers = _count(e.num_layers, "layer")
+    layers = counted(e.num_layers, "layer")
     table = Table(title=f"One decode step, {layers}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -102,7 +103,3 @@ def _totals(explanation: Explanation) -> Table:
     ):
         table.add_row(name, value)
     return table
-
-
-def _count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.decode_log import size
+from deft_backend.telemetry.decode_log import counted, size, time_of_a_plan
 from deft_backend.tools.watch.batches import Row, ShownBatch, Stretch, shared_prefixes
 from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE
 
@@ -29,7 +29,7 @@ def view(
     head = Text()
     running = [row for row in rows if row.engine.status != ENDED]
     head.append("deft top", style="bold")
-    head.append(f" · {_count(len(running), 'server')} · {time.strftime('%H:%M:%S')}")
+    head.append(f" · {counted(len(running), 'server')} · {time.strftime('%H:%M:%S')}")
     if live:
         head.append(" · Ctrl-C ends", style="dim")
     parts: list[RenderableType] = [head]
@@ -82,10 +82,8 @@ def _lines(row: Row) -> Iterable[tuple[str, Text]]:
         yield "by the host", _reasons(counters.steps_host)
     yield "KV read", _reads(counters, row.now)
     yield "batch", _batch(row.batch)
-    if counters.plans and counters.plan_seconds:
-        each = 1e3 * counters.plan_seconds / counters.plans
-        time_of_one = f"{each:.2g}" if each < 10 else f"{each:,.0f}"
-        yield "planning", Text(f"{_count(counters.plans, 'plan')}, {time_of_one} ms each")
+    if each := time_of_a_plan(counters):
+        yield "planning", Text(f"{counted(counters.plans, 'plan')}, {each} each")
     if counters.compile_seconds >= 0.1:
         yield "compiling", Text(f"{counters.compile_seconds:,.1f} s since the start")
     if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
@@ -119,7 +117,7 @@ def _reads(counters: Counters, now: Stretch | None) -> Text:
 
 
 def _verified(counters: Counters, now: Stretch | None) -> Text:
-    text = Text(_count(counters.verified_tokens, "query token"))
+    text = Text(counted(counters.verified_tokens, "query token"))
     if counters.acceptance_length is not None:
         text.append(f" · acceptance length {counters.acceptance_length:.2f}")
     recent = None if now is None else now.counters.acceptance_length
@@ -141,7 +139,7 @@ def _batch(batch: ShownBatch) -> Text:
     if forest is None:
         return Text(batch.problem, style="dim")
     return Text(
-        f"{_count(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
+        f"{counted(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
         f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
     )
 
@@ -178,7 +176,3 @@ def lasting(seconds: float) -> str:
 
 def percent(part: float) -> str:
     return f"{100 * part:.0f} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
