@@ -72,11 +72,15 @@ class TileConfig:
     spread: bool = False  # whether few items are spread over the SMs (`kernels/program_numbers.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
+    waves: int = 1
+    """How often a launch has the programs that the planner counts on. With two waves, the GPU deals
+    the second one to the SMs that end first (docs/kernel-log.md)."""
 
     def programs_for(self, queries: int, num_kv_heads: int) -> int:
         """Programs of a launch that does not know how many items it has."""
         pairs = queries * num_kv_heads
-        return next((count for most, count in self.fewer_programs if pairs <= most), self.programs)
+        fewer = next((n for most, n in self.fewer_programs if pairs <= most), self.programs)
+        return self.waves * fewer
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,7 @@ def kernel_configuration(
             interpreted, reduce, few=reduce, sms=1, overlapped=False, interpreted=True
         )
     gpu = gpu or Gpu.at(device)
-    sms, shared, per_sm_shared = gpu.sms, gpu.shared_per_program, gpu.shared_per_sm
-    padded = triton.next_power_of_2(head_dim)
+    sms = gpu.sms
     hopper = gpu.capability == (9, 0)
     if hopper:
         gluon_versions.log_unavailable()
@@ -201,31 +204,12 @@ def kernel_configuration(
         tile_heights = (16, *TILE_HEIGHTS[1:])
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
-        if height < 64:
-            # An item is a chain of dependent loads; only the loads of other items hide it. So a
-            # program is one warp, which meets no barrier, and an SM holds as many as fit.
-            warps, block, stages, most = 1, 16, 3, 8
-        else:
-            warps, block, stages, most = 4, 64 if padded * dtype.itemsize <= 256 else 32, 3, 2
-        # Q, the K and V blocks of every stage, and the weights share the SM's memory.
-        while stages > 1 and _shared_bytes(height, block, padded, dtype, stages) > shared:
-            stages -= 1
-        while block > 16 and _shared_bytes(height, block, padded, dtype, stages) > shared:
-            block //= 2
-        if segments > 1 and shared < 128 * 1024:  # the bits of trees pass through it as well
-            block = min(block, 32)
-        per_sm = min(most, per_sm_shared // _shared_bytes(height, block, padded, dtype, stages))
-        # If the batch fits one tile, each node is one item. One program on each SM then uses the
-        # memory's whole bandwidth. With two programs, the GPU would place the first ones, which
-        # have the items, in pairs (docs/kernel-log.md).
-        programs = sms * max(1, per_sm)
-        if height < 64 and not hopper:
-            # Twice what the SMs hold: the GPU deals the second half to the SMs that end first.
-            programs *= 2
-        plain = TileConfig(
-            height, block, segments, warps, stages, programs,
-            programs_for_one_tile=sms if height >= 64 else None,
+        plain = _plain_tile(
+            height, segments, triton.next_power_of_2(head_dim), dtype, kv_dtype or dtype, gpu,
+            trees=query_tokens > 1,
         )  # fmt: skip
+        if height < 64 and not hopper:
+            plain = replace(plain, waves=2)
         gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None
         found.append(gluon or plain)
     return KernelConfiguration(
@@ -288,6 +272,40 @@ def _fewer_programs(height: int, bits: int, per_sm: int, sms: int) -> tuple[tupl
     return tuple((pairs * sms, fewer * sms) for pairs, fewer in rule if fewer < per_sm)
 
 
-def _shared_bytes(height: int, block: int, head_dim: int, dtype: torch.dtype, stages: int) -> int:
-    item = dtype.itemsize
-    return (height * head_dim + 2 * stages * block * head_dim + height * block) * item + 2048
+def _plain_tile(
+    height: int, segments: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: Gpu,
+    *, trees: bool,
+) -> TileConfig:  # fmt: skip
+    """How the plain kernels run a tile shape; with `trees`, query tokens may form them."""
+
+    def per_sm(block: int, stages: int) -> int:
+        """Programs that an SM's shared memory holds, as Triton allocates it."""
+        ahead = max(1, stages - 1)
+        keys = 2 * block * head_dim  # and values
+        taken = height * head_dim * dtype.itemsize + ahead * keys * kv_dtype.itemsize
+        if height >= 64 and gpu.capability[0] in (9, 10):
+            taken += keys * dtype.itemsize  # these tensor cores read the block from shared memory
+        else:
+            taken += height * block * dtype.itemsize  # the weights
+        if segments > 1:  # positions of segments, and the bits of trees
+            taken += 1152 + (8 * ahead * height * block if trees else 0)
+        taken += 64  # barriers
+        return gpu.shared_per_sm // (taken + 1024) if taken <= gpu.shared_per_program else 0
+
+    if height < 64:
+        # An item is a chain of dependent loads; only the loads of other items hide it. So a
+        # program is one warp, which meets no barrier, and an SM holds as many as fit.
+        most = 8 if head_dim <= 128 else 4  # with heads of 256, six are slower on Hopper
+        programs = gpu.sms * max(1, min(most, per_sm(16, 3)))
+        return TileConfig(height, 16, segments, 1, 3, programs)
+    block = 64 if head_dim * dtype.itemsize <= 256 else 32
+    if segments > 1 and gpu.shared_per_program < 128 * 1024:
+        block = 32  # 64 spill
+    # The softmax of one program hides behind the products of another. So two programs with fewer
+    # blocks on their way are faster than one with more.
+    stages = next((n for n, programs in ((3, 2), (2, 1)) if per_sm(block, n) >= programs), 1)
+    # If the batch fits one tile, each node is one item. One program on each SM then uses the
+    # memory's whole bandwidth. With two programs, the GPU would place the first ones, which
+    # have the items, in pairs (docs/kernel-log.md).
+    programs = gpu.sms * max(1, min(2, per_sm(block, stages)))
+    return TileConfig(height, block, segments, 4, stages, programs, programs_for_one_tile=gpu.sms)
