@@ -1,29 +1,30 @@
 """Triton's interpreter with less of Python's work for each operation, and the same results.
 
-The interpreter patches the language anew for every call of a nested function, and derives types,
-shapes and dtypes anew for every tensor. These take half of the time of a kernel on the CPU.
+The interpreter patches the language anew for every call of a nested function, derives types, shapes
+and dtypes anew for every tensor, and checks integers by more operations. This takes more than half
+of the time of a kernel on the CPU.
 """
 
 import functools
 import math
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-_installed = False
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_CLOSED = {"int32", "int64", "fp32"}
+"""Types of which two operands need no conversion, whatever the operation."""
 
 
+@functools.cache
 def install():
     """Patch Triton's interpreter in this process, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         _patch_the_language_once()  # Triton 3.6 on
     _remember_block_types()
     _remember_shapes_of_tensors()
-    _broadcast_only_different_shapes()
+    _convert_and_check_less()
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 
 
@@ -73,16 +74,40 @@ def _remember_shapes_of_tensors():
     tl.core.tensor.__init__ = init
 
 
-def _broadcast_only_different_shapes():
-    real = tl.semantic.TritonSemantic.broadcast_impl_value
+def _convert_and_check_less():
+    """Operands of one type and shape need no conversion; NumPy shows an overflow by itself.
 
-    def broadcast(self, lhs, rhs):
+    Triton's own check computes the same and then asserts nothing, because `debug` is off.
+    """
+    semantic = interpreter.interpreter_semantic
+    real_broadcast = semantic.broadcast_impl_value
+    real_checking = semantic.binary_op_type_checking_impl
+
+    def broadcast(lhs, rhs):
         both = lhs.type.is_block() and rhs.type.is_block()
         if both and tuple(lhs.type.shape) == tuple(rhs.type.shape):
             return lhs, rhs
-        return real(self, lhs, rhs)
+        return real_broadcast(lhs, rhs)
 
-    tl.semantic.TritonSemantic.broadcast_impl_value = broadcast
+    def checking(lhs, rhs, *arguments, **options):
+        tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if tensors and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in _CLOSED:
+            return broadcast(lhs, rhs)
+        return real_checking(lhs, rhs, *arguments, **options)
+
+    def sanitize(lhs, rhs, operation):
+        integer = lhs.dtype
+        if semantic.builder.options.sanitize_overflow and integer.int_bitwidth < 64:
+            wide = _EXACT[operation.__name__](
+                lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64)
+            )
+            low, high = integer.get_int_min_value(), integer.get_int_max_value()
+            if wide.min() < low or wide.max() > high:
+                raise OverflowError(f"{integer} overflow detected for {operation.__name__}")
+
+    semantic.broadcast_impl_value = broadcast
+    semantic.binary_op_type_checking_impl = checking
+    semantic.binary_op_sanitize_overflow_impl = sanitize
 
 
 def _by_name(function):
