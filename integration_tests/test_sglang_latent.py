@@ -7,7 +7,7 @@ import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import EAGER, MODEL
+from integration_tests.common.server import DRAFT, EAGER, MODEL
 from integration_tests.sglang_server import Ask, Group, running
 
 pytestmark = pytest.mark.xdist_group("latent")
@@ -40,12 +40,22 @@ def write_checkpoint(folder):
     model.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory):
-    """A server that decodes MLA over plans, and the model in PyTorch."""
+CHAINS = (
+    "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(DRAFT),
+    "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
+    "--speculative-num-draft-tokens", "4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[(), CHAINS], ids=["decode", "chains"])
+def latent(request, tmp_path_factory):
+    """A server that decodes or verifies MLA over plans, and the model in PyTorch."""
     folder = tmp_path_factory.mktemp("latent")
     write_checkpoint(folder / "model")
-    group = Group(settings={**EAGER, "DEFT_MLA": "1"}, model=folder / "model")
+    group = Group(
+        request.param, {**EAGER, "DEFT_MLA": "1"}, cpu_speculation=bool(request.param),
+        model=folder / "model",
+    )  # fmt: skip
     with running("deft", group, folder / "run") as server:
         yield server, PlainModel(folder / "model")
 

@@ -53,6 +53,11 @@ class Planned:
         return self._current.batch.plan
 
     @property
+    def planned_on_device(self) -> bool:
+        """Whether the device planner made the plan."""
+        return self._current.batch.on_device
+
+    @property
     def device_planner(self) -> DevicePlanner:
         """The planner behind `plan_on_device`; the first use allocates its memory."""
         return self._current.device_planner

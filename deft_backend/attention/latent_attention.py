@@ -165,13 +165,17 @@ class LatentAttention(Planned):
         seq_lens: torch.Tensor,
         *,
         table_rows: torch.Tensor | None = None,
+        query_tokens: int | None = None,
     ) -> None:
         """Plan a batch on the device and lay it out, by launches on the current stream.
 
         The CPU waits for nothing and does not learn the plan. A CUDA graph that holds these
         launches plans the batch of each replay. The parameters are those of
-        :meth:`TreeAttention.plan_on_device <deft_backend.TreeAttention.plan_on_device>`.
+        :meth:`TreeAttention.plan_on_device <deft_backend.TreeAttention.plan_on_device>`;
+        `query_tokens` must be the attention's.
         """
+        if query_tokens not in (None, self.query_tokens):
+            raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
         rows = self._rows_of(seq_lens, table_rows)
         check_batch(page_table, seq_lens, rows, self.device)
         room = self._room(len(seq_lens))

@@ -25,18 +25,22 @@ def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) 
     requests, size = min(REQUESTS, attention.max_batch - 1), shape.page_size
     if requests < 2:
         return None  # no batch of this server shares anything
-    shared, own = -(-SHARED // size), -(-OWN // size)
+    shared, own = -(-SHARED // size), -(-(OWN + attention.query_tokens) // size)
     pages = torch.arange(requests * own, dtype=torch.int32).view(requests, own) + shared
     prefix = torch.arange(shared, dtype=torch.int32).expand(requests, shared)
     table = torch.cat([prefix, pages], dim=1).flip(0).contiguous()
-    lens = torch.full((requests + 1,), shared * size + OWN, dtype=torch.int64)
+    tokens = attention.query_tokens
+    lens = torch.full((requests + 1,), shared * size + OWN + tokens, dtype=torch.int64)
     generator = torch.Generator().manual_seed(7)
 
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(*dims, generator=generator).to(device, shape.dtype)
 
     heads, dim = shape.num_query_heads, shape.latent_dim
-    q, cache = normal(requests + 1, heads, dim), normal(shared + requests * own, size, dim)
+    q, cache = (
+        normal((requests + 1) * tokens, heads, dim),
+        normal(shared + requests * own, size, dim),
+    )
     forest = forest_from_page_tables(table, lens[:requests].numpy(), size)
     attention.plan(forest, policy=get_policy(DEFT_NODE))
     rows = torch.arange(requests + 1, device=device).clamp(max=requests - 1)
@@ -44,16 +48,18 @@ def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) 
     attention.lay_out(lens, table_rows=rows)
     scale = dim**-0.5
     keys = cache.unsqueeze(2).double()
-    want = reference_attention(q[:-1].double(), keys, keys.clone(), table, lens[:-1],
+    want = reference_attention(q[:-tokens].double(), keys, keys.clone(), table, lens[:-1],
                                sm_scale=scale)[..., : shape.value_dim]  # fmt: skip
 
     def error(table: torch.Tensor) -> float:
         nope, rope = q[..., : shape.value_dim], q[..., shape.value_dim :]
-        return relative_error(attention.run(nope, rope, cache, table, sm_scale=scale)[:-1], want)
+        return relative_error(
+            attention.run(nope, rope, cache, table, sm_scale=scale)[:-tokens], want
+        )
 
     errors = [error(table)]
     if on_device:
-        lens[-1] = 0
+        lens[-1] = 0 if tokens == 1 else tokens  # padding of a graph
         attention.plan_on_device(table[rows], lens.int())
         errors.append(error(table[rows]))
     attention.clear_plan()

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
+    FakeServer,
     Tree,
     host_planned,
+    make_batch,
     make_layer,
     make_state,
     recording_backend,
@@ -22,6 +25,7 @@ from sglang_fakes import (
 )
 
 HEADS, VALUE, ROPE = 4, 64, 32
+DRAFTED = 3  # query tokens of a verification
 LAYER = {"qk_head_dim": VALUE + ROPE, "v_head_dim": VALUE, "tp_k_head_num": 1, "tp_v_head_num": 1}
 
 
@@ -124,6 +128,79 @@ def test_a_graph_lays_out_the_batch_of_its_replay(server):
     assert "decode" not in server.calls
 
 
+@pytest.fixture
+def verifying(host):
+    """A backend that verifies chains of two drafts, over a host backend that records its calls."""
+    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+    from deft_backend.hosts.sglang.step.kinds import Verification
+    from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
+
+    prefix = list(range(1000, 3000))
+    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree(), private=1 + DRAFTED)
+    calls = []
+    own = recording_backend(host, MLATokenToKVPool(2100), table, calls)()
+    attention = LatentAttention(
+        num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
+        max_batch=4, value_dim=VALUE, rope_dim=ROPE, query_tokens=DRAFTED,
+    )  # fmt: skip
+    division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
+    layers = LatentLayers(own, attention, make_state(), division, model_asks=False)
+    steps = DevicePlannedSteps(
+        layers, Settings(min_batch=2), decodes=False,
+        verification=Verification(DRAFTED, attention.max_batch, attention.device),
+    )  # fmt: skip
+
+    def batch(kind="verify"):
+        slots = torch.from_numpy(np.stack(
+            [table[row, n - DRAFTED : n] for row, n in zip((1, 2), lens, strict=True)]
+        )).flatten()  # fmt: skip
+        return make_batch(
+            kind, table, [1, 2], lens - DRAFTED, out_cache_loc=slots.long(),
+            spec_info=SimpleNamespace(topk=1, draft_token_num=DRAFTED),
+        )  # fmt: skip
+
+    return FakeServer(
+        backend=surround(own, steps), calls=calls, batch=batch, state=layers.state,
+        pool=own.token_to_kv_pool, table=table, lens=lens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_chains_of_drafts(verifying, graph):
+    """Each query token sees its request's tokens up to itself; the device planner plans."""
+    server, batch = verifying, verifying.batch()
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2 * DRAFTED, HEADS, VALUE + ROPE, generator=generator)
+    k = torch.randn(2 * DRAFTED, 1, VALUE + ROPE, generator=generator)
+    if graph:
+        server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        server.backend.init_forward_metadata_in_graph(batch)
+    else:
+        server.backend.init_forward_metadata(batch)
+    for layer_id in range(3):
+        layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
+        out = server.backend.forward(
+            q[..., :VALUE], k[..., :VALUE], k[..., :VALUE], layer, batch, q_rope=q[..., VALUE:],
+            k_rope=k[..., VALUE:],
+        )  # fmt: skip
+        keys = server.pool.buffers[layer_id].unsqueeze(1)
+        table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
+        want = reference_attention(q, keys, keys, table, lens, sm_scale=0.3)[..., :VALUE]
+        torch.testing.assert_close(out.view(-1, HEADS, VALUE).double(), want, rtol=1e-5, atol=1e-5)
+    assert not {"extend", "decode"} & set(server.calls)
+    if not graph:
+        counters = server.state.counters()
+        assert (counters.steps_tree, server.state.verified_tokens) == (1, 2 * DRAFTED)
+        assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+
+
+def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):
+    batch = verifying.batch("decode")
+    verifying.backend.init_forward_metadata(batch)
+    assert verifying.calls == ["metadata"]
+
+
 def test_a_batch_whose_plan_loses_is_the_hosts(server):
     server.loses.answer = True
     server.backend.init_forward_metadata(server.batch())
@@ -170,7 +247,7 @@ def test_a_model_runner_gets_latent_attention(host):
     from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 
     assert is_latent(runner())
-    attention, division = latent_attention(runner(), 4)
+    attention, division = latent_attention(runner(), 4, 1)
     assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
     assert list(division.tree) == [0, 1]
 
@@ -199,4 +276,4 @@ def test_model_runners_that_are_refused(host, changes, reason):
     from deft_backend.hosts.sglang.start.layers import Unsupported
 
     with pytest.raises(Unsupported, match=reason):
-        latent_attention(runner(**changes), 4)
+        latent_attention(runner(**changes), 4, 1)

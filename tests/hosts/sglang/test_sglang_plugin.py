@@ -169,8 +169,12 @@ def test_the_fallback_backend(arguments, monkeypatch):
         ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
         ({**MLA, "kv_cache_dtype": "fp8_e4m3"}, "MLA over a KV cache of kind fp8_e4m3"),
         (
-            {**MLA, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4},
-            "MLA with speculation",
+            {**MLA, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 8},
+            "64 query vectors a request (8 heads, 8 query tokens)",
+        ),
+        (
+            {**MLA, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2},
+            "MLA with token trees",
         ),
         ({**MLA, "attn_dp_size": 2}, "DP attention keeps all heads on each rank"),
         ({**MLA, "tp_size": 1}, "sharing would gain nothing"),

@@ -130,11 +130,12 @@ def _refused_latent(server_args: Any) -> str | None:
         return f"MLA through {backend} is not supported ({wanted} is)"
     if str(args.kv_cache_dtype) not in _WIDE_DTYPES:
         return f"MLA over a KV cache of kind {args.kv_cache_dtype} is not supported"
-    if versions.draft_tokens(server_args) > 1:
-        return "MLA with speculation is not supported"
+    tokens = versions.draft_tokens(server_args)
+    if tokens > 1 and versions.drafts_trees(server_args):
+        return "MLA with token trees is not supported (chains are: speculative_eagle_topk=1)"
     if versions.decodes_per_rank(server_args):
         return "DP attention keeps all heads on each rank, so sharing would gain nothing for MLA"
-    return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), 1)
+    return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), tokens)
 
 
 _ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")

@@ -209,19 +209,25 @@ def _latent_steps(
 ) -> Steps:
     """The steps of an MLA model.
 
-    The CPU plans, because it must know which batches share enough: the host's own graphs decode
-    all others.
+    The CPU plans decode, because it must know which batches share enough: the host's own graphs
+    decode all others. The device plans every verification.
     """
     if not settings.mla:
         raise Unsupported(MLA_IS_OFF)
-    if settings.policy != AUTO or settings.planner == "device":
+    tokens = draft_tokens(runner.server_args)
+    if settings.policy != AUTO or (settings.planner == "device" and tokens == 1):
         raise Unsupported(
             "MLA is planned on the host by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
         )
-    attention, division = latent_attention(runner, largest)
+    if tokens > 1:
+        selects_device_planner(settings, SGLANG, capability_of(device_of(runner)), verifies=True)
+        largest = planned_on_device(largest, tokens)
+    attention, division = latent_attention(runner, largest, tokens)
     warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy, values_apart=False)
     layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
+    if tokens > 1:
+        return _device_planned(runner, layers, settings, undo, latent=True)
     # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
     priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
     loses = partial(attention.loses, num_layers=len(division.tree)) if priced else None
@@ -229,7 +235,7 @@ def _latent_steps(
 
 
 def _device_planned(
-    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack
+    runner: Any, layers: TreeLayers, settings: Settings, undo: ExitStack, *, latent: bool = False
 ) -> DevicePlannedSteps:
     attention, verification = layers.attention, None
     _ = attention.device_planner  # fail here, not in the first step
@@ -242,7 +248,11 @@ def _device_planned(
         layers, settings, verification=verification,
         # The thread that shows batches must not read a sleeping server's memory.
         shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
-        compile_for=compiler_of(attention, runner, settings, layers.division.tree),
+        # The check at start compiles MLA's kernels.
+        compile_for=None
+        if latent
+        else compiler_of(attention, runner, settings, layers.division.tree),
+        decodes=not latent,
     )  # fmt: skip
     _install_fence(runner, steps, undo)
     return steps

@@ -34,7 +34,7 @@ def is_latent(runner: Any) -> bool:
 
 
 def latent_attention(
-    runner: Any, largest: int
+    runner: Any, largest: int, query_tokens: int
 ) -> tuple[LatentAttention, Division[int, LayerShape]]:
     """MLA for a model runner's layers, after it has passed a check on this machine.
 
@@ -46,8 +46,9 @@ def latent_attention(
     shape, division = _divided(runner)
     try:
         attention = checked_latent_attention(
-            shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest
-        )
+            shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest,
+            query_tokens=query_tokens, on_device=query_tokens > 1,
+        )  # fmt: skip
     except AttentionError as error:
         raise Unsupported(str(error)) from None
     return attention, division

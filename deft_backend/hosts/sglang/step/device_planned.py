@@ -35,6 +35,8 @@ class DevicePlannedSteps:
     # compiled. Called before a capture: nothing may be compiled within one.
     compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None
     extends: ExtendSteps | None = None
+    # Whether decode batches are planned. An attention for MLA has one number of query tokens.
+    decodes: bool = True
     needs_cpu_seq_lens: ClassVar[bool] = False
     # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
     # failed graph may hold it. Such a graph reads page tables while it runs.
@@ -128,7 +130,7 @@ class DevicePlannedSteps:
     def _kind_of(self, mode: Any) -> StepKind | None:
         """The kind of step that a batch of this mode is; None if the host runs it."""
         if mode.is_decode():
-            return DECODE
+            return DECODE if self.decodes else None
         return self.verification if mode.is_target_verify() else None
 
     def _refused(self, requests: int) -> str | None:

@@ -40,8 +40,8 @@ class LatentLayers(TreeLayers):
     def lay_out(self) -> None:
         """Write the calls of the host's kernel for the current step, before its first layer."""
         step = self.step
-        if step is None or step.inputs is None:
-            return
+        if step is None or step.inputs is None or self._latent.planned_on_device:
+            return  # a plan made on the device is laid out with it
         try:
             self._latent.lay_out(step.inputs.seq_lens, table_rows=step.inputs.table_rows)
         except Exception as error:
@@ -63,6 +63,7 @@ class LatentLayers(TreeLayers):
 
     def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
         assert step.inputs is not None
+        assert step.inputs.ancestors is None, "servers that draft trees are refused"
         heads, value_dim, rope_dim = self._layer
         q_rope = call.others.get("q_rope")
         if q_rope is None:
@@ -71,7 +72,7 @@ class LatentLayers(TreeLayers):
         else:
             q_nope = call.q.reshape(-1, heads, value_dim)
             q_rope = q_rope.reshape(-1, heads, rope_dim)
-        rows, cache = len(step.inputs.seq_lens), self.pool.get_key_buffer(call.layer.layer_id)
+        rows, cache = step.inputs.rows, self.pool.get_key_buffer(call.layer.layer_id)
         # The host's page table names rows, whatever the server's page size is.
         out = self._latent.run(
             q_nope[:rows], q_rope[:rows], cache.view(len(cache), 1, 1, cache.shape[-1]),

@@ -37,7 +37,7 @@ def latent_attention(
     """
     assert layer.value_dim is not None
     if query_tokens > 1:
-        raise Unsupported("MLA with speculation is not supported")
+        raise Unsupported("MLA with speculation is not supported in vLLM")
     if settings.policy != AUTO or settings.planner == "host":
         raise Unsupported(
             "MLA is planned on the device by the policy auto (DEFT_POLICY, DEFT_PLANNER)"

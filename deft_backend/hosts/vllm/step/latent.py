@@ -24,10 +24,6 @@ class LatentGroup(GroupAttention):
         self.dtype = self.kv_dtype = held.dtype
         self.page_size, self.query_tokens = held.page_size, self.attention.query_tokens
 
-    def _plan(self, step: TreeStep) -> int:
-        self.attention.plan_on_device(step.page_table, step.seq_lens)
-        return 0
-
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
         self.attention.run(
             call.query, call.query_rope, call.kv_cache, step.page_table,
