@@ -46,11 +46,11 @@ def decode_attention_cpu(
 
 
 def _attend(q, k, v, seen, scale, cap):
-    """[t, Hq, D] over [n, Hkv, D]; `seen` [t, n] says which tokens a query token sees."""
+    """[t, Hq, D] over [n, Hkv, D], values of any width; `seen` [t, n] says which tokens a query token sees."""
     tokens, heads, dim = q.shape
     grouped = q.view(tokens, k.shape[1], heads // k.shape[1], dim).float()
     scores = torch.einsum("thgd,nhd->thgn", grouped, k.float()) * scale
     if cap > 0.0:
         scores = cap * torch.tanh(scores / cap)
     weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    return torch.einsum("thgn,nhd->thgd", weights, v.float()).reshape(q.shape).to(q.dtype)
+    return torch.einsum("thgn,nhd->thgd", weights, v.float()).flatten(1, 2).to(q.dtype)

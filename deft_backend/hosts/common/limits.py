@@ -1,11 +1,6 @@
-"""What every adapter decides without its host: batch sizes, MLA, and whether to observe."""
+"""What every adapter decides without its host: batch sizes, and whether to observe."""
 
 from deft_backend.settings.config import Settings, warn_unknown
-
-MLA_IS_OFF = (
-    "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
-    "saves time behind long shared prefixes alone"
-)
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:

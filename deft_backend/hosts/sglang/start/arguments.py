@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
@@ -21,6 +20,10 @@ from deft_backend.shapes.latent_shape import gains_nothing
 logger = logging.getLogger("deft_backend")
 
 NAME = "deft"
+MLA_IS_OFF = (
+    "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
+    "saves time behind long shared prefixes alone"
+)
 HOST_DECODE = "_deft_host_decode"
 """The mark: an attribute of the host's arguments that names its own decode backend."""
 
@@ -116,8 +119,8 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
 
 
 _WIDE_DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32")
-_LATENT_BACKENDS = {"cuda": "fa3", "cpu": "torch_native"}
-"""The host's backend whose MLA kernel takes a plan, by device. A stand-in runs on the CPU."""
+_LATENT_BACKENDS = {"cuda": ("fa3",), "cpu": ("torch_native", "intel_amx")}
+"""The host's backends whose MLA kernel takes a plan, by device. A stand-in runs on the CPU."""
 
 
 def _refused_latent(server_args: Any) -> str | None:
@@ -126,8 +129,8 @@ def _refused_latent(server_args: Any) -> str | None:
     if getattr(getattr(model, "hf_text_config", None), "index_topk", None):
         return "sparse MLA is not supported (index_topk)"
     backend, wanted = versions.backend_names(server_args)[1], _LATENT_BACKENDS[str(args.device)]
-    if backend != wanted:
-        return f"MLA through {backend} is not supported ({wanted} is)"
+    if backend not in wanted:
+        return f"MLA through {backend} is not supported ({' or '.join(wanted)} is)"
     if str(args.kv_cache_dtype) not in _WIDE_DTYPES:
         return f"MLA over a KV cache of kind {args.kv_cache_dtype} is not supported"
     tokens = versions.draft_tokens(server_args)

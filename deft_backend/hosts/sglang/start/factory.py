@@ -14,7 +14,6 @@ import torch.distributed
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.common.planner_choice import (
     SGLANG,
     capability_of,
@@ -28,7 +27,7 @@ from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of
-from deft_backend.hosts.sglang.start.arguments import NAME
+from deft_backend.hosts.sglang.start.arguments import MLA_IS_OFF, NAME
 from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 from deft_backend.hosts.sglang.start.layers import (
     Unsupported,

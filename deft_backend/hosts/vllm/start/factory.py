@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
@@ -33,11 +33,9 @@ from deft_backend.hosts.common.warm_up import (
 )
 from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
-from deft_backend.hosts.vllm.start.latent import latent_attention
-from deft_backend.hosts.vllm.start.layers import Layer, Unsupported, kv_views
+from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.extends import CachedPrefixes, Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.latent import LatentGroup
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.vllm import observe_steps
@@ -47,6 +45,10 @@ logger = logging.getLogger("deft_backend")
 T = TypeVar("T")
 
 log = OnceLog()
+
+
+class Unsupported(Exception):
+    """Tree attention cannot run a group's layers; the message says why, in one line."""
 
 
 class LayerGroup(NamedTuple):
@@ -99,9 +101,9 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     mine = {name: division.tree[name] for name in layer_names if name in division.tree}
     if not mine:
         raise Unsupported  # the line above gives the reasons
+    _refuse(unsupported_spec(spec))
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
-    _refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
     _refuse(_unsupported_shape(layers, shape, layer))
     _refuse(untried(settings, capability_of(device)))
     key = (tuple(layer_names), spec.block_size, device)
@@ -116,12 +118,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
     dtype = vllm_config.model_config.dtype
 
-    def set_up() -> tuple[TreeAttention | LatentAttention, ShortExtends | None]:
-        if layer.value_dim is not None:
-            return latent_attention(
-                layer, dtype, device, settings, page_size=spec.block_size, max_batch=largest,
-                query_tokens=query_tokens,
-            ), None  # fmt: skip
+    def set_up() -> tuple[TreeAttention, ShortExtends | None]:
         attention = TreeAttention(
             num_query_heads=shape.num_query_heads, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, kv_dtype=layer.kv_dtype, device=device,
@@ -146,12 +143,8 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
 
     sleeps = can_sleep(vllm_config)
     attention, extends = outside_memory_pools(set_up, device) if sleeps else set_up()
-    counted = Counted(
-        tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike,
-        values_apart=layer.value_dim is None,
-    )  # fmt: skip
-    made: Any = GroupAttention if layer.value_dim is None else LatentGroup
-    group: GroupAttention = made(
+    counted = Counted(tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike)
+    group = GroupAttention(
         attention, settings, server.count_in(counted, settings), tree_layers=alike,
         counts=not server.groups,  # the first one
         plans_on_device=on_device, shows_batch=not sleeps,
@@ -211,15 +204,14 @@ def unsupported_server(vllm_config: Any) -> str | None:
     return None
 
 
-def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:
+def unsupported_spec(spec: Any) -> str | None:
     """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
 
     A window in it is another layer's: every layer has been asked for its own.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    # Subclasses are other kinds of caches.
-    if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
+    if type(spec) is not FullAttentionSpec:  # its subclasses are other kinds of caches
         return f"a KV cache of kind {type(spec).__name__} is not supported"
     unknown = unknown_cache(spec)
     return None if unknown is None else f"a KV cache with {unknown} is not supported"
@@ -231,8 +223,6 @@ def _unsupported_shape(layers: LayerGroup, shape: LayerShape, layer: Layer) -> s
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
-    if layer.value_dim is not None:
-        return None
     reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
 
