@@ -57,15 +57,17 @@ def latent(request, tmp_path_factory):
         model=folder / "model",
     )  # fmt: skip
     with running("deft", group, folder / "run") as server:
-        yield server, PlainModel(folder / "model")
+        yield server, PlainModel(folder / "model"), bool(request.param)
 
 
 def test_a_tree_of_requests(latent):
     """Two levels, several samples of a prompt, and requests that end one by one."""
-    server, model = latent
+    server, model, chains = latent
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {t}", 4 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])]
     check(server, model, [*asks, Ask(PREFIX + "It said:", n=3), Ask("Alone, from the first word.")])
     state = server.state()
     assert state["steps_tree"] > 0
-    assert state["kv_bytes_read"] < state["kv_bytes_query_guided"]
+    # The costs of chains share no prompts as short as these: the library's tests do.
+    assert (state["verified_tokens"] > 0) == chains
+    assert chains or state["kv_bytes_read"] < state["kv_bytes_query_guided"]

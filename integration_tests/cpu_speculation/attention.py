@@ -46,7 +46,7 @@ def decode_attention_cpu(
 
 
 def _attend(q, k, v, seen, scale, cap):
-    """[t, Hq, D] over [n, Hkv, D], values of any width; `seen` [t, n] says which tokens a query token sees."""
+    """[t, Hq, Dv] over [n, Hkv, D] and [n, Hkv, Dv]; `seen` [t, n]: what a query token sees."""
     tokens, heads, dim = q.shape
     grouped = q.view(tokens, k.shape[1], heads // k.shape[1], dim).float()
     scores = torch.einsum("thgd,nhd->thgn", grouped, k.float()) * scale
