@@ -12,7 +12,8 @@ The cost of a candidate in nanoseconds is the sum of these terms:
 - ``partial_ns`` for each partial result that chunks add. A large tile's range leaves one for each
   query even if it stays whole.
 - For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
-  the transfer if one round does not spread evenly over the SMs.
+  the transfer if one round does not spread evenly over the SMs. Also the share :data:`TAIL` of a
+  chunk's time, because programs do not end at the same time.
 - The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
   results of large tiles, one after another. Stage 2 merges more than that, and the results of
   small tiles.
@@ -43,6 +44,11 @@ EXPOSED = 0.35
 """Share of a small tile's ``item_ns`` that other items of the small tile do not hide.
 Like :data:`UNEVEN`, it comes from 48 trees and five head shapes on an H100 (docs/kernel-log.md),
 with leaves cut into different numbers of chunks."""
+
+TAIL = 0.035
+"""Share of the time of a small tile's longest chunk in which too few programs are left to use the
+memory. From 56 trees on an H100 and 40 on an H200, with their leaves cut at up to ten lengths
+(docs/kernel-log.md)."""
 
 UNEVEN = 0.05
 """Weight of an uneven round of small tiles. Such a round loses this share of the transfer's time,
@@ -110,6 +116,7 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
     expected += added * costs.partial_ns
     if not costs.is_large:
         expected += EXPOSED * cut.items * costs.item_ns / costs.programs
+        expected += TAIL * min(cut.chunk, cut.longest) * costs.token_ns
         if costs.sms < cut.items <= costs.programs:
             fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
             expected += UNEVEN * transfer * (fullest / cut.items - 1.0)

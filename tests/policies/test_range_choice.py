@@ -242,10 +242,19 @@ def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further():
     assert leaves == 512
 
 
+def test_long_items_are_cut_though_the_memory_is_busy():
+    """The last items of 4,096 tokens would leave too few programs to use the memory."""
+    target = Target(32, 32, 128, tile_programs=(33, 8, 8))
+    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
+    costs = default_cost_model().tiles
+    leaves, _ = chunks_of([1] * 10, [8192] * 10, target, costs, transfer_ns)
+    assert 1024 <= leaves <= 2048
+
+
 def test_items_of_one_round_spread_evenly_over_the_sms():
     target = Target(32, 32, 128, tile_programs=(33, 8, 8))
     transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
     costs = default_cost_model().tiles
-    leaves, _ = chunks_of([1], [8192], target, costs, transfer_ns)
-    on_each_sm = -(-8192 // leaves) * 32 / 132
+    leaves, _ = chunks_of([1], [20_000], target, costs, transfer_ns)
+    on_each_sm = -(-20_000 // leaves) * 32 / 132
     assert math.ceil(on_each_sm) / on_each_sm < 1.05

@@ -32,6 +32,7 @@ from deft_backend.policies.measured_chunks import (
     HIDDEN,
     MOST_ROUNDS,
     ROUNDING,
+    TAIL,
     UNEVEN,
 )
 from deft_backend.policies.policy import FLATTENED
@@ -49,7 +50,7 @@ WRITE_PLAN = Kernel(write_plan, "write_plan")
 COUNT_PLAN = Kernel(write_plan, "count_plan")
 
 WEIGHTS = price_chunks.Weights(
-    ALONE, HIDDEN, EXPOSED, UNEVEN, ROUNDING, MAX_MERGED, MOST_ROUNDS, LEVELS, LEVEL,
+    ALONE, HIDDEN, EXPOSED, TAIL, UNEVEN, ROUNDING, MAX_MERGED, MOST_ROUNDS, LEVELS, LEVEL,
     MOST_DOUBLINGS,
 )  # fmt: skip
 

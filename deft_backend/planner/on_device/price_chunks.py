@@ -30,6 +30,7 @@ class Weights(NamedTuple):
     alone: float
     hidden: float
     exposed: float
+    tail: float
     uneven: float
     rounding: float
     max_merged: int
@@ -57,7 +58,8 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     rounds = ((cut.items + costs.programs - 1) // costs.programs).to(tl.float32)
     per_item = cut.read / tl.maximum(cut.items, 1).to(tl.float32) * token_ns
     busy = rounds * (costs.item_ns + per_item)
-    alone = costs.item_ns + tl.minimum(cut.chunk, cut.longest).to(tl.float32) * token_ns
+    longest = tl.minimum(cut.chunk, cut.longest).to(tl.float32) * token_ns
+    alone = costs.item_ns + longest
     transfer = cut.stored * costs.transfer_ns
     cost = _slower(tl.maximum(busy, alone), transfer)
     cost -= tl.where(leaves_room, tl.minimum(cost, WEIGHTS.hidden * costs.beside), 0.0)
@@ -66,6 +68,7 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     fullest = tl.ceil(items / costs.sms - WEIGHTS.rounding) * costs.sms
     uneven = (items > costs.sms) & (cut.items <= costs.programs)
     small_cost = WEIGHTS.exposed * items * costs.item_ns / costs.programs.to(tl.float32)
+    small_cost += WEIGHTS.tail * longest
     small_cost += tl.where(uneven, WEIGHTS.uneven * transfer * (fullest / items - 1.0), 0.0)
     cost += tl.where(costs.is_large, 0.0, small_cost)
     # A leaf's item merges few results one after another; stage 2 merges many.
