@@ -149,7 +149,8 @@ def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Wo
     elif asked.trace is not None:
         trees = load_thought_trees(asked.trace)
         if asked.index >= len(trees):
-            raise TraceError(f"{asked.trace} holds {len(trees)} trees; expected --index below that")
+            most = f"{len(trees) - 1}, the last tree of {asked.trace}"
+            raise TraceError(f"--index is {asked.index}; expected 0 to {most}")
         tree = trees[asked.index]
     default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
     sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))

@@ -104,7 +104,8 @@ def _described(
         step = step if iteration is None else iteration
         return token_tree_forest(trees, index, step), f"{trace.name}, record {index}, step {step}"
     if index >= len(trees):
-        raise TraceError(f"{trace} holds {len(trees)} trees; expected --index below that")
+        most = f"{len(trees) - 1}, the last tree of {trace}"
+        raise TraceError(f"--index is {index}; expected 0 to {most}")
     chosen = trees[index]
     at = (chosen.last_iteration + 1) // 2 if iteration is None else iteration
     title = f"{trace.name}, tree {index}, iteration {at} of {chosen.last_iteration}"

@@ -167,7 +167,8 @@ def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path, model):
     err = refused("ab", "--model", model, "--trace", str(path))
     assert f"{path}: tree 0: node 0: children holds 1" in err
     dump_thought_trees([generate_thought_tree(ThoughtTreeShape())], path)
-    assert "holds 1 trees" in refused("ab", "--model", model, "--trace", str(path), "--index", "3")
+    err = refused("ab", "--model", model, "--trace", str(path), "--index", "3")
+    assert f"--index is 3; expected 0 to 0, the last tree of {path}" in err
 
 
 def test_a_misspelt_folder_is_no_question_to_the_hub(tmp_path, model, monkeypatch):
@@ -262,7 +263,8 @@ def test_explain_reads_a_trace(tmp_path):
     err = refused("explain", "--trace", str(path), "--iteration", "9999")
     assert f"iteration 9999; expected 0 to {tree.last_iteration}" in err
     assert str(path) in err
-    assert "holds 1 trees" in refused("explain", "--trace", str(path), "--index", "1")
+    err = refused("explain", "--trace", str(path), "--index", "1")
+    assert f"--index is 1; expected 0 to 0, the last tree of {path}" in err
 
 
 def state(**changes):
