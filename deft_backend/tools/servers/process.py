@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,14 +19,9 @@ from deft_backend.tools.servers.get_page import get_page
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25
 
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-_PR_SET_PDEATHSIG = 1
-
 
 class ServerProcess:
     """Context manager around a server; inside the block it answers requests.
-
-    On Linux the server also ends if the thread that entered the block dies, even by SIGKILL.
 
     - `command`: the server to start.
     - `log`: receives the server's output.
@@ -70,7 +64,6 @@ class ServerProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its own process group: Ctrl-C reaches only us
-                preexec_fn=_end_with_starter,
             )
         try:
             self._wait_until_healthy()
@@ -126,12 +119,6 @@ class ServerProcess:
         with self.log.open(errors="replace") as lines:
             last = "".join(deque(lines, maxlen=_LAST_LINES)).rstrip()
         return f"The log is {self.log}; it ends with:\n{last or '(nothing)'}"
-
-
-def _end_with_starter() -> None:
-    """In the new process: the kernel sends SIGTERM when the thread that starts it ends."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _tree(pid: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -70,31 +69,6 @@ def test_an_exception_ends_it_too(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert gone(int(log.read_text().split()[1]))
-
-
-STARTER = """
-import sys, time
-from pathlib import Path
-from deft_backend.tools.servers.command import ServerCommand, free_port
-from deft_backend.tools.servers.process import ServerProcess
-port = free_port()
-server = ServerCommand((sys.executable, *sys.argv[1:3], str(port), "/health"), {}, port, False)
-with ServerProcess(server, Path(sys.argv[3])) as started:
-    print(started.pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_server_ends_with_the_process_that_started_it(tmp_path):
-    """That process could handle SIGTERM, but not SIGKILL."""
-    script = SERVER.replace("import time; time.sleep(600)", "")
-    starter = [sys.executable, "-c", STARTER, "-c", script, str(tmp_path / "log")]
-    with subprocess.Popen(starter, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        server = int(process.stdout.readline())
-        os.kill(server, 0)
-        process.kill()
-    assert gone(server)
 
 
 def test_early_death_shows_the_end_of_the_log(tmp_path):
