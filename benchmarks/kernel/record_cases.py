@@ -18,7 +18,7 @@ from deft_backend.files.provenance import driver, provenance
 
 
 def rows_file(folder: Path, device: torch.device) -> Path:
-    """``kernel-h100.json`` in `folder`, by the device's name."""
+    """``kernel-h200.json`` in `folder`, by the device's name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = re.search(r"\b[A-Z]+\d+\w*", name.upper().replace("NVIDIA", ""))
     return folder / f"kernel-{found.group().lower() if found else name.split()[-1].lower()}.json"

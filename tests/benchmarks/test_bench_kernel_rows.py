@@ -98,7 +98,7 @@ def test_means_have_bars():
 
 
 def test_rows_stand_behind_their_header(tmp_path):
-    path = tmp_path / "new" / "kernel-h100.json"
+    path = tmp_path / "new" / "kernel-h200.json"
     write_rows(path, [row(), row("other")], HEADER)
     content = json.loads(path.read_text())
     assert [found["workload"] for found in content["rows"]] == ["1,20 4000,200", "other"]
@@ -160,13 +160,13 @@ def test_plots_show_what_is_slower(tmp_path):
         row("a[0]@3", set="traces"),
         row("a[0]@9", set="traces"),
     ]
-    made = plots.draw(fast, HEADER, tmp_path / "kernel-h100.json")
+    made = plots.draw(fast, HEADER, tmp_path / "kernel-h200.json")
     assert [path.name for path in made] == [
-        "kernel-h100-trees.svg", "kernel-h100-families.svg", "kernel-h100-roof.svg",
+        "kernel-h200-trees.svg", "kernel-h200-families.svg", "kernel-h200-roof.svg",
     ]  # fmt: skip
     slower = plots.SLOWER_COLOUR.lower()
     assert slower not in made[0].read_text()
-    plots.draw([row(us={"deft": 50.0, "fa3": 40.0})], HEADER, tmp_path / "kernel-h100.json")
+    plots.draw([row(us={"deft": 50.0, "fa3": 40.0})], HEADER, tmp_path / "kernel-h200.json")
     assert slower in made[0].read_text()
 
 
