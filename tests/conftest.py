@@ -7,10 +7,11 @@ it prints.
 
 import os
 
+import pytest
 from hypothesis import settings
 
 import quick_interpreter
-from deft_backend.compile import triton_kernel
+from deft_backend.compile import triton_kernel, variants
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -20,3 +21,10 @@ settings.load_profile("random" if os.environ.get("DEFT_RANDOM_TESTS") == "1" els
 
 triton_kernel.check_overflow = True
 quick_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_records():
+    """A recorder that a test leaves behind would swallow every launch of later tests."""
+    yield
+    assert variants.recorder is None

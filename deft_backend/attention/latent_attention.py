@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -107,13 +105,9 @@ class LatentAttention(Planned):
         gpu = Gpu.at(self.device) if self.device.type == "cuda" else compiled_for
         self.interpreted = gpu is None
         self.target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
-        # The host planner leaves half of the items to groups of several tiles.
         self._current = CurrentPlan(
-            Auto(chunks="whole"), self.target,
-            replace(self.capacity, max_items=2 * self.capacity.max_items,
-                    max_segments=2 * self.capacity.max_items),
-            self.device, page_size, overlapped=gpu is not None and gpu.capability[0] >= 9,
-            interpreted=self.interpreted,
+            Auto(chunks="whole"), self.target, self.capacity, self.device, page_size,
+            overlapped=gpu is not None and gpu.capability[0] >= 9, interpreted=self.interpreted,
         )  # fmt: skip
         self._launches = LatentLaunches(
             self.shape, self.capacity, self._current.arrays, sms=1 if gpu is None else gpu.sms,

@@ -7,6 +7,7 @@ is for commands: a server that has started threads must not fork.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from deft_backend.compile.variants import Variant, compiling_for, usable_cpus
+from deft_backend.compile.variants import MOST_THREADS, Variant, compiling_for, usable_cpus
+
+logger = logging.getLogger(__name__)
 
 _given: tuple[Sequence[Variant], int] = ((), 0)
 """Of a compiling process: the variants and their architecture."""
@@ -28,12 +31,19 @@ def compiled_in_processes(
 
     Yields a function that waits for some of the variants; it tells whether they were ready before
     `until`, by the monotonic clock. A variant that does not compile is ready too: its launch raises
-    the error. Processes that still compile at the end of the block are stopped.
+    the error. Processes that still compile at the end of the block are stopped. Without processes,
+    all variants are ready at once: their launches compile them.
     """
     wanted = list(variants)
-    processes = max(1, min(usable_cpus(), len(wanted)))
+    processes = max(1, min(usable_cpus(), MOST_THREADS, len(wanted)))
     fork = multiprocessing.get_context("fork")  # a new interpreter would import torch for seconds
-    with fork.Pool(processes, _begin, (wanted, arch)) as pool:
+    try:
+        pool = fork.Pool(processes, _begin, (wanted, arch))
+    except OSError as error:  # few pids or little memory are allowed, or there is no /dev/shm
+        logger.warning("deft: kernels compile in this process; no others can start: %s", error)
+        yield lambda needed: True
+        return
+    with pool:
         results = {v: pool.apply_async(_compile, (at,)) for at, v in enumerate(wanted)}
 
         def ready(needed: Iterable[Variant]) -> bool:

@@ -201,9 +201,10 @@ def _compiled(variant: Variant) -> Any:
     """Compile a variant; try again after a SystemError of Python itself.
 
     Python 3.11 counts the depth of a syntax tree for all threads together. So ``ast.parse``, which
-    Triton calls, can raise a SystemError if two threads parse at the same time.
+    Triton calls, can raise a SystemError if two threads parse at the same time: when the garbage
+    collector calls Python (`gc.callbacks`) during one's.
     """
-    for _ in range(4):
+    for _ in range(20):
         try:
             return variant.compile()
         except Exception as error:

@@ -1,5 +1,7 @@
 """Other processes fill the cache that this one launches from, until a time or the end."""
 
+import errno
+import os
 import time
 
 import pytest
@@ -46,3 +48,15 @@ def test_the_time_ends(empty_cache):
     with compiled_in_processes([variant(fill)], 90, 0.0) as ready:
         assert not ready([variant(fill)])
         assert ready([])
+
+
+def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
+    """The launches compile the kernels then."""
+
+    def fork():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork)
+    with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
+        assert ready([variant(fill)])
+    assert "kernels compile in this process" in caplog.text

@@ -247,7 +247,7 @@ def keys():
 
 @needs_gluon
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_a_variant_has_the_key_of_its_launch(host, keys, monkeypatch):
+def test_a_variant_has_the_key_of_its_launch(host, keys):
     described = server(host)
     attention = attention_of(described)
     step = step_of(attention, described, 40, 131076)
@@ -264,7 +264,7 @@ def test_a_variant_has_the_key_of_its_launch(host, keys, monkeypatch):
             recorder(*launch)
             record(*launch)
 
-        monkeypatch.setattr(variants, "recorder", both)
+        variants.recorder = both  # until `recorded` ends
         attention.plan_on_device(
             step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
         )
