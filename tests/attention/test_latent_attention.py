@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.random_batches import random_batch
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import LatentAttention
+from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs.latent_costs import STEP_NS
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
@@ -107,6 +108,26 @@ def flash_attention():
         return hosts_kernel()[1]
     except ImportError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("at", "off"), [(None, 0.0), (1, 0.5), (3, float("nan"))])
+def test_the_check_at_start_names_a_wrong_result(at, off):
+    """Chains call the kernel for nodes and for leaves, over the plan of each planner."""
+    calls = []
+
+    def kernel(call):
+        out, lse = plain_latent_attention(call)
+        calls.append(call)
+        return (out + off if len(calls) - 1 == at else out), lse
+
+    attention = LatentAttention(
+        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=kernel, max_batch=4,
+        query_tokens=2, value_dim=VALUE, rope_dim=ROPE,
+    )  # fmt: skip
+    said = failed_latent_check(attention, on_device=True)
+    assert len(calls) == 4
+    assert (said is None) == (at is None), said
+    assert said is None or "other results than float64" in said
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
