@@ -39,7 +39,7 @@ def compiled_in_processes(
     fork = multiprocessing.get_context("fork")  # a new interpreter would import torch for seconds
     try:
         pool = fork.Pool(processes, _begin, (wanted, arch))
-    except OSError as error:  # few pids or little memory are allowed, or there is no /dev/shm
+    except (OSError, RuntimeError) as error:  # few pids, little memory, or no /dev/shm
         logger.warning("deft: kernels compile in this process; no others can start: %s", error)
         yield lambda needed: True
         return

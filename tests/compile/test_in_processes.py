@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from triton import knobs
 
 from deft_backend.compile.in_processes import compiled_in_processes
 from deft_backend.compile.variants import Pointer, Variant, compile_all, compiling_for
+from failure_lines import raising
 
 
 @triton.jit
@@ -50,13 +52,16 @@ def test_the_time_ends(empty_cache):
         assert ready([])
 
 
-def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (os, "fork", BlockingIOError(errno.EAGAIN, "no process")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_processes_that_cannot_start(owner, name, error, empty_cache, monkeypatch, caplog):
     """The launches compile the kernels then."""
-
-    def fork():
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(owner, name, raising(error))
     with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
         assert ready([variant(fill)])
     assert "kernels compile in this process" in caplog.text
