@@ -1,8 +1,9 @@
 """Other processes fill the cache that this one launches from, until a time or the end."""
 
 import errno
+import multiprocessing
 import os
-import threading
+import signal
 import time
 
 import pytest
@@ -52,16 +53,31 @@ def test_the_time_ends(empty_cache):
         assert ready([])
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "error"),
-    [
-        (os, "fork", BlockingIOError(errno.EAGAIN, "no process")),
-        (threading.Thread, "start", RuntimeError("can't start new thread")),
-    ],
-)
-def test_processes_that_cannot_start(owner, name, error, empty_cache, monkeypatch, caplog):
+def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
     """The launches compile the kernels then."""
-    monkeypatch.setattr(owner, name, raising(error))
+    monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, "no process")))
     with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
         assert ready([variant(fill)])
-    assert "kernels compile in this process" in caplog.text
+    assert "kernels compile in 0 processes" in caplog.text
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_process_that_is_killed(busy, empty_cache, monkeypatch):
+    """As by the kernel, where memory is short; waiting ends with the last process."""
+    if busy:
+        monkeypatch.setattr(Variant, "compile", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+    with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
+        if not busy:
+            assert ready([variant(fill)])
+        for process in multiprocessing.active_children():
+            process.kill()
+        assert ready([variant(fill)])
+    assert not multiprocessing.active_children()
+
+
+def test_processes_end_with_the_block(empty_cache, monkeypatch):
+    monkeypatch.setattr(Variant, "compile", lambda self: time.sleep(600))
+    began = time.monotonic()
+    with compiled_in_processes([variant(fill)], 90, began + 0.2) as ready:
+        assert not ready([variant(fill)])
+    assert not multiprocessing.active_children()
