@@ -28,7 +28,7 @@ REFERENCES: Mapping[str, Variant] = {
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
     **{
-        f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name, "DEFT_PLANNER": "device"})
+        f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name})
         for name in PAPERS
     },
     "lora": Variant("deft", against="host-lora", lora=True),

@@ -34,13 +34,20 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def untried(settings: Settings, capability: tuple[int, int] | None) -> str | None:
-    """Why device plans of the policy need ``DEFT_PLANNER=device`` on this GPU, or None."""
-    if capability is None or settings.policy != DEFT_FLATTEN or settings.planner == "device":
+def untried(
+    settings: Settings, capability: tuple[int, int] | None, query_tokens: int
+) -> str | None:
+    """Why verifications over the policy's device plans need ``DEFT_PLANNER=device``, or None.
+
+    `query_tokens` is the most of a request: 1 in a server that verifies no drafts.
+    """
+    if query_tokens == 1 or capability is None:
+        return None
+    if settings.policy != DEFT_FLATTEN or settings.planner == "device":
         return None
     return (
-        f"no GPU has run device plans of DEFT_POLICY={DEFT_FLATTEN} inside a CUDA graph yet; "
-        "DEFT_PLANNER=device tries them"
+        f"no server on a GPU has verified drafts with DEFT_POLICY={DEFT_FLATTEN} yet; "
+        "DEFT_PLANNER=device tries it"
     )
 
 
@@ -79,7 +86,8 @@ def selects_device_planner(
         return not host_plans
     if settings.planner == "device" or not adapter.waits:
         return True
-    return capability == HOPPER and untried(settings, capability) is None
+    # The device planner needs over a millisecond for such a plan, in every step.
+    return capability == HOPPER and settings.policy != DEFT_FLATTEN
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:

@@ -175,7 +175,7 @@ def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest:
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens, capability = draft_tokens(runner.server_args), capability_of(device_of(runner))
     on_device = selects_device_planner(settings, SGLANG, capability, verifies=query_tokens > 1)
-    reason = untried(settings, capability) if on_device else None
+    reason = untried(settings, capability, query_tokens)
     if reason is not None:
         raise Unsupported(reason)
     if not on_device and decodes_per_rank(runner.server_args):

@@ -105,12 +105,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
     _refuse(_unsupported_shape(layers, shape, layer))
-    _refuse(untried(settings, capability_of(device)))
+    query_tokens = query_tokens_of(vllm_config)
+    _refuse(untried(settings, capability_of(device), query_tokens))
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         held: GroupAttention = server.groups[key]
         return held
-    query_tokens = query_tokens_of(vllm_config)
     on_device = selects_device_planner(settings, VLLM, capability_of(device))
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
