@@ -1,4 +1,4 @@
-"""Without a GPU: every plain kernel compiles for the other GPUs and fits their shared memory."""
+"""Without a GPU: every plain kernel compiles for the GPUs that run it and fits their memory."""
 
 from itertools import product
 
@@ -11,10 +11,10 @@ from deft_backend.attention.recorded_results import COMPILED
 from deft_backend.compile.variants import recorded
 from deft_backend.forest import build_forest
 
-KIB = dict(zip(COMPILED.values(), (163, 99, 99, 227, 99), strict=True))
+KIB = dict(zip((*COMPILED.values(), "sm_90"), (163, 99, 99, 227, 99, 227), strict=True))
 """Shared memory that a program may take."""
 
-SPILLED = {64: 160, 128: 288, 256: 864}
+SPILLED = {64: 160, 96: 288, 128: 288, 256: 864}
 """Bytes of a thread that a tile may spill, by the head dimension. Accumulators and queries of heads
 of 256 need more than the 255 registers that a thread can have."""
 
@@ -24,10 +24,13 @@ SPILLED_ON_BLACKWELL = 864
 SPILLED_MASKED = 1024
 """In the masked tile, which also holds the segments; `deft-flatten` alone runs it."""
 
-EVERY = [*product(KIB, (64, 128, 256), (None, torch.float8_e4m3fn), (1, 4))]
+EVERY = [
+    *product(COMPILED.values(), (64, 128, 256), (None, torch.float8_e4m3fn), (1, 4)),
+    *product(("sm_90",), (96, 256), (None, torch.float8_e4m3fn), (1, 4)),  # the others are Gluon's
+]
 CHEAP = [
     ("sm_80", 128, None, 1), ("sm_86", 64, torch.float8_e4m3fn, 4), ("sm_89", 256, None, 4),
-    ("sm_100", 128, torch.float8_e4m3fn, 1), ("sm_120", 64, None, 1),
+    ("sm_100", 128, torch.float8_e4m3fn, 1), ("sm_120", 64, None, 1), ("sm_90", 256, None, 4),
 ]  # fmt: skip
 
 
