@@ -7,6 +7,7 @@ along the code path of Triton's own launch: so each gets the key that a launch l
 cache. `compiling_for` needs no GPU.
 """
 
+import gc
 import logging
 import os
 import time
@@ -167,6 +168,7 @@ def compile_all(
 
     with (
         COMPILING.running(),
+        _no_collections(),
         _compilations({variant.kernel for variant in wanted}) as hits,
         ThreadPoolExecutor(threads, initializer=prepare) as pool,
     ):
@@ -178,6 +180,18 @@ def compile_all(
         _give_own_launchers(kernels)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector from calling Python while threads parse: see :func:`_compiled`."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def usable_cpus() -> int:
@@ -201,8 +215,8 @@ def _compiled(variant: Variant) -> Any:
     """Compile a variant; try again after a SystemError of Python itself.
 
     Python 3.11 counts the depth of a syntax tree for all threads together. So ``ast.parse``, which
-    Triton calls, can raise a SystemError if two threads parse at the same time: when the garbage
-    collector calls Python (`gc.callbacks`) during one's.
+    Triton calls, can raise a SystemError if two threads parse at the same time: above all when the
+    garbage collector calls Python (`gc.callbacks`) during one's.
     """
     for _ in range(20):
         try:
