@@ -101,7 +101,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target, items: int, entries: int) -> Limits:
-    """What `target` leaves beside so many items and pairs."""
+    """The room that a target has left, if so many items and pairs exist."""
     return Limits(target.max_items - items, target.max_entries - entries)
 
 
