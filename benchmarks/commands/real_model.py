@@ -40,6 +40,9 @@ def real_model(
             help="With --host: n-gram drafts of a verification, in servers of their own; 0: none.",
         ),
     ] = "0,4",
+    control: Annotated[
+        bool, typer.Option("--control", help="With --host: compare the host's backend with itself.")
+    ] = False,
     sections: Annotated[int, typer.Option(min=1, help="With --host: sections to ask about.")] = 8,
     gen: Annotated[int, typer.Option(min=1, help="With --host: tokens of an answer.")] = 128,
     out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/real-model.json"),
@@ -67,7 +70,7 @@ def real_model(
         where = make_checkpoint(packaged(), where, kind)
         say(console, f"checkpoint: {where}")
         if host is not None:
-            _answers(where, host, words(drafts), (sections, gen), out, console)
+            _answers(where, host, words(drafts), control, (sections, gen), out, console)
             return
         from tokenizers import Tokenizer
 
@@ -89,8 +92,9 @@ def real_model(
 
 
 def _answers(
-    model: Path, host: str, drafts: list[str], sizes: tuple[int, int], out: Path, console: Console
-) -> None:
+    model: Path, host: str, drafts: list[str], control: bool, sizes: tuple[int, int], out: Path,
+    console: Console,
+) -> None:  # fmt: skip
     """One row for each number of drafts."""
     from benchmarks.real_model.perplexity import python_manual
     from benchmarks.real_model.served import answers, sections
@@ -110,6 +114,7 @@ def _answers(
         with reported(StartError, ServerError, AbError, ValueError), Progress(console) as to:
             logs = out.with_suffix("") / f"{host}-{number}"
             logs.mkdir(parents=True, exist_ok=True)
-            rows.append(answers(model, host, workload, logs, to, drafts=int(number)))
+            row = answers(model, host, workload, logs, to, drafts=int(number), control=control)
+            rows.append(row)
         say(console, f"{rows[-1]}")
         write_rows(out, rows, {**provenance(), "model": MODEL, "workload": workload.description})

@@ -7,6 +7,7 @@ share real text. With n-gram drafts, the servers also tell how many tokens a ver
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ def sections(text: str, count: int, characters: int, max_tokens: int) -> Workloa
 
 def answers(
     model: Path, host: str, workload: Workload, logs: Path, progress: Progress,
-    *, drafts: int, options: Sequence[str] = (),
+    *, drafts: int, control: bool = False, options: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """A row: how far both servers' answers agree, and the acceptance lengths of n-gram drafts.
 
-    `drafts` are the draft tokens of a verification; 0: the servers do not speculate.
+    - `drafts`: the draft tokens of a verification; 0: the servers do not speculate.
+    - `control`: start the host's own backend twice, to see how far it agrees with itself.
 
     Raises
     ------
@@ -58,10 +60,12 @@ def answers(
         str(model), host, logs, progress, policy=None, baseline=None,
         host_arguments=[*speculation, *options],
     )  # fmt: skip
+    if control:
+        sides = sides[0], replace(sides[0], name="host again")
     result = compare(sides, lambda offers: [workload], None, progress, exact=True)
     found = result.workloads[0].agreement
     return {
-        "host": host, "drafts": drafts, "answers": found.compared, "equal": found.equal,
-        "tokens": found.tokens, "wrong": found.unexplained,
+        "host": host, "drafts": drafts, "control": control, "answers": found.compared,
+        "equal": found.equal, "tokens": found.tokens, "wrong": found.unexplained,
         "acceptance_length": {side.name: side.acceptance_length for side in result.sides},
     }  # fmt: skip
