@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -49,6 +48,7 @@ def fuzz(
     from benchmarks.fuzz.fuzz_run import Fuzz, run
     from benchmarks.row_files import RowsError, make_folder, write_rows
     from deft_backend.cli.errors import reported
+    from deft_backend.compile.usable_cpus import usable_cpus
     from deft_backend.files.provenance import provenance
 
     chosen = tuple(name.strip() for name in what.split(",") if name.strip())
@@ -61,7 +61,7 @@ def fuzz(
         make_folder(out)
         rows = run(
             Fuzz(
-                chosen, seconds, plans, processes or len(os.sched_getaffinity(0)), settings, seed,
+                chosen, seconds, plans, processes or usable_cpus(), settings, seed,
                 "cuda" if on_gpu else "cpu", dtypes,
             ),
             typer.echo,

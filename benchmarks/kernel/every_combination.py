@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from benchmarks.random_batches import random_batch
 from benchmarks.row_files import write_rows
 from deft_backend import POLICY_NAMES, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.compile.usable_cpus import usable_cpus
 from deft_backend.files.provenance import provenance
 from deft_backend.kernels import HEAD_DIMS
 
@@ -116,9 +116,7 @@ def check_all(
     rows: list[dict[str, Any]] = []
     with (
         Progress(transient=True) as progress,
-        multiprocessing.get_context("spawn").Pool(
-            processes or len(os.sched_getaffinity(0))
-        ) as pool,
+        multiprocessing.get_context("spawn").Pool(processes or usable_cpus()) as pool,
     ):
         task = progress.add_task("checking kernels", total=len(jobs))
         for found in pool.imap_unordered(check_shape, jobs):

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from deft_backend.compile.variants import MOST_THREADS, Variant, compiling_for, usable_cpus
+from deft_backend.compile.usable_cpus import usable_cpus
+from deft_backend.compile.variants import MOST_THREADS, Variant, compiling_for
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ cache. `compiling_for` needs no GPU.
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from triton.runtime import driver
 
 from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile.usable_cpus import usable_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def compile_all(
     """Compile the kernels that Triton's cache lacks, several at the same time.
 
     - `variants`: sorted by compile time, longest first, if that order is known.
-    - `threads`: default: the CPUs that this process may use, at most :data:`MOST_THREADS`.
+    - `threads`: default: :func:`usable_cpus`, at most :data:`MOST_THREADS`.
     - `prepare`: called in each thread before it compiles, to select the thread's GPU.
     - `load`: whether each kernel is also loaded onto the GPU.
     - `shared`: a cache that other processes fill at the same time. This process compiles kernels
@@ -192,13 +192,6 @@ def _no_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def usable_cpus() -> int:
-    """The CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _give_own_launchers(kernels: Iterable[Any]) -> None:
