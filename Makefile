@@ -23,8 +23,10 @@ BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
 # Without --no-compile, pip compiles 36,000 files of an environment with SGLang: 100 s of a core.
-# Python compiles the few that it imports.
+# Python compiles the few that it imports, and keeps them unless an image's setting forbids it: each
+# process of a server would then compile them again, which takes 24 s.
 PIP := python -m pip install --quiet --progress-bar off --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 SECONDS_OF_DRAWS ?= 60
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
 # core and about 7 GB of memory. `test` also runs this many of the shorter suites side by side.
