@@ -33,6 +33,13 @@ def _sorting_key(place: int, tokens: int, number: int) -> int:
 
 
 @host_jit
+def _copy_row(source: Int64Array, row: int, target: Int64Array, to: int) -> None:
+    """Copy an item: Numba compiles the assignment of a slice for seconds, to format its errors."""
+    for column in range(COLUMNS):
+        target[to, column] = source[row, column]
+
+
+@host_jit
 def list_items(
     query_ptr: Int32Array, segment_ptr: Int32Array, start: Int32Array, end: Int32Array,
     attend_begin: Int32Array, attend_end: Int32Array, tile_queries: Int64Array,
@@ -91,11 +98,11 @@ def list_items(
                 if count == capacity:
                     capacity *= 2
                     more_items = np.empty((capacity, COLUMNS), dtype=np.int64)
-                    more_items[:count] = items
-                    items = more_items
                     more_keys = np.empty(capacity, dtype=np.int64)
-                    more_keys[:count] = keys
-                    keys = more_keys
+                    for i in range(count):
+                        _copy_row(items, i, more_items, i)
+                        more_keys[i] = keys[i]
+                    items, keys = more_items, more_keys
                 items[count, GROUP] = g
                 items[count, FIRST_QUERY] = first
                 items[count, END_QUERY] = stop
@@ -107,5 +114,5 @@ def list_items(
     # Each key ends with its item's number: Numba sorts such keys faster than it sorts indices.
     found = np.empty((count, COLUMNS), dtype=np.int64)
     for i, key in enumerate(np.sort(keys[:count])):
-        found[i] = items[key % MOST_ITEMS]
+        _copy_row(items, key % MOST_ITEMS, found, i)
     return found
