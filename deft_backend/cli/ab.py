@@ -47,8 +47,7 @@ def ab(
     ] = None,
     max_tokens: Annotated[int | None, Option(min=1, help="Tokens of each answer.")] = None,
     trace: Annotated[
-        Path | None,
-        Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl)."),
+        Path | None, Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl).")
     ] = None,
     speed: Annotated[float | None, Option(help="Replay arrivals this many times as fast.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of random arrivals, and of a trace's text.")] = 0,
@@ -58,8 +57,7 @@ def ab(
         str | None, Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
     ] = None,
     baseline: Annotated[
-        str | None,
-        Option(help="The host's backend to compare with; default: its choice."),
+        str | None, Option(help="The host's backend to compare with; default: its choice.")
     ] = None,
     out: Annotated[
         Path | None, Option(help="Folder for the report; default: reports/ab-<time>.")

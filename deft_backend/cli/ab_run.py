@@ -14,9 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-from deft_backend.cli.ab_table import print_result
 from deft_backend.cli.errors import checked_settings, fail, reported, say
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import served_model
@@ -24,15 +25,18 @@ from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private, state_directory
 from deft_backend.tools.ab.comparison import both_answer, compare
 from deft_backend.tools.ab.progress import Progress
-from deft_backend.tools.ab.report import write_report
+from deft_backend.tools.ab.report import notes, write_report
+from deft_backend.tools.ab.result import AbResult
 from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
-from deft_backend.tools.ab.trace_workload import trace_workload
+from deft_backend.tools.ab.tables import acceptance, differences, main_tables
+from deft_backend.tools.ab.verdict import verdict
 from deft_backend.tools.ab.workloads import (
     CHOICES,
     WORKLOADS,
     Sizes,
     default_sizes,
     make_workloads,
+    trace_workload,
 )
 from deft_backend.tools.harness.client import Offers, ServerError, base_url
 from deft_backend.tools.harness.server_counters import ServerCounters
@@ -52,6 +56,8 @@ from deft_backend.tools.traces.trace_files import load_thought_trees
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
+
+DIFFERENCES_SHOWN = 12  # in the terminal; the report has all of them
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,33 @@ def run_asked(asked: Asked) -> None:
         raise typer.Exit(128 + stopped.number)
     if result.faults:
         raise typer.Exit(FAULTS)
+
+
+def print_result(result: AbResult, console: Console) -> None:
+    """Print the tables, the notes about them, and the verdict."""
+    for title, (first, *figures), rows, _ in main_tables(result):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1),
+                      pad_edge=False)  # fmt: skip
+        table.add_column(first, no_wrap=True)
+        for name in figures:
+            table.add_column(name, justify="right", overflow="fold")  # no figure is cut
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if acceptance(result):
+        say(console, f"acceptance length (tokens a verification): {acceptance(result)}")
+    for note in notes(result):
+        console.print(f"• {note}", markup=False, highlight=False, style="yellow")
+    different = differences(result)
+    for workload, request, difference in different[:DIFFERENCES_SHOWN]:
+        say(console, f"{workload}, {request}: {difference}")
+    if different[DIFFERENCES_SHOWN:]:
+        say(console, f"{len(different) - DIFFERENCES_SHOWN:,} more differences are in the report")
+    if result.exact and any(w.agreement.compared for w in result.workloads):
+        answers = sum(w.agreement.equal for w in result.workloads)
+        same = f"[green]✓ all {answers} answers have the same tokens[/green]"
+        console.print(same if result.same else "[bold red]✗ tokens differ[/bold red]")
+    console.print(verdict(result), markup=False, highlight=False, style="bold")
 
 
 def _server(asked: Asked) -> tuple[str, str, list[str], bool]:

@@ -13,12 +13,7 @@ from deft_backend.hosts.common.tested_versions import TestedVersions, tries_othe
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
-from deft_backend.settings.config import (
-    VARIABLES,
-    Settings,
-    SettingsError,
-    unknown_settings,
-)
+from deft_backend.settings.config import VARIABLES, Settings, SettingsError, unknown_settings
 from deft_backend.settings.installed import installed_version
 from deft_backend.settings.version import VERSION
 from deft_backend.tools.servers.driver_stub import (

@@ -6,14 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from deft_backend.cli.errors import (
-    checked_settings,
-    fail,
-    host_arguments,
-    reported,
-    say,
-    stderr,
-)
+from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say, stderr
 from deft_backend.cli.models import ModelOption, RevisionOption, served_model
 from deft_backend.settings.policy_names import POLICY_NAMES
 

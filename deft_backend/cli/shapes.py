@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ShapeModelOption = Annotated[
-    str | None,
-    Option(help="Checkpoint folder or hub name: its heads, dimension and dtype."),
+    str | None, Option(help="Checkpoint folder or hub name: its heads, dimension and dtype.")
 ]
 HeadDimOption = Annotated[int | None, Option(min=1, help="Head dimension; default: 128.")]
 

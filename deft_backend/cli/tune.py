@@ -13,12 +13,7 @@ from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say
 from deft_backend.cli.models import RevisionOption
-from deft_backend.cli.shapes import (
-    HeadDimOption,
-    ShapeModelOption,
-    chosen_shape,
-    table_of,
-)
+from deft_backend.cli.shapes import HeadDimOption, ShapeModelOption, chosen_shape, table_of
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES

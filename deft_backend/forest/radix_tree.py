@@ -19,9 +19,7 @@ Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (iden
 
 
 def forest_from_paths(
-    paths: Sequence[Path],
-    seq_lens: Sequence[int] | npt.NDArray[np.integer],
-    page_size: int = 1,
+    paths: Sequence[Path], seq_lens: Sequence[int] | npt.NDArray[np.integer], page_size: int = 1
 ) -> PrefixForest:
     """Group requests by the radix-tree nodes that they hold.
 

@@ -69,7 +69,7 @@ class TileConfig:
     """Most registers that the assembler may give a thread; None: as many as it chooses."""
     programs_for_one_tile: int | None = None
     """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
-    spread: bool = False  # whether few items are spread over the SMs (`kernels/program_numbers.py`)
+    spread: bool = False  # whether few items are spread over SMs (`large_tile/program_numbers.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
     waves: int = 1

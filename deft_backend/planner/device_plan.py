@@ -26,8 +26,8 @@ class ItemArrays(NamedTuple):
     entry_query: Pointer
     entry_slot: Pointer
     arrivals: Pointer
-    """[ARRIVALS] int32: counters of programs (``kernels/program_numbers.py``). A plan sets them to
-    0, and so does stage 2 of each attention."""
+    """[ARRIVALS] int32: counters of programs (``large_tile/program_numbers.py``). A plan sets them
+    to 0, and so does stage 2 of each attention."""
 
 
 class ReduceArrays(NamedTuple):

@@ -17,12 +17,7 @@ from typing import Any
 from deft_backend.compile.clock import COMPILING
 from deft_backend.files.private_files import write_private
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import (
-    SCHEMA,
-    Counters,
-    DeviceCounters,
-    DraftCounts,
-)
+from deft_backend.telemetry.counters import SCHEMA, Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.forest_json import forest_as_json
 from deft_backend.telemetry.server_description import ServerDescription
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file

@@ -15,8 +15,8 @@ from attention_checks import tree_attention
 from benchmarks.random_batches import PagedBatch, random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.kernels import program_numbers
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
+from deft_backend.kernels.hopper.large_tile import program_numbers
 from deft_backend.planner.encoding import ARRIVALS
 
 MACHINE = gluon_emulator._MACHINE

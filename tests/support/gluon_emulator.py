@@ -17,10 +17,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels import program_numbers
 from deft_backend.kernels.hopper import eight_bits, parts, query_tokens, versions
 from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
 from deft_backend.kernels.hopper.large_tile import memory as large_tile_memory
+from deft_backend.kernels.hopper.large_tile import program_numbers
 from deft_backend.kernels.hopper.large_tile import results as large_tile_results
 from deft_backend.kernels.hopper.large_tile import softmax as large_tile_softmax
 from deft_backend.kernels.hopper.masked_tile import copies as masked_tile_copies

@@ -1,20 +1,29 @@
-"""The workloads that `deft ab` replays: the same requests on every machine, and their sizes."""
+"""The workloads that `deft ab` replays: invented ones, the same on every machine, and traces."""
+
+from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, thought_requests
+from deft_backend.tools.harness.workload import (
+    Request,
+    Workload,
+    WorkloadError,
+    poisson,
+    thought_requests,
+)
 from deft_backend.tools.traces.invented_text import passage, question
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
+if TYPE_CHECKING:
+    from deft_backend.tools.traces.arrivals import Arrival
+
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
-
-TRACE = "trace"  # the workload that replays a trace of arrivals
 
 CHOICES = (*WORKLOADS, "rollout")
 
@@ -176,3 +185,61 @@ def make_workloads(
         "rollout": partial(rollout, count, characters, 2 * answer),
     }
     return [makers[name]() for name in names]
+
+
+def trace_workload(
+    arrivals: Sequence[Arrival],
+    *,
+    name: str,
+    characters_a_token: float,
+    speed: float = 1.0,
+    rate: float | None = None,
+    seed: int = 0,
+) -> Workload:
+    """The requests of a trace, at the times of the trace.
+
+    - `arrivals`: Sorted by time.
+    - `name`: the file's name, for the report.
+    - `characters_a_token`: converts tokens to characters of the invented text.
+    - `speed`: above 0; divides the trace's times, so 2 replays it twice as fast.
+    - `rate`: Poisson arrivals of this rate, in place of the trace's times.
+    - `seed`: of the text and of the Poisson arrivals. Another seed finds nothing in a server's
+      cache.
+
+    Raises WorkloadError if the rate is impossible.
+    """
+    from deft_backend.tools.traces.arrivals import shared_tokens  # it loads NumPy
+
+    @lru_cache(maxsize=20_000)
+    def block(id: int | str, characters: int) -> str:
+        head = f"{id}.{seed}: "  # blocks differ from their first token on
+        return (head + passage(characters, f"{seed} {id}"))[:characters]
+
+    def prompt(number: int, arrival: Arrival) -> str:
+        """Made when it is sent: all prompts together would not fit into memory."""
+        characters = round(arrival.block_tokens * characters_a_token)
+        blocks = [block(id, characters) for id in arrival.hash_ids]
+        if len(blocks) * arrival.block_tokens < arrival.input_length:  # a rest without an id
+            blocks.append(block(f"r{number}", characters))
+        return "".join(blocks)[: max(1, round(arrival.input_length * characters_a_token))]
+
+    origin = arrivals[0].timestamp
+    times = [(arrival.timestamp - origin) / 1e3 / speed for arrival in arrivals]
+    said = f"the trace's times, {speed:g} × as fast" if speed != 1 else "the trace's times"
+    if rate is not None:
+        times, said = poisson(len(arrivals), rate, seed)
+    prompts = sum(arrival.input_length for arrival in arrivals)
+    return Workload(
+        "trace",
+        f"{len(arrivals):,} requests of {name}: {prompts:,} prompt tokens, "
+        f"{shared_tokens(arrivals) / prompts:.0%} of them shared with an earlier request",
+        (),
+        tuple(
+            Request(
+                f"request {at}", partial(prompt, at, arrival), arrival.output_length, at=due,
+                prompt_tokens=arrival.input_length,
+            )
+            for at, (due, arrival) in enumerate(zip(times, arrivals, strict=True))
+        ),
+        said,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from sglang_fakes import make_state
 
 pytest.importorskip("matplotlib")
 
-from deft_backend.cli.ab_table import print_result
+from deft_backend.cli.ab_run import print_result
 from deft_backend.cli.app import app
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter
@@ -58,7 +58,7 @@ def ab(folder, *arguments, code=0):
 def plots(request, monkeypatch):
     """Drawing takes half a second for each workload: only the test of the page needs it."""
     if "two_equal" not in request.node.name:
-        monkeypatch.setattr(report, "time_plot", lambda w, names: "data:")
+        monkeypatch.setattr(report, "_time_plot", lambda w, names: "data:")
 
 
 def run(fake, workload, context=None):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from deft_backend.cli.app import app
-from deft_backend.tools.ab.trace_workload import trace_workload
+from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import WorkloadError, poisson
 from deft_backend.tools.traces.arrivals import (
     BLOCK_TOKENS,

@@ -50,6 +50,7 @@ from deft_backend.kernels.hopper.large_tile.copies import (
     take_item,
 )
 from deft_backend.kernels.hopper.large_tile.memory import allocate, hidden_zero, layout_of
+from deft_backend.kernels.hopper.large_tile.program_numbers import count_on_sm, spread_number
 from deft_backend.kernels.hopper.large_tile.results import write_results
 from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, masked, settled, softmax
 from deft_backend.kernels.hopper.parts import (
@@ -72,7 +73,6 @@ from deft_backend.kernels.hopper.versions import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deft_backend.kernels.program_numbers import count_on_sm, spread_number
 from deft_backend.planner.device_plan import ItemArrays
 
 
