@@ -252,7 +252,7 @@ def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConf
     """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
     if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
         # The conversion of bytes needs two programs on each SM, also if the batch fits one tile.
-        # But two items of one SM take long if other SMs have none.
+        # Two items on one SM are slow while other SMs are idle, so `spread` fills idle SMs first.
         return replace(
             plain, block_tokens=64, lookahead=3, programs=min(2 * sms, READ_AHEAD),
             programs_for_one_tile=None, spread=plain.block_segments == 1,

@@ -37,7 +37,9 @@ def plan_forest(
         )
     longest = int(forest.seq_lens.max(initial=0))
     if longest >= MAX_TOKENS:
-        raise PlanError(f"a request holds {longest} tokens; the kernels address {MAX_TOKENS - 1}")
+        raise PlanError(
+            f"a request holds {longest} tokens; the kernels read at most {MAX_TOKENS - 1}"
+        )
     room = capacity.room(policy, forest.batch_size, target)
     bounded = target.within(room.max_items, room.max_entries, room.max_segments)
     try:
@@ -67,8 +69,8 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     """
     if target.largest_tile < 1:
         raise PlanError(
-            f"{target.query_vectors} query vectors share a KV head; the largest tile has "
-            f"{max(target.tile_heights)} query vectors"
+            f"{target.query_vectors} query vectors share a KV head; the largest tile holds "
+            f"{max(target.tile_heights)}"
         )
     items = list_items(
         grouping.query_ptr, grouping.segment_ptr, grouping.start, grouping.end,
@@ -96,8 +98,8 @@ def _say_once(policy: str, error: Exception) -> None:
     if (policy, type(error)) not in _said:
         _said.add((policy, type(error)))
         logger.warning(
-            "deft: policy %s cannot plan this batch (%s); each request reads its whole context",
-            policy, error,
+            "deft: policy %s cannot plan this batch (%s). In such batches each request reads its "
+            "whole context; DEFT_POLICY names another policy", policy, error,
         )  # fmt: skip
 
 

@@ -28,7 +28,9 @@ def forest_from_json(content: Mapping[str, Any]) -> PrefixForest:
     nodes = len(arrays["parent"])
     for name in _NODES[:-1]:
         if len(arrays[name]) != nodes or nodes > 2 * len(order):
-            raise FieldError(f"{name} has {len(arrays[name])} nodes; it does not fit the others")
+            raise FieldError(
+                f"{name} has {len(arrays[name])} nodes; expected {nodes}, at most two a request"
+            )
     # Neighbours share the tokens up to the end of the smallest node that holds both of them.
     shared = np.zeros(max(0, len(order) - 1), dtype=np.int64)
     ends = arrays["start"].astype(np.int64) + arrays["length"]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deft_backend")
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-_NOT_SERVED = "the server's /metrics does not show tree attention"
+_NOT_SERVED = "the server's /metrics does not show tree attention; the log and `deft top` do"
 
 
 class Metric(NamedTuple):
@@ -167,7 +167,7 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
     except ImportError:
         logger.warning("deft: prometheus_client is not installed; %s", _NOT_SERVED)
     except Exception as error:  # a folder that cannot be written, another version of the client
-        logger.warning("deft: %r; %s", error, _NOT_SERVED)
+        logger.warning("deft: the metrics cannot be published (%r); %s", error, _NOT_SERVED)
     return None
 
 
@@ -216,7 +216,7 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
 
         (registry or REGISTRY).register(StateCollector(directory, port))
     except Exception as error:  # a package is missing, or the registry shows them already
-        logger.warning("deft: %r; %s", error, _NOT_SERVED)
+        logger.warning("deft: the metrics cannot be registered (%r); %s", error, _NOT_SERVED)
 
 
 def _families() -> dict[Metric, CounterMetricFamily]:

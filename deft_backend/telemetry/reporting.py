@@ -40,6 +40,7 @@ def start(
         writer.start()
     except Exception as error:
         logger.warning(
-            "deft: the server's counters cannot be reported (%r); decoding goes on", error
-        )
+            "deft: the server's counters cannot be reported (%r). Decoding goes on; `deft top` and "
+            "/metrics do not show it", error,
+        )  # fmt: skip
         logger.debug("deft: reporting failed", exc_info=True)

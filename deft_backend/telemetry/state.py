@@ -166,8 +166,8 @@ class StateWriter:
                 except Exception as error:
                     self.listeners.remove(listener)
                     logger.warning(
-                        "deft: one report of the server's counters failed and is dropped (%r); "
-                        "decoding goes on", error,
+                        "deft: showing the counters in the log or in /metrics failed (%r) and "
+                        "ends. Decoding goes on", error,
                     )  # fmt: skip
                     logger.debug("deft: reporting failed", exc_info=True)
 
@@ -215,7 +215,9 @@ class StateWriter:
             asked.unlink()  # remove it first, so that a failure is not repeated forever
             write_private(answer_file(self.path), json.dumps(answer(self.state.batch)))
         except OSError as error:
-            logger.warning("deft: cannot write the last batch for `deft explain`: %s", error)
+            logger.warning(
+                "deft: cannot write the last batch for `deft explain`: %s. Decoding goes on", error
+            )
 
     def _run(self) -> None:
         while True:

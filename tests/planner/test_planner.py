@@ -303,7 +303,7 @@ def test_limits_are_named():
     builder.add([0, 2], [Segment(0, 0, 100, False, 0, 2)])
     with pytest.raises(PlanError, match="request 1 belongs to no group"):
         plan_grouping(builder.build(), forest, GQA)
-    with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile has"):
+    with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile"):
         plan_grouping(builder.build(), forest, Target(256, 1, 64))
 
 

@@ -64,6 +64,6 @@ def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
     if taken.damaged:
         logger.warning("deft: %d kernels in %s are damaged; %s", taken.damaged, folder, _REST)
     logger.info(
-        "deft: %s: %d kernels copied into Triton's cache, which held %d",
-        folder, taken.copied, taken.held,
+        "deft: %d kernels of %s copied into Triton's cache, which held %d more of them",
+        taken.copied, folder, taken.held,
     )  # fmt: skip

@@ -52,7 +52,7 @@ def test_ranks_that_decode_for_themselves_need_the_devices_planner(
         device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
         server_args=SimpleNamespace(enable_dp_attention=per_rank),
     )  # fmt: skip
-    said = "made" if made else "DP attention is not supported where batches are planned on"
+    said = "made" if made else "DP attention is not supported with the host planner"
     with pytest.raises(RuntimeError, match=said):
         factory._create(runner, object(), Settings(planner=planner), ExitStack())
 

@@ -175,5 +175,5 @@ def test_a_model_runner_is_divided_and_counted(host):
     warm_up_sees(runner, blocks)
 
     windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
-    with pytest.raises(factory.Unsupported, match="not supported in any layer: a sliding window"):
+    with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
         factory.divided(windows)

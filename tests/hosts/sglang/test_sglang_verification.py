@@ -294,7 +294,7 @@ def test_an_observed_server_that_lacks_a_member_counts_nothing(observe, monkeypa
 
     monkeypatch.setattr(module.versions, "missing", lambda: "ForwardBatch has no rids")
     module.install.__wrapped__()
-    assert "counts nothing with this SGLang (ForwardBatch has no rids)" in caplog.text
+    assert "this SGLang lacks a member it needs (ForwardBatch has no rids)" in caplog.text
 
 
 def test_an_observed_batch_whose_lengths_only_the_device_has(observe, monkeypatch):

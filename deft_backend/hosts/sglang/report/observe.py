@@ -22,7 +22,9 @@ def install() -> None:
     """Observe the model runners of this process from now on; a second call changes nothing."""
     missing = versions.missing()
     if missing is not None:
-        logger.warning("deft: DEFT_OBSERVE counts nothing with this SGLang (%s)", missing)
+        logger.warning(
+            "deft: DEFT_OBSERVE counts nothing: this SGLang lacks a member it needs (%s)", missing
+        )
         return
     observe_batch.install(Observer().observe)
 

@@ -199,7 +199,10 @@ def _sized_with_graphs(server_args: Any) -> str | None:
     if kind == "disabled" or _not_in_graphs(kind) is None:
         return None
     # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
-    return f"decode graphs of the kind {kind} are not supported while KV is sized after capture"
+    return (
+        f"decode graphs of the kind {kind} are not supported with "
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+    )
 
 
 def _keep_or_disable_decode_graphs(server_args: Any) -> None:

@@ -182,7 +182,8 @@ def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest:
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
         raise Unsupported(
-            "DP attention is not supported where batches are planned on the host (DEFT_PLANNER)"
+            "DP attention is not supported with the host planner; DEFT_PLANNER=device selects the "
+            "device planner"
         )
     if on_device:
         largest = planned_on_device(largest, query_tokens, heads // kv_heads)
@@ -216,7 +217,8 @@ def _latent_steps(
     tokens = draft_tokens(runner.server_args)
     if settings.policy != AUTO or (settings.planner == "device" and tokens == 1):
         raise Unsupported(
-            "MLA is planned on the host by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
+            "MLA takes plans of the policy auto, and host plans in decode; unset DEFT_POLICY and "
+            "DEFT_PLANNER"
         )
     if tokens > 1:
         selects_device_planner(settings, SGLANG, capability_of(device_of(runner)), verifies=True)

@@ -51,7 +51,9 @@ def latent_attention(
     if device.type == "cuda" and capability_of(device) != HOPPER:
         raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
     if runner.kv_cache_dtype != dtype or runner.token_to_kv_pool.store_dtype != dtype:
-        raise Unsupported(f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype}")
+        raise Unsupported(
+            f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype} is not supported"
+        )
     shape, division = _divided(runner)
     if device.type == "cuda" and shape[1:] != (VALUE_DIM, ROPE_DIM):
         raise Unsupported(

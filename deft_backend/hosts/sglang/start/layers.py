@@ -223,7 +223,7 @@ def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
     shape = planned_shape(division)
     if shape is None:
         reasons = "; ".join(dict.fromkeys(division.host.values()))
-        raise Unsupported(f"not supported in any layer: {reasons}")
+        raise Unsupported(f"tree attention can run no layer of this model: {reasons}")
     return division, shape
 
 

@@ -199,7 +199,7 @@ def hopper_large_tile_attention(
         counted = count_on_sm(plan.arrivals, LAYOUT)
     item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
     if TILE.spread:
-        # Of more items, most SMs have two in any case.
+        # With more items, most SMs get two anyway, so numbering would not help.
         if (work_end > 0) & (2 * work_end <= step_work):
             first_work = spread_number(plan.arrivals, counted, LAYOUT)
             item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
