@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.e2e.kept_answers import gap_to
 from benchmarks.e2e.serving_rows import Row
 from benchmarks.token_client.client import Client
 from deft_backend.tools.harness.answers import EIGHT_BITS, first_difference
@@ -133,7 +134,7 @@ async def _check_answer(
             found.tokens += len(rest)
             return
         found.tokens += differs + 1
-        gap = expected.gap_to(differs, rest[differs])
+        gap = gap_to(expected, differs, rest[differs])
         other = OtherToken(
             f"answer {number} ({len(prompt)} tokens before), token {at + differs}: "
             f"{rest[differs]} instead of {expected.ids[differs]}",

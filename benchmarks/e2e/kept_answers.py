@@ -64,7 +64,7 @@ def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, A
         agreed += found.agreed
         if not found.same:
             known = len(theirs.top) > found.agreed
-            gaps.append(theirs.gap_to(found.agreed, ours.ids[found.agreed]) if known else None)
+            gaps.append(gap_to(theirs, found.agreed, ours.ids[found.agreed]) if known else None)
     return {
         "requests": len(reference),
         "equal_answers": len(reference) - len(gaps),
@@ -85,6 +85,15 @@ class Comparison:
     same: bool  # whether the answers have the same tokens and the same length
     # Absolute difference of the log-probabilities of each agreed token.
     differences: tuple[float, ...]
+
+
+def gap_to(answer: Answer, position: int, token: int) -> float | None:
+    """How far an answer's log-probability exceeds that of `token` in the same place.
+
+    None if `token` is not among the likeliest ones that the server named.
+    """
+    likely = answer.top[position]
+    return answer.logprobs[position] - likely[token] if token in likely else None
 
 
 def compare_answers(reference: Answer, other: Answer) -> Comparison:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks.e2e.checked_answers import MOST_WRONG, tolerance_of
+from benchmarks.e2e.kept_answers import gap_to
 from benchmarks.zoo.prompts import Prompt
 from deft_backend.tools.harness.answers import Answer, first_difference
 
@@ -57,7 +58,7 @@ def check(
             differs = first_difference(expected.ids, rest)
             found.tokens += len(rest) if differs is None else differs + 1
             if differs is not None:
-                gap = expected.gap_to(differs, rest[differs])
+                gap = gap_to(expected, differs, rest[differs])
                 if gap is not None and gap <= tolerance:
                     found.ties += 1
                 else:

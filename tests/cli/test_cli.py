@@ -333,7 +333,7 @@ def test_explain_finds_the_first_of_several_processes(suffix, tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     """The drawn groups are those of the planner that decodes."""
-    from deft_backend.tools.explain.server_target import server_target
+    from deft_backend.tools.explain.explanation import server_target
 
     path = tmp_path / "31234-tp0.json"
     size = getattr(torch, dtype).itemsize

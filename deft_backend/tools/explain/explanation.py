@@ -1,4 +1,7 @@
-"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
+"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them.
+
+The target is that of a running server, or of one H100.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +16,9 @@ from deft_backend.planner.encoding import OPEN_END, SPAN_SHIFT
 from deft_backend.planner.plan import Plan
 from deft_backend.policies import Grouping, Target
 from deft_backend.policies.makespan import estimated_ms, kv_bytes, partial_result_bytes
+from deft_backend.telemetry.state_reader import StateReading
+
+_H100_PROGRAMS = 264  # of one launch: two on each of its 132 SMs
 
 SPAN_BYTES = 4
 """Bytes that a masked tile reads for each KV token on top of keys and values: its span."""
@@ -168,3 +174,30 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
     )  # fmt: skip
     rows = zip(*(column.tolist() for column in columns), map(tuple, readers), strict=True)
     return tuple(NodeFacts(*row) for row in rows)
+
+
+def server_target(state: StateReading, page_size: int) -> Target:
+    """The target that the server itself plans for, if this machine has its device."""
+    import torch
+
+    from deft_backend.attention.device_target import target_of
+    from deft_backend.kernels import kernel_configuration
+    from deft_backend.shapes.attention_shape import AttentionShape
+
+    heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
+    on_cpu = state.device.startswith("cpu")
+    if not on_cpu and not torch.cuda.is_available():
+        return reference_target(heads, kv_heads, head_dim, state.dtype_bytes)
+    kv_dtype = getattr(torch, state.dtype.removeprefix("torch."))
+    # A plan does not depend on which 16 bits the queries have.
+    dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    shape = AttentionShape(heads, kv_heads, head_dim, dtype, kv_dtype, device, page_size)
+    config = kernel_configuration(head_dim, dtype, device, shape.gqa_group, kv_dtype=kv_dtype)
+    return target_of(config, shape)
+
+
+def reference_target(query_heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> Target:
+    """The target of one H100, so that an explanation is the same on every machine."""
+    programs = max(1, _H100_PROGRAMS // kv_heads)
+    return Target(query_heads, kv_heads, head_dim, dtype_bytes, num_programs=programs)

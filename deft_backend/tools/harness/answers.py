@@ -58,14 +58,6 @@ class Answer:
             return 0.0
         return self.logprobs[position] - sorted(self.top[position].values())[-2]
 
-    def gap_to(self, position: int, token: int) -> float | None:
-        """How far the token's log-probability exceeds that of `token` in the same place.
-
-        None if `token` is not among the likeliest ones that the server named.
-        """
-        likely = self.top[position]
-        return self.logprobs[position] - likely[token] if token in likely else None
-
 
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Index of the first element that differs; None if one sequence is a prefix of the other."""

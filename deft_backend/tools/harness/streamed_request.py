@@ -21,13 +21,11 @@ ANSWERED, TOO_LONG, REFUSED, FAILED, LOST, LATE, CUT, SKIPPED = (
 stream; ``lost``: the connection broke; ``cut off``: the run was interrupted; ``not sent``: the
 server had died, or the run was interrupted before."""
 
-STATUSES = (ANSWERED, TOO_LONG, REFUSED, FAILED, LOST, LATE, CUT, SKIPPED)
-
 _TOO_LONG = re.compile(r"context|too long|longer than|exceed|max_model_len|maximum", re.IGNORECASE)
 
 
 class NotAnswered(RuntimeError):
-    """A request without its answer; `status` is one of :data:`STATUSES`."""
+    """A request without its answer; `status` is one of the above."""
 
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)

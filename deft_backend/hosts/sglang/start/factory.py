@@ -108,7 +108,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             return host
         assert made is not None
         undo.pop_all()  # the backend stays
-    layers, on_device = made.deft.layers, _plans_on_device(made.deft)
+    layers, on_device = made.deft.layers, isinstance(made.deft, DevicePlannedSteps)
     start_reporting(layers.state, runner, settings)
     tokens = layers.attention.query_tokens
     logger.info(
@@ -144,14 +144,10 @@ def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None
     return least == -most if everywhere else None
 
 
-def _plans_on_device(steps: Steps) -> bool:
-    return isinstance(steps, DevicePlannedSteps)
-
-
 def _decided(steps: Steps, settings: Settings) -> tuple[object, ...]:
     """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
     return (
-        _plans_on_device(steps), steps.layers.attention.capacity.max_batch, settings.policy,
+        type(steps).__name__, steps.layers.attention.capacity.max_batch, settings.policy,
         settings.min_share, settings.min_batch, settings.min_shared_tokens, settings.min_saved_ms,
         tuple(steps.layers.division.tree),
     )  # fmt: skip

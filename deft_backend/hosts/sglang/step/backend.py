@@ -8,12 +8,13 @@ attributes, meet the host's backend. All that is ours is in one attribute, ``def
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import new_class
 from typing import Any
 
 from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
 from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
-from deft_backend.hosts.sglang.step.tree_layers import LayerCall, TreeLayers
+from deft_backend.hosts.sglang.step.tree_layers import LayerCall
 from deft_backend.hosts.sglang.versions import read_end
 
 OWN_STATE = "deft"  # the attribute of the host's backend that holds everything of ours
@@ -21,6 +22,21 @@ OWN_STATE = "deft"  # the attribute of the host's backend that holds everything 
 
 Steps = DevicePlannedSteps | HostPlannedSteps
 """Decides which batches tree attention runs, and has them planned."""
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    """A method that runs a layer: by the host's method of this name unless the step is planned."""
+
+    def method(
+        self: DeftAttentionBackend, q: Any = None, k: Any = None, v: Any = None, layer: Any = None,
+        forward_batch: Any = None, save_kv_cache: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        layers, call = self.deft.layers, LayerCall(q, k, v, layer, save_kv_cache, kwargs)
+        if layers.has_planned(forward_batch):
+            return layers.run(call)
+        return call.by(getattr(layers.host, name), forward_batch)
+
+    return method
 
 
 class DeftAttentionBackend:
@@ -48,26 +64,9 @@ class DeftAttentionBackend:
         host = self.deft.layers.host
         host.update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
 
-    def forward(
-        self, q: Any = None, k: Any = None, v: Any = None, layer: Any = None,
-        forward_batch: Any = None, save_kv_cache: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
-        return _run(self.deft.layers, "forward", call, forward_batch)
-
-    def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
-        return _run(self.deft.layers, "forward_decode", call, forward_batch)
-
-    def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        call = LayerCall(q, k, v, layer, save_kv_cache, kwargs)
-        return _run(self.deft.layers, "forward_extend", call, forward_batch)
+    forward = _computing("forward")
+    forward_decode = _computing("forward_decode")
+    forward_extend = _computing("forward_extend")
 
     def shared_read_ends(self, mode: Any) -> Any:
         """When a replay has read what the scheduler writes (SGLang asks from 0.5.18 on).
@@ -90,13 +89,6 @@ class DeftAttentionBackend:
     def needs_cpu_seq_lens(self) -> bool:
         """Whether the host must keep sequence lengths in CPU memory."""
         return self.deft.needs_cpu_seq_lens or bool(self.deft.layers.host.needs_cpu_seq_lens)
-
-
-def _run(layers: TreeLayers, method: str, call: LayerCall, forward_batch: Any) -> Any:
-    """Run a layer of any step, by a method of the host's backend unless the step is planned."""
-    if layers.has_planned(forward_batch):
-        return layers.run(call)
-    return call.by(getattr(layers.host, method), forward_batch)
 
 
 def surround(host: Any, steps: Steps) -> Any:
