@@ -7,8 +7,8 @@ result for its GPU, Triton and torch checks its own attention before it captures
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -18,8 +18,9 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.compile.in_processes import compiled_in_processes
-from deft_backend.compile.variants import recorded
+from deft_backend.compile.host_jit import calls_in_python
+from deft_backend.compile.in_processes import Code, compiled_in_processes
+from deft_backend.compile.variants import ForArchitecture, recorded
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.kernels import Gpu
 
@@ -120,14 +121,23 @@ def check_shapes(
 ) -> Iterator[tuple[Shape, Outcome]]:
     """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
-    Cases run while the kernels of later ones compile. An outcome has neither error nor failure if
+    Cases run while the code of later ones compiles. An outcome has neither error nor failure if
     `until`, by the monotonic clock, came first.
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
-    with _compiling(attentions, cases, device, until) as ready:
+    needed: dict[tuple[Shape, Case], list[Code]] = {}
+    for shape, case in cases:
+        # A failure here is the case's, which runs later.
+        with calls_in_python() as calls, recorded() as variants, suppress(Exception):
+            _largest_error(attentions[shape], case, Tensors(), 0, compare=False)
+        arch = Gpu.at(device).arch if variants else 0
+        kernels = [ForArchitecture(variant, arch) for variant in variants]
+        needed[shape, case] = [*calls, *kernels]
+    codes = dict.fromkeys(chain.from_iterable(needed.values()))
+    with compiled_in_processes(codes, until) as ready:
         for shape, case in cases:
-            late = not ready(shape, case) or time.monotonic() > until
+            late = not ready(needed[shape, case]) or time.monotonic() > until
             yield shape, Outcome(case, None) if late else checked(attentions[shape], case)
 
 
@@ -137,27 +147,6 @@ def _cases(first: bool) -> list[Case]:
     if not first:
         return [*device[:2], Case(False)]
     return [*device, *(replace(case, on_device=False) for case in device)]
-
-
-@contextmanager
-def _compiling(
-    attentions: Mapping[Shape, TreeAttention], cases: Sequence[tuple[Shape, Case]],
-    device: torch.device, until: float,
-) -> Iterator[Callable[[Shape, Case], bool]]:  # fmt: skip
-    """Compile the kernels of the cases in the ``with`` block.
-
-    Yields a function that waits for a case's kernels; it tells whether they are ready in time.
-    """
-    if device.type != "cuda":
-        yield lambda shape, case: True
-        return
-    launches = {}
-    for shape, case in cases:
-        with recorded() as launches[shape, case], suppress(Exception):  # the case says so itself
-            _largest_error(attentions[shape], case, Tensors(), 0, compare=False)
-    variants = dict.fromkeys(chain.from_iterable(launches.values()))
-    with compiled_in_processes(variants, Gpu.at(device).arch, until) as ready:
-        yield lambda shape, case: ready(launches[shape, case])
 
 
 def _largest_error(
@@ -210,7 +199,7 @@ def _largest_error(
     if case.on_device:
         attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
     else:
-        with np.errstate(over="ignore"):  # hashes of pages, where Numba does not compile them
+        with np.errstate(over="ignore"):  # hashes of pages, in Python
             forest = forest_from_page_tables(table, lens, attention.page_size)
         attention.plan(forest, query_tokens=tokens)
     attention.poison_workspace()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -61,14 +60,13 @@ def doctor(
     if every and (model is not None or revision is not None):
         raise fail("--all shows every shape and --model one; omit one of the options")
     shapes = _shapes(model, revision, heads, every)
-    with _host_planner_in_python() if check else nullcontext():
-        sections = {
-            "Installed": [*check_packages(), *check_entry_point()],
-            "Machine": list(check_device()),
-            "Settings": list(check_settings()),
-        }
-        kernels = _kernels(shapes)
-        ran = _checked(shapes, until) if check else []
+    sections = {
+        "Installed": [*check_packages(), *check_entry_point()],
+        "Machine": list(check_device()),
+        "Settings": list(check_settings()),
+    }
+    kernels = _kernels(shapes)
+    ran = _checked(shapes, until) if check else []
     works = all(each.status != "problem" for checks in sections.values() for each in checks)
     works = works and all(entry["failure"] is None for entry in ran)
     if as_json:
@@ -139,15 +137,6 @@ def _table(shape: HeadShape) -> dict[str, Any]:
     return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
 
 
-def _host_planner_in_python() -> AbstractContextManager[None]:
-    """While modules are imported: Python plans a few batches faster than Numba compiles for it."""
-    try:
-        from deft_backend.compile.host_jit import not_compiled
-    except ImportError:
-        return nullcontext()  # the kernels' table shows the error
-    return not_compiled()
-
-
 def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
     """Run the kernels of each shape on random forests, up to a time of the monotonic clock."""
     try:
@@ -199,8 +188,10 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
         )
         say(console, line, "yellow")
     if any(entry["error"] is None and entry["failure"] is None for entry in ran):
-        kept = "Compiled kernels are kept: run the check again" if on_gpu else "Use an idle machine"
-        line = f"• {CHECK_SECONDS} s passed before all cases had run. {kept} for the rest"
+        line = (
+            f"• {CHECK_SECONDS} s passed before all cases had run. Compiled code is kept: run the "
+            "check again for the rest"
+        )
         say(console, line, "yellow")
 
 

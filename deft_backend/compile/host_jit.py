@@ -8,14 +8,17 @@ version of Numba, because several environments may use one checkout.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import caching
+from numba.core.dispatcher import Dispatcher
 
 from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.source_digest import digest_of
@@ -42,18 +45,55 @@ def host_jit(function: F) -> F:
     return cast(F, dispatcher)
 
 
-@contextmanager
-def not_compiled() -> Iterator[None]:
-    """Leave functions of modules that are imported in the ``with`` block to Python.
+@dataclass(frozen=True)
+class HostCall:
+    """A compiled function that Python calls, and the types of the arguments."""
 
-    A few small plans take Python less time than Numba takes to compile the host planner.
+    function: Any
+    types: tuple[Any, ...]
+
+    def compile(self) -> None:
+        """Compile the function for these types into the cache on disk, or take it from there."""
+        self.function.compile(self.types)
+
+
+@contextmanager
+def calls_in_python() -> Iterator[dict[HostCall, None]]:
+    """Run the package's compiled functions in Python in the ``with`` block; nothing compiles.
+
+    Yields the calls of functions that no other of them called, in the order of the first calls.
     """
-    before = numba.config.DISABLE_JIT
-    numba.config.DISABLE_JIT = True
+    calls: dict[HostCall, None] = {}
+    running = False
+
+    def in_python(function: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal running
+            before, running = running, True
+            if not before:
+                types = tuple(map(function.typeof_pyval, arguments))
+                calls[HostCall(function, types)] = None
+            try:
+                return function.py_func(*arguments)
+            finally:
+                running = before
+
+        return call
+
+    places = [
+        (vars(module), name, value)
+        for path, module in list(sys.modules.items())
+        if path.partition(".")[0] == __name__.partition(".")[0]
+        for name, value in vars(module).items()
+        if isinstance(value, Dispatcher)
+    ]
+    for module, name, function in places:
+        module[name] = in_python(function)
     try:
-        yield
+        yield calls
     finally:
-        numba.config.DISABLE_JIT = before
+        for module, name, function in places:
+            module[name] = function
 
 
 def _timed(compile_for: F) -> F:

@@ -1,7 +1,7 @@
-"""Compile kernels in processes of their own, into the Triton cache that this process launches from.
+"""Compile in processes of their own, into the caches on disk that this process takes code from.
 
-A third of a compilation is Triton's Python, and threads of one process run Python in turns. This
-is for commands: a server that has started threads must not fork.
+Triton's compiler and Numba's run Python, and threads of one process run Python in turns. This is
+for commands: a server that has started threads must not fork.
 """
 
 from __future__ import annotations
@@ -13,30 +13,37 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from deft_backend.compile.usable_cpus import usable_cpus
-from deft_backend.compile.variants import MOST_THREADS, Variant, compiling_for
+from deft_backend.compile.variants import MOST_THREADS
 
 logger = logging.getLogger(__name__)
 
-_BYTES = 4  # of a variant's number in a pipe
+_BYTES = 4  # of a number in a pipe
+
+
+class Code(Hashable, Protocol):
+    """What a process compiles into a cache on disk. It must not call CUDA: no fork survives it."""
+
+    def compile(self) -> object: ...
 
 
 @contextmanager
 def compiled_in_processes(
-    variants: Collection[Variant], arch: int, until: float
-) -> Iterator[Callable[[Iterable[Variant]], bool]]:
-    """Compile variants for NVIDIA GPUs of an architecture while the ``with`` block runs.
+    codes: Collection[Code], until: float
+) -> Iterator[Callable[[Iterable[Code]], bool]]:
+    """Compile codes while the ``with`` block runs; those first in order begin first.
 
-    Yields a function that waits for some of the variants; it tells whether they were ready before
-    `until`, by the monotonic clock. A variant that does not compile is ready too: its launch raises
-    the error. When the last process has ended, every variant is ready: launches compile the rest.
-    Processes that still compile at the end of the block are killed.
+    Yields a function that waits for some of the codes; it tells whether they were ready before
+    `until`, by the monotonic clock. A code that does not compile is ready too: its use raises the
+    error. When the last process has ended, every code is ready: its use compiles it. Processes that
+    still compile at the end of the block are killed.
     """
-    wanted = list(variants)
-    places = {variant: at for at, variant in enumerate(wanted)}
+    wanted = list(codes)
+    places = {code: at for at, code in enumerate(wanted)}
     # Two pipes and no lock: a process that is killed would hold a lock for ever.
     todo, give = os.pipe()
     done, tell = os.pipe()
@@ -46,8 +53,8 @@ def compiled_in_processes(
     started = []
     finished: set[int] = set()
 
-    def ready(needed: Iterable[Variant]) -> bool:
-        missing = {places[variant] for variant in needed}
+    def ready(needed: Iterable[Code]) -> bool:
+        missing = {places[code] for code in needed}
         while missing - finished:
             if not select.select([done], [], [], max(0.0, until - time.monotonic()))[0]:
                 return False
@@ -58,11 +65,11 @@ def compiled_in_processes(
     try:
         try:
             for _ in range(min(usable_cpus(), MOST_THREADS, len(wanted))):
-                process = fork.Process(target=_compile, args=(wanted, arch, todo, tell, done))
+                process = fork.Process(target=_compile, args=(wanted, todo, tell, done))
                 process.start()
                 started.append(process)
         except OSError as error:  # few processes or little memory are allowed
-            logger.warning("deft: kernels compile in %d processes: %s", len(started), error)
+            logger.warning("deft: code compiles in %d processes: %s", len(started), error)
         os.close(tell)
         yield ready
     finally:
@@ -74,17 +81,14 @@ def compiled_in_processes(
         os.close(done)
 
 
-def _compile(variants: Sequence[Variant], arch: int, todo: int, tell: int, done: int) -> None:
-    """Compile variants by their numbers. It never calls CUDA, whose state no fork survives."""
+def _compile(codes: Sequence[Code], todo: int, tell: int, done: int) -> None:
+    """Compile codes by their numbers."""
     os.close(done)  # so that `tell` fails if the command has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which ends this
     os.nice(5)  # the command runs what is compiled while this compiles more
     while number := os.read(todo, _BYTES):
-        with contextlib.suppress(Exception), compiling_for(arch):
-            kernel = variants[int.from_bytes(number, "little")].compile()
-            from triton.backends.nvidia.driver import CudaLauncher
-
-            CudaLauncher(kernel.src, kernel.metadata)  # Triton 3.6 compiles this as well, from C
+        with contextlib.suppress(Exception):
+            codes[int.from_bytes(number, "little")].compile()
         try:
             os.write(tell, number)
         except BrokenPipeError:

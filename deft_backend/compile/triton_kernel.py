@@ -86,13 +86,14 @@ class Kernel:
         """
         sizes = (programs,) if isinstance(programs, int) else programs
         grid = (*sizes, 1, 1)[:3]
+        if variants.recorder is not None:
+            if not interpreted:
+                variants.recorder(self._compiled, self.named(arguments), constants, options)
+            return
         if interpreted:
             kernel = getattr(interpreted_copy(self._module), self._name)
             with _overflow_checks(check_overflow):
                 kernel[grid](*self.named(arguments), **constants)
-            return
-        if variants.recorder is not None:
-            variants.recorder(self._compiled, self.named(arguments), constants, options)
             return
         known = self._variants.get(variant) if aligned else None
         if known is not None:

@@ -68,6 +68,22 @@ class Variant:
         return str(self.kernel.fn.__name__)
 
 
+@dataclass(frozen=True)
+class ForArchitecture:
+    """A variant for NVIDIA GPUs of an architecture, such as 90."""
+
+    variant: Variant
+    arch: int
+
+    def compile(self) -> None:
+        """Compile it and its launcher into Triton's cache, without a GPU."""
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        with compiling_for(self.arch):
+            kernel = self.variant.compile()
+            CudaLauncher(kernel.src, kernel.metadata)  # Triton 3.6 compiles this as well, from C
+
+
 @contextmanager
 def recorded() -> Iterator[dict[Variant, None]]:
     """Record the variants of all launches in the ``with`` block, which run nothing.

@@ -1,6 +1,7 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
 import math
+import time
 from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
@@ -27,8 +28,10 @@ from deft_backend.attention.self_check import (
     checked,
     first_failure,
 )
+from deft_backend.compile.host_jit import HostCall, host_jit
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.compile.variants import compile_all, compiling_for, recorded
+from deft_backend.compile.variants import ForArchitecture, compile_all, compiling_for, recorded
+from deft_backend.planner import host
 
 DECODE = Case(on_device=False)
 
@@ -156,8 +159,8 @@ def test_the_cases_of_shapes_and_the_end_of_their_time():
     assert second == [first[0], first[1], first[3]]
 
 
-def test_kernels_of_a_gpu_are_compiled_before_their_cases(monkeypatch):
-    """On a GPU each case waits for the kernels that it launches, and for nothing else."""
+def test_code_is_compiled_before_its_cases(monkeypatch):
+    """On a GPU each case waits for the code that it runs, and for nothing else."""
     shape = Shape(4, 2, 64, torch.float16, torch.float16)
     gpu = Gpu.named("sm_90")
     monkeypatch.setattr(
@@ -168,12 +171,11 @@ def test_kernels_of_a_gpu_are_compiled_before_their_cases(monkeypatch):
     compiled, waited = [], []
 
     @contextmanager
-    def compiling(variants, arch, until):
-        compiled.extend(variants)
-        assert arch == 90
+    def compiling(codes, until):
+        compiled.extend(codes)
 
         def ready(needed):
-            waited.append(list(needed))
+            waited.append(needed)
             return len(waited) != 2
 
         yield ready
@@ -183,10 +185,30 @@ def test_kernels_of_a_gpu_are_compiled_before_their_cases(monkeypatch):
         outcome for _, outcome in check_shapes([shape], torch.device("cuda", 0), until=math.inf)
     ]
     assert [outcome.error for outcome in outcomes] == [0.0, None, 0.0, 0.0, 0.0, 0.0]
-    launched = [{variant.name for variant in needed} for needed in waited]
-    assert all(any("tile_attention" in name for name in names) for names in launched)
-    assert ["write_plan" in names for names in launched] == 3 * [True] + 3 * [False]
+    kernels = [
+        {code.variant.name for code in needed if isinstance(code, ForArchitecture)}
+        for needed in waited
+    ]
+    assert all(any("tile_attention" in name for name in names) for names in kernels)
+    assert ["write_plan" in names for names in kernels] == 3 * [True] + 3 * [False]
+    planner = [
+        {code.function.__name__ for code in needed if isinstance(code, HostCall)}
+        for needed in waited
+    ]
+    assert ["fill_plan" in names for names in planner] == 3 * [False] + 3 * [True]
     assert set(compiled) == set(chain.from_iterable(waited))
+
+
+def test_a_planner_that_does_not_compile_is_a_failure(monkeypatch):
+    """The check plans with compiled code, as servers do."""
+    monkeypatch.setattr(self_check, "_cases", lambda first: [DECODE])
+    in_python = host.fill_plan.py_func
+    monkeypatch.setattr(host, "fill_plan", host_jit(lambda *arguments: in_python(*arguments)))
+    shape = Shape(4, 2, 64, torch.float16, torch.float16)
+    ((_, outcome),) = check_shapes([shape], torch.device("cpu"), time.monotonic() + 60.0)
+    assert outcome.error is None
+    assert outcome.failure is not None
+    assert outcome.failure.startswith("TypingError")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ from deft_backend.compile.host_jit import host_jit
 @host_jit
 def twice(number: int) -> int:
     return 2 * number
+
+@host_jit
+def four_times(number: int) -> int:
+    return twice(twice(number))
 """
 
 
@@ -107,6 +111,25 @@ def test_code_of_other_types_is_not_taken(source):
     second.write_bytes(content)
     mixed = load(source)
     assert (mixed.twice(4), mixed.twice(0.5), hits(mixed.twice)) == (8, 1.0, 0)
+
+
+def test_calls_in_python_can_be_compiled_elsewhere(source, monkeypatch):
+    """Only functions that Python calls are listed. Code compiled for the list serves the calls."""
+    first = load(source)
+    monkeypatch.setitem(sys.modules, "deft_backend.made", first)
+    compiled = first.four_times
+    with jit.calls_in_python() as calls:
+        assert [first.four_times(value) for value in (1, 2, 0.5)] == [4, 8, 2.0]
+    assert first.four_times is compiled
+    assert compiled.stats.cache_misses == {}
+    assert [str(call.types) for call in calls] == ["(int64,)", "(float64,)"]
+    for call in calls:
+        call.compile()
+    again = load(source)
+    assert ([again.four_times(value) for value in (1, 0.5)], hits(again.four_times)) == (
+        [4, 2.0],
+        2,
+    )
 
 
 def test_no_folder_for_the_cache(source, monkeypatch):

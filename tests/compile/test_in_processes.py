@@ -11,7 +11,13 @@ import triton
 from triton import knobs
 
 from deft_backend.compile.in_processes import compiled_in_processes
-from deft_backend.compile.variants import Pointer, Variant, compile_all, compiling_for
+from deft_backend.compile.variants import (
+    ForArchitecture,
+    Pointer,
+    Variant,
+    compile_all,
+    compiling_for,
+)
 from failure_lines import raising
 
 
@@ -25,8 +31,9 @@ def broken(x, value):
     x.no_such_operation()
 
 
-def variant(kernel, value=2):
-    return Variant(kernel, (Pointer(triton.language.int32, True), value), (), ())
+def code(kernel, value=2):
+    variant = Variant(kernel, (Pointer(triton.language.int32, True), value), (), ())
+    return ForArchitecture(variant, 90)
 
 
 @pytest.fixture
@@ -38,27 +45,27 @@ def empty_cache(tmp_path):
 
 def test_other_processes_fill_the_cache(empty_cache):
     """A kernel that does not compile keeps nobody waiting; its launch raises the error."""
-    good = [variant(fill), variant(fill, 16)]
-    with compiled_in_processes([variant(broken), *good], 90, time.monotonic() + 60.0) as ready:
-        assert ready([variant(broken)])
+    good = [code(fill), code(fill, 16)]
+    with compiled_in_processes([code(broken), *good], time.monotonic() + 60.0) as ready:
+        assert ready([code(broken)])
         assert ready(good)
     with compiling_for(90):
-        done = compile_all(good)
+        done = compile_all(each.variant for each in good)
     assert (done.compiled, done.cached) == (0, 2)
 
 
 def test_the_time_ends(empty_cache):
-    with compiled_in_processes([variant(fill)], 90, 0.0) as ready:
-        assert not ready([variant(fill)])
+    with compiled_in_processes([code(fill)], 0.0) as ready:
+        assert not ready([code(fill)])
         assert ready([])
 
 
 def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
-    """The launches compile the kernels then."""
+    """The uses of the code compile it then."""
     monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, "no process")))
-    with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
-        assert ready([variant(fill)])
-    assert "kernels compile in 0 processes" in caplog.text
+    with compiled_in_processes([code(fill)], time.monotonic() + 60.0) as ready:
+        assert ready([code(fill)])
+    assert "code compiles in 0 processes" in caplog.text
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -66,18 +73,18 @@ def test_a_process_that_is_killed(busy, empty_cache, monkeypatch):
     """As by the kernel, where memory is short; waiting ends with the last process."""
     if busy:
         monkeypatch.setattr(Variant, "compile", lambda self: os.kill(os.getpid(), signal.SIGKILL))
-    with compiled_in_processes([variant(fill)], 90, time.monotonic() + 60.0) as ready:
+    with compiled_in_processes([code(fill)], time.monotonic() + 60.0) as ready:
         if not busy:
-            assert ready([variant(fill)])
+            assert ready([code(fill)])
         for process in multiprocessing.active_children():
             process.kill()
-        assert ready([variant(fill)])
+        assert ready([code(fill)])
     assert not multiprocessing.active_children()
 
 
 def test_processes_end_with_the_block(empty_cache, monkeypatch):
     monkeypatch.setattr(Variant, "compile", lambda self: time.sleep(600))
     began = time.monotonic()
-    with compiled_in_processes([variant(fill)], 90, began + 0.2) as ready:
-        assert not ready([variant(fill)])
+    with compiled_in_processes([code(fill)], began + 0.2) as ready:
+        assert not ready([code(fill)])
     assert not multiprocessing.active_children()
