@@ -36,7 +36,7 @@ class PlannedBatch:
     grouping: Grouping | None = None
 
 
-class Planned:
+class PlanHolder:
     """What every attention over a plan offers for its plan."""
 
     _current: CurrentPlan

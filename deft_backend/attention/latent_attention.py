@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from deft_backend.attention.current_device import device_as_current, numbered
-from deft_backend.attention.current_plan import CurrentPlan, Planned
+from deft_backend.attention.current_plan import CurrentPlan, PlanHolder
 from deft_backend.attention.step_checks import AttentionError, check_batch, check_operand
 from deft_backend.costs.latent_costs import (
     LAUNCH_NS,
@@ -34,7 +34,7 @@ NODE_REQUESTS, FEWEST_NODES = 4, 4
 cost time in every call: the kernel looks through empty entries."""
 
 
-class LatentAttention(Planned):
+class LatentAttention(PlanHolder):
     """MLA of decode and verification over a batch that shares prefixes: plan, lay out, run.
 
     The host's own MLA kernel computes every node of the forest once, as a request of many query

@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class HostTensors:
     """A server's tensors, as far as kernels are compiled for them."""
 
     # Caches whose page shape and strides the check takes over; None: pages of our own.
@@ -70,11 +70,11 @@ class Outcome:
 
 
 def checked(
-    attention: TreeAttention, case: Case, tensors: Tensors | None = None, seed: int = 0
+    attention: TreeAttention, case: Case, tensors: HostTensors | None = None, seed: int = 0
 ) -> Outcome:
     """Run a case and compare every row; errors of compilers and launches are failures too."""
     try:
-        error, row = _largest_error(attention, case, tensors or Tensors(), seed)
+        error, row = _largest_error(attention, case, tensors or HostTensors(), seed)
     except Exception as failure:
         text = " ".join(str(failure).split()) or repr(failure)
         return Outcome(case, None, f"{type(failure).__name__}: {text[:200]}")
@@ -85,7 +85,7 @@ def checked(
 
 
 def first_failure(
-    attention: TreeAttention, cases: Sequence[Case], tensors: Tensors, seconds: float
+    attention: TreeAttention, cases: Sequence[Case], tensors: HostTensors, seconds: float
 ) -> Outcome | None:
     """The first case that fails; None if none does in the given time. One case always runs."""
     until = time.monotonic() + seconds
@@ -98,7 +98,7 @@ def first_failure(
     return None
 
 
-class Shape(NamedTuple):
+class CheckedShape(NamedTuple):
     """Heads and element types of an attention."""
 
     query_heads: int
@@ -117,8 +117,8 @@ class Shape(NamedTuple):
 
 
 def check_shapes(
-    shapes: Sequence[Shape], device: torch.device, until: float
-) -> Iterator[tuple[Shape, Outcome]]:
+    shapes: Sequence[CheckedShape], device: torch.device, until: float
+) -> Iterator[tuple[CheckedShape, Outcome]]:
     """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
     Cases run while the code of later ones compiles. An outcome has neither error nor failure if
@@ -126,11 +126,11 @@ def check_shapes(
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
-    needed: dict[tuple[Shape, Case], list[Code]] = {}
+    needed: dict[tuple[CheckedShape, Case], list[Code]] = {}
     for shape, case in cases:
         # A failure here is the case's, which runs later.
         with calls_in_python() as calls, recorded() as variants, suppress(Exception):
-            _largest_error(attentions[shape], case, Tensors(), 0, compare=False)
+            _largest_error(attentions[shape], case, HostTensors(), 0, compare=False)
         arch = Gpu.at(device).arch if variants else 0
         kernels = [ForArchitecture(variant, arch) for variant in variants]
         needed[shape, case] = [*calls, *kernels]
@@ -150,7 +150,7 @@ def _cases(first: bool) -> list[Case]:
 
 
 def _largest_error(
-    attention: TreeAttention, case: Case, tensors: Tensors, seed: int, *, compare: bool = True
+    attention: TreeAttention, case: Case, tensors: HostTensors, seed: int, *, compare: bool = True
 ) -> tuple[float, int]:
     """The largest relative error of a row of the output, and the row; 0 if nothing is compared."""
     device, dtype, heads = attention.device, attention.dtype, attention.num_query_heads

@@ -7,15 +7,15 @@ import math
 import torch
 
 from deft_backend.attention.current_device import device_as_current, numbered
-from deft_backend.attention.current_plan import CurrentPlan, Planned
+from deft_backend.attention.current_plan import CurrentPlan, PlanHolder
 from deft_backend.attention.device_target import QueryShape, QueryShapes
+from deft_backend.attention.run_inputs import RunInputs, allocate_workspace, requests_to_run
 from deft_backend.attention.step_checks import (
     AttentionError,
     check_attention,
     check_batch,
     check_step,
 )
-from deft_backend.attention.step_inputs import StepInputs, allocate_workspace, requests_to_run
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
@@ -25,7 +25,7 @@ from deft_backend.shapes.attention_shape import AttentionShape
 from deft_backend.shapes.query_blocks import QueryBlocks
 
 
-class TreeAttention(Planned):
+class TreeAttention(PlanHolder):
     """Attention of decode and verification over a batch that shares prefixes: plan, then run.
 
     :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device`
@@ -161,7 +161,7 @@ class TreeAttention(Planned):
         self._workspace = allocate_workspace(
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
-        self._inputs = StepInputs(shape, self.capacity.max_batch)
+        self._inputs = RunInputs(shape, self.capacity.max_batch)
 
     @property
     def _shape(self) -> QueryShape:

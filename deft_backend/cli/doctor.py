@@ -142,7 +142,7 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
     try:
         import torch
 
-        from deft_backend.attention.self_check import Shape, check_shapes
+        from deft_backend.attention.self_check import CheckedShape, check_shapes
         from deft_backend.kernels import unsupported
     except ImportError:
         return []  # the installation above shows the error
@@ -151,7 +151,7 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
         shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
     shapes = sorted(shapes, key=lambda shape: shape[2:] != _COMMON[0])  # the commonest first
     run = [
-        Shape(*shape[:3], dtype, kv_dtype)
+        CheckedShape(*shape[:3], dtype, kv_dtype)
         for shape in shapes
         for dtype in [getattr(torch, shape.dtype)]
         for kv_dtype in (dtype, torch.float8_e4m3fn)

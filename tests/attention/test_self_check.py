@@ -22,8 +22,6 @@ from deft_backend.attention import (
 from deft_backend.attention.self_check import (
     Case,
     Outcome,
-    Shape,
-    Tensors,
     check_shapes,
     checked,
     first_failure,
@@ -65,7 +63,9 @@ def test_layouts_of_a_server():
     """Slots of a page size of 1 in [slots, heads, D], and K and V interleaved."""
     attention = attention_of(page_size=1)
     held = torch.zeros(4, 2, 2, 64, dtype=torch.float16)
-    tensors = Tensors(held[:, 0], held[:, 1], 500, rows_dtype=torch.int64, lens_dtype=torch.int64)
+    tensors = self_check.HostTensors(
+        held[:, 0], held[:, 1], 500, rows_dtype=torch.int64, lens_dtype=torch.int64
+    )
     strides = []
     run = attention.run
 
@@ -102,7 +102,7 @@ def test_a_wrong_row_is_found(fault, monkeypatch):
     outcome = checked(attention_of(), DECODE)
     assert outcome.failure is not None
     assert outcome.failure.startswith("row 5 is off by")
-    found = first_failure(attention_of(), [DECODE, DECODE], Tensors(), 0.0)
+    found = first_failure(attention_of(), [DECODE, DECODE], self_check.HostTensors(), 0.0)
     assert found is not None
 
 
@@ -145,7 +145,10 @@ def test_a_device_with_64_kib_of_shared_memory(monkeypatch):
 
 def test_the_cases_of_shapes_and_the_end_of_their_time():
     """The first shape's kernels run in every kind of step, with plans of both planners."""
-    shapes = [Shape(4, 2, 64, torch.float16, kv) for kv in (torch.float16, torch.float8_e4m3fn)]
+    shapes = [
+        self_check.CheckedShape(4, 2, 64, torch.float16, kv)
+        for kv in (torch.float16, torch.float8_e4m3fn)
+    ]
     outcomes = list(check_shapes(shapes, torch.device("cpu"), until=0.0))
     assert all(outcome == Outcome(outcome.case, None) for _, outcome in outcomes)
     first, second = (
@@ -161,11 +164,10 @@ def test_the_cases_of_shapes_and_the_end_of_their_time():
 
 def test_code_is_compiled_before_its_cases(monkeypatch):
     """On a GPU each case waits for the code that it runs, and for nothing else."""
-    shape = Shape(4, 2, 64, torch.float16, torch.float16)
+    shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
     gpu = Gpu.named("sm_90")
-    monkeypatch.setattr(
-        Shape, "attention", lambda self, device: attention_of(compiled_for=gpu, query_tokens=4)
-    )
+    made = attention_of(compiled_for=gpu, query_tokens=4)
+    monkeypatch.setattr(self_check.CheckedShape, "attention", lambda self, device: made)
     monkeypatch.setattr(self_check, "Gpu", SimpleNamespace(at=lambda device: gpu))
     monkeypatch.setattr(self_check, "checked", lambda attention, case: Outcome(case, 0.0))
     compiled, waited = [], []
@@ -204,7 +206,7 @@ def test_a_planner_that_does_not_compile_is_a_failure(monkeypatch):
     monkeypatch.setattr(self_check, "_cases", lambda first: [DECODE])
     in_python = host.fill_plan.py_func
     monkeypatch.setattr(host, "fill_plan", host_jit(lambda *arguments: in_python(*arguments)))
-    shape = Shape(4, 2, 64, torch.float16, torch.float16)
+    shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
     ((_, outcome),) = check_shapes([shape], torch.device("cpu"), time.monotonic() + 60.0)
     assert outcome.error is None
     assert outcome.failure is not None

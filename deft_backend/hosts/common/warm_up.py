@@ -40,7 +40,7 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedBatch:
+class WarmUpPlan:
     """A plan of the host planner, and the requests of the batch that it serves."""
 
     plan: Plan
@@ -169,7 +169,7 @@ def _steps(
             ancestors=bits if drafts.trees else None,
         )  # fmt: skip
 
-    def run_plan(planned: PlannedBatch, columns: int) -> None:
+    def run_plan(planned: WarmUpPlan, columns: int) -> None:
         attention.use(planned.plan, _forest(planned.requests))
         run(planned.requests, columns, static_launch=False)
 
@@ -208,7 +208,7 @@ def _forest(requests: int) -> PrefixForest:
     return build_forest(range(requests), [0] * (requests - 1), [2] * requests)
 
 
-def plans_of_all_shapes(attention: TreeAttention) -> Iterator[PlannedBatch]:
+def plans_of_all_shapes(attention: TreeAttention) -> Iterator[WarmUpPlan]:
     """A plan for every set of tile shapes, without and with a reduction.
 
     No plan has a set that no batch of the attention's size and policy reaches.
@@ -239,10 +239,10 @@ def plans_of_all_shapes(attention: TreeAttention) -> Iterator[PlannedBatch]:
                 for _ in range(repeats):
                     builder.add(rows, [token, token] if several else [token])
                 first += len(rows)
-            yield PlannedBatch(plan_grouping(builder.build(), forest, target), batch)
+            yield WarmUpPlan(plan_grouping(builder.build(), forest, target), batch)
 
 
-def plans_of_many(attention: TreeAttention) -> Iterator[PlannedBatch]:
+def plans_of_many(attention: TreeAttention) -> Iterator[WarmUpPlan]:
     """A plan of the smallest batch that stage 2 merges with its configuration for many queries."""
     batch = attention.few_queries + 1
     if batch > attention.capacity.max_batch:
@@ -251,4 +251,4 @@ def plans_of_many(attention: TreeAttention) -> Iterator[PlannedBatch]:
     for row in range(batch):
         for _ in range(2):
             builder.add([row], [Segment(row, 0, 1, False, 0, 1)])
-    yield PlannedBatch(plan_grouping(builder.build(), _forest(batch), attention.target), batch)
+    yield WarmUpPlan(plan_grouping(builder.build(), _forest(batch), attention.target), batch)

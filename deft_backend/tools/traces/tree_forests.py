@@ -9,7 +9,7 @@ from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTre
 CHARACTERS_A_TOKEN = 4  # estimate for prompts that a token-tree recording holds as text only
 
 # Limits of a described tree.
-MOST_TOKENS = (1 << 31) - 1  # from root to leaf
+MOST_PATH_TOKENS = (1 << 31) - 1  # from root to leaf
 MOST_NODES = 1 << 20  # on a level
 
 
@@ -80,10 +80,10 @@ def forest_from_levels(description: str) -> PrefixForest:
             "'1,4,16 1024,256,32': nodes per level, then tokens per node. All are 1 or more, and "
             "no level has fewer nodes than the one above it"
         )
-    if sum(tokens) > MOST_TOKENS or max(nodes) > MOST_NODES:
+    if sum(tokens) > MOST_PATH_TOKENS or max(nodes) > MOST_NODES:
         raise TraceError(
-            f"the tree {description!r} is too large; expected at most {MOST_TOKENS:,} tokens from "
-            f"root to leaf and {MOST_NODES:,} nodes on a level"
+            f"the tree {description!r} is too large; expected at most {MOST_PATH_TOKENS:,} tokens "
+            f"from root to leaf and {MOST_NODES:,} nodes on a level"
         )
     paths: list[list[tuple[Hashable, int]]] = []
     for leaf in range(nodes[-1]):

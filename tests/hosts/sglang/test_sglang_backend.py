@@ -32,7 +32,8 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
 
     def observe(kind, rids, runner):
         batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
-        observer.observe(SimpleNamespace(forward_mode=mode(kind), rids=rids), batch, runner)
+        made = SimpleNamespace(forward_mode=mode(kind), rids=rids, req_pool_indices="rows")
+        observer.observe(made, batch, runner)
 
     def seen(rids):
         return observer.of(SimpleNamespace(rids=rids))
@@ -40,6 +41,7 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
     observe("decode", rids, runner)
     observe("decode", ["c"], object())  # another runner's batch
     assert (seen(rids).requests, seen(rids).tree_cache) == (["ra", "rb"], "tree")
+    assert seen(rids).table_rows == "rows"
     assert seen(["a", "b"]) is None  # equal, not the same
     assert seen(None) is None
     observe("extend", ["d"], runner)

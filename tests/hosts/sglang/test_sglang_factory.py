@@ -1,6 +1,7 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -148,8 +149,8 @@ def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason
     with ExitStack() as undo:
         layers = tree_layers(own, attention, make_state())
         steps = factory._host_planned(runner, layers, settings, undo)
-    batch = SimpleNamespace(req_pool_indices=torch.tensor([1, 2]))
-    planned = steps.planner.step(observed(requests), lens, int(lens.sum()), batch)
+    seen = replace(observed(requests), table_rows=torch.tensor([1, 2]))
+    planned = steps.planner.step(seen, lens, int(lens.sum()))
     assert planned.host_reason == reason
 
 

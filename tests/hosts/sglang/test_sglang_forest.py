@@ -47,7 +47,7 @@ def test_tree_and_page_tables_agree(seed):
     assert ours.tokens_stored < ours.tokens_attended
     assert_same_forest(ours, theirs)
     rows = torch.arange(1, len(prompts) + 1)
-    assert disagreement(ours, torch.from_numpy(table), rows) is None
+    assert disagreement(ours, rows, torch.from_numpy(table)) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -122,12 +122,12 @@ def test_verification_finds_a_wrong_forest():
     rows = torch.arange(1, 4)
     good = forest_of(requests, lens)
     page_table = torch.from_numpy(table)
-    assert disagreement(good, page_table, rows) is None
+    assert disagreement(good, rows, page_table) is None
     wrong = page_table.clone()
     wrong[2, 1] = 99
-    assert "[0, 1] do not share tokens 0 to 2" in str(disagreement(good, wrong, rows))
+    assert "[0, 1] do not share tokens 0 to 2" in str(disagreement(good, rows, wrong))
     alone = forest_of([make_request(None, 0)] * 3, lens)  # misses shared tokens
-    assert "the page tables give" in str(disagreement(alone, page_table, rows))
+    assert "the page tables give" in str(disagreement(alone, rows, page_table))
 
 
 def test_a_steady_batch_is_planned_once():

@@ -70,14 +70,14 @@ class PageTableSource:
         return self._copy[:needed].view(rows, columns)
 
 
-def disagreement(forest: PrefixForest, page_table: Any, rows: Any) -> str | None:
+def disagreement(forest: PrefixForest, rows: Any, page_table: Any) -> str | None:
     """``DEFT_VERIFY``: how a forest of the radix tree contradicts the page tables, or None.
 
     All rows of a shared node's queries must hold the same page ids for its tokens. If the page
     tables are in CPU memory, they alone must also give this forest: the tree misses no sharing.
 
-    - `page_table` [R, P] int32: SGLang's ``req_to_token``: one page id for each token.
     - `rows` [B] int: Row of `page_table` of each request, on its device.
+    - `page_table` [R, P] int32: SGLang's ``req_to_token``: one page id for each token.
     """
     indices = rows.to(torch.int64)
     order = torch.from_numpy(forest.order.astype("int64")).to(indices.device)

@@ -261,14 +261,11 @@ def _host_planned(
 ) -> HostPlannedSteps:  # fmt: skip
     attention, page_table = layers.attention, layers.page_table
 
-    def cross_check(forest: PrefixForest, batch: Any) -> str | None:
-        return disagreement(forest, page_table, batch.req_pool_indices)
-
     # With costs of the attention itself, time of reads says nothing more.
     timed = attention.device.type == "cuda" and loses is None
     planner = DecodePlanner(
         attention, PrefixSource(page_table), settings, layers.state,
-        cross_check if settings.verify else None,
+        partial(disagreement, page_table=page_table) if settings.verify else None,
         least_gain_ms=settings.min_saved_ms if timed else 0.0, costs=attention.target.costs,
         loses=loses,
     )  # fmt: skip

@@ -29,7 +29,7 @@ GROWTH_SHARE = 0.25
 balanced the leaves for their earlier lengths."""
 
 CrossCheck = Callable[[PrefixForest, Any], str | None]
-"""Compares a forest with the page tables of its batch; returns what differs, or None."""
+"""Compares a forest with its batch's rows of the page table; returns what differs, or None."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Observed:
     rids: Any  # the forward batch's own list of request ids; its identity names the batch
     requests: Sequence[Any]
     tree_cache: Any
+    table_rows: Any = None  # [B] int: each request's row of the page table, on the device
 
     @property
     def has_beams(self) -> bool:
@@ -59,7 +60,8 @@ class BatchObserver:
             return
         self._last = None
         if forward_batch.forward_mode.is_decode():
-            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache)
+            rows = forward_batch.req_pool_indices
+            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, rows)
 
     def of(self, forward_batch: Any) -> Observed | None:
         """Requests and tree of `forward_batch`; None if the last observed batch is another one.
@@ -74,7 +76,7 @@ class BatchObserver:
 
 
 @dataclass(frozen=True)
-class Planned:
+class BatchDecision:
     """The decision for a batch's composition, valid until the composition changes."""
 
     keys: list[Key]  # Composition of the batch, a key for each request
@@ -116,49 +118,48 @@ class DecodePlanner:
     costs: CostModel | None = None  # gives the time of reads; default: the shipped cost model
     # Whether the host's kernel is faster than a plan, by the costs of the attention.
     loses: Callable[[Plan, PrefixForest], bool] | None = None
-    current: Planned | None = None
+    current: BatchDecision | None = None
 
     def step(
-        self, observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int, batch: Any = None
-    ) -> Planned:
+        self, observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int
+    ) -> BatchDecision:
         """Decide on a decode step; plan it if the composition changed.
 
         - `observed`: Requests, in batch order, and prefix cache of the batch.
         - `seq_lens` [B] int: tokens of each request, the one being decoded included.
         - `tokens`: Sum of `seq_lens`.
-        - `batch`: Handed to the cross-check.
         """
         keys = [key_of(request) for request in observed.requests]
         current = self.current
         if current is not None and current.holds_for(keys, seq_lens, tokens):
             return current
         self.current = None  # from here on the device no longer holds the old plan
-        self.current = self._decide(keys, observed, seq_lens, tokens, batch)
+        self.current = self._decide(keys, observed, seq_lens, tokens)
         return self.current
 
     def _decide(
-        self, keys: list[Key], observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int,
-        batch: Any,
-    ) -> Planned:  # fmt: skip
+        self, keys: list[Key], observed: Observed, seq_lens: npt.NDArray[np.integer], tokens: int
+    ) -> BatchDecision:
         requests = list(observed.requests)  # a copy: the host's own changes
         lens = np.array(seq_lens, dtype=np.int32)  # a copy: the host's own changes
         plan = refused(len(keys), self.settings, self.settings.max_batch) or self._plan(
-            requests, observed.tree_cache, seq_lens, batch
+            observed, requests, seq_lens
         )
         if isinstance(plan, str):
-            return Planned(keys, requests, lens, tokens, host_reason=plan)
-        return Planned(keys, requests, lens, tokens, *plan)
+            return BatchDecision(keys, requests, lens, tokens, host_reason=plan)
+        return BatchDecision(keys, requests, lens, tokens, *plan)
 
     def _plan(
-        self, requests: list[Any], tree_cache: Any, seq_lens: npt.NDArray[np.integer], batch: Any
+        self, observed: Observed, requests: list[Any], seq_lens: npt.NDArray[np.integer]
     ) -> tuple[int, int] | str:
-        """Plan a batch; what :class:`Planned` keeps of the plan, or why the host decodes it."""
+        """Plan a batch; what a decision keeps of the plan, or why the host decodes the batch."""
         began, compiled = time.perf_counter(), COMPILING.seconds
-        forest = self.source.forest(tree_cache, requests, seq_lens)
+        forest = self.source.forest(observed.tree_cache, requests, seq_lens)
         reason = self._too_little(forest)
         if reason is not None:
             return reason
-        wrong = None if self.cross_check is None else self.cross_check(forest, batch)
+        check = self.cross_check
+        wrong = None if check is None else check(forest, observed.table_rows)
         if wrong is not None:
             logger.error(
                 "deft: DEFT_VERIFY: the radix tree and the page tables differ: %s. The host's "

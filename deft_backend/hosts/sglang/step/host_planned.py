@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Planned
+from deft_backend.hosts.sglang.step.decode_plan import BatchDecision, BatchObserver, DecodePlanner
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.kinds import DECODE
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 
 
 @dataclass
-class Decision:
+class StepDecision:
     """Which kernel decodes a step."""
 
     rids: Any  # the batch's own list of request ids; the host makes a new list in each step
     # The batch's tensor of page ids for the new tokens; a graph's view of the batch shares it.
     slots: Any
     tokens: int  # tokens of all requests
-    planned: Planned | None  # the plan, if tree attention decodes the step
+    planned: BatchDecision | None  # the plan, if tree attention decodes the step
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class HostPlannedSteps:
     extends: ExtendSteps | None = None
     needs_cpu_seq_lens: bool = True  # the CPU builds the forest from them
     _capturing: bool = False  # the host captures the second set of graphs
-    _decided: Decision | None = None
+    _decided: StepDecision | None = None
 
     def begin(self, forward_batch: Any) -> None:
         layers = self.layers
@@ -128,12 +128,12 @@ class HostPlannedSteps:
         """Whether the graph replayed for a batch reads page tables while it runs."""
         return bool(forward_batch.forward_mode.is_decode()) and self.takes(forward_batch)
 
-    def _count_tree(self, decided: Decision) -> None:
+    def _count_tree(self, decided: StepDecision) -> None:
         assert decided.planned is not None
         loaded = decided.planned.loads(decided.tokens)
         self.layers.state.count_tree(decided.tokens, loaded, self.layers.tree_layers)
 
-    def _decide(self, forward_batch: Any) -> Decision:
+    def _decide(self, forward_batch: Any) -> StepDecision:
         """Plan the batch if it goes through tree attention; if not, count it with the reason."""
         rids, slots = forward_batch.rids, forward_batch.out_cache_loc
         lens = forward_batch.seq_lens_cpu
@@ -142,7 +142,7 @@ class HostPlannedSteps:
                 "the batch has no sequence lengths in CPU memory, which the host planner needs. "
                 "The host's kernel decodes such batches."
             )
-            return Decision(rids, slots, 0, None)
+            return StepDecision(rids, slots, 0, None)
         seq_lens = lens.numpy()
         tokens = forward_batch.seq_lens_sum
         tokens = int(seq_lens.sum()) if tokens is None else int(tokens)
@@ -152,11 +152,11 @@ class HostPlannedSteps:
             self.layers.log.batch_left(error)
             planned = "planning failed"
         if not isinstance(planned, str):
-            return Decision(rids, slots, tokens, planned)
+            return StepDecision(rids, slots, tokens, planned)
         self.layers.state.count_host(planned, tokens)
-        return Decision(rids, slots, tokens, None)
+        return StepDecision(rids, slots, tokens, None)
 
-    def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> Planned | str:
+    def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> BatchDecision | str:
         """The plan for this step, or why the host's kernel decodes it."""
         if self.layers.failure.reason is not None:
             return self.layers.failure.reason
@@ -166,5 +166,5 @@ class HostPlannedSteps:
         size = forward_batch.batch_size
         if len(observed.requests) != size or len(seq_lens) != size:
             return "beam search" if observed.has_beams else "padded batch"
-        planned = self.planner.step(observed, seq_lens, tokens, forward_batch)
+        planned = self.planner.step(observed, seq_lens, tokens)
         return planned if planned.host_reason is None else planned.host_reason

@@ -20,7 +20,7 @@ def allocate_workspace(
     return Partials(out, lse, scale)
 
 
-class StepInputs:
+class RunInputs:
     """Completes what the caller of :meth:`TreeAttention.run` passes.
 
     Its own tensors keep their addresses, so that CUDA graphs can hold them. `unit_scale` [1]
