@@ -1,4 +1,4 @@
-"""Servers that the tests share: the baseline all the time, the others one after another."""
+"""Servers that the tests share: the baseline from its first use on, the others one by one."""
 
 import pytest
 
@@ -7,7 +7,6 @@ pytest.importorskip("sglang", reason="the integration tests start real SGLang se
 from integration_tests.common.fixtures import (  # noqa: F401
     model,
     model_exists,
-    reference,
     servers_end_with_the_tests,
 )
 from integration_tests.cpu_speculation.plugin import unusable

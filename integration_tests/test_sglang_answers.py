@@ -1,4 +1,4 @@
-"""Every greedy answer equals the host's own, token by token, under every kind of traffic."""
+"""Every greedy answer is the model's own, token by token, under every kind of traffic."""
 
 import importlib.util
 import re
@@ -21,98 +21,98 @@ from integration_tests.sglang_server import Ask
 
 
 @on("default", "no-overlap", "chunked-pages", "no-radix", smoke=["default"])
-def test_shared_prefix(server, reference):
-    check(server, reference, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
+def test_shared_prefix(server, model):
+    check(server, model, [Ask(PREFIX + f"Tonight it spoke of {t}.") for t in TOPICS])
 
 
 @on("default", "chunked-pages", "device-planner")
-def test_equal_prompts_and_prompts_that_are_prefixes(server, reference):
+def test_equal_prompts_and_prompts_that_are_prefixes(server, model):
     whole = PREFIX + "Nobody came."
-    check(server, reference, [Ask(whole), Ask(whole), Ask(whole[:-7]), Ask(PREFIX)])
+    check(server, model, [Ask(whole), Ask(whole), Ask(whole[:-7]), Ask(PREFIX)])
 
 
 @on("default", "no-overlap", "chunked-pages")
-def test_forked(server, reference):
-    check(server, reference, [Ask(PREFIX + "Of the keeper it said:", n=4)])
+def test_forked(server, model):
+    check(server, model, [Ask(PREFIX + "Of the keeper it said:", n=4)])
 
 
 @on(
     "default", "no-overlap", "chunked-pages", "device-planner",
     smoke=["default", "device-planner"],
 )  # fmt: skip
-def test_levels(server, reference):
+def test_levels(server, model):
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:5]]
-    check(server, reference, [*asks, Ask(PREFIX + "Alone.")])
+    check(server, model, [*asks, Ask(PREFIX + "Alone.")])
 
 
 @on("default", "chunked-pages")
-def test_unshared(server, reference):
-    check(server, reference, [Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:4]])
+def test_unshared(server, model):
+    check(server, model, [Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:4]])
 
 
 @on("default", "chunked-pages")
-def test_single(server, reference):
-    check(server, reference, [Ask(PREFIX)])
+def test_single(server, model):
+    check(server, model, [Ask(PREFIX)])
 
 
 @on("default", "no-overlap")
-def test_different_lengths_leave_one_by_one(server, reference):
+def test_different_lengths_leave_one_by_one(server, model):
     asks = [Ask(PREFIX + f"A list of {t}:", tokens=2 + 3 * i) for i, t in enumerate(TOPICS[:5])]
-    check(server, reference, asks)
+    check(server, model, asks)
 
 
 @on("default", "no-overlap", "chunked-pages", "device-planner")
-def test_requests_join_and_others_are_aborted(server, reference):
+def test_requests_join_and_others_are_aborted(server, model):
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=8) for topic in TOPICS[:2]]
-    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
     again = [Ask(PREFIX + f"Afterwards, {topic}") for topic in TOPICS[:3]]
-    check(server, reference, again)
+    check(server, model, again)
 
 
 @on("device-planner")
-def test_second_turns_and_samples_are_short_extends(server, reference):
+def test_second_turns_and_samples_are_short_extends(server, model):
     """Requests whose prompts are cached but for a few tokens; samples of a prompt but for one."""
     first = [Ask(PREFIX + f"Who saw {topic}?", tokens=4) for topic in TOPICS[:4]]
-    check(server, reference, first)
+    check(server, model, first)
     before = server.state()
     turns = [Ask(ask.prompt + " And then?", tokens=6) for ask in first]
-    check(server, reference, [*turns, replace(turns[0], n=4)])
+    check(server, model, [*turns, replace(turns[0], n=4)])
     assert server.state()["short_extends"] > before["short_extends"]
 
 
 @on("two-ranks")
-def test_every_rank_plans_for_itself(server, reference):
+def test_every_rank_plans_for_itself(server, model):
     """Two ranks hold half of the heads each: the answers equal those of one rank with all heads."""
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}") for m in middle for topic in TOPICS[2:4]]
-    check(server, reference, [*asks, Ask("Alone, from the first word on.")])
+    check(server, model, [*asks, Ask("Alone, from the first word on.")])
     first = [Ask(PREFIX + f"Then came {topic},", tokens=10) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {TOPICS[0]}, and", tokens=6)]
-    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
     check_both_ranks(server)
 
 
 @on("retracting")
-def test_retracted_requests_come_back(server, reference):
+def test_retracted_requests_come_back(server, model):
     """The host retracts requests while they decode, and prefills them again later."""
     asks = [Ask(PREFIX + f"Tell of {topic}:", tokens=20) for topic in TOPICS]
-    check(server, reference, asks)
+    check(server, model, asks)
     retracted = re.findall(r"#retracted_reqs: (\d+)", server.log)
     assert sum(map(int, retracted)) >= 2
     assert server.state()["steps_tree"] > 0
 
 
 @on("default", "no-overlap", "chunked-pages", smoke=["default"])
-def test_fewer_bytes_are_read(server, reference):
+def test_fewer_bytes_are_read(server, model):
     """A shared batch goes through tree attention and reads less than request by request."""
     before = server.state() if server.process.pid and _has_state(server) else None
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=10) for topic in TOPICS]
     # On few cores, requests may arrive so late that each decodes alone; choices of one request
     # decode together.
-    check(server, reference, [*asks, replace(asks[0], n=4)])
+    check(server, model, [*asks, replace(asks[0], n=4)])
     after = server.state()
     read, guided, steps = (
         after[name] - (before[name] if before else 0)
@@ -138,10 +138,10 @@ def _has_state(server):
 
 
 @on("device-planner", smoke=["device-planner"])
-def test_the_device_plans_every_step(server, reference):
+def test_the_device_plans_every_step(server, model):
     """Requests with and without sharing, and some that the host retracts and prefills again."""
     asks = [Ask(PREFIX + f"Say of {topic}:", tokens=16) for topic in TOPICS[:4]]
-    check(server, reference, [*asks, Ask("Once upon a time", tokens=16)])
+    check(server, model, [*asks, Ask("Once upon a time", tokens=16)])
     state = server.state()
     assert state["steps_tree"] > 0
     assert not state["steps_host"]
@@ -152,20 +152,20 @@ def test_the_device_plans_every_step(server, reference):
 
 
 @on("no-radix")
-def test_without_a_radix_tree_the_kernels_still_run(server, reference):
+def test_without_a_radix_tree_the_kernels_still_run(server, model):
     """Without a cache nothing is shared: every request is a leaf, and the answers are the same."""
-    check(server, reference, [Ask(PREFIX + topic) for topic in TOPICS[:3]])
+    check(server, model, [Ask(PREFIX + topic) for topic in TOPICS[:3]])
     state = server.state()
     assert state["steps_tree"] > 0
     assert state["kv_bytes_read"] == state["kv_bytes_query_guided"]
 
 
 @on(*POLICY_GROUPS, rare=RARE_POLICIES)
-def test_every_policy(server, reference, request):
+def test_every_policy(server, model, request):
     middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
     asks += [asks[0], Ask("Alone.", tokens=6)]
-    check_policy(server, reference, asks, request.node.callspec.params["server"])
+    check_policy(server, model, asks, request.node.callspec.params["server"])
 
 
 @on("default", "policy-fasttree")

@@ -1,4 +1,4 @@
-"""Speculation: greedy answers equal the host's without it, and as many drafts are accepted."""
+"""Speculation: greedy answers are the model's own, and as many drafts are accepted."""
 
 import pytest
 
@@ -7,23 +7,23 @@ from integration_tests.sglang_server import GROUPS, Ask, running
 
 
 @on("chain", "tree")
-def test_answers(server, reference):
-    check_answers(server, reference, most=3)
+def test_answers(server, model):
+    check_answers(server, model, most=3)
 
 
 @on("lookup", "chain-pages")
 @pytest.mark.rare
-def test_answers_with_n_grams_and_with_larger_pages(server, reference):
-    check_answers(server, reference, most=5)
+def test_answers_with_n_grams_and_with_larger_pages(server, model):
+    check_answers(server, model, most=5)
 
 
-def check_answers(server, reference, most):
+def check_answers(server, model, most):
     """Requests that share a prefix, one that ends early, and one alone.
 
     A verification accepts at most `most` draft tokens of a request.
     """
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=14) for t in TOPICS[:3]]
-    check(server, reference, [*asks, Ask(PREFIX, tokens=5), Ask("Alone, and alone.", tokens=9)])
+    check(server, model, [*asks, Ask(PREFIX, tokens=5), Ask("Alone, and alone.", tokens=9)])
     state = server.state()
     assert state["steps_tree"] > 0
     assert state["verified_tokens"] > 0
@@ -35,10 +35,10 @@ def check_answers(server, reference, most):
 
 
 @on("chain", "tree")
-def test_requests_join_and_others_are_aborted(server, reference):
+def test_requests_join_and_others_are_aborted(server, model):
     first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
-    check_joins_and_aborts(server, reference, kept=first[:2], cut=first[2:], later=later)
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 
 from deft_backend.tools.servers.command import StartError
+from integration_tests.common.answers import process_of
 from integration_tests.sglang_server import Ask, Group, running
 
 
@@ -16,6 +17,7 @@ def test_a_wrong_setting_stops_the_server(tmp_path):
     assert "auto" in message
 
 
+@pytest.mark.xdist_group(process_of("default"))
 def test_another_backend_is_left_alone_and_observed(baseline):
     """The baseline runs the host's own backend; its steps are counted query by query."""
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)

@@ -25,13 +25,18 @@ def on(*groups, smoke=(), rare=()):
     """
     chosen = []
     for group in groups:
-        marks = [pytest.mark.xdist_group(group)]
+        marks = [pytest.mark.xdist_group(process_of(group))]
         if group in smoke:
             marks.append(pytest.mark.smoke)
         if group in rare:
             marks.append(pytest.mark.rare)
         chosen.append(pytest.param(group, marks=marks))
     return pytest.mark.parametrize("server", chosen, indirect=True)
+
+
+def process_of(group):
+    """Groups that need the baseline as well share a process, so that the baseline starts once."""
+    return "baseline" if group in ("default", "policy-fasttree") else group
 
 
 POLICY_GROUPS = tuple(f"policy-{name}" for name in POLICY_NAMES if name != AUTO)

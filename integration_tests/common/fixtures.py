@@ -1,22 +1,17 @@
-"""Fixtures that the ``conftest.py`` of each host imports; ``baseline`` is that host's own."""
+"""Fixtures that the ``conftest.py`` of each host imports."""
 
 import signal
 
 import pytest
 
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Reference
+from integration_tests.common.server import MODEL
 
 
 @pytest.fixture(scope="session", autouse=True)
 def model_exists():
     if not (MODEL / "config.json").is_file():
         pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
-
-
-@pytest.fixture(scope="session")
-def reference(baseline):
-    return Reference(baseline)
 
 
 @pytest.fixture(scope="session")

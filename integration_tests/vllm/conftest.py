@@ -13,10 +13,9 @@ else:
     from integration_tests.common.fixtures import (  # noqa: F401
         model,
         model_exists,
-        reference,
         servers_end_with_the_tests,
     )
-    from integration_tests.common.server import MODEL
+    from integration_tests.common.server import MODEL, Reference
     from integration_tests.vllm.vllm_server import GROUPS, running
 
 
@@ -34,6 +33,11 @@ def baseline(tmp_path_factory, adapter):
     folder = tmp_path_factory.mktemp("baseline")
     with running(None, GROUPS["default"], folder, adapter) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def reference(baseline):
+    return Reference(baseline)
 
 
 @pytest.fixture(scope="session")

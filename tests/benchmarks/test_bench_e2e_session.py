@@ -326,6 +326,7 @@ def test_prompts_that_plain_pytorch_checks_are_fa3s_if_the_cache_has_8_bits(
 ):
     monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
+    monkeypatch.setattr("benchmarks.e2e.served_model._write_weights", lambda *_: None)
     servers = ServerChoice("sglang", None, "pytorch", options)
     model = ModelChoice(shape="one-layer", weights="random")
     with prepared(Choice(Output(tmp_path / "e.json"), ("traffic",), servers, model)) as setup:

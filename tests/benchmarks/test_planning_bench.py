@@ -86,6 +86,7 @@ def test_planning_on_the_device_is_compared_with_the_host(page_size, monkeypatch
         return randn(shape, **{**options, "dtype": torch.float32})
 
     monkeypatch.setattr(device_planning, "FAN_OUTS", {8: (2, 2, 2)})
+    monkeypatch.setattr(device_planning, "HEADS", (4, 2, 64))
     monkeypatch.setattr(device_planning, "TreeAttention", OnCpu)
     monkeypatch.setattr(device_planning, "captured", lambda launch: (launch, launch()))
     monkeypatch.setattr(device_planning, "launch_us", lambda replay, budget: 3.0)
