@@ -10,11 +10,7 @@ if find_spec("vllm") is None:  # this environment holds the other host
     collect_ignore_glob = ["test_*.py"]
 else:
     from integration_tests.common.adapter import write_adapter
-    from integration_tests.common.fixtures import (  # noqa: F401
-        model,
-        model_exists,
-        servers_end_with_the_tests,
-    )
+    from integration_tests.common.fixtures import model, model_exists, servers_end_with_the_tests  # noqa: F401
     from integration_tests.common.server import MODEL, Reference
     from integration_tests.vllm.vllm_server import GROUPS, running
 

@@ -12,13 +12,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from deft_backend.attention import (
-    Gpu,
-    TreeAttention,
-    recorded_results,
-    self_check,
-    tree_attention,
-)
+from deft_backend.attention import Gpu, TreeAttention, recorded_results, self_check, tree_attention
 from deft_backend.attention.self_check import (
     Case,
     Outcome,

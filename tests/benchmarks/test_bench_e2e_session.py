@@ -13,13 +13,7 @@ from bench_e2e_fakes import GAP, MODEL, fake_launch
 from benchmarks.__main__ import app
 from benchmarks.e2e.backend_runs import Setup, record
 from benchmarks.e2e.backends import Host
-from benchmarks.e2e.choice import (
-    Choice,
-    ChoiceError,
-    ModelChoice,
-    Output,
-    ServerChoice,
-)
+from benchmarks.e2e.choice import Choice, ChoiceError, ModelChoice, Output, ServerChoice
 from benchmarks.e2e.host_clients import HostClient, HostClientError, fill
 from benchmarks.e2e.mixed_traffic import Traffic
 from benchmarks.e2e.prepare_run import prepared

@@ -12,13 +12,7 @@ from benchmarks.e2e.checked_answers import check
 from benchmarks.e2e.kept_answers import compare
 from benchmarks.e2e.memory import growth
 from benchmarks.e2e.mixed_traffic import Traffic, drive
-from benchmarks.e2e.prompt_cases import (
-    CaseError,
-    Documents,
-    check_fits,
-    grid_case,
-    percentile,
-)
+from benchmarks.e2e.prompt_cases import CaseError, Documents, check_fits, grid_case, percentile
 from benchmarks.e2e.serving_rows import make_row
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out

@@ -14,12 +14,7 @@ from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import lay_out, make_inputs
 from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
-from benchmarks.kernel.methods import (
-    OURS,
-    Method,
-    Prepared,
-    Refused,
-)
+from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.mixed_forests import mixed_forest
 from benchmarks.kernel.recorded_workloads import recorded_workloads

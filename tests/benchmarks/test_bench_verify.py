@@ -20,9 +20,7 @@ from benchmarks.kernel.verified_workloads import (
     seen_by,
     verified_workloads,
 )
-from deft_backend.attention.reference_attention import (
-    seen_tokens,
-)
+from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")

@@ -9,11 +9,7 @@ import torch
 
 from benchmarks.planning import device_planning, host_planning
 from deft_backend import TreeAttention
-from deft_backend.forest import (
-    forest_from_page_tables,
-    forest_from_paths,
-    forest_from_tree,
-)
+from deft_backend.forest import forest_from_page_tables, forest_from_paths, forest_from_tree
 from deft_backend.tools.tuning.launch_clock import Budget
 from forest_oracle import oracle_of_tables
 

@@ -11,13 +11,7 @@ import pytest
 from bench_e2e_fakes import MODEL, FakeHost, beam, fake_launch
 from benchmarks.e2e.backend_runs import Setup, record
 from benchmarks.e2e.backends import HOSTS, Host, Launch
-from benchmarks.e2e.choice import (
-    BatchChoice,
-    Choice,
-    ModelChoice,
-    Output,
-    ServerChoice,
-)
+from benchmarks.e2e.choice import BatchChoice, Choice, ModelChoice, Output, ServerChoice
 from benchmarks.e2e.drafts import parse_drafts
 from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import CaseError

@@ -24,11 +24,7 @@ from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import installed
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
-from deft_backend.telemetry.state_reader import (
-    StateError,
-    read_state,
-    settled_counters,
-)
+from deft_backend.telemetry.state_reader import StateError, read_state, settled_counters
 from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts

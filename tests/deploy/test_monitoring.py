@@ -10,13 +10,7 @@ import pytest
 
 from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
-from prometheus_server import (
-    DEPLOY,
-    alert_queries,
-    dashboard_queries,
-    program,
-    prometheus,
-)
+from prometheus_server import DEPLOY, alert_queries, dashboard_queries, program, prometheus
 from sglang_fakes import make_state
 
 client = pytest.importorskip("prometheus_client")

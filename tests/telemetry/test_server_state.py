@@ -15,11 +15,7 @@ from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCount
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
-from sglang_fakes import (
-    Tree,
-    make_state,
-    requests_of,
-)
+from sglang_fakes import Tree, make_state, requests_of
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
 LAYERS = 2

@@ -12,12 +12,7 @@ from deft_backend.hosts.sglang.start.layers import (
     full_cache,
     planned_shape,
 )
-from sglang_fakes import (
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    SWAKVPool,
-    make_layer,
-)
+from sglang_fakes import HybridLinearKVPool, MHATokenToKVPool, SWAKVPool, make_layer
 
 
 def found(pool):

@@ -6,11 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deft_backend.hosts.common.planner_choice import SGLANG, selects_device_planner
-from deft_backend.hosts.sglang.versions import (
-    decode_graphs,
-    draft_tokens,
-    drafts_trees,
-)
+from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising

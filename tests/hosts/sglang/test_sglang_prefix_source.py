@@ -12,11 +12,7 @@ from deft_backend.hosts.sglang.prefixes import page_table
 from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource, tree_reader
 from deft_backend.hosts.sglang.prefixes.radix_trees import TreeError, UnifiedTreeSource
-from sglang_fakes import (
-    Tree,
-    assert_same_forest,
-    requests_of,
-)
+from sglang_fakes import Tree, assert_same_forest, requests_of
 
 UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
 

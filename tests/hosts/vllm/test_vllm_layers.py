@@ -18,15 +18,7 @@ from deft_backend.hosts.vllm.start import factory
 from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
-from vllm_fakes import (
-    DIM,
-    KV_HEADS,
-    Cache,
-    make_config,
-    make_spec,
-    speculating,
-    tree_layers,
-)
+from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating, tree_layers
 
 
 def constructor(
