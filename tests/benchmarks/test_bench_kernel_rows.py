@@ -2,12 +2,13 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+import commands
 from benchmarks.__main__ import app
 from benchmarks.kernel import kernel_plots as plots
 from benchmarks.kernel.kernel_bars import is_met, mean_is_met
@@ -23,7 +24,6 @@ from benchmarks.kernel.kernel_rows import (
 from benchmarks.kernel.methods import OURS
 from benchmarks.row_files import RowsError, write_rows
 
-runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 HEADER = {"device": "NVIDIA H100 80GB HBM3 (CUDA 13.0)", "versions": {}, "commit": "c"}
 
 
@@ -40,11 +40,7 @@ def row(name="1,20 4000,200", **changes):
     return Row(**{**made, **changes})
 
 
-def run(*arguments):
-    result = runner.invoke(app, list(arguments))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+run = partial(commands.run, app=app)
 
 
 # Figures
@@ -280,10 +276,10 @@ def test_the_table_of_policies_holds_geometric_means_over_auto(tmp_path):
     for file in files:
         write_rows(file, times[file.stem], {"commit": file.stem})
     out = tmp_path / "both.json"
-    result = runner.invoke(app, ["policies", *map(str, files), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "| `auto` | 1 | 1 |\n| `deft-node` | 1.00 | 4.00 |" in result.output
-    assert "fastest policy on 1 rows:\n- host, 32/8, own, 1: 2.000 of deft-node's" in result.output
+    code, printed, _ = run("policies", *map(str, files), "--out", str(out))
+    assert code == 0
+    assert "| `auto` | 1 | 1 |\n| `deft-node` | 1.00 | 4.00 |" in printed
+    assert "fastest policy on 1 rows:\n- host, 32/8, own, 1: 2.000 of deft-node's" in printed
     content = json.loads(out.read_text())
     assert content["rows"] == [*times["host"], *times["device"]]
     assert [run["commit"] for run in content["header"]["runs"]] == ["host", "device"]

@@ -12,13 +12,12 @@ from pathlib import Path
 import numba
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.e2e.counted_server import written_state
+from commands import run
 from deft_backend.attention import TreeAttention, self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
-from deft_backend.cli.app import app
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import installed
@@ -31,16 +30,7 @@ from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from thought_tree_files import dump_thought_trees
 
-runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
-
 FOREST = build_forest([0, 1], [100], [110, 120])
-
-
-def run(*arguments, **environment):
-    result = runner.invoke(app, list(arguments), env=environment)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def refused(*arguments, **environment):

@@ -1,14 +1,14 @@
 """`deft warm`: fills a folder without a GPU, and refuses what no server could use."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from triton import knobs
-from typer.testing import CliRunner
 
-from deft_backend.cli.app import app
+from commands import run
 from deft_backend.compile.kernel_folder import Origin, Taken, take
 from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.hosts.common.described_server import DescribedServer
@@ -16,15 +16,8 @@ from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu
 from deft_backend.settings.config import Settings
 
-runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+warm = partial(run, "warm", COLUMNS="200")
 MODEL = Path(__file__).parents[2] / "models" / "tiny-llama"
-
-
-def warm(*arguments, **environment):
-    result = runner.invoke(app, ["warm", *arguments], env=environment)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_a_server_finds_every_kernel_in_the_folder(tmp_path):

@@ -14,15 +14,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+import commands
 from fake_completions import Fake, serving
 from sglang_fakes import make_state
 
 pytest.importorskip("matplotlib")
 
 from deft_backend.cli.ab_run import print_result
-from deft_backend.cli.app import app
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
@@ -43,15 +42,15 @@ SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
 
 def ab(folder, *arguments, code=0):
-    environment = {"COLUMNS": "100", "DEFT_STATE_DIR": str(folder / "state")}
-    result = CliRunner(env=environment).invoke(
-        app, ["ab", "--out", str(folder / "out"), *arguments]
-    )
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
+    found, *printed = commands.run(
+        "ab", "--out", str(folder / "out"), *arguments, COLUMNS="100",
+        DEFT_STATE_DIR=str(folder / "state"),
+    )  # fmt: skip
+    assert found == code, printed
     data = folder / "out" / "results.json"
-    return json.loads(data.read_text()) if data.exists() else {}, " ".join(result.output.split())
+    return json.loads(data.read_text()) if data.exists() else {}, " ".join(
+        " ".join(printed).split()
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from rich.console import Console
-from typer.testing import CliRunner
 
-from deft_backend.cli.app import app
+from commands import run
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.shapes.kernel_limits import MAX_MERGED
@@ -206,10 +205,9 @@ def test_the_documented_token_tree_is_drawn_as_documented(tmp_path):
     trace, _, drawing = page.partition('```json\n{"Tree_Structure"')[2].partition("\n```")
     path = tmp_path / "tokens.json"
     path.write_text('{"Tree_Structure"' + trace)
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    result = runner.invoke(app, ["explain", "--trace", str(path)])
-    assert result.exit_code == 0, result.output
+    code, printed, _ = run("explain", "--trace", str(path), COLUMNS="200")
+    assert code == 0
     expected = drawing.split("```\n")[1].splitlines()
-    found = [line.rstrip() for line in result.output.splitlines()]
+    found = [line.rstrip() for line in printed.splitlines()]
     cut = expected.index("…")
     assert found[:cut] == expected[:cut]

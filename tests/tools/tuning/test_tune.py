@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import run
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.cli.app import app
 from deft_backend.costs import CostModel, FastTreeCoefficients, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
 from deft_backend.costs.device_tables import table_key
@@ -38,8 +37,6 @@ from deft_backend.tools.tuning.measure import measure
 from deft_backend.tools.tuning.search import SearchResult, search
 from deft_backend.tools.tuning.tile_fit import measure_tile_costs
 from deft_backend.tools.tuning.trials import Trials
-
-runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
 
 KEY = TableKey(
     gpu="NVIDIA A100-SXM4-40GB", package="1.2.3", kernels="0123", torch="2.11.0", triton="3.6.0",
@@ -502,13 +499,6 @@ def test_trials_run_the_batch_that_they_name(monkeypatch):
 
 
 # --- the command ---------------------------------------------------------------------------------
-
-
-def run(*arguments, **environment):
-    result = runner.invoke(app, list(arguments), env=environment)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -6,10 +6,9 @@ import re
 import threading
 
 import pytest
-from typer.testing import CliRunner
 
 from browser import CHROMIUM, DRIVER, MISSING, browser
-from deft_backend.cli.app import app
+from commands import run
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import PageServer, page
@@ -123,18 +122,17 @@ def test_the_page_loads_nothing(served):
 
 
 def test_bad_input_is_refused_in_one_line(tmp_path):
-    def run(*arguments):
-        runner = CliRunner(env={"DEFT_STATE_DIR": str(tmp_path), "COLUMNS": "400"})
-        result = runner.invoke(app, ["inspect", *arguments])
-        assert result.exit_code == 2
-        return result.stderr
+    def refused(*arguments):
+        code, _, said = run("inspect", *arguments, DEFT_STATE_DIR=str(tmp_path))
+        assert code == 2
+        return said
 
-    assert "0 servers with the plugin are running" in run()
-    assert "no state file of a server on port 5" in run("--server", "5")
+    assert "0 servers with the plugin are running" in refused()
+    assert "no state file of a server on port 5" in refused("--server", "5")
     StateWriter(make_state(), tmp_path).look()
     with PageServer(0, lambda engine, known: {}) as other:
         taken = str(other.server_address[1])
-        assert f"cannot listen on port {taken}" in run("--port", taken)
+        assert f"cannot listen on port {taken}" in refused("--port", taken)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import time
 
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from deft_backend.cli.app import app
+from commands import run
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Counters, DraftCounts
@@ -47,12 +46,7 @@ def decoding(folder, port=7, **fields):
 
 
 def shown(folder, *arguments):
-    result = CliRunner(env={"COLUMNS": "80", "DEFT_STATE_DIR": str(folder)}).invoke(
-        app, ["top", *arguments]
-    )
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
+    return run("top", *arguments, COLUMNS="80", DEFT_STATE_DIR=str(folder))[:2]
 
 
 def dead_pid():
