@@ -168,8 +168,8 @@ class CurrentPlan:
         """Replace the plan by the given one; it must cover the batch of `forest`.
 
         `forest` has a query for each of the `blocks` of a request. Raises PlanError if the arrays
-        cannot hold the plan, or if the plan needs the masked tile, for which captured CUDA graphs
-        of this policy have no launch.
+        cannot hold the plan. Also if it needs the masked tile and the policy does not: captured
+        CUDA graphs have no launch for it.
         """
         if forest.batch_size > self.capacity.max_batch:
             raise PlanError(

@@ -1,7 +1,7 @@
 """Files of this user alone: written with mode 0600, and read only if nobody else could write them.
 
-A server's results depend on the files that it reads from a cache. So it reads such a file only if
-this user or root owns it, no other user may write to it, and it is no symbolic link.
+A server's results depend on the files that it reads from a cache. So it reads only files that this
+user or root owns and no other user may write to. It follows no symbolic link.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ MOST_BYTES = 1 << 28  # largest file that is read: 256 MiB
 def read_private(path: Path) -> bytes:
     """The content of a file that only this user or root could write.
 
-    Raises OSError if the file cannot be read, is a symbolic link or no regular file, belongs to
-    another user, is writable for others, or is too large. Its `strerror` names the reason.
+    Raises OSError, whose `strerror` names the reason: the file cannot be read, is too large or no
+    regular file, is a symbolic link, belongs to another user, or others may write to it.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -21,9 +21,9 @@ def order_of_tree(
     - `holder` [B] int32: tree node that holds the end of what each request shares.
     - `nodes`: tree nodes; the order ignores nodes that no request holds.
 
-    Returns the requests in depth-first order [B], and the depth of the deepest node that neighbours
-    in this order have in common [max(0, B - 1)]. The children of a node and the requests that end
-    there are ordered by their first request.
+    Returns the requests in depth-first order [B]. Also, for neighbours in this order, the depth of
+    the deepest node that they have in common [max(0, B - 1)]. The children of a node and the
+    requests that end there are ordered by their first request.
     """
     batch = len(holder)
     order = np.empty(batch, dtype=np.int32)

@@ -24,8 +24,8 @@ def plan_forest(
     """Group a forest by `policy` and cut it into work items that fit `capacity`.
 
     If the arrays cannot hold the policy's items, each request reads its whole context by itself, in
-    chunks by the policy's rule, as in plans of the device; this always fits. The planner logs the
-    reason once. Returns the plan and the groups behind it.
+    chunks by the policy's rule. This always fits, and plans of the device do the same. The log
+    gives the reason once. Returns the plan and the groups behind it.
 
     Raises PlanError if the batch is larger than `capacity.max_batch`, or a request is too long for
     the kernels.

@@ -76,9 +76,9 @@ def forest_of(batch: Batch | str | None) -> PrefixForest:
 def _allow_copies_during_captures() -> None:
     """Let this thread call CUDA while another thread captures a graph.
 
-    PyTorch captures in the mode "global". A call from another thread may then end the capture with
-    an error, unless that thread has chosen the mode "relaxed" for itself (CUDA driver API,
-    ``cuThreadExchangeStreamCaptureMode``).
+    PyTorch captures in the mode "global": a call from another thread may end the capture with an
+    error. This thread chooses the mode "relaxed" for itself, which allows its calls (CUDA driver
+    API, ``cuThreadExchangeStreamCaptureMode``).
     """
     relaxed = ctypes.c_int(2)
     ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))

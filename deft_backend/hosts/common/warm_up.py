@@ -120,9 +120,9 @@ def _steps(
     """Yield steps that together launch every kernel variant the server may need.
 
     Every request reads the same page. With the device planner: a batch of each size that its
-    kernels are compiled for, and the smallest batch, which may have no use for large tiles. With
-    the host planner: every set of tile shapes, with and without a reduction, because a launch is
-    compiled for whether another follows. Each step runs a layer of each kind.
+    kernels are compiled for. The smallest batch too: it may use no large tiles. With the host
+    planner: every set of tile shapes, with and without a reduction, because a launch is compiled
+    for whether another follows. Each step runs a layer of each kind.
     """
     device, largest = attention.device, attention.max_batch
     least = min(smallest, largest)

@@ -2,7 +2,7 @@
 
 A file has one JSON object a line: ``{"timestamp": 27482, "input_length": 6955, "output_length": 52,
 "hash_ids": [46, 47, ...]}``. The timestamp is in milliseconds. Each id stands for the next 512
-tokens of the prompt and for all text before them, so equal ids at the start mean an equal prefix.
+tokens of the prompt and for all text before them. So equal ids at the start mean an equal prefix.
 The last id may stand for fewer tokens. Source: https://github.com/kvcache-ai/Mooncake
 """
 

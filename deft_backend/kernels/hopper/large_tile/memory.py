@@ -37,8 +37,7 @@ class Layout(NamedTuple):
 
 @constexpr_function
 def layout_of(head_dim, block_tokens, lookahead, warps, exponent_bits):
-    """The layout for a head dimension, tokens of a block, blocks copied ahead, and the exponent's
-    bits in a cache of 8 bits."""
+    """The layout; `lookahead`: blocks copied ahead, `exponent_bits`: of a cache of 8 bits."""
     scores = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_tokens, 16])
     output = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, head_dim, 16])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [warps, 1], [1, 0])

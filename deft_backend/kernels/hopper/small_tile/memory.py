@@ -35,8 +35,11 @@ class Layout(NamedTuple):
 
 @constexpr_function
 def layout_of(head_dim, query_vectors, height, lookahead, exponent_bits):
-    """The layout for a head dimension, the query vectors of a query that share a KV head, a tile's
-    height, blocks copied ahead, and the exponent's bits in a cache of 8 bits."""
+    """The layout of a program's registers and shared memory.
+
+    `query_vectors` are those of a query that share a KV head, `lookahead` the blocks copied ahead,
+    `exponent_bits` those of a cache of 8 bits.
+    """
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])
     unit = 16 if exponent_bits else 8
