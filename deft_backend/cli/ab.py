@@ -77,14 +77,14 @@ def ab(
     run (--urls). The exit code is 1 if a server lost a request or gave a wrong token; with --exact,
     it is 1 if any token differs.
     """
-    from deft_backend.cli.ab_run import Asked, run_asked
+    from deft_backend.cli.ab_run import AbOptions, run_asked
 
     extra = host_arguments(host_args)
     for needed in ("aiohttp", "matplotlib"):
         if find_spec(needed) is None:
             raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
     run_asked(
-        Asked(
+        AbOptions(
             urls=urls, model=model, revision=revision, host=host, workloads=workload or (),
             rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
             index=index, scale=scale, speed=speed, seed=seed, policy=policy, baseline=baseline,

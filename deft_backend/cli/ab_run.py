@@ -61,7 +61,7 @@ DIFFERENCES_SHOWN = 12  # in the terminal; the report has all of them
 
 
 @dataclass(frozen=True)
-class Asked:
+class AbOptions:
     """The command's options, as the user gave them."""
 
     urls: tuple[str, str] | None
@@ -139,7 +139,7 @@ class Asked:
                 raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
-def asked_workloads(asked: Asked, *, on_gpu: bool) -> Callable[[Offers], list[Workload]]:
+def asked_workloads(asked: AbOptions, *, on_gpu: bool) -> Callable[[Offers], list[Workload]]:
     """Read the trace; the requests wait for the server's tokenizer."""
     tree: ThoughtTree | None = None
     arrivals: list[Arrival] = []
@@ -198,7 +198,7 @@ def written_into(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def run_asked(asked: Asked) -> None:
+def run_asked(asked: AbOptions) -> None:
     """Compare, print, write the report and exit."""
     settings = checked_settings()
     console = Console()
@@ -270,7 +270,7 @@ def print_result(result: AbResult, console: Console) -> None:
     console.print(verdict(result), markup=False, highlight=False, style="bold")
 
 
-def _server(asked: Asked) -> tuple[str, str, list[str], bool]:
+def _server(asked: AbOptions) -> tuple[str, str, list[str], bool]:
     """Model, host, the host's options, and whether it runs on a GPU."""
     host = chosen_host(asked.host, needed=False)
     check_policy(asked.policy)

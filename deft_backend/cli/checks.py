@@ -78,7 +78,7 @@ def check_packages() -> Iterator[Check]:
     """Which packages are installed, and whether their versions are supported."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
     yield _own_package()
-    installed = installed_hosts()
+    installed = hosts_with_metadata()
     for host in HOSTS:
         # Hosts exclude each other, so an environment holds one of them.
         if installed and host not in installed:
@@ -121,14 +121,14 @@ def _bounded(name: str, low: str, high: str | None, missing: Status, remedy: str
     return Check(name, "ok", f"{version} (supported is {bounds})")
 
 
-def installed_hosts() -> list[Host]:
+def hosts_with_metadata() -> list[Host]:
     """The hosts in this environment."""
     return [host for host in HOSTS if host.versions.installed() is not None]
 
 
 def check_entry_point() -> Iterator[Check]:
     """Whether the installed hosts find the plugin and can import it."""
-    for host in installed_hosts() or HOSTS[:1]:
+    for host in hosts_with_metadata() or HOSTS[:1]:
         yield from _entry_point(host)
 
 
@@ -157,7 +157,7 @@ def check_device() -> Iterator[Check]:
     """The driver, the GPU and the compiler, and which engine a server would use."""
     if has_nvidia_driver():
         yield Check("driver", "ok", "NVIDIA driver found")
-    elif HOSTS[0] in installed_hosts() or not installed_hosts():
+    elif HOSTS[0] in hosts_with_metadata() or not hosts_with_metadata():
         yield from _stub()
     else:
         yield Check("driver", "note", "no NVIDIA driver; vLLM's CPU build needs none")

@@ -10,8 +10,8 @@ import torch
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
 from deft_backend.hosts.common.planner_choice import (
-    SGLANG,
-    VLLM,
+    SGLANG_ADAPTER,
+    VLLM_ADAPTER,
     Adapter,
     planned_on_device,
     selects_device_planner,
@@ -106,6 +106,6 @@ def _vllm_tensors(server: DescribedServer) -> StepTensors:
 
 
 _HOSTS: dict[str, tuple[Adapter, Callable[[DescribedServer], StepTensors]]] = {
-    "sglang": (SGLANG, _sglang_tensors),
-    "vllm": (VLLM, _vllm_tensors),
+    "sglang": (SGLANG_ADAPTER, _sglang_tensors),
+    "vllm": (VLLM_ADAPTER, _vllm_tensors),
 }

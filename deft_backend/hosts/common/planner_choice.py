@@ -25,8 +25,8 @@ class Adapter(NamedTuple):
     plans_drafts_on_device: bool  # whether only the device planner plans verifications of drafts
 
 
-SGLANG = Adapter(waits=True, verifies_device_plans=False, plans_drafts_on_device=True)
-VLLM = Adapter(waits=False, verifies_device_plans=True, plans_drafts_on_device=False)
+SGLANG_ADAPTER = Adapter(waits=True, verifies_device_plans=False, plans_drafts_on_device=True)
+VLLM_ADAPTER = Adapter(waits=False, verifies_device_plans=True, plans_drafts_on_device=False)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -7,8 +7,8 @@ import pytest
 
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.common.planner_choice import (
-    SGLANG,
-    VLLM,
+    SGLANG_ADAPTER,
+    VLLM_ADAPTER,
     planned_on_device,
     selects_device_planner,
     untried,
@@ -18,6 +18,7 @@ from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings.config import PLANNERS, Settings
 
 HOPPER, AMPERE, CPU = (9, 0), (8, 0), None
+SGLANG, VLLM = SGLANG_ADAPTER, VLLM_ADAPTER
 
 
 @pytest.mark.parametrize(

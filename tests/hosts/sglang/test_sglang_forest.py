@@ -12,7 +12,7 @@ import torch
 from deft_backend.attention.recorded_results import COMPILED
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.common.planner_choice import SGLANG, selects_device_planner
+from deft_backend.hosts.common.planner_choice import SGLANG_ADAPTER, selects_device_planner
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
 from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, TreeError
@@ -252,7 +252,7 @@ def test_thresholds(settings, reason):
 def test_on_other_gpus_the_host_decodes_what_shares_nothing(gpu):
     """The host planner plans there, and the thresholds as they come refuse the batch."""
     capability = Gpu.named(gpu).capability
-    assert not selects_device_planner(Settings(), SGLANG, capability)
+    assert not selects_device_planner(Settings(), SGLANG_ADAPTER, capability)
     requests, _, lens = requests_of([[1, 2, 3, 4], [5, 6, 7, 8]], Tree())
     planner, attention = make_planner(Settings())
     assert step(planner, requests, lens).host_reason == "shares less than DEFT_MIN_SHARE=1.1"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_backend.hosts.common.planner_choice import SGLANG, selects_device_planner
+from deft_backend.hosts.common.planner_choice import SGLANG_ADAPTER, selects_device_planner
 from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
 from deft_backend.settings import installed
 from deft_backend.settings.config import SettingsError
@@ -245,7 +245,7 @@ def test_what_a_server_verifies(arguments, changes, tokens, trees):
 def test_verification_is_planned_on_the_device(changes, tokens, on_device, caplog):
     from deft_backend.settings.config import Settings
 
-    planned = selects_device_planner(Settings(**changes), SGLANG, None, verifies=tokens > 1)
+    planned = selects_device_planner(Settings(**changes), SGLANG_ADAPTER, None, verifies=tokens > 1)
     assert planned is on_device
     assert ("have no effect" in caplog.text) is bool(changes)
 

@@ -15,7 +15,7 @@ import torch.distributed
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.planner_choice import (
-    SGLANG,
+    SGLANG_ADAPTER,
     capability_of,
     planned_on_device,
     selects_device_planner,
@@ -170,7 +170,9 @@ def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest:
         raise Unsupported(reason)
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens, capability = draft_tokens(runner.server_args), capability_of(device_of(runner))
-    on_device = selects_device_planner(settings, SGLANG, capability, verifies=query_tokens > 1)
+    on_device = selects_device_planner(
+        settings, SGLANG_ADAPTER, capability, verifies=query_tokens > 1
+    )
     reason = untried(settings, capability, query_tokens)
     if reason is not None:
         raise Unsupported(reason)
@@ -217,7 +219,9 @@ def _latent_steps(
             "DEFT_PLANNER"
         )
     if tokens > 1:
-        selects_device_planner(settings, SGLANG, capability_of(device_of(runner)), verifies=True)
+        selects_device_planner(
+            settings, SGLANG_ADAPTER, capability_of(device_of(runner)), verifies=True
+        )
         largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens)
     warm_up_host_planner(attention)

@@ -16,7 +16,7 @@ from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.planner_choice import (
-    VLLM,
+    VLLM_ADAPTER,
     capability_of,
     planned_on_device,
     selects_device_planner,
@@ -111,7 +111,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     if key in server.groups:
         held: GroupAttention = server.groups[key]
         return held
-    on_device = selects_device_planner(settings, VLLM, capability_of(device))
+    on_device = selects_device_planner(settings, VLLM_ADAPTER, capability_of(device))
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
     if on_device:
