@@ -1,11 +1,8 @@
-"""PrefixForest: both sources against brute force and against each other, and their errors."""
+"""PrefixForest: its sources against brute force, and their errors."""
 
-from __future__ import annotations
-
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,110 +27,6 @@ from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_table
 FIELDS = (
     "order", "seq_lens", "parent", "request", "start", "length", "query_begin", "query_end", "leaf"
 )  # fmt: skip
-
-
-@dataclass
-class ToyNode:
-    """A node of a radix tree over tokens, holding one slot a token."""
-
-    tokens: list[int]
-    slots: list[int]
-    children: dict[int, ToyNode] = field(default_factory=dict)
-
-
-class ToyServer:
-    """A radix tree with page-aligned nodes and splits, and requests with page tables.
-
-    Independent of the package: a host's behaviour in few lines.
-    """
-
-    def __init__(self, page_size):
-        self.page_size = page_size
-        self.root = ToyNode([], [])
-        self.next_page = 0
-        self.requests = []  # slots
-
-    def _allocate(self, tokens, after):
-        """Slots for `tokens` more tokens of a sequence that holds `after`, page by page."""
-        slots = []
-        last = after[-1] if len(after) % self.page_size else None
-        for _ in range(tokens):
-            if last is not None and (last + 1) % self.page_size:
-                last += 1
-            else:
-                last = self.next_page * self.page_size
-                self.next_page += 1
-            slots.append(last)
-        return slots
-
-    def admit(self, prompt, generated):
-        """Prefill a prompt (its whole pages enter the tree), then decode privately."""
-        whole = len(prompt) // self.page_size * self.page_size
-        node, slots = self.root, []
-        while len(slots) < whole:
-            rest = prompt[len(slots) : whole]
-            child = node.children.get(self._key(rest))
-            if child is None:
-                child = ToyNode(rest, self._allocate(len(rest), slots))
-                node.children[self._key(rest)] = child
-            same = 0
-            while same < min(len(child.tokens), len(rest)) and child.tokens[same] == rest[same]:
-                same += 1
-            same = same // self.page_size * self.page_size
-            if same < len(child.tokens):  # split
-                above = ToyNode(child.tokens[:same], child.slots[:same])
-                child.tokens, child.slots = child.tokens[same:], child.slots[same:]
-                above.children[self._key(child.tokens)] = child
-                node.children[self._key(rest)] = above
-                child = above
-            slots = slots + child.slots
-            node = child
-        slots = slots + self._allocate(len(prompt) - whole + generated, slots)
-        self.requests.append(slots)
-
-    def _key(self, tokens):
-        return hash(tuple(tokens[: self.page_size]))
-
-    def paths(self):
-        """Each request's nodes, found by walking the final tree along its slots."""
-        found = []
-        for slots in self.requests:
-            node, path, at = self.root, [], 0
-            while True:
-                below = [
-                    c for c in node.children.values() if slots[at : at + len(c.slots)] == c.slots
-                ]
-                if not below:
-                    break
-                node = below[0]
-                path.append((id(node), len(node.slots)))
-                at += len(node.slots)
-            found.append(path)
-        return found
-
-    def page_tables(self):
-        lens = np.array([len(s) for s in self.requests], dtype=np.int64)
-        pages = -(-lens // self.page_size)
-        table = np.full((len(lens), int(pages.max(initial=0)) + 1), -7)
-        for row, slots in enumerate(self.requests):
-            table[row, : pages[row]] = [s // self.page_size for s in slots[:: self.page_size]]
-        return table, lens
-
-
-def traffic(seed, page_size, requests):
-    """Requests whose prompts fork from one another at random points."""
-    rng = random.Random(seed)
-    server = ToyServer(page_size)
-    prompts = []
-    for _ in range(requests):
-        prompt = []
-        if prompts and rng.random() < 0.8:
-            parent = rng.choice(prompts)
-            prompt = parent[: rng.randint(0, len(parent))]
-        prompt = prompt + [rng.randrange(4) for _ in range(rng.choice([0, 1, 5, 40]))]
-        prompts.append(prompt)
-        server.admit(prompt, generated=rng.choice([0, 1, 9]))
-    return server
 
 
 def check_invariants(forest):
@@ -166,26 +59,6 @@ def check_invariants(forest):
             assert forest.length[node] % forest.page_size == 0
             assert forest.num_queries[node] >= 2
             assert len(forest.children[node]) >= 2  # no chains
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32), page_size=st.sampled_from([1, 3, 16]), requests=st.integers(0, 24)
-)
-@example(seed=0, page_size=1, requests=0)
-@example(seed=0, page_size=16, requests=1)
-@example(seed=1, page_size=3, requests=24)
-@example(seed=2, page_size=16, requests=24)
-def test_both_sources_agree_on_random_traffic(seed, page_size, requests):
-    server = traffic(seed, page_size, requests)
-    tables, lens = server.page_tables()
-    from_tables = forest_from_page_tables(tables, lens, page_size, num_pages=server.next_page)
-    from_tree = forest_from_paths(server.paths(), lens, page_size)
-    check_invariants(from_tables)
-    for name in FIELDS:
-        np.testing.assert_array_equal(
-            getattr(from_tables, name), getattr(from_tree, name), err_msg=name
-        )
 
 
 def assert_is(forest, expected):
@@ -307,7 +180,8 @@ def test_neighbours_give_what_plain_python_finds(seed, page_size, requests, as_a
     order = rng.sample(range(requests), requests)
     lens = [rng.randint(0, 9) * page_size + rng.randrange(page_size) for _ in order]
     shared = [
-        page_size * rng.randint(0, min(lens[a], lens[b]) // page_size) for a, b in pairwise(order)
+        page_size * rng.randint(0, min(lens[a], lens[b]) // page_size)
+        for a, b in itertools.pairwise(order)
     ]
     given = [np.array(x, dtype=np.int64) for x in (order, shared, lens)] if as_array else [
         order, shared, lens
@@ -315,12 +189,26 @@ def test_neighbours_give_what_plain_python_finds(seed, page_size, requests, as_a
     assert_is(build_forest(*given, page_size), oracle_of_neighbours(order, shared, lens))
 
 
+def tables_of(paths, lens):
+    """Page tables of requests on these paths, and their number of pages of one token."""
+    fresh, of_node, rows = itertools.count(), {}, []
+    for path, length in zip(paths, lens, strict=True):
+        row = []
+        for node, tokens in path:
+            row += of_node.setdefault(node, list(itertools.islice(fresh, tokens)))
+        rows.append(row + list(itertools.islice(fresh, length - len(row))))
+    tables = np.full((len(rows), max(map(len, rows), default=0) + 1), -7)
+    for held, row in zip(tables, rows, strict=True):
+        held[: len(row)] = row
+    return tables, next(fresh)
+
+
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(0, 40), twigs=st.integers(1, 30))
 @example(seed=0, requests=0, twigs=1)
 @example(seed=1, requests=40, twigs=1)
 @example(seed=2, requests=40, twigs=30)
-def test_paths_and_trees_give_what_plain_python_finds(seed, requests, twigs):
+def test_all_sources_give_what_plain_python_finds(seed, requests, twigs):
     rng = random.Random(seed)
     parent, depth = [0], [0]
     for _ in range(twigs):
@@ -336,6 +224,8 @@ def test_paths_and_trees_give_what_plain_python_finds(seed, requests, twigs):
             node = parent[node]
         paths.append(path)
     expected = oracle_of_paths(paths, lens)
+    tables, num_pages = tables_of(paths, lens)
+    assert_is(forest_from_page_tables(tables, lens, num_pages=num_pages), expected)
     assert_is(forest_from_paths(paths, lens), expected)
     assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
     assert_is(forest_from_tree(parent, depth, holder, lens), expected)

@@ -107,7 +107,7 @@ def items_of(plan):
 
 
 def check(batch, plan, target=TARGET):
-    check_plan(batch, plan, target, np.zeros(len(batch.seq_lens), dtype=np.int32))
+    check_plan(batch, plan, target)
 
 
 def plans_of(batch, target, capacity, device=CPU, policy=AUTO):
