@@ -51,13 +51,20 @@ class Case:
 class HostTensors:
     """A server's tensors, as far as kernels are compiled for them."""
 
-    # Caches whose page shape and strides the check takes over; None: pages of our own.
-    k_cache: torch.Tensor | None = None
-    v_cache: torch.Tensor | None = None
-    table_columns: int = 0
-    table_dtype: torch.dtype = torch.int32
-    rows_dtype: torch.dtype = torch.int32
-    lens_dtype: torch.dtype = torch.int32
+    # [pages, page_size, Hkv, D] of some layer: layers do not differ in strides. One page will do.
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    table_columns: Sequence[int]  # columns that the host's page table may have
+    table_dtype: torch.dtype = torch.int32  # of the host's page table
+    rows_dtype: torch.dtype = torch.int64  # of its table rows
+    lens_dtype: torch.dtype = torch.int64  # of its sequence lengths
+
+    @classmethod
+    def plain(cls, attention: TreeAttention) -> HostTensors:
+        """Pages one after another, and numbers of 32 bits."""
+        page = (2, 1, attention.page_size, attention.num_kv_heads, attention.head_dim)
+        k_cache, v_cache = torch.empty(page, dtype=attention.kv_dtype)
+        return cls(k_cache, v_cache, (0,), rows_dtype=torch.int32, lens_dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ def checked(
 ) -> Outcome:
     """Run a case and compare every row; errors of compilers and launches are failures too."""
     try:
-        error, row = _largest_error(attention, case, tensors or HostTensors(), seed)
+        tensors = tensors or HostTensors.plain(attention)
+        error, row = _largest_error(attention, case, tensors, seed)
     except Exception as failure:
         text = " ".join(str(failure).split()) or repr(failure)
         return Outcome(case, None, f"{type(failure).__name__}: {text[:200]}")
@@ -130,7 +138,8 @@ def check_shapes(
     for shape, case in cases:
         # A failure here is the case's, which runs later.
         with calls_in_python() as calls, recorded() as variants, suppress(Exception):
-            _largest_error(attentions[shape], case, HostTensors(), 0, compare=False)
+            attention = attentions[shape]
+            _largest_error(attention, case, HostTensors.plain(attention), 0, compare=False)
         arch = Gpu.at(device).arch if variants else 0
         kernels = [ForArchitecture(variant, arch) for variant in variants]
         needed[shape, case] = [*calls, *kernels]
@@ -156,11 +165,10 @@ def _largest_error(
     device, dtype, heads = attention.device, attention.dtype, attention.num_query_heads
     tokens = case.query_tokens
     requests = min(12, attention.max_batch)
-    longest = 40 if attention.interpreted else 300
-    if tensors.k_cache is not None:  # a host may lay the pages of all layers together
-        page_bytes = tensors.k_cache.stride(0) * tensors.k_cache.itemsize
-        fit = MOST_BYTES // page_bytes // requests * attention.page_size
-        longest = max(1, min(longest, fit))
+    # A host may lay the pages of all layers together.
+    page_bytes = tensors.k_cache.stride(0) * tensors.k_cache.itemsize
+    fit = MOST_BYTES // page_bytes // requests * attention.page_size
+    longest = max(1, min(40 if attention.interpreted else 300, fit))
     table, lens, pages = _random_forest(seed, requests, attention.page_size, tokens, longest)
     # Drawn where they are used: a CPU takes longer to draw the caches than a GPU to read them.
     draw = torch.Generator(device).manual_seed(seed)
@@ -168,21 +176,18 @@ def _largest_error(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, device=device)
 
-    held = np.zeros((requests, max(table.shape[1], tensors.table_columns)), dtype=np.int64)
+    held = np.zeros((requests, max(table.shape[1], tensors.table_columns[0])), dtype=np.int64)
     held[:, : table.shape[1]] = table
     page_table = torch.from_numpy(held).to(device, tensors.table_dtype)
     seq_lens = torch.from_numpy(lens).to(device, tensors.lens_dtype)
     q = normal(requests * tokens, heads, attention.head_dim).to(dtype)
     caches = []
     for like in (tensors.k_cache, tensors.v_cache):
-        page = (attention.page_size, attention.num_kv_heads, attention.head_dim)
-        cache = normal(pages, *(page if like is None else like.shape[1:])).to(attention.kv_dtype)
-        if like is not None:
-            strided = torch.empty_strided(
-                cache.shape, like.stride(), dtype=attention.kv_dtype, device=device
-            )
-            cache = strided.copy_(cache)
-        caches.append(cache)
+        cache = normal(pages, *like.shape[1:]).to(attention.kv_dtype)
+        strided = torch.empty_strided(
+            cache.shape, like.stride(), dtype=attention.kv_dtype, device=device
+        )
+        caches.append(strided.copy_(cache))
     rows = torch.arange(requests, device=device).to(tensors.rows_dtype)
     k_scale, v_scale = (1.0, 1.0) if attention.kv_dtype == dtype else (0.5, 2.0)
     given: tuple[float | torch.Tensor, ...] = (k_scale, v_scale)

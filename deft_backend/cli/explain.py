@@ -134,7 +134,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     if forest is None:  # only the device knows the plan
         forest = shown_forest(path)
     target = server_target(state, forest.page_size)
-    title = f"server on port {path.name.split('-')[0]}, its last planned batch"
+    title = f"server on port {state.port}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"
     return forest, target, state.num_layers, title, used
 

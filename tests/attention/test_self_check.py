@@ -58,7 +58,7 @@ def test_layouts_of_a_server():
     attention = attention_of(page_size=1)
     held = torch.zeros(4, 2, 2, 64, dtype=torch.float16)
     tensors = self_check.HostTensors(
-        held[:, 0], held[:, 1], 500, rows_dtype=torch.int64, lens_dtype=torch.int64
+        held[:, 0], held[:, 1], [500], rows_dtype=torch.int64, lens_dtype=torch.int64
     )
     strides = []
     run = attention.run
@@ -96,7 +96,9 @@ def test_a_wrong_row_is_found(fault, monkeypatch):
     outcome = checked(attention_of(), DECODE)
     assert outcome.failure is not None
     assert outcome.failure.startswith("row 5 is off by")
-    found = first_failure(attention_of(), [DECODE, DECODE], self_check.HostTensors(), 0.0)
+    attention = attention_of()
+    tensors = self_check.HostTensors.plain(attention)
+    found = first_failure(attention, [DECODE, DECODE], tensors, 0.0)
     assert found is not None
 
 

@@ -7,7 +7,7 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.attention.recorded_results import unrecorded
-from deft_backend.attention.self_check import Case, HostTensors, first_failure
+from deft_backend.attention.self_check import Case, first_failure
 from deft_backend.hosts.common.warm_up import StepTensors
 
 logger = logging.getLogger("deft_backend")
@@ -28,11 +28,7 @@ def failed_self_check(
     if unknown is None:
         return None
     began = time.perf_counter()
-    held = HostTensors(
-        tensors.k_cache, tensors.v_cache, tensors.table_columns[0], tensors.table_dtype,
-        tensors.rows_dtype, tensors.lens_dtype,
-    )  # fmt: skip
-    failed = first_failure(attention, _cases(tensors, on_device), held, SECONDS)
+    failed = first_failure(attention, _cases(tensors, on_device), tensors, SECONDS)
     if failed is not None:
         return (
             f"{unknown} has no recorded results, and the check of its kernels failed "

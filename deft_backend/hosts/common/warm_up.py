@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention.self_check import HostTensors
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest import PrefixForest, build_forest, warm_up
@@ -48,16 +49,9 @@ class WarmUpPlan:
 
 
 @dataclass(frozen=True)
-class StepTensors:
-    """What a host's tensors look like in a decode step, as far as kernels are compiled for it."""
+class StepTensors(HostTensors):
+    """A host's tensors with what its steps do, as far as kernels are compiled for them."""
 
-    # [pages, page_size, Hkv, D] of some layer: layers do not differ in strides. One page will do.
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    table_columns: Sequence[int]  # Columns that the host's page table may have
-    table_dtype: torch.dtype = torch.int32  # of the host's page table
-    rows_dtype: torch.dtype = torch.int64  # of its table rows
-    lens_dtype: torch.dtype = torch.int64  # of its sequence lengths
     drafts: Drafts | None = None  # what the server verifies; None if it does not speculate
     layers: Sequence[LayerKind] = (LayerKind(),)  # each kind of those through tree attention
 
