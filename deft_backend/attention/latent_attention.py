@@ -16,11 +16,11 @@ from deft_backend.costs.latent_costs import (
     TOKEN_NS,
     latent_costs,
 )
-from deft_backend.forest import PrefixForest
+from deft_backend.forest import PrefixForest, forest_of_blocks
 from deft_backend.kernels import Gpu
 from deft_backend.kernels.latent.kernel_batch import LatentKernel
 from deft_backend.kernels.latent.launches import LatentLaunches, LatentStep
-from deft_backend.planner import Plan, PlanCapacity
+from deft_backend.planner import Plan, PlanCapacity, plan_forest
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import Auto, Policy, Target, get_policy
 from deft_backend.settings.policy_names import FLASH_DECODING
@@ -132,12 +132,25 @@ class LatentAttention(PlanHolder):
         PlanError
             If the batch is larger than `max_batch`.
         """
-        room = self._room(forest.batch_size)
         plan = self._current.plan_on_host(forest, self._blocks, self.target, policy)
-        if plan.num_items > room.max_items or len(plan.entry_query) > room.max_entries:
+        if not self._has_room(plan, forest):
             alone = get_policy(FLASH_DECODING)
             plan = self._current.plan_on_host(forest, self._blocks, self.target, alone)
         return plan
+
+    def gains(self, forest: PrefixForest, num_layers: int) -> bool:
+        """Whether a plan of `auto` makes a server of so many layers faster than the host's kernel.
+
+        Nothing is copied to the device, and the current plan stays.
+        """
+        blocks = forest_of_blocks(forest, 1, self._blocks.private_tokens)
+        plan, _ = plan_forest(blocks, self._current.policy, self.target, self.capacity)
+        return self._has_room(plan, forest) and not self.loses(plan, forest, num_layers)
+
+    def _has_room(self, plan: Plan, forest: PrefixForest) -> bool:
+        """Whether a call for the batch has room for the plan."""
+        room = self._room(forest.batch_size)
+        return plan.num_items <= room.max_items and len(plan.entry_query) <= room.max_entries
 
     def loses(self, plan: Plan, forest: PrefixForest, num_layers: int) -> bool:
         """Whether a server of so many layers is faster with the host's kernel than over a plan."""

@@ -17,20 +17,21 @@ TOLERANCE = 1.6e-2  # largest relative error: several times that of rounding to 
 def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) -> str | None:
     """Why the kernel cannot be used here, in one line, or None.
 
-    A few requests that share a prefix are planned and computed, with a padding request. The kernel
-    must read rows of the page table, ranges that begin within one, and empty entries. With
-    `on_device`, the device planner plans them too.
+    A few requests that share a prefix are planned and computed, with a padding request if a batch
+    can hold more than two. The kernel must read rows of the page table, ranges that begin within
+    one, and empty entries. With `on_device`, the device planner plans them too.
     """
     shape, device = attention.shape, attention.device
-    requests, size = min(REQUESTS, attention.max_batch - 1), shape.page_size
-    if requests < 2:
+    if attention.max_batch < 2:
         return None  # no batch of this server shares anything
+    requests, size = min(REQUESTS, max(2, attention.max_batch - 1)), shape.page_size
+    every = min(requests + 1, attention.max_batch)
     shared, own = -(-SHARED // size), -(-(OWN + attention.query_tokens) // size)
     pages = torch.arange(requests * own, dtype=torch.int32).view(requests, own) + shared
     prefix = torch.arange(shared, dtype=torch.int32).expand(requests, shared)
     table = torch.cat([prefix, pages], dim=1).flip(0).contiguous()
     tokens = attention.query_tokens
-    lens = torch.full((requests + 1,), shared * size + OWN + tokens, dtype=torch.int64)
+    lens = torch.full((every,), shared * size + OWN + tokens, dtype=torch.int64)
     generator = torch.Generator().manual_seed(7)
 
     def normal(*dims: int) -> torch.Tensor:
@@ -38,28 +39,30 @@ def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) 
 
     heads, dim = shape.num_query_heads, shape.latent_dim
     q, cache = (
-        normal((requests + 1) * tokens, heads, dim),
+        normal(every * tokens, heads, dim),
         normal(shared + requests * own, size, dim),
     )
     forest = forest_from_page_tables(table, lens[:requests].numpy(), size)
     attention.plan(forest, policy=get_policy(DEFT_NODE))
-    rows = torch.arange(requests + 1, device=device).clamp(max=requests - 1)
+    rows = torch.arange(every, device=device).clamp(max=requests - 1)
     table, lens = table.to(device), lens.to(device)
     attention.lay_out(lens, table_rows=rows)
     scale = dim**-0.5
     keys = cache.unsqueeze(2).double()
-    want = reference_attention(q[:-tokens].double(), keys, keys.clone(), table, lens[:-1],
-                               sm_scale=scale)[..., : shape.value_dim]  # fmt: skip
+    computed = requests * tokens
+    want = reference_attention(
+        q[:computed].double(), keys, keys.clone(), table, lens[:requests], sm_scale=scale
+    )[..., : shape.value_dim]
 
     def error(table: torch.Tensor) -> float:
         nope, rope = q[..., : shape.value_dim], q[..., shape.value_dim :]
         return relative_error(
-            attention.run(nope, rope, cache, table, sm_scale=scale)[:-tokens], want
+            attention.run(nope, rope, cache, table, sm_scale=scale)[:computed], want
         )
 
     errors = [error(table)]
     if on_device:
-        lens[-1] = 0 if tokens == 1 else tokens  # padding of a graph
+        lens[requests:] = 0 if tokens == 1 else tokens  # padding of a graph
         attention.plan_on_device(table[rows], lens.int())
         errors.append(error(table[rows]))
     attention.clear_plan()

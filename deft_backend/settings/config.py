@@ -144,7 +144,7 @@ class Settings:
     )  # fmt: skip
     mla: bool = _setting(
         False, _SWITCH,
-        "SGLang: try tree attention for MLA models on Hopper; it saves time behind long prefixes. "
+        "Try tree attention for MLA models on Hopper; it saves time behind long prefixes. "
         "Otherwise they decode on the host's backend.",
     )  # fmt: skip
     fallback_backend: str | None = _setting(

@@ -110,8 +110,11 @@ def flash_attention():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("at", "off"), [(None, 0.0), (1, 0.5), (3, float("nan"))])
-def test_the_check_at_start_names_a_wrong_result(at, off):
+@pytest.mark.parametrize(
+    ("at", "off", "most"),
+    [(None, 0.0, 4), (1, 0.5, 4), (3, float("nan"), 4), (None, 0.0, 2), (0, 0.5, 2)],
+)
+def test_the_check_at_start_names_a_wrong_result(at, off, most):
     """Chains call the kernel for nodes and for leaves, over the plan of each planner."""
     calls = []
 
@@ -121,7 +124,7 @@ def test_the_check_at_start_names_a_wrong_result(at, off):
         return (out + off if len(calls) - 1 == at else out), lse
 
     attention = LatentAttention(
-        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=kernel, max_batch=4,
+        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=kernel, max_batch=most,
         query_tokens=2, value_dim=VALUE, rope_dim=ROPE,
     )  # fmt: skip
     said = failed_latent_check(attention, on_device=True)
@@ -213,6 +216,7 @@ def test_the_costs_decide_recorded_batches_as_measured(layers):
         if "deft" in row["us"]:
             attention, *made = recorded(row, row["heads"], row["query_tokens"], row["own"])
             decided.append(attention.loses(*made, layers))
+            assert attention.gains(made[1], layers) != decided[-1]
             measured.append(row["us"]["deft"] + STEP_NS / 1e3 / layers >= row["us"]["host"])
     assert decided == measured
     assert set(measured) == {True, False}

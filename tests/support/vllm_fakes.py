@@ -30,7 +30,9 @@ def make_config(**changes):
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: _layout("LBNHC"), enable_prefix_caching=True
+            get_resolved_kv_cache_layout=lambda: _layout("LBNHC"),
+            enable_prefix_caching=True,
+            block_size=16,
         ),
     )
     for name, value in changes.items():
@@ -168,6 +170,23 @@ class Batch:
             "causal": True, "is_prefilling": torch.zeros(rows, dtype=torch.bool), **changes,
         }  # fmt: skip
         return CommonAttentionMetadata(**values)
+
+
+def message(batch, name="", **changes):
+    """What vLLM's scheduler tells its worker before the step of a batch of new requests."""
+    requests = [f"{name}{row}" for row in range(len(batch.seq_lens))]
+    new = [
+        SimpleNamespace(req_id=request, block_ids=(table[table > 0].tolist(),))
+        for request, table in zip(requests, batch.table, strict=False)
+    ]
+    tokens = batch.starts.diff().tolist()
+    cached_ones = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+    values = {
+        "scheduled_new_reqs": new, "scheduled_cached_reqs": cached_ones,
+        "num_scheduled_tokens": dict(zip(requests, tokens, strict=False)),
+        "finished_req_ids": set(), **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**values)
 
 
 def cached(batch):

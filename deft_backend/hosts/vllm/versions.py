@@ -155,6 +155,8 @@ def unknown_cache(spec: Any) -> str | None:
         # One scale for all keys and one for all values: each layer's own scales are read.
         if field.name == "kv_quant_mode" and getattr(value, "name", "") == "FP8_PER_TENSOR":
             continue
+        if field.name == "cache_dtype_str" and value in ("auto", "float16", "bfloat16"):
+            continue  # of MLA
         if value != field.default:
             return f"{field.name}={value}"
     return None

@@ -468,11 +468,10 @@ def test_verification_finds_a_wrong_kernel(size, monkeypatch, failures):
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_verification_allows_more_where_the_host_multiplies_in_8_bits(kv_dtype, failures):
-    attention = SimpleNamespace(kv_dtype=kv_dtype)
     for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
         ours = torch.ones(4, dtype=torch.bfloat16)
         theirs, out = ours - difference, ours.clone()
-        group = SimpleNamespace(attention=attention, failure=FailureLatch())
+        group = SimpleNamespace(kv_dtype=kv_dtype, failure=FailureLatch())
         GroupAttention._cross_check(group, out, lambda out=out, theirs=theirs: out.copy_(theirs))
         assert (group.failure.reason is None) == agrees == (not failures)
         failures.clear()

@@ -19,6 +19,7 @@ from vllm_fakes import (
     close,
     make_config,
     make_spec,
+    message,
     reference,
     speculating,
     state,
@@ -35,21 +36,6 @@ def switched_on():
 
 LENS = [69, 74, 67, 85]
 NEW = [5, 10, 3, 7]
-
-
-def message(batch, **changes):
-    """What vLLM's scheduler tells its worker before the step of a batch of new requests."""
-    new = [
-        SimpleNamespace(req_id=str(row), block_ids=(table[table > 0].tolist(),))
-        for row, table in enumerate(batch.table)
-    ]
-    lens = {str(row): tokens for row, tokens in enumerate(batch.starts.diff().tolist())}
-    cached_ones = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
-    values = {
-        "scheduled_new_reqs": new, "scheduled_cached_reqs": cached_ones,
-        "num_scheduled_tokens": lens, "finished_req_ids": set(), **changes,
-    }  # fmt: skip
-    return SimpleNamespace(**values)
 
 
 def prompts(batch, **changes):

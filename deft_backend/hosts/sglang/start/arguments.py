@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
@@ -20,10 +21,6 @@ from deft_backend.shapes.latent_shape import gains_nothing
 logger = logging.getLogger("deft_backend")
 
 NAME = "deft"
-MLA_IS_OFF = (
-    "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
-    "saves time behind long shared prefixes alone"
-)
 HOST_DECODE = "_deft_host_decode"
 """The mark: an attribute of the host's arguments that names its own decode backend."""
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed
-
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.common.planner_choice import (
     SGLANG_ADAPTER,
     capability_of,
@@ -21,13 +18,14 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
     untried,
 )
+from deft_backend.hosts.common.ranks import same_on_all_ranks
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
 from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
 from deft_backend.hosts.sglang.report.server import start_reporting, state_of
-from deft_backend.hosts.sglang.start.arguments import MLA_IS_OFF, NAME
+from deft_backend.hosts.sglang.start.arguments import NAME
 from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 from deft_backend.hosts.sglang.start.layers import (
     Unsupported,
@@ -91,7 +89,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             logger.debug("deft: set-up failed", exc_info=True)
         try:
             mine = None if made is None else _decided(made.deft, settings)
-            agreed = same_on_all_ranks(runner, mine)
+            agreed = same_on_all_ranks(tensor_parallel_group(runner), mine)
             if agreed is False:
                 reason = (
                     "its ranks would decode in different ways (DEFT_PLANNER, DEFT_POLICY, "
@@ -122,26 +120,6 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     if division is not None:
         logger.info("deft: %s", division)
     return made
-
-
-def same_on_all_ranks(runner: Any, mine: Sequence[object] | None) -> bool | None:
-    """Whether `mine` is equal on every rank of the model runner's group; all ranks must call this.
-
-    - `runner`: the host's model runner; its group communicates through CPU memory.
-    - `mine`: This rank's decisions; equal decisions must have equal ``repr``. None if this rank has
-      no tree attention.
-
-    Returns None if some rank has no tree attention.
-    """
-    group = tensor_parallel_group(runner)
-    if group is None or group.world_size == 1:
-        return None if mine is None else True
-    digest = zlib.crc32(repr(mine).encode())
-    # The least digest, and the largest one with its sign changed, in one exchange.
-    flags = torch.tensor([int(mine is not None), digest, -digest], dtype=torch.int64)
-    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    everywhere, least, most = flags.tolist()
-    return least == -most if everywhere else None
 
 
 def _decided(steps: Steps, settings: Settings) -> tuple[object, ...]:

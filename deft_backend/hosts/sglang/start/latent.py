@@ -6,18 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import (
-    AttentionError,
-    LatentAttention,
-    LatentCall,
-    plain_latent_attention,
-)
-from deft_backend.attention.latent_check import failed_latent_check
+from deft_backend.attention import AttentionError, LatentAttention, LatentCall
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.hosts.common.latent import checked_latent_attention
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.start.layers import Unsupported, device_of, unsupported_layer
-from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 _POOL = "MLATokenToKVPool"
 
@@ -48,30 +41,18 @@ def latent_attention(
     Raises Unsupported with the reason for the log.
     """
     device, dtype = device_of(runner), runner.dtype
-    if device.type == "cuda" and capability_of(device) != HOPPER:
-        raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
     if runner.kv_cache_dtype != dtype or runner.token_to_kv_pool.store_dtype != dtype:
         raise Unsupported(
             f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype} is not supported"
         )
     shape, division = _divided(runner)
-    if device.type == "cuda" and shape[1:] != (VALUE_DIM, ROPE_DIM):
-        raise Unsupported(
-            f"MLA of rank {shape.value_dim} + {shape.rope_dim} is not supported "
-            f"({VALUE_DIM} + {ROPE_DIM} is)"
-        )
-    kernel = sglang_latent_attention if device.type == "cuda" else plain_latent_attention
     try:
-        attention = LatentAttention(
-            num_query_heads=shape.heads, dtype=dtype, device=device, kernel=kernel,
-            max_batch=largest, query_tokens=query_tokens, value_dim=shape.value_dim,
-            rope_dim=shape.rope_dim,
+        attention = checked_latent_attention(
+            shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest,
+            query_tokens=query_tokens, on_device=query_tokens > 1,
         )  # fmt: skip
     except AttentionError as error:
         raise Unsupported(str(error)) from None
-    reason = failed_latent_check(attention, on_device=query_tokens > 1)
-    if reason is not None:
-        raise Unsupported(reason)
     return attention, division
 
 

@@ -15,7 +15,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.compile.clock import COMPILING
 from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
-from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.common.limits import refused, shares_too_little
 from deft_backend.hosts.sglang.prefixes.prefix_source import Key, PrefixSource, key_of
 from deft_backend.planner import Plan
 from deft_backend.settings.config import Settings
@@ -183,14 +183,11 @@ class DecodePlanner:
         return loaded, plan.num_open
 
     def _too_little(self, forest: PrefixForest) -> str | None:
-        if forest.share < self.settings.min_share:
-            return f"shares less than DEFT_MIN_SHARE={self.settings.min_share:g}"
-        saved = forest.tokens_attended - forest.tokens_stored
-        if saved < self.settings.min_shared_tokens:
-            return f"saves fewer than DEFT_MIN_SHARED_TOKENS={self.settings.min_shared_tokens}"
-        if self.least_gain_ms > 0.0:
+        reason = shares_too_little(forest, self.settings)
+        if reason is None and self.least_gain_ms > 0.0:
+            saved = forest.tokens_attended - forest.tokens_stored
             costs, state = self.costs or default_cost_model(), self.state
             milliseconds = costs.transfer_ms(saved * state.token_bytes * state.num_layers)
             if milliseconds < self.least_gain_ms:
                 return f"saves less than DEFT_MIN_SAVED_MS={self.least_gain_ms:g}"
-        return None
+        return reason

@@ -37,6 +37,7 @@ class Counted(NamedTuple):
     # or all if there are none.
     num_layers: int = 0
     observed: str | None = None  # the host's backend that runs them; None: tree attention
+    values_apart: bool = True  # whether their cache holds values besides keys; not with MLA
 
 
 @dataclass
@@ -111,6 +112,7 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         num_kv_heads=counted.shape.num_kv_heads,
         head_dim=counted.shape.head_dim,
         dtype_bytes=counted.dtype.itemsize,
+        values_apart=counted.values_apart,
     )
 
 

@@ -50,7 +50,12 @@ def attending_layers(vllm_config: Any, *, full: bool) -> Iterator[str]:
 
 def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
     """Why a layer's own cache specification rules out tree attention, in a few words; or None."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
 
     ask = getattr(module, "get_kv_cache_spec", None)
     spec = None if ask is None else ask(vllm_config)
@@ -62,10 +67,13 @@ def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
         return "a sliding window"
     if getattr(spec, "attention_chunk_size", None) is not None:
         return "chunked local attention"
-    if type(spec) is not FullAttentionSpec:  # its subclasses are other kinds of caches
+    # Subclasses are other kinds of caches.
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         return f"a KV cache of kind {type(spec).__name__}"
     if spec.non_causal:
         return "attention that is not causal"
+    if type(spec) is MLAAttentionSpec:
+        return None
     if spec.head_size_v not in (None, spec.head_size):
         return f"keys of {spec.head_size} and values of {spec.head_size_v} elements"
     return None

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
@@ -33,9 +34,11 @@ from deft_backend.hosts.common.warm_up import (
 )
 from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
-from deft_backend.hosts.vllm.start.layers import Layer, kv_views
+from deft_backend.hosts.vllm.start.latent import capture_both, latent_attention
+from deft_backend.hosts.vllm.start.layers import Layer, Unsupported, kv_views
 from deft_backend.hosts.vllm.step.extends import CachedPrefixes, Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
+from deft_backend.hosts.vllm.step.latent import LatentGroup, LatentSharing
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.vllm import observe_steps
@@ -45,10 +48,6 @@ logger = logging.getLogger("deft_backend")
 T = TypeVar("T")
 
 log = OnceLog()
-
-
-class Unsupported(Exception):
-    """Tree attention cannot run a group's layers; the message says why, in one line."""
 
 
 class LayerGroup(NamedTuple):
@@ -69,8 +68,9 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
     settings = Settings.from_env()
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
+    group = None
     try:
-        return build(layers, settings)
+        group = build(layers, settings)
     except Exception as error:
         reason = str(error)
         if not isinstance(error, Unsupported):
@@ -78,7 +78,13 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
             logger.debug("deft: set-up failed", exc_info=True)
         if reason:
             log.warn(f"{reason}; these layers run through {described(layers.host)} alone")
-        return None
+    if layers.host.is_mla():
+        latent = group if isinstance(group, LatentGroup) else None
+        differ = capture_both(latent, layers.vllm_config, settings)
+        if differ is not None and group is not None:
+            log.warn(f"{differ}; these layers run through {described(layers.host)} alone")
+            return None
+    return group
 
 
 def described(host: Any) -> str:
@@ -101,9 +107,9 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     mine = {name: division.tree[name] for name in layer_names if name in division.tree}
     if not mine:
         raise Unsupported  # the line above gives the reasons
-    _refuse(unsupported_spec(spec))
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
+    _refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
     _refuse(_unsupported_shape(layers, shape, layer))
     query_tokens = query_tokens_of(vllm_config)
     _refuse(untried(settings, capability_of(device), query_tokens))
@@ -118,7 +124,11 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
     dtype = vllm_config.model_config.dtype
 
-    def set_up() -> tuple[TreeAttention, ShortExtends | None]:
+    def set_up() -> tuple[TreeAttention | LatentAttention, ShortExtends | None]:
+        if layer.value_dim is not None:
+            return latent_attention(
+                layer, vllm_config, device, settings, page_size=spec.block_size, max_batch=largest
+            ), None
         attention = TreeAttention(
             num_query_heads=shape.num_query_heads, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, kv_dtype=layer.kv_dtype, device=device,
@@ -143,8 +153,18 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
 
     sleeps = can_sleep(vllm_config)
     attention, extends = outside_memory_pools(set_up, device) if sleeps else set_up()
-    counted = Counted(tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike)
-    group = GroupAttention(
+    counted = Counted(
+        tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike,
+        values_apart=layer.value_dim is None,
+    )  # fmt: skip
+    made: Callable[..., GroupAttention] = GroupAttention
+    if isinstance(attention, LatentAttention):
+        if server.prefixes is not None:
+            raise Unsupported("MLA in several KV cache groups is not supported")
+        sharing = LatentSharing(attention, settings, alike, vllm_config.cache_config.block_size)
+        made, server.prefixes = partial(LatentGroup, sharing=sharing), sharing
+        observe_steps.install(sharing.observe)
+    group = made(
         attention, settings, server.count_in(counted, settings), tree_layers=alike,
         counts=not server.groups,  # the first one
         plans_on_device=on_device, shows_batch=not sleeps,
@@ -204,14 +224,15 @@ def unsupported_server(vllm_config: Any) -> str | None:
     return None
 
 
-def unsupported_spec(spec: Any) -> str | None:
+def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:
     """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
 
     A window in it is another layer's: every layer has been asked for its own.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-    if type(spec) is not FullAttentionSpec:  # its subclasses are other kinds of caches
+    # Subclasses are other kinds of caches.
+    if type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec):
         return f"a KV cache of kind {type(spec).__name__} is not supported"
     unknown = unknown_cache(spec)
     return None if unknown is None else f"a KV cache with {unknown} is not supported"
@@ -223,6 +244,8 @@ def _unsupported_shape(layers: LayerGroup, shape: LayerShape, layer: Layer) -> s
         return f"KV in {spec.dtype} under a model in {dtype} is not supported"
     if (shape.num_kv_heads, shape.head_dim) != (spec.num_kv_heads, spec.head_size):
         return f"{shape} over a KV cache of {spec.num_kv_heads} heads of {spec.head_size}"
+    if layer.value_dim is not None:
+        return None
     reason = TreeAttention.unsupported(*shape, dtype, device, kv_dtype=layer.kv_dtype)
     return None if reason is None else f"not supported: {reason}"
 

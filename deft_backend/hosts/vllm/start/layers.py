@@ -14,6 +14,10 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
+class Unsupported(Exception):
+    """Tree attention cannot run a group's layers; the message says why, in one line."""
+
+
 class Layer(NamedTuple):
     """One attention layer, as its implementation's constructor arguments describe it."""
 
@@ -26,6 +30,8 @@ class Layer(NamedTuple):
     cache: str = "auto"  # vLLM's name for the kind of its KV cache
     # Factors of queries, stored keys and stored values of 8 bits: a float32 each, on the device.
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    # With MLA: elements of a token's latent vector. Its rotated key follows in `head_dim`.
+    value_dim: int | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -67,7 +73,20 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
     cap = float(given.pop("logits_soft_cap", None) or 0.0)
     sinks = given.pop("sinks", None) is not None
     cache = str(given.pop("kv_cache_dtype", "auto"))
-    return Layer(shape, scale, cap, _reason(given, scale, cap, cache), sinks, cache)
+    value_dim = given.pop("kv_lora_rank", None)
+    reason = None
+    if value_dim is not None:
+        for name in _LATENT_ARGUMENTS:
+            given.pop(name, None)
+        reason = None if cache in UNQUANTISED else f"MLA over a KV cache of kind {cache}"
+    reason = reason or _reason(given, scale, cap, cache)
+    return Layer(shape, scale, cap, reason, sinks, cache, value_dim=value_dim)
+
+
+_LATENT_ARGUMENTS = (
+    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
+)  # fmt: skip
+"""Arguments of MLA that only its prefill and its projections use."""
 
 
 def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

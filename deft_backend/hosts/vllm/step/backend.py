@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import torch
 
+from deft_backend.hosts.vllm.start.latent import unsupported_latent
 from deft_backend.hosts.vllm.start.layers import Layer, layer_of
 from deft_backend.hosts.vllm.step.builder import TreeBuilder
 from deft_backend.hosts.vllm.step.step import LayerCall, step_of
 from deft_backend.hosts.vllm.versions import has_standard_cache
+from deft_backend.settings.config import Settings
 
 
 @cache
@@ -26,7 +28,8 @@ def tree_backend(host: Any) -> Any:
         return type(f"Tree{theirs.__name__}", (ours, theirs), members)
 
     builder = surrounded(TreeBuilder, host.get_builder_cls(), {"host": host})
-    implementation = surrounded(TreeImplementation, host.get_impl_cls(), {})
+    ours = LatentImplementation if host.is_mla() else TreeImplementation
+    implementation = surrounded(ours, host.get_impl_cls(), {})
     members = {
         "get_builder_cls": staticmethod(lambda: builder),
         "get_impl_cls": staticmethod(lambda: implementation),
@@ -38,8 +41,10 @@ def tree_backend(host: Any) -> Any:
 
 def cannot_surround(host: Any) -> str | None:
     """Why a backend of the host cannot be surrounded, in one line, or None."""
-    if host.is_mla() or host.is_sparse() or host.is_ssm():
-        return "its attention is of another kind (MLA, sparse or state space)"
+    if host.is_mla():
+        return unsupported_latent(host, Settings.from_env())
+    if host.is_sparse() or host.is_ssm():
+        return "its attention is of another kind (sparse or state space)"
     if not has_standard_cache(host):
         return "its KV cache is not laid out as [blocks, heads, block size, 2 x head dimension]"
     if host.forward_includes_kv_cache_update:
@@ -91,3 +96,37 @@ class TreeImplementation:
         sinks = self.sinks if mine.sinks else None
         call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
         return output if step.group.attend(step, call) else host()
+
+
+class LatentImplementation(TreeImplementation):
+    """Placed before the host's implementation of MLA, which decodes in ``forward_mqa``."""
+
+    need_to_return_lse_for_decode: bool
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [T, Hq, value_dim] and [T, Hq, rope_dim], or both in one; a result as `q`'s."""
+
+        def host() -> tuple[torch.Tensor, torch.Tensor | None]:
+            found = cast(Any, super(LatentImplementation, self)).forward_mqa(
+                q, kv_c_and_k_pe_cache, attn_metadata, layer
+            )
+            return cast(tuple[torch.Tensor, torch.Tensor | None], found)
+
+        step, mine = step_of(attn_metadata), self.deft_layer.scaled(float(self.scale))
+        if step is None or mine.value_dim is None:
+            return host()
+        if isinstance(q, tuple):
+            q_nope, q_rope = q
+        else:
+            q_nope, q_rope = q[..., : mine.value_dim], q[..., mine.value_dim :]
+        if len(q_nope) != step.tokens or self.need_to_return_lse_for_decode:
+            step.group.leave("a decode of other tokens than the step's, or with log-sum-exps")
+            return host()
+        output = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+        call = LayerCall(
+            self, mine, q_nope, output, kv_c_and_k_pe_cache, None, lambda: output.copy_(host()[0]),
+            q_rope,
+        )  # fmt: skip
+        return (output, None) if step.group.attend(step, call) else host()

@@ -58,8 +58,7 @@ class TreeBuilder:
               **kwargs: Any) -> Any:  # fmt: skip
         """The host's metadata, with a step attached if tree attention decodes the batch."""
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step, reason = self._step(common_prefix_len, common_attn_metadata)
-        attach(metadata, step)
+        step, reason = self._attach(metadata, common_prefix_len, common_attn_metadata)
         if self.deft_group is not None and not self._capturing:
             self.deft_group.count(step, reason, common_attn_metadata)
         return metadata
@@ -75,10 +74,20 @@ class TreeBuilder:
         try:
             metadata = self._host().build_for_cudagraph_capture(common_attn_metadata)
             if not is_attached(metadata):
-                attach(metadata, self._step(0, common_attn_metadata)[0])
+                self._attach(metadata, 0, common_attn_metadata)
             return metadata
         finally:
             self._capturing = False
+
+    def _attach(
+        self, metadata: Any, common_prefix_len: int, common: Any
+    ) -> tuple[TreeStep | None, str | None]:
+        """Attach the step of a batch, if it has one; the step, or why the host decodes it."""
+        step, reason = self._step(common_prefix_len, common)
+        attach(metadata, step)
+        if self.deft_group is not None:
+            self.deft_group.current = step
+        return step, reason
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         """Metadata of a draft model, which runs the host's implementation."""
@@ -124,7 +133,7 @@ class TreeBuilder:
             return None if extends is None else extends.step(common), None
         if not several and common.num_actual_tokens != batch:
             return None, None
-        reason = group.refuses(batch)
+        reason = group.refuses(batch) or group.too_little(capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:

@@ -22,6 +22,8 @@ NULL_BLOCK = 0  # vLLM's block for tokens that a sliding window has left behind
 class CachedPrefixes:
     """Knows the blocks of a worker's requests, from the messages before each step."""
 
+    keeps_new_blocks = False  # also those that a request gets after its first step
+
     def __init__(self) -> None:
         self._blocks: dict[str, npt.NDArray[np.int32]] = {}
         self._scheduled: dict[str, int] = {}
@@ -38,6 +40,9 @@ class CachedPrefixes:
         for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request in cached.resumed_req_ids:
                 self._blocks[request] = _blocks_of(blocks)
+            elif self.keeps_new_blocks and blocks and request in self._blocks:
+                held = self._blocks[request], _blocks_of(blocks)
+                self._blocks[request] = np.concatenate(held)
         self._scheduled, self._share = message.num_scheduled_tokens, None
 
     def share(self, requests: int, tokens: int) -> float | None:

@@ -50,6 +50,7 @@ class GroupAttention:
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     extends: bool = False  # whether its steps are short extends, which are no decode steps
     short_extends: Any = None  # Extends, if tree attention computes some for the same layers
+    current: TreeStep | None = None  # the step of the metadata that was made last
     failure: FailureLatch = field(default_factory=FailureLatch)
     _log: OnceLog = field(default_factory=OnceLog)
     _attached: bool = False
@@ -57,14 +58,14 @@ class GroupAttention:
     def __post_init__(self) -> None:
         held = self.attention
         self.shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
+        self.dtype, self.kv_dtype, self.page_size = held.dtype, held.kv_dtype, held.page_size
         self.query_tokens = held.query_tokens
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention."""
         if self.failure.reason is not None or layer.reason is not None:
             return False
-        held = layer.kv_dtype or self.attention.dtype
-        return layer.shape == self.shape and held == self.attention.kv_dtype
+        return layer.shape == self.shape and (layer.kv_dtype or self.dtype) == self.kv_dtype
 
     def refuses(self, requests: int) -> str | None:
         """Why the host's implementation decodes a batch of `requests` requests, or None.
@@ -73,6 +74,10 @@ class GroupAttention:
         padded to a size.
         """
         return self.failure.reason or refused(requests, self.settings, self.attention.max_batch)
+
+    def too_little(self, *, capturing: bool) -> str | None:
+        """Why a batch shares too little for tree attention; None if that does not matter."""
+        return None
 
     def holds(self, step: TreeStep) -> bool:
         """Whether this group's plans hold another group's step."""
@@ -179,7 +184,7 @@ class GroupAttention:
             step.counted = int(common.query_start_loc_cpu[common.num_reqs])
             self.state.verified_tokens += step.counted
         if self.plans_on_device:
-            batch = Batch(step.page_table, step.seq_lens, self.attention.page_size)
+            batch = Batch(step.page_table, step.seq_lens, self.page_size)
             self.state.batch = batch if self.shows_batch else HIDDEN_BATCH
 
     def leave(self, reason: str) -> None:
@@ -193,13 +198,13 @@ class GroupAttention:
             on_cpu = step.seq_lens.device.type == "cpu"
             self.state.count_host(reason, int(step.seq_lens.sum()) if on_cpu else 0)
 
-    def _cross_check(self, out: torch.Tensor, host: Callable[[], torch.Tensor]) -> None:
+    def _cross_check(self, out: torch.Tensor, host: Callable[[], object]) -> None:
         """Compare `out` with the host's result; keep the host's result if they differ."""
         if _capturing(out):  # the CPU can read nothing back
             return
         ours = out.clone()
         host()
-        eight_bits = self.attention.kv_dtype.itemsize == 1
+        eight_bits = self.kv_dtype.itemsize == 1
         tolerance = TOLERANCE[out.dtype] * (EIGHT_BITS if eight_bits else 1)
         tolerance *= max(SMALLEST, float(out.abs().max()))
         difference = float((ours.float() - out.float()).abs().max())

@@ -63,9 +63,11 @@ class LayerCall(NamedTuple):
     # [T, Hq, D]; the batch's query tokens at the step's first `tokens` indices; padding follows.
     query: torch.Tensor
     output: torch.Tensor
-    kv_cache: torch.Tensor  # [pages, Hkv, page_size, 2 * D]
+    kv_cache: torch.Tensor  # [pages, Hkv, page_size, 2 * D]; with MLA [pages, page_size, D]
     sinks: torch.Tensor | None  # [Hq]; the sink of each query head
-    host: Callable[[], torch.Tensor]  # Runs the host's implementation into the same `output`
+    host: Callable[[], object]  # Runs the host's implementation into the same `output`
+    # With MLA: the rotated parts of the queries. `query` and `output` are [T, Hq, value_dim].
+    query_rope: torch.Tensor | None = None
 
 
 def attach(metadata: Any, step: TreeStep | None) -> None:

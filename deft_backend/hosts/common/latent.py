@@ -1,0 +1,46 @@
+"""Multi-head latent attention (MLA) for a host's layers, or why the host computes it."""
+
+from __future__ import annotations
+
+import torch
+
+from deft_backend.attention import (
+    AttentionError,
+    LatentAttention,
+    LatentKernel,
+    plain_latent_attention,
+)
+from deft_backend.attention.latent_check import failed_latent_check
+from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
+
+
+def checked_latent_attention(
+    num_query_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device,
+    kernel: LatentKernel, *, max_batch: int, page_size: int = 1, query_tokens: int = 1,
+    on_device: bool = False,
+) -> LatentAttention:  # fmt: skip
+    """MLA by the host's `kernel`, after it has passed a check on this machine.
+
+    - `dims`: elements of a token's latent vector and of its rotated key.
+    - `query_tokens`: of each request: 1 in decode, more in the verification of chains.
+    - `on_device`: whether the device planner makes the plans.
+
+    Raises AttentionError with the reason for the log. On the CPU, a stand-in replaces the kernel.
+    """
+    if device.type == "cuda" and capability_of(device) != HOPPER:
+        raise AttentionError("MLA needs a GPU of compute capability 9.0 (Hopper)")
+    if device.type == "cuda" and dims != (VALUE_DIM, ROPE_DIM):
+        raise AttentionError(
+            f"MLA of rank {dims[0]} + {dims[1]} is not supported ({VALUE_DIM} + {ROPE_DIM} is)"
+        )
+    attention = LatentAttention(
+        num_query_heads=num_query_heads, dtype=dtype, device=device,
+        kernel=kernel if device.type == "cuda" else plain_latent_attention,
+        page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
+        value_dim=dims[0], rope_dim=dims[1],
+    )  # fmt: skip
+    reason = failed_latent_check(attention, on_device=on_device)
+    if reason is not None:
+        raise AttentionError(reason)
+    return attention

@@ -1,0 +1,101 @@
+"""A second set of full CUDA graphs, with tree attention instead of the host's decode.
+
+Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.26 to 0.33), for configurations
+    that have a controller:
+    ``capture``: captures the host's graphs, then the full ones once more. The controller learns
+    when the second capture begins and ends, and the manager keeps its graphs apart;
+    ``run_fullgraph``: replays the second graph of a batch's size if the controller takes the step.
+Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
+Looks for: the two methods with the parameters used here, and the fields that hold the graphs.
+Harmless to managers without a controller: the wrappers only call the host's methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deft_patches.wrapping import wrap
+
+logger = logging.getLogger(__name__)
+
+PARAMETERS = {"capture": ["self", "model"], "run_fullgraph": ["self", "desc"]}
+_GRAPHS = "deft_graphs"  # the attribute of a manager that holds its second set
+
+
+class Controller(Protocol):
+    """Decides which graph a step replays."""
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The host captures the second set from now on, or no longer."""
+
+    def takes_step(self) -> bool:
+        """Whether tree attention decodes the step whose metadata was made last."""
+
+
+_controllers: dict[int, Controller] = {}  # by the id of the server's configuration
+
+
+def missing() -> str | None:
+    """What the host lacks for this patch, in one line; or None."""
+    try:
+        manager = _manager()
+        for name, wanted in PARAMETERS.items():
+            method = inspect.unwrap(getattr(manager, name))
+            parameters = list(inspect.signature(method).parameters)
+            if parameters[: len(wanted)] != wanted:
+                return f"{name} takes {parameters}, not ({', '.join(wanted)}, ...)"
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def install(vllm_config: Any, controller: Controller) -> None:
+    """Give the server of a configuration a second set of graphs; before graphs are captured."""
+    for name, hook in (("capture", _capture), ("run_fullgraph", _run_fullgraph)):
+        wrap(_manager(), name, hook)
+    _controllers.clear()  # a process serves one configuration
+    _controllers[id(vllm_config)] = controller
+
+
+def _manager() -> Any:
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    return ModelCudaGraphManager
+
+
+def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.config import CUDAGraphMode
+
+    result = original(manager, *args, **kwargs)
+    controller = _controllers.get(id(manager.vllm_config))
+    if controller is None:
+        return result
+    held = {name: vars(manager).get(name) for name in ("graphs", "_capture_descs")}
+    if not all(isinstance(each, dict) for each in held.values()):
+        logger.warning("deft: no second set of graphs can be captured; the host's graphs decode")
+        return result
+    full = held["_capture_descs"].get(CUDAGraphMode.FULL)
+    manager.graphs, manager._capture_descs = {}, {CUDAGraphMode.FULL: full} if full else {}
+    controller.capture_tree(True)
+    try:
+        original(manager, *args, **kwargs)
+        setattr(manager, _GRAPHS, manager.graphs)
+    finally:
+        controller.capture_tree(False)
+        vars(manager).update(held)
+    return result
+
+
+def _run_fullgraph(original: Callable[..., Any], manager: Any, desc: Any) -> Any:
+    controller = _controllers.get(id(manager.vllm_config))
+    graphs = getattr(manager, _GRAPHS, {})
+    if controller is None or desc not in graphs or not controller.takes_step():
+        return original(manager, desc)
+    held, manager.graphs = manager.graphs, graphs
+    try:
+        return original(manager, desc)
+    finally:
+        manager.graphs = held

@@ -1,0 +1,443 @@
+"""MLA in vLLM: refusals by name, and layers that decode over a plan of latent vectors."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from deft_backend.attention import LatentAttention
+from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.hosts.vllm.report import server
+from deft_backend.hosts.vllm.start.latent import unsupported_graphs
+from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm.step.group import GroupAttention
+from deft_backend.hosts.vllm.step.latent import UNKNOWN, LatentSharing
+from deft_backend.hosts.vllm.step.step import attach, step_of
+from deft_backend.settings.config import Settings
+from deft_patches.vllm import tree_graphs
+from failure_lines import raising
+from vllm_fakes import Batch, Layers, make_config, message, speculating, state
+
+HEADS, VALUE, ROPE, PAGE = 4, 64, 32, 16
+SCALE = 0.3
+DECODE = [40, 37, 33, 65, 5]
+
+
+class HostImplementation:
+    """As FLASH_ATTN_MLA's: decode is ``forward_mqa``. The results of this one are all 5."""
+
+    need_to_return_lse_for_decode = False
+
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
+        kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla,
+    ):  # fmt: skip
+        self.num_heads, self.scale = num_heads, scale
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        return torch.full((tokens, self.num_heads, VALUE), 5.0), None
+
+
+class Mla(PlainCpuBackend):
+    is_mla = classmethod(lambda cls: True)
+    get_name = staticmethod(lambda: "FLASH_ATTN_MLA")
+    get_impl_cls = staticmethod(lambda: HostImplementation)
+
+
+class FlashMla(Mla):
+    get_name = staticmethod(lambda: "FLASHMLA")
+
+
+class Sparse(Mla):
+    is_sparse = classmethod(lambda cls: True)
+
+
+ARGUMENTS = {
+    "num_heads": HEADS, "head_size": VALUE + ROPE, "scale": SCALE, "num_kv_heads": 1,
+    "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
+    "logits_soft_cap": None, "attn_type": "decoder", "kv_sharing_target_layer_name": None,
+    "q_lora_rank": None, "kv_lora_rank": VALUE, "qk_nope_head_dim": 16, "qk_rope_head_dim": ROPE,
+    "qk_head_dim": 48, "v_head_dim": 16, "kv_b_proj": object(), "indexer": None,
+}  # fmt: skip
+
+
+def spec(**changes):
+    made = MLAAttentionSpec(
+        block_size=PAGE, num_kv_heads=1, head_size=VALUE + ROPE, dtype=torch.float32,
+        cache_dtype_str="auto",
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    monkeypatch.setenv("DEFT_MLA", "1")
+
+
+def layers(config=None, count=2, **arguments):
+    return Layers(
+        tree_backend(Mla), config or make_config(), count, {**ARGUMENTS, **arguments}, spec=spec()
+    )
+
+
+class Step:
+    """A batch with its metadata, queries and a cache of latent vectors."""
+
+    def __init__(self, batch, made=None):
+        self.batch, self.layers = batch, made or layers()
+        self.builder = self.layers.builder(spec())
+        self.build()
+        generator = torch.Generator().manual_seed(len(batch.lens))
+        tokens = len(batch.query)
+        # As vLLM's: the rotated parts are a slice of a projection.
+        self.nope = torch.randn(tokens, HEADS, VALUE, generator=generator)
+        self.rope = torch.randn(tokens, HEADS, 16 + ROPE, generator=generator)[..., 16:]
+        self.cache = torch.randn(batch.pages, PAGE, VALUE + ROPE, generator=generator)
+
+    def build(self, name=""):
+        """The metadata of the batch, after the scheduler's message."""
+        if server._current.prefixes is not None:
+            server._current.prefixes.observe(message(self.batch, name))
+        self.metadata = self.builder.build(0, self.batch.common())
+
+    def run(self, layer=0, *, in_one=False, metadata=None):
+        q = torch.cat([self.nope, self.rope], -1) if in_one else (self.nope, self.rope)
+        metadata = metadata or self.metadata
+        out, lse = self.layers.impls[layer].forward_mqa(q, self.cache, metadata, None)
+        assert lse is None
+        return out
+
+    def expected(self):
+        """In float64, for the requests that are no padding."""
+        rows = int((self.batch.lens > 0).sum())
+        keys = self.cache.unsqueeze(2)
+        q = torch.cat([self.nope, self.rope], -1)[:rows]
+        return reference_attention(
+            q, keys, keys, self.batch.table, self.batch.lens[:rows], sm_scale=SCALE
+        )[..., :VALUE]
+
+    def check(self, **how):
+        want = self.expected()
+        for layer in range(self.layers.count):
+            found = self.run(layer, **how)
+            torch.testing.assert_close(found[: len(want)].double(), want, rtol=1e-5, atol=1e-5)
+            assert not found.isnan().any()
+
+    @property
+    def is_hosts(self):
+        return bool(self.run().eq(5.0).all())
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+def test_layers_decode_over_a_device_plan(in_one, monkeypatch):
+    planned = []
+    plan = LatentAttention.plan_on_device
+    monkeypatch.setattr(
+        LatentAttention, "plan_on_device",
+        lambda self, *args, **kwargs: planned.append(plan(self, *args, **kwargs)),
+    )  # fmt: skip
+    step = Step(Batch(DECODE, shared=2))
+    assert step_of(step.metadata) is not None
+    planned.clear()  # that of the check at start
+    step.check(in_one=in_one)
+    assert len(planned) == 1  # the first layer plans for all
+    counters = state().counters()
+    assert (counters.steps_tree, counters.decode_steps) == (1, 1)
+
+
+def test_padding_requests_of_a_graph():
+    step = Step(Batch(DECODE, shared=2, padding=3))
+    step.check()
+
+
+def test_a_graph_serves_other_batches_of_its_size():
+    """The host fills the same tensors again; a captured graph repeats the launches."""
+    step = Step(Batch([1700, 1650, 1603, 1601], shared=100))
+    step.check()
+    other = Batch([40, 37, 33, 0], shared=2)
+    step.batch.table.zero_()
+    step.batch.table[:, : other.table.shape[1]] = other.table
+    step.batch.lens.copy_(other.lens)
+    step.check()
+
+
+def test_the_state_counts_bytes_of_one_vector():
+    Step(Batch(DECODE, shared=2))
+    assert state().token_bytes == (VALUE + ROPE) * 4
+
+
+def test_other_steps_are_the_hosts():
+    prefill = Step(Batch([40, 37], shared=2, query_lens=[3, 1]))
+    assert step_of(prefill.metadata) is None
+    assert prefill.is_hosts
+    step = Step(Batch(DECODE, shared=2))
+    step.layers.impls[0].need_to_return_lse_for_decode = True
+    assert step.is_hosts
+    attach(step.metadata, None)
+    step.layers.impls[0].need_to_return_lse_for_decode = False
+    assert step.is_hosts
+
+
+def test_a_kernel_that_fails_leaves_decode_to_the_host(monkeypatch, failures):
+    step = Step(Batch(DECODE, shared=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentAttention, "run", raising(RuntimeError("planted")))
+        assert step.is_hosts
+    assert "a kernel failed (RuntimeError('planted'))" in failures.pop()
+    step.build()
+    assert step.is_hosts
+
+
+def test_a_check_at_start_decides(monkeypatch, caplog):
+    from deft_backend.attention import latent_check
+
+    monkeypatch.setattr(latent_check, "TOLERANCE", 0.0)
+    step = Step(Batch(DECODE, shared=2))
+    assert step.builder.deft_group is None
+    assert "computes other results than float64" in caplog.text
+    assert step.is_hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "reason"),
+    [
+        (Mla, "0", "DEFT_MLA=1"), (FlashMla, "1", "MLA through FLASHMLA"),
+        (Sparse, "1", "sparse MLA"),
+    ],
+)  # fmt: skip
+def test_backends_that_are_refused(host, asked, reason, monkeypatch):
+    monkeypatch.setenv("DEFT_MLA", asked)
+    assert reason in cannot_surround(host)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "changes", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}, {}, "MLA over a KV cache of kind fp8"),
+        ({"indexer": object()}, {}, {}, "the argument indexer"),
+        ({"sliding_window": 128}, {}, {}, "a sliding window"),
+        ({"num_heads": 64}, {}, {}, "sharing would gain nothing"),
+        ({}, {"DEFT_POLICY": "deft-node"}, {}, "DEFT_POLICY"),
+        ({}, {"DEFT_PLANNER": "host"}, {}, "DEFT_PLANNER"),
+        ({}, {}, {"speculative_config": speculating(3)}, "MLA with speculation"),
+        ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
+    ],
+)
+def test_layers_that_are_refused(arguments, environment, changes, reason, monkeypatch, caplog):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    builder = layers(make_config(**changes), **arguments).builder(spec())
+    assert builder.deft_group is None
+    assert reason in caplog.text
+
+
+def test_a_cache_of_bytes_is_refused(caplog):
+    made = layers()
+    assert made.builder(spec(cache_dtype_str="fp8_ds_mla")).deft_group is None
+    assert "cache_dtype_str=fp8_ds_mla" in caplog.text
+
+
+def test_verification_of_results_keeps_the_hosts(monkeypatch, failures):
+    """``DEFT_VERIFY``: the host's results are all 5, so they differ."""
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    step = Step(Batch(DECODE, shared=2))
+    assert isinstance(step.builder.deft_group, GroupAttention)
+    assert step.is_hosts
+    assert "differ by" in failures.pop()
+
+
+def test_a_step_that_shares_nothing_is_the_hosts():
+    step = Step(Batch(DECODE, shared=0))
+    assert step_of(step.metadata) is None
+    assert step.is_hosts
+    assert state().counters().steps_host == {"shares less than DEFT_MIN_SHARE=1.1": 1}
+
+
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_random_forests(data):
+    lens = data.draw(st.lists(st.integers(81, 140), min_size=2, max_size=6))
+    batch = Batch(lens, shared=4)
+    for row in range(1, len(lens)):
+        other = data.draw(st.integers(0, row - 1))
+        most = min(lens[row], lens[other]) // PAGE
+        held = data.draw(st.integers(4, most))
+        batch.table[row, :held] = batch.table[other, :held]
+    step = Step(batch, layers(count=1))
+    assert step_of(step.metadata) is not None
+    step.check()
+
+
+class Manager:
+    """As vLLM's manager of graphs: a graph runs on the tensors that it was captured with."""
+
+    def __init__(self, step):
+        self.step, self.vllm_config = step, step.layers.config
+        self.graphs, self.captured = {}, []
+        self._capture_descs = {CUDAGraphMode.PIECEWISE: [1, 4], CUDAGraphMode.FULL: [4]}
+
+    def capture(self, model):
+        for mode, sizes in self._capture_descs.items():
+            for size in sizes:
+                self.captured.append(mode.name)
+                if mode is CUDAGraphMode.FULL:
+                    common = self.step.batch.common()
+                    metadata = self.step.builder.build_for_cudagraph_capture(common)
+                    self.graphs[size] = partial(self.step.run, metadata=metadata)
+
+    def run_fullgraph(self, desc):
+        return self.graphs[desc]()
+
+
+@pytest.fixture
+def second_set(monkeypatch):
+    monkeypatch.setattr(tree_graphs, "_controllers", {})
+    monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
+    for name in tree_graphs.PARAMETERS:
+        monkeypatch.setattr(Manager, name, getattr(Manager, name))  # unwrapped afterwards
+    return tree_graphs.install
+
+
+def test_each_step_replays_the_graph_that_its_sharing_asks_for(second_set):
+    lens = [40, 37, 33, 65]
+    step = Step(Batch(lens, shared=0))
+    second_set(step.layers.config, step.builder.deft_group)
+    manager = Manager(step)
+    manager.capture("model")
+    assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL", "FULL"]
+    before = state().counters().steps_tree
+    for at, shared in enumerate((2, 0, 0, 2)):
+        step.batch.table.copy_(Batch(lens, shared=shared).table)
+        step.build(f"batch {at}, request ")
+        found = manager.run_fullgraph(4)
+        if shared:
+            torch.testing.assert_close(found.double(), step.expected(), rtol=1e-5, atol=1e-5)
+        else:
+            assert found.eq(5.0).all()
+    counters = state().counters()
+    assert counters.steps_tree - before == 2
+    assert sum(counters.steps_host.values()) == 3  # the first step, too
+    # Without attention metadata of its own, a batch replays the host's graph.
+    step.builder.build_for_cudagraph_capture(step.batch.common())
+    assert manager.run_fullgraph(4).eq(5.0).all()
+
+
+def test_graphs_of_another_form_stay_alone(second_set, caplog):
+    step = Step(Batch(DECODE, shared=2))
+    second_set(step.layers.config, step.builder.deft_group)
+    manager = Manager(step)
+    manager.graphs = []
+    manager._capture_descs.pop(CUDAGraphMode.FULL)
+    manager.capture("model")
+    assert "no second set of graphs" in caplog.text
+    assert manager.captured == ["PIECEWISE", "PIECEWISE"]
+
+
+def test_managers_of_other_servers_keep_one_set(second_set):
+    step = Step(Batch([40, 37, 33, 65], shared=2))
+    second_set(object(), step.builder.deft_group)
+    manager = Manager(step)
+    manager.capture("model")
+    assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL"]
+    step.build()
+    assert manager.run_fullgraph(4).eq(5.0).all()
+
+
+def test_hosts_graphs_are_as_the_patch_expects(monkeypatch):
+    assert tree_graphs.missing() is None
+    monkeypatch.setattr(Manager, "capture", lambda self: None)
+    monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
+    assert "capture takes ['self']" in tree_graphs.missing()
+    config = make_config()
+    config.use_v2_model_runner = False
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in unsupported_graphs(config)
+
+
+def shared_by(batch, gains=True, **environment):
+    """What decides on a GPU, where costs count."""
+    asked = []
+    attention = SimpleNamespace(
+        device=torch.device("cuda"),
+        gains=lambda forest, layers: (asked.append(forest), gains)[1],
+    )  # fmt: skip
+    sharing = LatentSharing(attention, Settings.from_env(environment), 27, PAGE)
+    if batch is not None:
+        sharing.observe(message(batch))
+    return sharing, asked
+
+
+def test_costs_decide_once_for_the_requests_of_a_batch():
+    batch = Batch(DECODE, shared=2)
+    sharing, asked = shared_by(batch, gains=False)
+    told = message(batch, scheduled_new_reqs=[])
+    for _ in range(3):
+        assert sharing.too_little() == "shares too little to be faster"
+        sharing.observe(told)
+    assert len(asked) == 1
+    assert (asked[0].batch_size, asked[0].tokens_attended) == (5, 16 * (3 + 3 + 3 + 5 + 1))
+    del told.num_scheduled_tokens["4"]
+    sharing.observe(told)
+    sharing.too_little()
+    assert len(asked) == 2
+    assert shared_by(batch, gains=True)[0].too_little() is None
+    every, asked = shared_by(batch, gains=False, DEFT_MIN_SAVED_MS="0")
+    assert every.too_little() is None
+    assert not asked
+
+
+def test_blocks_of_later_chunks_count():
+    """A prompt in two chunks: the second request finds the first one's blocks in the cache."""
+    sharing, _ = shared_by(None)
+    assert sharing.too_little() is not None
+    first = SimpleNamespace(req_id="0", block_ids=([1, 2],))
+    second = SimpleNamespace(req_id="1", block_ids=([1, 2, 3, 4, 5],))
+    none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+    more = SimpleNamespace(req_ids=["0"], resumed_req_ids=set(), new_block_ids=[([3, 4, 9],)])
+    batch = Batch([80, 80], shared=4)
+    sharing.observe(message(batch, scheduled_new_reqs=[first]))
+    assert sharing.too_little() == UNKNOWN
+    sharing.observe(message(batch, scheduled_new_reqs=[second], scheduled_cached_reqs=more,
+                            num_scheduled_tokens={"0": 1, "1": 1, "2": 1}))  # fmt: skip
+    assert sharing.too_little() == UNKNOWN
+    sharing.observe(message(batch, scheduled_new_reqs=[], scheduled_cached_reqs=none))
+    decided = []
+    sharing._attention.gains = lambda forest, layers: decided.append(forest) or True
+    assert sharing.too_little() is None
+    assert decided[0].tokens_attended - decided[0].tokens_stored == 4 * PAGE
+
+
+def test_a_decision_that_fails_is_the_hosts(monkeypatch, failures):
+    step = Step(Batch(DECODE, shared=2))
+    monkeypatch.setattr(LatentSharing, "too_little", raising(ValueError("planted")))
+    step.build()
+    assert step.is_hosts
+    assert state().counters().steps_host == {"planning failed": 1}
+    assert "planted" in failures.pop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [((0, 7, -7), "another rank has no tree"), ((1, 6, -7), "different settings"), (None, None)],
+)
+def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
+    """`flags`: what an exchange with the other ranks leaves; None: what this rank gave."""
+    from vllm.distributed import parallel_state
+
+    def exchange(tensor, op, group):
+        if flags is not None:
+            tensor.copy_(torch.tensor(flags))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", exchange)
+    group = SimpleNamespace(world_size=2, cpu_group=None, rank_in_group=0)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    step = Step(Batch(DECODE, shared=2), layers(make_config(tensor_parallel_size=2)))
+    assert (step.builder.deft_group is None) == (reason is not None)
+    assert reason is None or reason in caplog.text
