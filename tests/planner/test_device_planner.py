@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_planner import check_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +25,7 @@ from deft_backend.planner.on_device.program_work import ProgramWork
 from deft_backend.policies import POLICIES, Auto, FastTree, PolicyError, Target
 from deft_backend.policies.makespan import longest_first
 from deft_backend.shapes.kernel_limits import MAX_MERGED
-from strategies import GROWTH, Batch, batches, regular_forest, targets
+from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
 
 CPU = torch.device("cpu")
 AUTO = Auto()

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import walk_plan
-from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend import TreeAttention
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping
@@ -18,24 +17,13 @@ from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.plan import WORKSPACE_LIMIT
 from deft_backend.policies import POLICY_NAMES, GroupingBuilder, Segment, Target, get_policy
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
-from strategies import GROWTH, Batch, batches, regular_forest, targets
+from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
-def check_plan(batch, plan, target, growth=0):
-    """Requests that have grown by `growth` tokens: every token once, and slots without gaps."""
-    rows = np.arange(len(batch.seq_lens), dtype=np.int32)
-    tables = np.ascontiguousarray(batch.page_tables, dtype=np.int32)
-    lens = (batch.seq_lens + growth).astype(np.int32)
-    fault = fault_of(plan, tables, rows, lens, batch.page_size, target)
-    assert not fault, fault
-    slots = plan.entry_slot[plan.entry_slot >= 0]
-    assert sorted(slots.tolist()) == list(range(plan.num_partials)), "slots have gaps"
-
-
 @pytest.mark.parametrize("name", POLICY_NAMES)
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(batch=batches(), target=targets, data=st.data())
 def test_plans_cover_every_query_once(name, batch, target, data):
     forest = batch.forest()

@@ -23,7 +23,7 @@ from deft_backend.policies.chunk_choice import (
 )
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
-from strategies import GROWTH, batches, check_coverage, regular_forest, targets
+from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
 AUTO = get_policy("auto")
@@ -72,7 +72,7 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     grouping = AUTO.group(batch.forest(), with_costs(target, costs))
     rows = len(batch.seq_lens)
     growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
-    check_coverage(batch, grouping, np.array(growth, dtype=np.int32))
+    check_coverage(batch, grouping, target, np.array(growth))
     assert not grouping.several_ranges.any()
 
 
@@ -230,7 +230,7 @@ def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
     plan = plan_grouping(grouping, forest, limited)
     assert plan.num_items <= limited.max_items
     assert len(plan.entry_query) <= limited.max_entries
-    check_coverage(batch, grouping, np.zeros(forest.batch_size, dtype=np.int32))
+    check_plan(batch, plan, limited)
 
 
 def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further():

@@ -1,8 +1,8 @@
-"""Random batches for hypothesis, and the checker for every grouping.
+"""Random batches for hypothesis, and the checkers for plans and groupings.
 
 Batches are page tables drawn from random trees: ragged lengths, several unrelated trees, requests
-that are prefixes of others, equal requests, one request, none. The checker uses only page tables
-and lengths, no nodes or policies.
+that are prefixes of others, equal requests, one request, none. The checkers use only page tables
+and lengths, no nodes or policies; test_planner.py shows that they find faults.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend.forest import build_forest, forest_from_page_tables
+from deft_backend.planner import plan_grouping
 from deft_backend.policies import Target
 
 GROWTH = 40
@@ -28,12 +30,6 @@ class Batch:
 
     def forest(self):
         return forest_from_page_tables(self.page_tables, self.seq_lens, self.page_size)
-
-    def slots(self, row, start, end):
-        """Physical slots of positions ``start … end - 1`` of `row`."""
-        position = np.arange(start, end)
-        page = self.page_tables[row, position // self.page_size].astype(np.int64)
-        return page * self.page_size + position % self.page_size
 
 
 @st.composite
@@ -108,40 +104,18 @@ def regular_forest(fan_out, tokens):
     return build_forest(np.arange(batch), shared, np.full(batch, depth[-1]))
 
 
-def check_coverage(batch, grouping, growth):
-    """Each query attends to its own tokens, each once, after growing by `growth` tokens.
+def check_plan(batch, plan, target, growth=0):
+    """Requests that have grown by `growth` tokens: every token once, and slots without gaps."""
+    rows = np.arange(len(batch.seq_lens), dtype=np.int32)
+    tables = np.ascontiguousarray(batch.page_tables, dtype=np.int32)
+    lens = (batch.seq_lens + growth).astype(np.int32)
+    fault = fault_of(plan, tables, rows, lens, batch.page_size, target)
+    assert not fault, fault
+    slots = plan.entry_slot[plan.entry_slot >= 0]
+    assert sorted(slots.tolist()) == list(range(plan.num_partials)), "slots have gaps"
 
-    Raises
-    ------
-    AssertionError
-        If a query attends to another's token, misses one of its own or meets it twice, or has
-        not just one open segment, at its end.
-    """
-    now = batch.seq_lens + growth
-    seen = [np.zeros(n, dtype=np.int64) for n in now]
-    opened = np.zeros(len(now), dtype=np.int64)
-    for group in range(grouping.num_groups):
-        queries = grouping.group_queries(group).tolist()
-        assert len(set(queries)) == len(queries), "a query is twice in one group"
-        useful = set()
-        for segment in grouping.segments(group):
-            assert 0 <= segment.start <= segment.end <= batch.seq_lens[segment.request]
-            if segment.open:
-                assert segment.end == batch.seq_lens[segment.request], "an open segment ends early"
-            end = int(now[segment.request]) if segment.open else segment.end
-            slots = batch.slots(segment.request, segment.start, end)
-            run = range(segment.attend_begin, segment.attend_end)
-            assert 0 <= run.start < run.stop <= len(queries), "a run beyond the group's queries"
-            for query in queries[run.start : run.stop]:
-                useful.add(query)
-                assert end <= now[query], f"query {query} attends beyond its context"
-                own = batch.slots(query, segment.start, end)
-                assert (slots == own).all(), f"query {query} attends to another's tokens"
-                seen[query][segment.start : end] += 1
-                if segment.open:
-                    opened[query] += 1
-                    assert end == now[query], f"query {query} has an open segment elsewhere"
-        assert useful == set(queries), "a query of the group attends to none of it"
-    for query, count in enumerate(seen):
-        assert (count == 1).all(), f"query {query} does not attend to each token once"
-    assert (opened == 1).all(), "not every query has one open segment"
+
+def check_coverage(batch, grouping, target, growth=0, forest=None):
+    """The same of groups; `forest` is the one that they were made of, if not the batch's."""
+    plan = plan_grouping(grouping, batch.forest() if forest is None else forest, target)
+    check_plan(batch, plan, target, growth)
