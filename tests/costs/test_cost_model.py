@@ -126,7 +126,6 @@ def _replaced(**changes):
     [
         ({"format": 1}, "format is 1; expected 2"),
         ({"query_rows": [2, 1]}, r"query_rows is \[2.0, 1.0\]; expected 2 or more positive"),
-        ({"tokens": [16]}, r"tokens is \[16.0\]; expected 2 or more"),
         ({"tokens": [0, 16]}, r"tokens is .*positive"),
         ({"tokens": "many"}, "tokens is 'many'; expected a list of numbers"),
         ({"time_ms": [[1.0, 2.0]]}, r"time_ms has shape \(1, 2\); expected \(2, 2\)"),
@@ -137,7 +136,6 @@ def _replaced(**changes):
         ({"launch_ms": -1}, "launch_ms is -1.0; expected a number of 0 or more"),
         ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is 0.0; expected a number above 0"),
         ({"head_dim": 0}, "head_dim is 0; expected a whole number of at least 1"),
-        ({"head_dim": math.nan}, "head_dim is nan; expected a whole number"),
         ({"query_rows": [16, math.nan]}, "expected 2 or more positive, ascending numbers"),
         ({"tiles": {**TILES, "item_ns": [[], []]}}, r"item_ns is \[\[\], \[\]\]; expected a list"),
         ({"head_dim": True}, "head_dim is True; expected a whole number"),
@@ -148,7 +146,6 @@ def _replaced(**changes):
         ({"tiles": {**TILES, "item_ns": [1, 2]}}, "item_ns has 2 entries and token_ns 3"),
         ({"tiles": {**TILES, "item_ns": [], "token_ns": []}}, "item_ns has 0 entries"),
         ({"tiles": {**TILES, "token_ns": [6, 0, 4]}}, "token_ns holds 0.0; expected numbers above"),
-        ({"tiles": {**TILES, "token_ns": "few"}}, "token_ns is 'few'; expected a list of numbers"),
         ({"tiles": {**TILES, "partial_ns": float("nan")}}, "partial_ns is nan"),
         ({"tiles": {**TILES, "reduce_ns": None}}, "reduce_ns is None; expected a finite number"),
     ],

@@ -6,7 +6,6 @@ import os
 import stat
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +25,7 @@ from deft_backend.files.private_files import (
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state, running_servers
 from deft_backend.tools.watch.page_server import PageServer
+from made_kernels import made_kernel
 from sglang_fakes import make_state
 
 PACKAGE = Path(__file__).parents[2] / "deft_backend"
@@ -44,20 +44,12 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def kernel(folder):
-    folder.mkdir(exist_ok=True)
-    for name in ("k.json", "k.cubin"):
-        (folder / name).write_bytes(name.encode())
-    group = {name: str(folder / name) for name in ("k.json", "k.cubin")}
-    return SimpleNamespace(hash="1" * 64, metadata_group=group)
-
-
 @pytest.mark.usefixtures("umask")
 def test_whatever_we_write_is_this_users_alone(tmp_path):
     made = tmp_path / "made"
     StateWriter(make_state(), made / "servers").look()
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
-    fill(made / "kernels", Origin.of("sm_90"), [kernel(tmp_path / "triton")])
+    fill(made / "kernels", Origin.of("sm_90"), [made_kernel(tmp_path / "triton")])
     with open_private(made / "server.log") as log:
         log.write(b"line")
     files = [path for path in made.rglob("*") if path.is_file()]
@@ -161,7 +153,7 @@ def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_spoilt_kernel_folder_is_refused(tmp_path, way):
     here = Origin.of("sm_90")
-    fill(tmp_path / "kernels", here, [kernel(tmp_path / "triton")])
+    fill(tmp_path / "kernels", here, [made_kernel(tmp_path / "triton")])
     spoilt(tmp_path / "kernels" / "manifest.json")[way]()
     with pytest.raises(KernelFolderError, match=r"manifest\.json"):
         take(tmp_path / "kernels", here)
@@ -180,7 +172,7 @@ def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path, way):
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a/b.json", ".hidden"])
 def test_no_path_of_a_manifest_leaves_its_folder(tmp_path, name):
     here = Origin.of("sm_90")
-    fill(tmp_path, here, [kernel(tmp_path.parent / f"{tmp_path.name}-triton")])
+    fill(tmp_path, here, [made_kernel(tmp_path.parent / f"{tmp_path.name}-triton")])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (files,) = manifest["kernels"].values()
     files[name] = next(iter(files.values()))

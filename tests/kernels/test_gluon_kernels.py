@@ -98,20 +98,31 @@ def check(
     )  # fmt: skip
 
 
+SEED, PAGES, LOOKAHEAD = (
+    st.integers(0, 2**31 - 1), st.sampled_from([1, 3, 16]), st.sampled_from([1, 2, 3])
+)  # fmt: skip
+FORESTS = {
+    "seed": SEED, "requests": st.integers(1, 24), "page_size": PAGES, "lookahead": LOOKAHEAD,
+    "heads": st.sampled_from(HEADS), "grow": st.integers(0, 3), "programs": st.integers(1, 9),
+    "own_rows": st.booleans(), "wide_v": st.booleans(), "in_graph": st.booleans(),
+}  # fmt: skip
+BLOCKS = {
+    "seed": SEED, "requests": st.integers(1, 6), "page_size": PAGES,
+    "query_tokens": st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
+    "heads": st.sampled_from(HEADS), "grow": st.integers(0, 3), "is_tree": st.booleans(),
+    "ragged": st.booleans(),
+}  # fmt: skip
+BYTES = {
+    "seed": SEED, "requests": st.integers(1, 12), "page_size": PAGES, "lookahead": LOOKAHEAD,
+    "query_tokens": st.sampled_from([1, 1, 2, 4]), "kv_dtype": st.sampled_from(EIGHT_BITS),
+    "heads": st.sampled_from(HEADS), "head_dim": st.sampled_from([64, 128]),
+    "logit_cap": st.sampled_from([0.0, 5.0]), "sinks": st.sampled_from([None, torch.float32]),
+    "wide_v": st.booleans(),
+}  # fmt: skip
+
+
 @settings(max_examples=30)
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 24),
-    page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2, 3]),
-    heads=st.sampled_from(HEADS),
-    grow=st.integers(0, 3),
-    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
-    programs=st.integers(1, 9),
-    own_rows=st.booleans(),
-    wide_v=st.booleans(),
-    in_graph=st.booleans(),
-)
+@given(**FORESTS, policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]))
 def test_random_forests(**drawn):
     """A block as long as a tile has rows lets Q share a V block's memory.
 
@@ -122,16 +133,9 @@ def test_random_forests(**drawn):
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 6),
-    query_tokens=st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
-    page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2, 3]),
-    heads=st.sampled_from(HEADS),
-    grow=st.integers(0, 3),
+    **BLOCKS,
+    lookahead=LOOKAHEAD,
     policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
-    is_tree=st.booleans(),
-    ragged=st.booleans(),
 )
 @example(
     seed=1, requests=2, query_tokens=70, page_size=16, lookahead=2, heads=(4, 1), grow=0,
@@ -148,19 +152,9 @@ def test_several_query_tokens(**drawn):
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 12),
-    query_tokens=st.sampled_from([1, 1, 2, 4]),
-    kv_dtype=st.sampled_from(EIGHT_BITS),
-    page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2, 3]),
-    heads=st.sampled_from(HEADS),
-    head_dim=st.sampled_from([64, 128]),
-    logit_cap=st.sampled_from([0.0, 5.0]),
+    **BYTES,
     policy=st.sampled_from(["auto", "deft-node", "flash-decoding"]),
     scales_on_device=st.booleans(),
-    sinks=st.sampled_from([None, torch.float32]),
-    wide_v=st.booleans(),
 )
 def test_caches_of_eight_bits(query_tokens, policy, heads, **drawn):
     check(query_tokens=query_tokens, policy=policy, heads=heads, longest=200, **drawn)

@@ -70,9 +70,18 @@ def test_float32_on_the_cpu():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
-def test_logit_soft_cap_and_scale(device, policy):
-    check(random_batch(8, 1, 8), device=device, policy=policy, logit_cap=3.0, sm_scale=0.9)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            {"policy": policy, "logit_cap": 3.0, "sm_scale": 0.9}
+            for policy in ("auto", "deft-flatten")
+        ),
+        {"sm_scale": 40.0, "dtype": torch.bfloat16},  # scores that overflow without a maximum
+    ],
+)
+def test_scales_and_soft_caps(device, given):
+    check(random_batch(8, 1, 8), device=device, **given)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,11 +90,6 @@ def test_more_queries_than_a_tile(device, policy):
     """70 queries: a full tile of height 64, and another."""
     batch = random_batch(21, 1, 70, longest=12)
     check(batch, device=device, policy=policy, heads=(2, 2))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_large_scores_do_not_overflow(device):
-    check(random_batch(5, 1, 6), device=device, sm_scale=40.0, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)

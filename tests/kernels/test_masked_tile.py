@@ -1,10 +1,9 @@
 """The masked tile in Gluon without a GPU: DeFT-Flatten in the emulation, against float64."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gluon_kernels import EIGHT_BITS, HEADS, emulation, launched  # noqa: F401
+from test_gluon_kernels import BLOCKS, BYTES, FORESTS, emulation, launched  # noqa: F401
 from test_gluon_kernels import check as check_gluon
 
 import gluon_emulator
@@ -22,53 +21,19 @@ def check(*batch, lookahead=2, chunk=128, longest=200, in_graph=False, **given):
 
 
 @settings(max_examples=30)
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 24),
-    page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2, 3]),
-    heads=st.sampled_from(HEADS),
-    chunk=st.sampled_from([32, 128, 128, 700]),
-    grow=st.integers(0, 3),
-    programs=st.integers(1, 9),
-    own_rows=st.booleans(),
-    wide_v=st.booleans(),
-    in_graph=st.booleans(),
-)
+@given(**FORESTS, chunk=st.sampled_from([32, 128, 128, 700]))
 def test_random_forests(**drawn):
     check(**drawn)
 
 
 @settings(max_examples=25)
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 6),
-    query_tokens=st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
-    page_size=st.sampled_from([1, 3, 16]),
-    heads=st.sampled_from(HEADS),
-    chunk=st.sampled_from([32, 128, 700]),
-    grow=st.integers(0, 3),
-    is_tree=st.booleans(),
-    ragged=st.booleans(),
-)
+@given(**BLOCKS, chunk=st.sampled_from([32, 128, 700]))
 def test_several_query_tokens(**drawn):
     check(**drawn)
 
 
 @settings(max_examples=25)
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    requests=st.integers(1, 12),
-    query_tokens=st.sampled_from([1, 1, 2, 4]),
-    kv_dtype=st.sampled_from(EIGHT_BITS),
-    page_size=st.sampled_from([1, 3, 16]),
-    lookahead=st.sampled_from([1, 2, 3]),
-    heads=st.sampled_from(HEADS),
-    head_dim=st.sampled_from([64, 128]),
-    logit_cap=st.sampled_from([0.0, 5.0]),
-    sinks=st.sampled_from([None, torch.float32]),
-    wide_v=st.booleans(),
-)
+@given(**BYTES)
 def test_caches_of_eight_bits(**drawn):
     check(**drawn)
 

@@ -12,6 +12,7 @@ from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
 from deft_backend.files import folders
 from deft_backend.hosts.common.kernel_cache import ranks_cache, take_compiled_kernels
 from deft_backend.settings.config import Settings
+from made_kernels import made_kernel
 
 GPU = torch.device("cuda", 0)
 
@@ -29,13 +30,7 @@ def h100(monkeypatch, tmp_path):
 
 
 def filled(folder, gpu="sm_90"):
-    source = folder.parent / "k"
-    source.mkdir(parents=True)
-    group = {}
-    for name in ("k.json", "k.cubin"):
-        (source / name).write_text(name)
-        group[name] = str(source / name)
-    fill(folder, Origin.of(gpu), [SimpleNamespace(hash="a" * 64, metadata_group=group)])
+    fill(folder, Origin.of(gpu), [made_kernel(folder.parent / "k")])
     return folder
 
 
@@ -100,7 +95,7 @@ def test_a_cache_folder_of_another_user_is_one_line_in_the_log(tmp_path, caplog,
 
 def test_a_damaged_kernel_is_told_apart(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels")
-    (folder / ("a" * 64) / "k.cubin").write_text("other")
+    (folder / f"{1:064x}" / "k1.cubin").write_text("other")
     first, second = lines(caplog, Settings(kernel_cache=folder))
     assert "1 kernels in" in first
     assert "are damaged" in first
@@ -123,7 +118,7 @@ def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
     with ranks_cache(settings, GPU) as shared:
         assert shared is not None
         assert knobs.cache.dir == str(tmp_path / "cache" / "triton")
-    assert list((tmp_path / "cache" / "triton").glob("*/k.cubin")), "the kernels of `deft warm`"
+    assert list((tmp_path / "cache" / "triton").glob("*/k1.cubin")), "the kernels of `deft warm`"
     monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "user's"))
     with ranks_cache(settings, GPU):
         assert knobs.cache.dir == str(tmp_path / "user's")

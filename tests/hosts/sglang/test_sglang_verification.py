@@ -12,6 +12,7 @@ from sglang_fakes import (
     FakePool,
     FakeServer,
     Tree,
+    decode_attention,
     device_planned,
     make_batch,
     make_layer,
@@ -91,8 +92,7 @@ def server(host):
 
 def check(server, batch, parents, out):
     """Attention in float64, token by token: the prefix and the token's ancestors."""
-    q = query(batch.batch_size * N)[0].view(-1, N, 4, 64).double()
-    expected = torch.empty_like(q)
+    q = query(batch.batch_size * N)[0].view(-1, N, 256)
     for request, tree in enumerate(parents):
         prefix = int(batch.seq_lens[request])
         row = server.table[int(batch.req_pool_indices[request])]
@@ -101,14 +101,11 @@ def check(server, batch, parents, out):
             while place >= 0:
                 seen.append(prefix + place)
                 place = tree[place]
-            slots = torch.from_numpy(row[[*range(prefix), *seen]]).long()
-            for head in range(4):
-                scores = server.pool.k[slots, head // 2].double() @ q[request, token, head]
-                weights = (scores * 0.125).softmax(0)
-                expected[request, token, head] = weights @ server.pool.v[slots, head // 2].double()
-    rows = len(parents)
-    found = out.view(-1, N, 4, 64)[:rows].double()
-    torch.testing.assert_close(found, expected[:rows], rtol=1e-5, atol=1e-6)
+            held = row[None, [*range(prefix), *seen]]
+            own = q[request, token : token + 1]
+            expected = decode_attention(server.pool, held, [0], [held.shape[1]], own)
+            found = out.view(-1, N, 256)[request, token : token + 1].double()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

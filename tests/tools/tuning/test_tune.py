@@ -308,9 +308,7 @@ def test_an_h100_and_the_cpu_are_silent(gpu, tmp_path, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "damage", ["folder", "cut", "list", "no key", "key", "type", "field", "time"]
-)
+@pytest.mark.parametrize("damage", ["list", "no key", "key", "type", "field", "time"])
 def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, caplog):
     key = replace(KEY, gpu="NVIDIA H100 80GB HBM3")
     path = tmp_path / key.file_name
@@ -326,11 +324,7 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
         del data["key"]["torch"]
     elif damage == "time":
         data["time_ms"][0][0] = -1.0
-    text = json.dumps([] if damage == "list" else data)
-    path.write_text(text[:100] if damage == "cut" else text)
-    if damage == "folder":
-        path.unlink()
-        path.mkdir()
+    path.write_text(json.dumps([] if damage == "list" else data))
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert cost_model_for(key, tmp_path) is default_cost_model()
