@@ -11,6 +11,7 @@ from deft_backend.attention import (
     plain_latent_attention,
 )
 from deft_backend.attention.latent_check import failed_latent_check
+from deft_backend.hosts.common.limits import Unsupported, refuse
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
@@ -26,21 +27,22 @@ def checked_latent_attention(
     - `query_tokens`: of each request: 1 in decode, more in the verification of chains.
     - `on_device`: whether the device planner makes the plans.
 
-    Raises AttentionError with the reason for the log. On the CPU, a stand-in replaces the kernel.
+    Raises Unsupported with the reason for the log. On the CPU, a stand-in replaces the kernel.
     """
     if device.type == "cuda" and capability_of(device) != HOPPER:
-        raise AttentionError("MLA needs a GPU of compute capability 9.0 (Hopper)")
+        raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
     if device.type == "cuda" and dims != (VALUE_DIM, ROPE_DIM):
-        raise AttentionError(
+        raise Unsupported(
             f"MLA of rank {dims[0]} + {dims[1]} is not supported ({VALUE_DIM} + {ROPE_DIM} is)"
         )
-    attention = LatentAttention(
-        num_query_heads=num_query_heads, dtype=dtype, device=device,
-        kernel=kernel if device.type == "cuda" else plain_latent_attention,
-        page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
-        value_dim=dims[0], rope_dim=dims[1],
-    )  # fmt: skip
-    reason = failed_latent_check(attention, on_device=on_device)
-    if reason is not None:
-        raise AttentionError(reason)
+    try:
+        attention = LatentAttention(
+            num_query_heads=num_query_heads, dtype=dtype, device=device,
+            kernel=kernel if device.type == "cuda" else plain_latent_attention,
+            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
+            value_dim=dims[0], rope_dim=dims[1],
+        )  # fmt: skip
+    except AttentionError as error:
+        raise Unsupported(str(error)) from None
+    refuse(failed_latent_check(attention, on_device=on_device))
     return attention

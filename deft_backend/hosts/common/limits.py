@@ -1,4 +1,4 @@
-"""What every adapter decides without its host: batch sizes, MLA, and whether to observe."""
+"""What every adapter decides without its host: refusals, batch sizes, and whether to observe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ MLA_IS_OFF = (
     "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
     "saves time behind long shared prefixes alone"
 )
+
+
+class Unsupported(RuntimeError):
+    """Why the host's own attention runs instead of tree attention, in one line.
+
+    Without a message if the log has the reason already.
+    """
+
+
+def refuse(reason: str | None) -> None:
+    """Raise Unsupported if there is a reason."""
+    if reason is not None:
+        raise Unsupported(reason)
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:

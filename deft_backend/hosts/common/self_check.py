@@ -8,11 +8,28 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.attention.recorded_results import unrecorded
 from deft_backend.attention.self_check import Case, first_failure
-from deft_backend.hosts.common.warm_up import StepTensors
+from deft_backend.hosts.common.kernel_cache import ranks_cache
+from deft_backend.hosts.common.limits import refuse
+from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
+from deft_backend.settings.config import Settings
 
 logger = logging.getLogger("deft_backend")
 
 SECONDS = 2.0
+
+
+def prepare_kernels(
+    attention: TreeAttention, tensors: StepTensors, settings: Settings, *, on_device: bool
+) -> None:
+    """Compile every kernel of a server into the cache of its ranks, run and check each.
+
+    Raises Unsupported if this machine has no recorded results and the check failed.
+    """
+    with ranks_cache(settings, attention.device) as shared:
+        warm_up_attention(
+            attention, tensors, on_device=on_device, smallest=settings.min_batch, shared=shared
+        )
+        refuse(failed_self_check(attention, tensors, on_device=on_device))
 
 
 def failed_self_check(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.hosts.common.limits import refuse
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.planner import PlanCapacity
@@ -65,16 +66,13 @@ class ShortExtends:
         milliseconds = self.attention.target.costs.transfer_ms(saved * self.token_bytes)
         return milliseconds >= self.settings.min_saved_ms
 
-    def warm_up(self, tensors: StepTensors) -> str | None:
-        """Compile the kernels of every size; why they must not run on this machine, or None."""
+    def warm_up(self, tensors: StepTensors) -> None:
+        """Compile the kernels of every size; raises Unsupported if their check fails here."""
         for size in self.sizes:
             mine = tensors_of(tensors, size)
             smallest = self.settings.min_batch
             warm_up_attention(self.attention, mine, on_device=True, smallest=smallest)
-            reason = failed_self_check(self.attention, mine, on_device=True)
-            if reason is not None:
-                return reason
-        return None
+            refuse(failed_self_check(self.attention, mine, on_device=True))
 
 
 def extend_attention(

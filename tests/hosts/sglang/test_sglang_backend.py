@@ -400,7 +400,8 @@ def make_runner(columns):
 )
 def test_warm_up_launches_every_set_of_tiles(monkeypatch, max_batch, policy, reached):
     """Launch combinations are compiled in, so the warm-up must run all of them."""
-    from deft_backend.hosts.sglang.start.warm_up import warm_up
+    from deft_backend.hosts.common.self_check import prepare_kernels
+    from deft_backend.hosts.sglang.start.warm_up import step_tensors
     from deft_backend.settings.config import Settings
 
     attention = small_attention(max_batch=max_batch, policy=policy)
@@ -420,7 +421,8 @@ def test_warm_up_launches_every_set_of_tiles(monkeypatch, max_batch, policy, rea
             real(q, k, v, table, lens, table_rows=table_rows)
 
     monkeypatch.setattr(attention, "run", run)
-    warm_up(attention, make_runner(70), Settings(min_batch=1), (), on_device=False)
+    tensors = step_tensors(make_runner(70), ())
+    prepare_kernels(attention, tensors, Settings(min_batch=1), on_device=False)
     fewest = {0: 1, 1: 5, 2: 1}
     assert launched == {
         (shapes, reduces)
@@ -435,17 +437,21 @@ def test_warm_up_launches_every_set_of_tiles(monkeypatch, max_batch, policy, rea
 
 @pytest.mark.usefixtures("host")
 def test_a_gpu_whose_check_fails_is_refused(monkeypatch):
-    from deft_backend.hosts.sglang.start import warm_up
+    from deft_backend.hosts.common import self_check
+    from deft_backend.hosts.common.limits import Unsupported
+    from deft_backend.hosts.sglang.start.warm_up import step_tensors
     from deft_backend.settings.config import Settings
 
     def start(reason):
-        monkeypatch.setattr(warm_up, "failed_self_check", lambda *given, **named: reason)
-        attention = small_attention(max_batch=4)
-        warm_up.warm_up(attention, make_runner(500), Settings(), (), on_device=True)
+        monkeypatch.setattr(self_check, "failed_self_check", lambda *given, **named: reason)
+        tensors = step_tensors(make_runner(500), ())
+        self_check.prepare_kernels(
+            small_attention(max_batch=4), tensors, Settings(), on_device=True
+        )
 
-    monkeypatch.setattr(warm_up, "warm_up_attention", lambda *given, **named: None)
+    monkeypatch.setattr(self_check, "warm_up_attention", lambda *given, **named: None)
     start(None)
-    with pytest.raises(warm_up.Unsupported, match="row 1 is off"):
+    with pytest.raises(Unsupported, match="row 1 is off"):
         start("L40S has no recorded results: row 1 is off")
 
 

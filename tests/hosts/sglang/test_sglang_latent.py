@@ -253,8 +253,8 @@ def test_a_model_runner_gets_latent_attention(host):
 
 
 def test_a_model_runner_is_refused_unless_asked(host):
+    from deft_backend.hosts.common.limits import Unsupported
     from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start.layers import Unsupported
 
     made = runner(req_to_token_pool=SimpleNamespace(size=4))
     with pytest.raises(Unsupported, match="DEFT_MLA=1"):
@@ -272,8 +272,8 @@ def test_a_model_runner_is_refused_unless_asked(host):
     ],
 )
 def test_model_runners_that_are_refused(host, changes, reason):
+    from deft_backend.hosts.common.limits import Unsupported
     from deft_backend.hosts.sglang.start.latent import latent_attention
-    from deft_backend.hosts.sglang.start.layers import Unsupported
 
     with pytest.raises(Unsupported, match=reason):
         latent_attention(runner(**changes), 4, 1)

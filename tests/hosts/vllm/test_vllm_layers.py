@@ -8,13 +8,13 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
+from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.vllm.plugin import asks_for_us
 from deft_backend.hosts.vllm.report.command_line import port_of
 from deft_backend.hosts.vllm.report.observe import original_backend
 from deft_backend.hosts.vllm.report.server import data_rank
-from deft_backend.hosts.vllm.start import factory
 from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
@@ -231,7 +231,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     warmed_up = []
     monkeypatch.setenv("DEFT_PLANNER", "device")
     monkeypatch.setattr(
-        factory, "warm_up_attention", lambda attention, tensors, **kwargs: warmed_up.append(tensors)
+        self_check, "warm_up_attention", lambda held, tensors, **named: warmed_up.append(tensors)
     )
     config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest

@@ -10,7 +10,7 @@ from typing import Any
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.limits import MLA_IS_OFF
+from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported, refuse
 from deft_backend.hosts.common.planner_choice import (
     SGLANG_ADAPTER,
     capability_of,
@@ -19,6 +19,7 @@ from deft_backend.hosts.common.planner_choice import (
     untried,
 )
 from deft_backend.hosts.common.ranks import same_on_all_ranks
+from deft_backend.hosts.common.self_check import prepare_kernels
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
@@ -28,14 +29,13 @@ from deft_backend.hosts.sglang.report.server import start_reporting, state_of
 from deft_backend.hosts.sglang.start.arguments import NAME
 from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 from deft_backend.hosts.sglang.start.layers import (
-    Unsupported,
     device_of,
     divided,
     ignored_scales,
     model_asks,
     unsupported_model,
 )
-from deft_backend.hosts.sglang.start.warm_up import compiler_of, step_tensors, warm_up
+from deft_backend.hosts.sglang.start.warm_up import compiler_of, step_tensors
 from deft_backend.hosts.sglang.step.backend import OWN_STATE, Steps, surround
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner
 from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
@@ -78,9 +78,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             settings = Settings.from_env()
             logger.setLevel(LOG_LEVELS[settings.log])
             warn_unknown()
-            reason = ignored_scales(runner, name)
-            if reason is not None:
-                raise Unsupported(reason)
+            refuse(ignored_scales(runner, name))
             made = _create(runner, host, settings, undo)
         except Unsupported as error:
             reason = str(error)
@@ -143,17 +141,13 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
 
 def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest: int) -> Steps:
     """The steps of a model whose layers have keys and values."""
-    reason = unsupported_model(runner)
-    if reason is not None:
-        raise Unsupported(reason)
+    refuse(unsupported_model(runner))
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens, capability = draft_tokens(runner.server_args), capability_of(device_of(runner))
     on_device = selects_device_planner(
         settings, SGLANG_ADAPTER, capability, verifies=query_tokens > 1
     )
-    reason = untried(settings, capability, query_tokens)
-    if reason is not None:
-        raise Unsupported(reason)
+    refuse(untried(settings, capability, query_tokens))
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
@@ -169,7 +163,8 @@ def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest:
         query_tokens=query_tokens, policy=settings.policy,
     )  # fmt: skip
     if attention.device.type == "cuda":
-        warm_up(attention, runner, settings, division.tree, on_device)
+        tensors = step_tensors(runner, division.tree)
+        prepare_kernels(attention, tensors, settings, on_device=on_device)
     elif not on_device:
         warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy)
@@ -277,9 +272,7 @@ def _extends(
     if rule is None:
         return None
     if attention.device.type == "cuda":
-        reason = rule.warm_up(step_tensors(runner, layers.division.tree))
-        if reason is not None:
-            raise Unsupported(reason)
+        rule.warm_up(step_tensors(runner, layers.division.tree))
     extends = ExtendSteps(rule, layers, runner)
     undo.callback(observe_batch.install(extends.observe))
     return extends

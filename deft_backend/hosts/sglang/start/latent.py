@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import AttentionError, LatentAttention, LatentCall
+from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.latent import checked_latent_attention
+from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.sglang import versions
-from deft_backend.hosts.sglang.start.layers import Unsupported, device_of, unsupported_layer
+from deft_backend.hosts.sglang.start.layers import device_of, unsupported_layer
 
 _POOL = "MLATokenToKVPool"
 
@@ -46,13 +47,10 @@ def latent_attention(
             f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype} is not supported"
         )
     shape, division = _divided(runner)
-    try:
-        attention = checked_latent_attention(
-            shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest,
-            query_tokens=query_tokens, on_device=query_tokens > 1,
-        )  # fmt: skip
-    except AttentionError as error:
-        raise Unsupported(str(error)) from None
+    attention = checked_latent_attention(
+        shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest,
+        query_tokens=query_tokens, on_device=query_tokens > 1,
+    )  # fmt: skip
     return attention, division
 
 

@@ -12,6 +12,7 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.sglang.versions import attention_layers, attention_ranks
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 
@@ -179,10 +180,6 @@ def device_of(runner: Any) -> torch.device:
     if runner.device == "cuda":
         return torch.device("cuda", runner.gpu_id)
     return torch.device(runner.device)
-
-
-class Unsupported(RuntimeError):
-    """The reason, in one line, why the host's own backend runs this model runner's attention."""
 
 
 def unsupported_model(runner: Any) -> str | None:

@@ -8,9 +8,8 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.kernel_cache import ranks_cache
-from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
-from deft_backend.hosts.sglang.start.layers import Unsupported, full_cache
+from deft_backend.hosts.sglang.start.layers import full_cache
 from deft_backend.hosts.sglang.versions import (
     attention_layers,
     draft_tokens,
@@ -18,26 +17,6 @@ from deft_backend.hosts.sglang.versions import (
     sinks_of_layers,
 )
 from deft_backend.settings.config import Settings
-
-
-def warm_up(
-    attention: TreeAttention, runner: Any, settings: Settings, layers: Collection[int],
-    on_device: bool,
-) -> None:  # fmt: skip
-    """Compile planner and kernels for the tensors that the host's steps pass.
-
-    `layers` are the ids of the layers that run through tree attention.
-
-    Raises Unsupported if this machine has no recorded results and the check of its kernels failed.
-    """
-    tensors = step_tensors(runner, layers)
-    with ranks_cache(settings, attention.device) as shared:
-        warm_up_attention(
-            attention, tensors, on_device=on_device, smallest=settings.min_batch, shared=shared
-        )
-        reason = failed_self_check(attention, tensors, on_device=on_device)
-    if reason is not None:
-        raise Unsupported(reason)
 
 
 def step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:

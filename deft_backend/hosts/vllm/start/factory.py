@@ -14,8 +14,8 @@ import torch
 
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.latches import OnceLog
+from deft_backend.hosts.common.limits import Unsupported, refuse
 from deft_backend.hosts.common.planner_choice import (
     VLLM_ADAPTER,
     capability_of,
@@ -23,19 +23,18 @@ from deft_backend.hosts.common.planner_choice import (
     selects_device_planner,
     untried,
 )
-from deft_backend.hosts.common.self_check import failed_self_check
+from deft_backend.hosts.common.self_check import prepare_kernels
 from deft_backend.hosts.common.short_extends import ShortExtends
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
     StepTensors,
-    warm_up_attention,
     warm_up_host_planner,
 )
 from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
 from deft_backend.hosts.vllm.start.latent import capture_both, latent_attention
-from deft_backend.hosts.vllm.start.layers import Layer, Unsupported, kv_views
+from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.extends import CachedPrefixes, Extends
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.latent import LatentGroup, LatentSharing
@@ -98,7 +97,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     Raises Unsupported if the host runs the group; without a message if the log has the reason.
     """
     host, spec, layer_names, vllm_config, device = layers
-    _refuse(unsupported_server(vllm_config))
+    refuse(unsupported_server(vllm_config))
     if all(drafts(name, vllm_config) for name in layer_names):
         raise Unsupported("the draft model gets no tree attention")
     division = divide_layers(vllm_config)
@@ -109,10 +108,10 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         raise Unsupported  # the line above gives the reasons
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
-    _refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
-    _refuse(_unsupported_shape(layers, shape, layer))
+    refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
+    refuse(_unsupported_shape(layers, shape, layer))
     query_tokens = query_tokens_of(vllm_config)
-    _refuse(untried(settings, capability_of(device), query_tokens))
+    refuse(untried(settings, capability_of(device), query_tokens))
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         held: GroupAttention = server.groups[key]
@@ -137,18 +136,14 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         )  # fmt: skip
         if on_device:
             tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
-            with ranks_cache(settings, device) as shared:
-                warm_up_attention(
-                    attention, tensors, on_device=True, smallest=settings.min_batch, shared=shared
-                )
-                _refuse(failed_self_check(attention, tensors, on_device=True))
+            prepare_kernels(attention, tensors, settings, on_device=True)
         else:
             warm_up_host_planner(attention)
         if not shares_prompts(vllm_config):
             return attention, None
         extends = ShortExtends.beside(attention, settings, alike)
         if extends is not None and device.type == "cuda":
-            _refuse(extends.warm_up(tensors))
+            extends.warm_up(tensors)
         return attention, extends
 
     sleeps = can_sleep(vllm_config)
@@ -198,11 +193,6 @@ def _prefixes_of(server: Server) -> CachedPrefixes:
         observe_steps.install(server.prefixes.observe)
     held: CachedPrefixes = server.prefixes
     return held
-
-
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise Unsupported(reason)
 
 
 def unsupported_server(vllm_config: Any) -> str | None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from deft_backend.attention import AttentionError, LatentAttention, LatentCall
+from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.hosts.common.latent import checked_latent_attention
-from deft_backend.hosts.common.limits import MLA_IS_OFF
+from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported
 from deft_backend.hosts.common.ranks import same_on_all_ranks
 from deft_backend.hosts.vllm.start.division import query_tokens_of
-from deft_backend.hosts.vllm.start.layers import Layer, Unsupported
+from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.step.latent import LatentGroup
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import AUTO
@@ -52,13 +52,10 @@ def latent_attention(
             "MLA is planned on the device by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
         )
     heads, _, dim = layer.shape
-    try:
-        return checked_latent_attention(
-            heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
-            vllm_latent_attention, max_batch=max_batch, page_size=page_size, on_device=True,
-        )  # fmt: skip
-    except AttentionError as error:
-        raise Unsupported(str(error)) from None
+    return checked_latent_attention(
+        heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
+        vllm_latent_attention, max_batch=max_batch, page_size=page_size, on_device=True,
+    )  # fmt: skip
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:

@@ -14,10 +14,6 @@ from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
-class Unsupported(Exception):
-    """Tree attention cannot run a group's layers; the message says why, in one line."""
-
-
 class Layer(NamedTuple):
     """One attention layer, as its implementation's constructor arguments describe it."""
 
