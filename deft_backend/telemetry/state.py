@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,11 @@ class ServerState(ServerDescription):
     # The last batch that the device planned, for ``deft explain``; or why there is none to show.
     batch: Batch | str | None = None
     values_apart: bool = True  # whether the cache holds values besides keys; not with MLA
+    serving: bool = True  # whether the host has ended its start, whose steps do not count
     _steps_tree: int = field(default=0, init=False)
     _kv_bytes_read: int = field(default=0, init=False)
     _kv_bytes_query_guided: int = field(default=0, init=False)
+    _before: Counters = field(default_factory=Counters, init=False)  # of the host's start
 
     @property
     def token_bytes(self) -> int:
@@ -85,8 +87,18 @@ class ServerState(ServerDescription):
         self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
         self._kv_bytes_query_guided += tokens * self.num_layers * self.token_bytes
 
+    def begin_serving(self) -> None:
+        """Count from now on; all steps of the host's start must have ended."""
+        self._before = replace(self._since_start(), compile_seconds=0.0)
+        self.serving = True
+
     def counters(self) -> Counters:
         """The counts of both planners; for any thread."""
+        if not self.serving:
+            return Counters(compile_seconds=COMPILING.seconds)
+        return self._since_start() - self._before
+
+    def _since_start(self) -> Counters:
         steps_host = dict(self.steps_host)
         steps, attended, loaded, spent = self.on_device.read()
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers

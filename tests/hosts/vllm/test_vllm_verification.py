@@ -2,15 +2,19 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.start.division import drafts
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.step import step_of
+from deft_backend.telemetry.counters import Counters
+from deft_patches.vllm import observe_steps
 from failure_lines import raising
 from vllm_fakes import (
     Batch,
@@ -44,6 +48,26 @@ def test_rows_of_one_length_and_of_several(query_lens):
     step.check()
     assert state().verified_tokens == sum(query_lens)
     assert state().counters().steps_tree == 1
+
+
+@pytest.mark.usefixtures("policy")
+def test_a_server_counts_from_its_first_request(monkeypatch):
+    """vLLM warms up with verifications like those of requests, before it captures graphs."""
+    monkeypatch.setattr(server, "_tells_requests", lambda config: True)
+    step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
+    step.check()
+    assert replace(state().counters(), compile_seconds=0.0) == Counters()
+    assert server._current is not None
+    observe = server._current.observe
+    assert observe in observe_steps._observers
+    observe(None)
+    assert observe not in observe_steps._observers
+    for _ in range(2):
+        step.build()
+        step.check()
+    found = state().counters()
+    assert (found.steps_tree, found.plans, found.verified_tokens) == (2, 2, 26)
+    assert found.kv_bytes_query_guided == 2 * sum(LENS) * state().token_bytes * state().num_layers
 
 
 def test_sinks_are_part_of_every_query_tokens_softmax():

@@ -69,9 +69,21 @@ class Server:
             self.counting = counted.names
             state = _state_of(self.config, counted, settings)
             self.drafts = _count_drafts(state, self.config)
+            if _tells_requests(self.config):
+                state.serving = False
+                observe_steps.install(self.observe)
             _start_reporting(state, self.config.parallel_config, settings)
             self.state = state
         return self.state
+
+    def observe(self, message: Any) -> None:
+        """Observer of the scheduler's messages: requests follow the host's start.
+
+        Some hosts warm up with steps like those of requests, which have no message.
+        """
+        observe_steps.remove(self.observe)
+        if self.state is not None:
+            self.state.begin_serving()
 
 
 _current: Server | None = None
@@ -81,9 +93,10 @@ def server_of(vllm_config: Any) -> Server:
     """The server of a configuration; this process forgets an earlier server."""
     global _current
     if _current is None or _current.config is not vllm_config:
-        for observer in () if _current is None else (_current.drafts, _current.prefixes):
-            if observer is not None:
-                observe_steps.remove(observer.observe)
+        if _current is not None:
+            for observer in (_current, _current.drafts, _current.prefixes):
+                if observer is not None:
+                    observe_steps.remove(observer.observe)
         _current = Server(vllm_config)
     return _current
 
@@ -114,6 +127,12 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         dtype_bytes=counted.dtype.itemsize,
         values_apart=counted.values_apart,
     )
+
+
+def _tells_requests(vllm_config: Any) -> bool:
+    """Whether the worker's observers see the first step of requests."""
+    ray = vllm_config.parallel_config.distributed_executor_backend == "ray"
+    return not ray and observe_steps.missing() is None
 
 
 def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None:
