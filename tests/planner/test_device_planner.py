@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from attention_checks import tree_attention
 from deft_backend.attention import AttentionError
-from deft_backend.compile import triton_kernel
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import build_forest
@@ -295,12 +294,8 @@ def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan():
 
 
 @pytest.mark.parametrize("length", [1 << 29, (1 << 30) + (1 << 28), (1 << 31) - (1 << 20)])
-def test_the_longest_contexts_are_ordered_and_cut(length, monkeypatch):
-    """One context of many tokens next to a shared prefix; only its first columns are looked at.
-
-    From 2**30 tokens on, tokens and chunk together pass 2**31: the number of chunks is then 1.
-    """
-    monkeypatch.setattr(triton_kernel, "check_overflow", length < 1 << 30)
+def test_the_longest_contexts_are_ordered_and_cut(length):
+    """One context of many tokens next to a shared prefix; only its first columns are looked at."""
     table = np.arange(8 * 40, dtype=np.int32).reshape(8, 40)
     table[:6, :30] = table[0, :30]
     lens = np.full(8, 31 * 1024, dtype=np.int32)
@@ -311,6 +306,7 @@ def test_the_longest_contexts_are_ordered_and_cut(length, monkeypatch):
     assert (held[large:] == 1).all()
     own = np.flatnonzero(made.segment_request == 7)
     own = own[np.argsort(made.segment_start[own])]
+    assert len(own) > 1
     assert made.segment_start[own[0]] == 0
     assert made.segment_end[own[-1]] < 0  # open
     assert made.segment_start[own[1:]].tolist() == made.segment_end[own[:-1]].tolist()

@@ -60,8 +60,11 @@ def sizes_of(tokens, is_large, estimate, CHUNKS: tl.constexpr):
 
 @jit
 def parts_of(sizes, tokens, chunk, block, CHUNKS: tl.constexpr):
-    """Chunks of each range, at least one; ``scheduled``: at most one for each KV block."""
-    parts = tl.maximum((sizes + chunk - 1) // chunk, 1)
+    """Chunks of each range, at least one; ``scheduled``: at most one for each KV block.
+
+    No sum here may pass 2**31, so nothing is added to a size before the division.
+    """
+    parts = tl.maximum((sizes - 1) // chunk + 1, 1)
     if CHUNKS == "scheduled":
-        parts = tl.minimum(parts, tl.maximum((tokens + block - 1) // block, 1))
+        parts = tl.minimum(parts, tl.maximum((tokens - 1) // block + 1, 1))
     return parts
