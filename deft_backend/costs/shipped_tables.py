@@ -32,11 +32,14 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
     return tuple(_read(path) for path in SHIPPED_TABLES)
 
 
-def nearest_table(gpu: str, facts: GpuFacts | None, dtype: str = "float16") -> ShippedTable:
+def nearest_table(
+    gpu: str, facts: GpuFacts | None, dtype: str = "float16", group: int = 4
+) -> ShippedTable:
     """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
 
     Tables of caches whose elements have as many bytes as `dtype` come first. Tiles of 8 bits are
     converted on their way to the tensor cores, so their times do not follow from those of 16 bits.
+    Of a GPU's tables, the one measured with the most similar GQA group, to `group`, is taken.
 
     Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock. This
     share decides whether an item waits for the memory or for the SM.
@@ -44,12 +47,15 @@ def nearest_table(gpu: str, facts: GpuFacts | None, dtype: str = "float16") -> S
     size = DTYPE_BYTES[dtype]
     tables = shipped_tables()
     tables = tuple(t for t in tables if DTYPE_BYTES[t.key.dtype] == size) or tables
-    for table in tables:
-        if table.key.gpu == gpu:
-            return table
-    if facts is None:
-        return tables[0]
-    return min(tables, key=lambda table: abs(math.log(_balance(facts) / _balance(table.facts))))
+
+    def differences(table: ShippedTable) -> tuple[float, float]:
+        other = 0.0 if facts is None else abs(math.log(_balance(facts) / _balance(table.facts)))
+        heads = table.key.query_heads // table.key.kv_heads
+        return -1.0 if table.key.gpu == gpu else other, abs(math.log(group / heads))
+
+    if facts is None and all(table.key.gpu != gpu for table in tables):
+        tables = tuple(table for table in tables if table.key.gpu == tables[0].key.gpu)
+    return min(tables, key=differences)
 
 
 def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
@@ -85,8 +91,9 @@ def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
 
 @lru_cache(maxsize=64)
 def shipped_for(
-    query_heads: int, head_dim: int, dtype: str, gpu: str = "", facts: GpuFacts | None = None
-) -> CostModel:
+    query_heads: int, head_dim: int, dtype: str, gpu: str = "", facts: GpuFacts | None = None,
+    group: int = 4,
+) -> CostModel:  # fmt: skip
     """The nearest shipped table, carried to the GPU of `facts` and scaled to the head shape.
 
     - ``token_ns``, and ``C_est`` beyond its launch, scale with the bytes of a token and KV head:
@@ -95,7 +102,7 @@ def shipped_for(
     - The constant times (``item_ns``, ``reduce_ns``, ``launch_ms``) and the bandwidth stay. So do
       FastTree's coefficients, of which only the ratios matter.
     """
-    table = nearest_table(gpu, facts, dtype)
+    table = nearest_table(gpu, facts, dtype, group)
     model, measured = derived_table(table, facts), table.key
     per_token = head_dim * DTYPE_BYTES[dtype] / (measured.head_dim * DTYPE_BYTES[measured.dtype])
     per_result = query_heads * head_dim / (measured.query_heads * measured.head_dim)

@@ -61,11 +61,12 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
             damage = str(error)
         if damage is not None:
             damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
-    shipped = nearest_table(key.gpu, facts, key.dtype)
+    group = key.query_heads // key.kv_heads
+    shipped = nearest_table(key.gpu, facts, key.dtype, group)
     notice = None
     if key.gpu and damage is None and key.gpu != shipped.key.gpu:
         notice = _notice(key, shipped.key.gpu, facts)
-    model = shipped_for(key.query_heads, key.head_dim, key.dtype, key.gpu, facts)
+    model = shipped_for(key.query_heads, key.head_dim, key.dtype, key.gpu, facts, group)
     return TableInUse(model, shipped.path, tuned=False, notice=notice, damage=damage)
 
 

@@ -12,6 +12,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import shape_of
 from deft_backend.policies.edges import ROOT, BoolArray, Int32Array, Int64Array
 from deft_backend.policies.errors import PolicyError
+from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.scheduled_chunks import FloatArray
 from deft_backend.policies.target import Target
@@ -68,7 +69,11 @@ def measured_edges(
 
     The function goes from the root down and compares two ways to read a node's tokens. Either they
     get their own items, whose partial results must be merged. Or every item below the node reads
-    them as part of a longer range. The cheaper way for the GPU wins.
+    them as part of a longer range. Either way, each child then takes its own cheaper way, as if no
+    node further below got items. The cheaper way for the GPU wins.
+
+    Items of the small tile hide most of each other's own time
+    (:func:`~deft_backend.policies.measured_chunks.exposed_share`).
 
     - `parent`, `start`, `length`, `queries`, `is_leaf` [N]: as in
       :class:`~deft_backend.forest.PrefixForest`.
@@ -87,40 +92,53 @@ def measured_edges(
         # A few requests do not fill the GPU, so each of their tokens costs the GPU more time.
         busy = max(1, min(programs[t], leaves)) if t == 0 else programs[t]
         item[t] = costs[t] / busy
+        if t == 0:
+            item[t] *= exposed_share(busy, programs[t])
         token[t] = costs[shapes + t] / busy
     partial = costs[2 * shapes]
 
-    # Time to read one token below each node: once for every tile of every child.
-    below = np.zeros(nodes)
-    own = np.empty(nodes)
-    for v in range(nodes):
+    own = np.empty(nodes)  # time of one token, if the node's items read it
+    items = np.empty(nodes)  # time of the node's items, besides their tokens
+    below = np.zeros(nodes)  # time of one token, if the items of the node's children read it
+    child = np.full(nodes, ROOT)  # the node's first child
+    sibling = np.full(nodes, ROOT)  # the next child of the node's parent
+    for v in range(nodes - 1, -1, -1):
         shape = shape_of(queries[v], tile_queries)
         tiles = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape]
         own[v] = tiles * token[shape]
+        items[v] = tiles * item[shape]
         if parent[v] != ROOT:
             below[parent[v]] += own[v]
+            sibling[v] = child[parent[v]]
+            child[parent[v]] = v
 
     is_cut = np.zeros(nodes, dtype=np.bool_)
     base = np.zeros(nodes, dtype=np.int64)  # first token of the ranges below each node
     merged = np.zeros(nodes, dtype=np.bool_)  # whether queries have a partial result from above
     takes = np.zeros(nodes, dtype=np.bool_)
     for v in range(nodes):
-        begin = np.int64(0)
-        has_partials = False
         if parent[v] != ROOT:
-            begin = base[parent[v]]
-            has_partials = merged[parent[v]]
+            base[v] = base[parent[v]]
+            merged[v] = merged[parent[v]]
             is_cut[v] = takes[parent[v]]
-        base[v] = begin
-        merged[v] = has_partials
-        tokens = np.int64(start[v]) + length[v] - begin
+        tokens = np.int64(start[v]) + length[v] - base[v]
         if is_leaf[v] or tokens == 0:
             continue
-        shape = shape_of(queries[v], tile_queries)
-        tiles = (queries[v] + tile_queries[shape] - 1) // tile_queries[shape]
-        results = queries[v] if has_partials else 2 * queries[v]
-        if tokens * own[v] + tiles * item[shape] + results * partial < tokens * below[v]:
-            base[v] = begin + tokens
+        saved = 0.0
+        c = child[v]
+        while c != ROOT:
+            if is_leaf[c]:
+                saved += tokens * own[c]
+            else:
+                its = items[c] + queries[c] * partial  # its items and one result of each query
+                alone = min(length[c] * own[c] + its, length[c] * below[c])
+                first = 0.0 if merged[v] else queries[c] * partial
+                joined = tokens + length[c]
+                saved += min(joined * own[c] + its + first, joined * below[c]) - alone
+            c = sibling[c]
+        results = queries[v] if merged[v] else 2 * queries[v]
+        if tokens * own[v] + items[v] + results * partial < saved:
+            base[v] += tokens
             merged[v] = True
             takes[v] = True
     return is_cut

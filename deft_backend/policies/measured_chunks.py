@@ -87,6 +87,14 @@ class ShapeCosts(NamedTuple):
 
 
 @host_jit
+def exposed_share(busy: int, programs: int) -> float:
+    """Share of a small tile's ``item_ns`` that others do not hide: :data:`EXPOSED` if all programs
+    are busy, more if only `busy` of them are."""
+    share: float = 1.0 - (1.0 - EXPOSED) * busy / programs
+    return share
+
+
+@host_jit
 def _slower(one: float, other: float) -> float:
     """About the larger of two times: 9 % more if they are equal, 0.05 % more at a ratio of two.
 

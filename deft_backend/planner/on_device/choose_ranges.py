@@ -3,9 +3,9 @@
 The rules are those of the host planner's policies. If no edge is cut, leaves read whole contexts.
 If all are, each node has a range. `auto` (``policies/auto.py``) decides from the root down. Either
 items of the node read its tokens once for all of its queries, at the price of partial
-results. Or the ranges below the node include its tokens. All nodes whose parent has decided decide
-at once: the rounds are as many as the forest is deep. The kernel is one program, whose threads hand
-decisions down.
+results. Or the ranges below the node include its tokens. Either way, its children take their
+cheaper way. All nodes whose parent has decided decide at once: the rounds are as many as the forest
+is deep. The kernel is one program, whose threads hand decisions down.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def choose_ranges(
     queries = tl.load(nodes.queries + place, mask=inside, other=0)
     parent = tl.load(nodes.parent + place, mask=inside, other=0)
     end = tl.load(nodes.cut + place, mask=inside, other=0)
+    first = tl.load(first_ptr + place, mask=inside, other=0)
     is_node = queries > 0
 
     is_large, tiles = tiles_of(queries, small_tile, large_tile)
@@ -101,15 +102,33 @@ def choose_ranges(
             + large_below.to(tl.float32) * costs.large_token
         )
         items = tiles.to(tl.float32) * tl.where(is_large, costs.large_item, costs.small_item)
+        leaf_token = costs.small_token if small_tile > 0 else costs.large_token
         state = tl.where(is_node, -1, 0)
+        last = tl.where(is_node, first + queries - 1, 0)
+        top = tl.gather(end, parent, 0)
+        its = items + queries.to(tl.float32) * costs.partial  # items, and one result of each query
+        length = (end - top).to(tl.float32)
+        alone = tl.minimum(length * own + its, length * below)
         waiting = total(is_node.to(tl.int32))
         while waiting > 0:
             above = tl.gather(state, parent, 0)
             ready = (state < 0) & (above >= 0)
             from_above = above >> 1
+            is_merged = above & 1
             tokens = (end - from_above).to(tl.float32)
-            results = tl.where((above & 1) == 1, queries, 2 * queries).to(tl.float32)
-            cheaper = tokens * own + items + results * costs.partial < tokens * below
+            # What each node's own items would save its parent's children: only parents that decide
+            # now count. No such node lies below another, so each sum is one of neighbours.
+            decides = is_node & (tl.gather(ready.to(tl.int32), parent, 0) > 0)
+            unmerged = 1 - tl.gather(is_merged, parent, 0)
+            joined = (end - tl.gather(from_above, parent, 0)).to(tl.float32)
+            more = its + (unmerged * queries).to(tl.float32) * costs.partial
+            saved = tl.minimum(joined * own + more, joined * below) - alone
+            saved = tl.where(decides, saved, 0.0).to(tl.float64)
+            sums = tl.associative_scan(saved, 0, tl.standard._sum_combine)
+            saved = tl.gather(sums, last, 0) - tl.gather(sums - saved, first, 0)
+            saved = saved.to(tl.float32) + tokens * leaves.to(tl.float32) * leaf_token
+            results = (queries * (2 - is_merged)).to(tl.float32)
+            cheaper = tokens * own + items + results * costs.partial < saved
             takes = ready & cheaper & (end > from_above)
             begin = tl.where(ready, from_above, begin)
             chosen = tl.where(takes, 1, chosen)
@@ -121,7 +140,6 @@ def choose_ranges(
     if (num_entries > max_entries) | (num_items > max_items):
         chosen = tl.full([BATCH], 0, tl.int32)
         state = tl.full([BATCH], 0, tl.int32)
-    first = tl.load(first_ptr + place, mask=inside, other=0)
     write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH)
     leaf_parent = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
     request = tl.load(order_ptr + place, mask=inside, other=0)

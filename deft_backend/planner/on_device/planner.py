@@ -34,6 +34,7 @@ from deft_backend.policies.measured_chunks import (
     ROUNDING,
     TAIL,
     UNEVEN,
+    exposed_share,
 )
 from deft_backend.policies.policy import FLATTENED
 from deft_backend.policies.scheduled_chunks import LEVEL, LEVELS
@@ -201,6 +202,7 @@ class DevicePlanner:
         busy = (max(1, min(programs[0], batch)), programs[1])
         per_item = [cost for costs in numbers.per_item for cost in costs]
         per_gpu = [c / n for costs, n in zip(numbers.per_item, busy, strict=True) for c in costs]
+        per_gpu[0] *= exposed_share(busy[0], programs[0])
         priced = {
             "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
             "CHUNKS": self._rules.chunks, "WEIGHTS": WEIGHTS,
