@@ -26,7 +26,7 @@ import numpy as np
 
 from deft_backend.compile.host_jit import host_jit
 from deft_backend.policies.edges import Int64Array
-from deft_backend.policies.measured_chunks import MOST_ROUNDS, ShapeCosts, cut_cost, cut_into
+from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.scheduled_chunks import FloatArray, estimate, makespan
 from deft_backend.policies.target import Target
 
@@ -172,10 +172,7 @@ def choose_chunks(
                 if not fits and candidate > 0:
                     continue
             elif rule == MEASURED:
-                cut = cut_into(my_queries, my_tokens, my_tiles, chunk)
-                if cut.items > MOST_ROUNDS * machine.programs[t] and cut.most > 1:
-                    break
-                cost = cut_cost(cut, costs)
+                cost = cut_cost(cut_into(my_queries, my_tokens, my_tiles, chunk), costs)
             if cost < best:
                 best = cost
                 found[t] = chunk

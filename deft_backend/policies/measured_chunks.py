@@ -13,12 +13,11 @@ The cost of a candidate in nanoseconds is the sum of these terms:
   query even if it stays whole.
 - For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
   the transfer if one round does not spread evenly over the SMs. Also the share :data:`TAIL` of a
-  chunk's time, because programs do not end at the same time.
+  chunk's time, because programs do not end at the same time, and the share :data:`RAGGED` of what
+  the longest item takes longer than the mean item.
 - The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
   results of large tiles, one after another. Stage 2 merges more than that, and the results of
   small tiles.
-
-The rule drops a candidate with more than :data:`MOST_ROUNDS` rounds of items.
 """
 
 from typing import NamedTuple
@@ -28,8 +27,6 @@ import numpy as np
 from deft_backend.compile.host_jit import host_jit
 from deft_backend.policies.edges import Int64Array
 from deft_backend.shapes.kernel_limits import MAX_MERGED
-
-MOST_ROUNDS = 8  # most rounds of items over the programs; more rounds do not fill the GPU better
 
 ALONE = 0.87
 """Time per token of a large tile with half an SM to itself, divided by its time next to another
@@ -49,6 +46,11 @@ TAIL = 0.035
 """Share of the time of a small tile's longest chunk in which too few programs are left to use the
 memory. From 56 trees on an H100 and 40 on an H200, with their leaves cut at up to ten lengths
 (docs/kernel-log.md)."""
+
+RAGGED = 0.15
+"""Share in which a small tile's longest item, as far as it is longer than the mean, keeps too few
+programs busy. From 150 trees on an H200, each with up to 130 pairs of chunks (docs/kernel-log.md).
+"""
 
 UNEVEN = 0.05
 """Weight of an uneven round of small tiles. Such a round loses this share of the transfer's time,
@@ -124,7 +126,9 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
     expected += added * costs.partial_ns
     if not costs.is_large:
         expected += EXPOSED * cut.items * costs.item_ns / costs.programs
-        expected += TAIL * min(cut.chunk, cut.longest) * costs.token_ns
+        longest = min(cut.chunk, cut.longest)
+        expected += TAIL * longest * costs.token_ns
+        expected += RAGGED * max(0.0, longest - cut.read / cut.items) * costs.token_ns
         if costs.sms < cut.items <= costs.programs:
             fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
             expected += UNEVEN * transfer * (fullest / cut.items - 1.0)

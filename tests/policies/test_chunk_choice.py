@@ -18,7 +18,6 @@ from deft_backend.policies.chunk_choice import (
     chunk_of,
 )
 from deft_backend.policies.measured_chunks import (
-    MOST_ROUNDS,
     ROUNDING,
     Cut,
     ShapeCosts,
@@ -55,8 +54,6 @@ def host_price(found, shape, num_chunks, costs):
     beside /= max(1.0, len(small) / costs["programs"][0])  # the first round of them
     chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
     cut = cut_into(queries, tokens, tiles, chunk)
-    if num_chunks > 1 and cut.items > MOST_ROUNDS * costs["programs"][shape] and cut.most > 1:
-        return math.inf, chunk
     shape_costs = ShapeCosts(
         shape == 1, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
         costs["token_ns"][shape], costs["partial_ns"], costs["reduce_ns"], costs["transfer_ns"],

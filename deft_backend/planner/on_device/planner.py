@@ -30,7 +30,7 @@ from deft_backend.policies.measured_chunks import (
     ALONE,
     EXPOSED,
     HIDDEN,
-    MOST_ROUNDS,
+    RAGGED,
     ROUNDING,
     TAIL,
     UNEVEN,
@@ -51,7 +51,7 @@ WRITE_PLAN = Kernel(write_plan, "write_plan")
 COUNT_PLAN = Kernel(write_plan, "count_plan")
 
 WEIGHTS = price_chunks.Weights(
-    ALONE, HIDDEN, EXPOSED, TAIL, UNEVEN, ROUNDING, MAX_MERGED, MOST_ROUNDS, LEVELS, LEVEL,
+    ALONE, HIDDEN, EXPOSED, TAIL, RAGGED, UNEVEN, ROUNDING, MAX_MERGED, LEVELS, LEVEL,
     MOST_DOUBLINGS,
 )  # fmt: skip
 

@@ -31,10 +31,10 @@ class Weights(NamedTuple):
     hidden: float
     exposed: float
     tail: float
+    ragged: float
     uneven: float
     rounding: float
     max_merged: int
-    rounds: int
     levels: int
     level: float
     doublings: int
@@ -68,7 +68,8 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     fullest = tl.ceil(items / costs.sms - WEIGHTS.rounding) * costs.sms
     uneven = (items > costs.sms) & (cut.items <= costs.programs)
     small_cost = WEIGHTS.exposed * items * costs.item_ns / costs.programs.to(tl.float32)
-    small_cost += WEIGHTS.tail * longest
+    mean = tl.minimum(per_item, longest)
+    small_cost += WEIGHTS.tail * longest + WEIGHTS.ragged * (longest - mean)
     small_cost += tl.where(uneven, WEIGHTS.uneven * transfer * (fullest / items - 1.0), 0.0)
     cost += tl.where(costs.is_large, 0.0, small_cost)
     # A leaf's item merges few results one after another; stage 2 merges many.
@@ -211,7 +212,6 @@ def price_chunks(
             beside=beside,
         )
         cost = _cut_cost(cut, shape_costs, WEIGHTS)
-        fits &= (candidate == 0) | (items <= WEIGHTS.rounds * programs) | (most == 1)
     cost = tl.where(fits, cost, float("inf"))
     tl.store(candidates.cost + shape * CANDIDATES + candidate, cost)
     tl.store(candidates.chunk + shape * CANDIDATES + candidate, chunk)
