@@ -151,7 +151,7 @@ def method_named(name: str) -> Method:
     if policy == "deft-node-chunk" and parameter:
         return Tuned(name, DeftNodeChunk(int(parameter)))
     if policy == "deft-flatten" and parameter:
-        return Tuned(name, DeftFlatten(int(parameter)))
+        return Tuned(name, DeftFlatten(int(parameter), longer=1))
     if policy == FixedDivision.name:
         return Tuned(name, FixedDivision(int(parameter)))
     if name in POLICY_NAMES:

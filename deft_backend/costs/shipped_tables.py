@@ -11,9 +11,12 @@ from deft_backend.costs.gpu_facts import GpuFacts
 from deft_backend.costs.table_key import TableKey, read_key
 from deft_backend.shapes.dtype_names import DTYPE_BYTES
 
-SHIPPED_TABLES = (DEFAULT_TABLE, TABLES / "h200.json", TABLES / "h100-fp8.json")
-"""The files of the tables: for each GPU that was measured, and for caches of 16 and of 8 bits. On
-the CPU the first one plans."""
+SHIPPED_TABLES = (
+    DEFAULT_TABLE,
+    *(TABLES / f"{name}.json" for name in ("h200", "h200-mha", "h100-fp8", "h200-fp8")),
+)
+"""The files of the tables: for each GPU that was measured, for caches of 16 and of 8 bits, and for
+an H200 without GQA. On the CPU the first one plans."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,15 +23,17 @@ class DeftFlatten:
 
     - *Depth-first flatten*: nodes follow one another in depth-first order, which maximises the
       overlap of the queries of neighbouring nodes.
-    - *Evenly block-wise*: the flattened KV is cut into ``m = ceil(N_tree / S_t)`` chunks of ``S_t``
-      tokens (`chunk_tokens`), regardless of the nodes' lengths. So every group is equally long.
+    - *Evenly block-wise*: the flattened KV is cut into ``m`` chunks of ``S_t`` tokens
+      (`chunk_tokens`), regardless of the nodes' lengths. The paper's ``m`` is ``N_tree / S_t``,
+      rounded up; here a rest of less than half a chunk joins the last chunk.
     - *Bit mask*: a chunk's queries are the union of the queries of its nodes. DeFT records in
       64-bit integers which queries attend to which nodes. In depth-first order the bits of a node
       are a run of ones. We store the two ends of the run, so two integers serve any number of
       queries.
 
-    An empty leaf becomes an open range of no tokens behind the previous node. If the plan cannot
-    hold that many groups, the chunks are 2, 4, 8, … times as long.
+    An empty leaf becomes an open range of no tokens behind the previous node. Chunks are 2, 4, …
+    times as long, up to `longer`, if the programs cannot hold all of them at once. They are longer
+    still if the plan cannot hold that many groups.
 
     Requests whose tokens are in one chunk share its matrix products. A NaN or infinity in the keys
     or values of one request, times a masked weight of 0, is a NaN for the other requests. Under
@@ -42,6 +44,7 @@ class DeftFlatten:
     several_segments: ClassVar[bool] = True
 
     chunk_tokens: int = 128  # KV tokens of a chunk; DeFT uses 128
+    longer: int = 4  # how many times as long chunks may be for the programs' sake
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -54,11 +57,16 @@ class DeftFlatten:
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         chunk = self.chunk_tokens
         room = (target.max_items, target.max_entries, target.max_segments)
-        while any(map(gt, most := _most(forest, chunk, target), room)):
-            if 2 * chunk > MAX_ITEM_TOKENS:
+        programs = target.tile_programs[-1]
+        while True:
+            most = _most(forest, chunk, target)
+            many = _num_chunks(forest, chunk) > programs and chunk < self.longer * self.chunk_tokens
+            if not many and not any(map(gt, most, room)):
+                return _flatten(forest, chunk)
+            if 3 * chunk > MAX_ITEM_TOKENS:  # the last of chunks twice as long may be too long
                 check_limits(self.name, *most, target)
+                return _flatten(forest, chunk)
             chunk *= 2
-        return _flatten(forest, chunk)
 
 
 def _most(forest: PrefixForest, chunk: int, target: Target) -> tuple[int, int, int]:
@@ -123,10 +131,15 @@ def _flatten(forest: PrefixForest, chunk: int) -> Grouping:
     )
 
 
+def _num_chunks(forest: PrefixForest, chunk: int) -> int:
+    """Chunks of a forest; a rest of less than half a chunk adds none."""
+    return max(1, (2 * int(forest.length.sum(dtype=np.int64)) + chunk) // (2 * chunk))
+
+
 def _blocks(forest: PrefixForest, chunk: int) -> tuple[Int64Array, Int64Array]:
     """First and last chunk of every node."""
     flat_end = np.cumsum(forest.length.astype(np.int64))
-    last = np.maximum(flat_end - 1, 0) // chunk
+    last = np.minimum(np.maximum(flat_end - 1, 0) // chunk, _num_chunks(forest, chunk) - 1)
     # An empty leaf at a chunk's edge joins the chunk of the previous token.
     return np.minimum((flat_end - forest.length) // chunk, last), last
 
@@ -143,6 +156,6 @@ def _slices(
     block = concatenated_ranges(first_block, count)
     shift = forest.start[node] - flat_begin[node]
     begin = np.maximum(block * chunk, flat_begin[node]) + shift
-    end = np.minimum((block + 1) * chunk, flat_end[node]) + shift
+    end = np.where(block < last_block[node], (block + 1) * chunk, flat_end[node]) + shift
     begin = np.minimum(begin, end)
     return node, begin.astype(np.int32), end.astype(np.int32), block

@@ -21,7 +21,7 @@ from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import ProgramWork
-from deft_backend.policies import POLICIES, Auto, FastTree, PolicyError, Target
+from deft_backend.policies import POLICIES, Auto, DeftFlatten, FastTree, PolicyError, Target
 from deft_backend.policies.makespan import longest_first
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
@@ -586,6 +586,6 @@ def test_flattening_copies_nothing_from_the_cpu_and_reads_nothing_back():
     scratch = Scratch.allocate(8, [1], torch.zeros(4, dtype=torch.int64, device=meta), meta)
     rows = torch.zeros(4, dtype=torch.int32, device=meta)
     with OnOneDevice():
-        Flattener(plan, scratch, 128, plan.capacity).write(
+        Flattener(plan, scratch, DeftFlatten(), plan.capacity).write(
             replace(TARGET, query_blocks=2), 8, rows, rows + 5
         )

@@ -453,10 +453,10 @@ def test_the_papers_page_names_what_exists():
 
 
 def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
-    forest = regular_forest([1, 2], [900, 100])
+    forest = regular_forest([1, 2], [900, 200])
     target = replace(MHA, max_items=4)
     assert DeftFlatten().group(forest, target).num_groups <= 2
-    monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 512)
+    monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 1024)
     with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):
         DeftFlatten().group(forest, target)
 

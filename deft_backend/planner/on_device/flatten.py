@@ -20,7 +20,7 @@ from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, SPAN_SHIFT
 from deft_backend.planner.on_device.arrays import Nodes, Scratch
 from deft_backend.planner.plan import PlanCapacity
-from deft_backend.policies import Target
+from deft_backend.policies import DeftFlatten, Target
 from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS, MAX_MERGED
 
 SMALL, LARGE, MASKED = range(3)
@@ -56,6 +56,20 @@ def _lists(counts: torch.Tensor, size: int) -> Lists:
     return Lists(parent, child - before[parent], child < ends[-1], before)
 
 
+def _blocks(
+    elements: Elements, chunk: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """First and last chunk of each element, and the number of chunks: ``[1]`` or ``[C, 1]``.
+
+    A rest of less than half a chunk joins the last chunk.
+    """
+    stop = elements.flat + elements.end - elements.begin
+    tokens = (stop * elements.there).amax()
+    count = ((2 * tokens + chunk) // (2 * chunk)).clamp(min=1)
+    last = torch.minimum((stop - 1).clamp(min=0) // chunk, count - 1)
+    return torch.minimum(elements.flat // chunk, last), last, count
+
+
 def _sums(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """[size]: the sums of the values that have each index."""
     return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, values)
@@ -71,7 +85,7 @@ class Flattener:
 
     plan: DevicePlan  # where plans go
     scratch: Scratch  # what the kernels found
-    chunk_tokens: int  # of a chunk; doubled until the plan may hold so many chunks
+    policy: DeftFlatten
     room: PlanCapacity  # what the plan may take of its arrays
 
     def write(
@@ -83,10 +97,9 @@ class Flattener:
         length = seq_lens.long()[request]
         elements, chunk, alone = self._elements(target, batch, length)
         # Slices: what each chunk holds of each element. Without room, each request is a chunk.
-        begin = elements.flat // chunk
-        last = elements.flat + elements.end - elements.begin - 1
+        begin, last, _ = _blocks(elements, chunk)
         number = elements.there.long().cumsum(0) - 1
-        last = torch.where(alone, number, last.clamp(min=0) // chunk)
+        last = torch.where(alone, number, last)
         begin = torch.minimum(torch.where(alone, number, begin), last)
         capacity = self.plan.capacity
         chunks = max(capacity.max_items, batch)
@@ -95,7 +108,8 @@ class Flattener:
         of_chunk = begin[element] + slices.at
         shift = elements.begin[element] - elements.flat[element]
         start = torch.maximum(of_chunk * chunk + shift, elements.begin[element])
-        end = torch.minimum((of_chunk + 1) * chunk + shift, elements.end[element])
+        end = elements.end[element]
+        end = torch.where(of_chunk < last[element], (of_chunk + 1) * chunk + shift, end)
         start = torch.where(alone, elements.begin[element], torch.minimum(start, end))
         end = torch.where(alone, elements.end[element], end)
         is_open = elements.is_leaf[element] & (of_chunk == last[element])
@@ -217,13 +231,13 @@ class Flattener:
     def _chunk(self, target: Target, found: Elements) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of a chunk, and whether the plan may hold the chunks, by the policy's bounds."""
         room, most = self.room, target.tile_segments[-1]
-        doublings = (MAX_ITEM_TOKENS // self.chunk_tokens).bit_length()
-        chunks = self.chunk_tokens << torch.arange(doublings, device=found.flat.device)
-        begin = found.flat // chunks[:, None]
-        last = (found.flat + found.end - found.begin - 1).clamp(min=0) // chunks[:, None]
-        last = last * found.there
-        slices = (last - torch.minimum(begin, last) + 1) * found.there
-        groups = last.amax(1) + 1
+        shortest = self.policy.chunk_tokens
+        doublings = max(1, (2 * MAX_ITEM_TOKENS // 3 // shortest).bit_length())
+        doubled = torch.arange(doublings, device=found.flat.device)
+        chunks = shortest << doubled
+        begin, last, count = _blocks(found, chunks[:, None])
+        slices = (last - begin + 1) * found.there
+        groups = (last * found.there).amax(1) + 1
         held = max(1, min(target.tile_queries[-1], target.largest_tile))
         pairs = (slices * found.queries).sum(1)
         met = (found.queries - 1) // max(1, held // 2) + 2
@@ -231,8 +245,12 @@ class Flattener:
         segments = (slices * met).sum(1)
         entries = pairs + segments // most * max(target.tile_queries[-1], 1)
         items = torch.maximum(2 * groups, pairs // held + groups + segments // most)
+        # The programs hold all chunks at once, or chunks are as long as they may be for that.
+        few = (count[:, 0] <= target.tile_programs[MASKED]) | (doubled == doublings - 1)
+        few |= chunks >= self.policy.longer * shortest
         fits = (
-            (items <= room.max_items)
+            few
+            & (items <= room.max_items)
             & (entries <= room.max_entries)
             & (segments <= room.max_segments)
         )

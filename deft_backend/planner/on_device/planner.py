@@ -23,7 +23,7 @@ from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
-from deft_backend.policies import FastTree, Policy, PolicyError, Target
+from deft_backend.policies import DeftFlatten, FastTree, Policy, PolicyError, Target
 from deft_backend.policies.chunk_choice import MOST_DOUBLINGS
 from deft_backend.policies.fasttree import EdgeCosts
 from deft_backend.policies.measured_chunks import (
@@ -181,7 +181,8 @@ class DevicePlanner:
         )  # fmt: skip
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
         if self._rules.edges == FLATTENED:
-            flattener = Flattener(self._plan, scratch, self._rules.chunk_tokens, room)
+            assert isinstance(self._policy, DeftFlatten)
+            flattener = Flattener(self._plan, scratch, self._policy, room)
             tokens = flattener.write(numbers.target, batch, table_rows, seq_lens)
             self._launch(
                 COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False

@@ -357,7 +357,8 @@ def test_the_shipped_table_is_scaled_by_bytes():
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
 def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
     assert table.path in SHIPPED_TABLES
-    key = replace(KEY, gpu=table.key.gpu, dtype=table.key.dtype)
+    measured = table.key
+    key = replace(KEY, gpu=measured.gpu, dtype=measured.dtype, kv_heads=measured.kv_heads)
     with caplog.at_level(logging.INFO):
         assert cost_model_for(key, tmp_path, table.facts) is table.model
         assert cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
@@ -384,7 +385,7 @@ def test_a_derived_table_follows_the_facts(table):
 
 
 def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
-    h100, h200, _ = shipped_tables()
+    h100, h200, *_ = shipped_tables()
     lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
     rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
     assert nearest_table(KEY.gpu, lean) is h100
@@ -397,19 +398,27 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
     assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
 
 
+def test_a_gpu_plans_with_the_table_of_the_gqa_group_most_like_its_own():
+    _, h200, mha, *_ = shipped_tables()
+    for group, table in ((1, mha), (3, h200), (4, h200), (16, h200)):
+        assert nearest_table(h200.key.gpu, None, "bfloat16", group) is table
+        assert nearest_table(KEY.gpu, h200.facts, "bfloat16", group) is table
+
+
 def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
     """Also on a GPU that only has a table of 16 bits: it is carried to the GPU's facts."""
-    _, h200, eight_bits = shipped_tables()
-    assert eight_bits.key.dtype == "float8_e4m3fn"
-    for gpu in (eight_bits.key.gpu, h200.key.gpu, KEY.gpu):
+    h100, h200, _, *eight_bits = shipped_tables()
+    for table, other in zip(eight_bits, (h100, h200), strict=True):
+        assert table.key.dtype == "float8_e4m3fn"
         for dtype, size in DTYPE_BYTES.items():
-            found = nearest_table(gpu, h200.facts, dtype)
-            assert (found is eight_bits) == (size == 1)
-    key = replace(KEY, gpu=h200.key.gpu, dtype="float8_e5m2")
-    used = table_in_use(key, tmp_path, h200.facts)
-    assert used.path == eight_bits.path
-    assert used.model.tiles.item_ns == eight_bits.model.tiles.item_ns  # the clocks are equal
-    assert used.model.bandwidth_gb_s > 1.3 * eight_bits.model.bandwidth_gb_s
+            found = nearest_table(table.key.gpu, h200.facts, dtype)
+            assert found is (table if size == 1 else other)
+    key = replace(KEY, gpu="another", dtype="float8_e5m2")
+    half = replace(h100.facts, memory_gb_s=h100.facts.memory_gb_s / 2)
+    used = table_in_use(key, tmp_path, half)
+    assert used.path == eight_bits[0].path
+    assert used.model.tiles.item_ns == eight_bits[0].model.tiles.item_ns  # the clocks are equal
+    assert used.model.bandwidth_gb_s == pytest.approx(eight_bits[0].model.bandwidth_gb_s / 2)
     assert used.notice is not None
     assert "--kv-cache-dtype fp8_e5m2" in used.notice
 
