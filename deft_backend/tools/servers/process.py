@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,9 @@ _POLL_SECONDS = 0.25
 
 class ServerProcess:
     """Context manager around a server; inside the block it answers requests.
+
+    In a process with the default action for SIGTERM, the signal raises KeyboardInterrupt from the
+    first entry on, so that it also ends the server. Python allows this in the main thread only.
 
     - `command`: the server to start.
     - `log`: receives the server's output.
@@ -55,6 +59,9 @@ class ServerProcess:
         return self._process.pid if self._process else None
 
     def __enter__(self) -> ServerProcess:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         create_private(self.log.parent)
         with open_private(self.log) as output:
             self._process = subprocess.Popen(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,29 @@ def test_an_exception_ends_it_too(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert gone(int(log.read_text().split()[1]))
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from deft_backend.tools.servers.command import ServerCommand
+from deft_backend.tools.servers.process import ServerProcess
+server = ServerCommand(tuple(sys.argv[2:]), {}, int(sys.argv[5]), on_gpu=False)
+with ServerProcess(server, Path(sys.argv[1])) as started:
+    print(started.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_sigterm_to_its_starter_ends_it(tmp_path):
+    arguments = [str(tmp_path / "log"), *command(SERVER, "/health").arguments]
+    starter = [sys.executable, "-c", STARTER, *arguments]
+    with subprocess.Popen(starter, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        os.kill(server, 0)
+        process.terminate()
+    assert gone(server)
 
 
 def test_early_death_shows_the_end_of_the_log(tmp_path):
