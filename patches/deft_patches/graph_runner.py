@@ -1,8 +1,9 @@
 """The host's class of runners that capture and replay decode CUDA graphs."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from deft_patches.wrapping import lacking
 
 
 def checked_graph_runner(model_runner: Any, expected: Mapping[str, Sequence[str]]) -> type:
@@ -18,13 +19,7 @@ def checked_graph_runner(model_runner: Any, expected: Mapping[str, Sequence[str]
     # Model runners of other packages choose their own class in this method.
     choose = getattr(model_runner, "_decode_cuda_graph_runner_cls", None)
     owner: type = DecodeCudaGraphRunner if choose is None else choose()
-    for name, parameters in expected.items():
-        method = getattr(owner, name, None)
-        if method is None:
-            raise RuntimeError(f"{owner.__name__} has no {name}")
-        takes = list(inspect.signature(inspect.unwrap(method)).parameters)
-        if takes[: len(parameters)] != list(parameters):
-            raise RuntimeError(
-                f"{name} of {owner.__name__} takes {takes}, not {list(parameters)} first"
-            )
+    reason = lacking(owner, expected)
+    if reason is not None:
+        raise RuntimeError(reason)
     return owner

@@ -6,7 +6,7 @@ of a method that another plugin has hooked would silently have no effect.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _HOOK = "deft_hook"
@@ -28,6 +28,18 @@ def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
 
     setattr(wrapper, _HOOK, hook)
     setattr(owner, name, classmethod(wrapper) if isinstance(found, classmethod) else wrapper)
+
+
+def lacking(owner: type, expected: Mapping[str, Sequence[str]]) -> str | None:
+    """What a class lacks of these methods with these first parameters, in one line; or None."""
+    for name, parameters in expected.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            return f"{owner.__name__} has no {name}"
+        takes = list(inspect.signature(inspect.unwrap(method)).parameters)
+        if takes[: len(parameters)] != list(parameters):
+            return f"{name} takes {takes}, not {list(parameters)} first"
+    return None
 
 
 def is_wrapped(owner: type, name: str, hook: Callable[..., Any]) -> bool:

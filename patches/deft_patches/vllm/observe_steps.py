@@ -11,12 +11,11 @@ Harmless to other servers: the observer only reads, and the patch drops an obser
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_patches.wrapping import wrap
+from deft_patches.wrapping import lacking, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +28,9 @@ _observers: list[Observer] = []
 def missing() -> str | None:
     """What the host lacks for this patch, in one line; or None."""
     try:
-        method = getattr(_worker(), METHOD)
-    except (ImportError, AttributeError) as error:
+        return lacking(_worker(), {METHOD: ("self", "scheduler_output")})
+    except ImportError as error:
         return str(error)
-    parameters = list(inspect.signature(inspect.unwrap(method)).parameters)
-    if parameters[:2] != ["self", "scheduler_output"]:
-        return f"{METHOD} takes {parameters}, not (self, scheduler_output, ...)"
-    return None
 
 
 def install(observer: Observer) -> None:

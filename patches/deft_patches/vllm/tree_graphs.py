@@ -12,12 +12,11 @@ Harmless to managers without a controller: the wrappers only call the host's met
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from deft_patches.wrapping import wrap
+from deft_patches.wrapping import lacking, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +40,9 @@ _controllers: dict[int, Controller] = {}  # by the id of the server's configurat
 def missing() -> str | None:
     """What the host lacks for this patch, in one line; or None."""
     try:
-        manager = _manager()
-        for name, wanted in PARAMETERS.items():
-            method = inspect.unwrap(getattr(manager, name))
-            parameters = list(inspect.signature(method).parameters)
-            if parameters[: len(wanted)] != wanted:
-                return f"{name} takes {parameters}, not ({', '.join(wanted)}, ...)"
-    except (ImportError, AttributeError) as error:
+        return lacking(_manager(), PARAMETERS)
+    except ImportError as error:
         return str(error)
-    return None
 
 
 def install(vllm_config: Any, controller: Controller) -> None:
