@@ -38,7 +38,7 @@ def lacking(owner: type, expected: Mapping[str, Sequence[str]]) -> str | None:
             return f"{owner.__name__} has no {name}"
         takes = list(inspect.signature(inspect.unwrap(method)).parameters)
         if takes[: len(parameters)] != list(parameters):
-            return f"{name} takes {takes}, not {list(parameters)} first"
+            return f"{name} of {owner.__name__} takes {takes}, not {list(parameters)} first"
     return None
 
 

@@ -355,7 +355,7 @@ def test_hosts_graphs_are_as_the_patch_expects(monkeypatch):
     assert tree_graphs.missing() is None
     monkeypatch.setattr(Manager, "capture", lambda self: None)
     monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
-    assert "capture takes ['self']" in tree_graphs.missing()
+    assert "capture of Manager takes ['self']" in tree_graphs.missing()
     config = make_config()
     config.use_v2_model_runner = False
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in unsupported_graphs(config)
