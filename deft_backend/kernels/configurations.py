@@ -226,50 +226,33 @@ def _gluon_tile(
     plain: TileConfig, head_dim: int, vectors: int, sms: int, eight_bits: bool
 ) -> TileConfig | None:
     """How the kernels in Gluon run a tile shape on Hopper; None: the plain kernel runs it."""
-    if eight_bits:
-        return _gluon_tile_of_bytes(plain, head_dim, sms)
-    if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
-        block, lookahead = {64: (64, 3), 128: (64, 2)}[head_dim]
+    height, bits = plain.height, 8 if eight_bits else 16
+    if height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
         # A program reads its first item before it knows whether there is one.
         programs = min(2 * sms, READ_AHEAD)
-        return replace(plain, block_tokens=block, lookahead=lookahead, programs=programs)
-    # One warp a program, as in the plain kernel.
-    if (plain.height, head_dim) == (16, 128):
-        return replace(
-            plain, block_tokens=16, lookahead=1, programs=8 * sms,
-            fewer_programs=_fewer_programs(16, 16, 8, sms),
-        )  # fmt: skip
-    if (plain.height, head_dim) == (8, 128):
-        per_sm, registers = gluon_versions.small_tile_limits(vectors)
-        return replace(
-            plain, block_tokens=16, lookahead=1, programs=per_sm * sms, max_registers=registers,
-            fewer_programs=_fewer_programs(8, 16, per_sm, sms),
-        )  # fmt: skip
-    return None
-
-
-def _gluon_tile_of_bytes(plain: TileConfig, head_dim: int, sms: int) -> TileConfig | None:
-    """The same for a cache of 8 bits: as many bytes are on their way, twice as many tokens."""
-    if plain.height == 64 and head_dim in LARGE_TILE_HEAD_DIMS:
+        lookahead = 2 if head_dim == 128 and not eight_bits else 3
+        tile = replace(plain, block_tokens=64, lookahead=lookahead, programs=programs)
+        if not eight_bits:
+            return tile
         # The conversion of bytes needs two programs on each SM, also if the batch fits one tile.
         # Two items on one SM are slow while other SMs are idle, so `spread` fills idle SMs first.
-        return replace(
-            plain, block_tokens=64, lookahead=3, programs=min(2 * sms, READ_AHEAD),
-            programs_for_one_tile=None, spread=plain.block_segments == 1,
-        )  # fmt: skip
-    if plain.height not in EIGHT_BITS_LIMITS or head_dim != 128:
+        return replace(tile, programs_for_one_tile=None, spread=plain.block_segments == 1)
+    if height not in (8, 16) or head_dim != 128:
         return None
-    per_sm, registers = EIGHT_BITS_LIMITS[plain.height]
+    per_sm, registers = 8, None
+    if eight_bits:
+        per_sm, registers = EIGHT_BITS_LIMITS[height]
+    elif height == 8:
+        per_sm, registers = gluon_versions.small_tile_limits(vectors)
+    # One warp a program, as in the plain kernel. As many bytes are on their way with 8 bits.
     return replace(
-        plain, block_tokens=32, lookahead=1, programs=per_sm * sms, max_registers=registers,
-        fewer_programs=_fewer_programs(plain.height, 8, per_sm, sms),
+        plain, block_tokens=256 // bits, lookahead=1, programs=per_sm * sms,
+        max_registers=registers,
+        fewer_programs=tuple(
+            (pairs * sms, fewer * sms)
+            for pairs, fewer in FEWER_PROGRAMS[height, bits] if fewer < per_sm
+        ),
     )  # fmt: skip
-
-
-def _fewer_programs(height: int, bits: int, per_sm: int, sms: int) -> tuple[tuple[int, int], ...]:
-    """`TileConfig.fewer_programs` of a small tile with `per_sm` programs on an SM."""
-    rule = FEWER_PROGRAMS[height, bits]
-    return tuple((pairs * sms, fewer * sms) for pairs, fewer in rule if fewer < per_sm)
 
 
 def _plain_tile(
