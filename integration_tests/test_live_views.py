@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
-from integration_tests.common.server import ROOT
+from integration_tests.common.plugins import ROOT
 from integration_tests.sglang_server import Ask
 
 pytestmark = pytest.mark.rare

@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 
-from integration_tests.common.plugins import QUICK_INTERPRETER, plugin_settings
-from integration_tests.common.server import ROOT
+from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
 
 
 def deft_ab(folder, *arguments, settings=None):

@@ -15,10 +15,9 @@ from pathlib import Path
 import openai
 
 from deft_backend.tools.servers.process import ServerProcess
-from integration_tests.common.plugins import QUICK_INTERPRETER, plugin_settings
+from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
 from integration_tests.common.result import StepTotal
 
-ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
 """The served model; the environment may name another one."""
 
