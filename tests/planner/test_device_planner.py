@@ -263,6 +263,16 @@ def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
     assert len(plan.entry_query) <= capacity.max_entries
 
 
+@pytest.mark.usefixtures("all_candidates")
+@pytest.mark.parametrize("programs", [1, 3, 9])
+@pytest.mark.parametrize("seed", range(3))
+def test_flattened_chunks_are_as_long_as_the_hosts(seed, programs):
+    """Chunks double for the programs' sake, and a short rest joins the last one."""
+    batch = random_batch(seed, 12, [0, 3, 130, 400], private=200)
+    target = replace(TARGET, tile_programs=(16, 4, programs))
+    plans_of(batch, target, PlanCapacity.for_batch(64, 2000), policy=DeftFlatten())
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_how_programs_divide_the_work_decides_nothing(seed, monkeypatch):
     """Many small programs and loops, as on a GPU; the interpreter runs few programs."""

@@ -184,6 +184,21 @@ def test_deft_flatten_has_table_12s_even_blocks():
     assert coarse.num_groups <= 5
 
 
+def test_flattened_chunks_double_until_the_programs_hold_all_at_once():
+    forest = regular_forest([1, 8], [2000, 500])
+    for programs, longest in ((47, 128), (46, 256), (23, 256), (22, 512), (1, 512)):
+        target = replace(GQA, tile_programs=(132, 33, programs))
+        grouping = DeftFlatten().group(forest, target)
+        assert grouping.num_tokens()[:-1].max() == longest
+        assert DeftFlatten(longer=1).group(forest, target).num_groups == 47
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(319, [128, 191]), (320, [128, 128, 64])])
+def test_a_rest_of_less_than_half_a_chunk_joins_the_last_chunk(tokens, sizes):
+    grouping = DeftFlatten().group(regular_forest([1], [tokens]), GQA)
+    assert grouping.num_tokens().tolist() == sizes
+
+
 def test_a_blocks_bit_masks_are_runs():
     forest = regular_forest([1, 150], [50, 1])
     grouping = get_policy("deft-flatten").group(forest, GQA)

@@ -1,5 +1,6 @@
 """`auto`: the choice of KV ranges with their own items, and their chunks."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from deft_backend.policies.chunk_choice import (
 )
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.measured_chunks import EXPOSED
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -258,3 +260,48 @@ def test_items_of_one_round_spread_evenly_over_the_sms():
     leaves, _ = chunks_of([1], [20_000], target, costs, transfer_ns)
     on_each_sm = -(-20_000 // leaves) * 32 / 132
     assert math.ceil(on_each_sm) / on_each_sm < 1.05
+
+
+def costs_by_levels(fan_out, tokens, target):
+    """Nanoseconds of the whole GPU for each choice of levels with ranges of their own."""
+    costs, (small, large) = target.costs.tiles, target.single_range_tiles
+    programs = target.programs_for(int(np.prod(fan_out)))
+    nodes = np.cumprod(fan_out)
+    found = {}
+    for own in itertools.product((False, True), repeat=len(fan_out) - 1):
+        begin, total, parts = 0, 0.0, 1
+        for level, end in enumerate(np.cumsum(tokens)):
+            queries = int(nodes[-1] // nodes[level])
+            is_leaf = level + 1 == len(fan_out)
+            if is_leaf or own[level]:
+                shape = int(queries > small)
+                tiles = nodes[level] * -(-queries // (small, large)[shape])
+                item = 0.0 if is_leaf else costs.item_ns[shape] * (1.0 if shape else EXPOSED)
+                item += (end - begin) * costs.token_ns[shape]
+                total += tiles * item / programs[shape]
+                begin = end
+                parts += not is_leaf
+        results = nodes[-1] * parts if parts > 1 else 0
+        found[own] = total + results * target.partial_ns
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "fan_out", "tokens"),
+    [
+        (8, [1, 2, 2, 2, 2, 2, 2, 2, 8], [16] * 9),
+        (32, [1, 16, 2, 2, 4, 4], [256, 128, 64, 16, 16, 16]),
+        (32, [1, 8, 2, 2, 2, 2, 8], [256, 128, 64, 16, 16, 16, 16]),
+    ],
+)
+def test_levels_with_items_of_their_own_are_those_of_an_exact_search(kv_heads, fan_out, tokens):
+    """FastTree's trees of 1,024 requests; without a look at the level below, other levels win."""
+    programs = {8: (165, 33, 33), 32: (33, 8, 8)}[kv_heads]
+    target = Target(32, kv_heads, 128, tile_programs=programs)
+    forest = regular_forest(fan_out, tokens)
+    node, *_ = ranges_of(forest, target, target.costs.tiles)
+    ends = {int(forest.start[v] + forest.length[v]) for v in node}
+    costs = costs_by_levels(fan_out, tokens, target)
+    best = min(costs, key=costs.get)
+    own = [end for end, own in zip(np.cumsum(tokens), best, strict=False) if own]
+    assert ends == {*own, sum(tokens)}
