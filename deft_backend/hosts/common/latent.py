@@ -11,7 +11,7 @@ from deft_backend.attention import (
     plain_latent_attention,
 )
 from deft_backend.attention.latent_check import failed_latent_check
-from deft_backend.hosts.common.limits import Unsupported, refuse
+from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
@@ -44,5 +44,5 @@ def checked_latent_attention(
         )  # fmt: skip
     except AttentionError as error:
         raise Unsupported(str(error)) from None
-    refuse(failed_latent_check(attention, on_device=on_device))
+    refuse_if(failed_latent_check(attention, on_device=on_device))
     return attention

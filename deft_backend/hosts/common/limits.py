@@ -22,7 +22,7 @@ class Unsupported(RuntimeError):
     """
 
 
-def refuse(reason: str | None) -> None:
+def refuse_if(reason: str | None) -> None:
     """Raise Unsupported if there is a reason."""
     if reason is not None:
         raise Unsupported(reason)

@@ -9,7 +9,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.attention.recorded_results import unrecorded
 from deft_backend.attention.self_check import Case, first_failure
 from deft_backend.hosts.common.kernel_cache import ranks_cache
-from deft_backend.hosts.common.limits import refuse
+from deft_backend.hosts.common.limits import refuse_if
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.settings.config import Settings
 
@@ -29,7 +29,7 @@ def prepare_kernels(
         warm_up_attention(
             attention, tensors, on_device=on_device, smallest=settings.min_batch, shared=shared
         )
-        refuse(failed_self_check(attention, tensors, on_device=on_device))
+        refuse_if(failed_self_check(attention, tensors, on_device=on_device))
 
 
 def failed_self_check(

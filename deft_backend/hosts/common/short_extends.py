@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from deft_backend.attention import Gpu, TreeAttention
-from deft_backend.hosts.common.limits import refuse
+from deft_backend.hosts.common.limits import refuse_if
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.planner import PlanCapacity
@@ -72,7 +72,7 @@ class ShortExtends:
             mine = tensors_of(tensors, size)
             smallest = self.settings.min_batch
             warm_up_attention(self.attention, mine, on_device=True, smallest=smallest)
-            refuse(failed_self_check(self.attention, mine, on_device=True))
+            refuse_if(failed_self_check(self.attention, mine, on_device=True))
 
 
 def extend_attention(

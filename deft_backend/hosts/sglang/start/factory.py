@@ -10,7 +10,7 @@ from typing import Any
 
 from deft_backend.attention import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported, refuse
+from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import (
     SGLANG_ADAPTER,
     capability_of,
@@ -78,7 +78,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             settings = Settings.from_env()
             logger.setLevel(LOG_LEVELS[settings.log])
             warn_unknown()
-            refuse(ignored_scales(runner, name))
+            refuse_if(ignored_scales(runner, name))
             made = _create(runner, host, settings, undo)
         except Unsupported as error:
             reason = str(error)
@@ -141,13 +141,13 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
 
 def _steps(runner: Any, host: Any, settings: Settings, undo: ExitStack, largest: int) -> Steps:
     """The steps of a model whose layers have keys and values."""
-    refuse(unsupported_model(runner))
+    refuse_if(unsupported_model(runner))
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens, capability = draft_tokens(runner.server_args), capability_of(device_of(runner))
     on_device = selects_device_planner(
         settings, SGLANG_ADAPTER, capability, verifies=query_tokens > 1
     )
-    refuse(untried(settings, capability, query_tokens))
+    refuse_if(untried(settings, capability, query_tokens))
     if not on_device and decodes_per_rank(runner.server_args):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.

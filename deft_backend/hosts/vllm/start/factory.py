@@ -15,7 +15,7 @@ import torch
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import Unsupported, refuse
+from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import (
     VLLM_ADAPTER,
     capability_of,
@@ -97,7 +97,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     Raises Unsupported if the host runs the group; without a message if the log has the reason.
     """
     host, spec, layer_names, vllm_config, device = layers
-    refuse(unsupported_server(vllm_config))
+    refuse_if(unsupported_server(vllm_config))
     if all(drafts(name, vllm_config) for name in layer_names):
         raise Unsupported("the draft model gets no tree attention")
     division = divide_layers(vllm_config)
@@ -108,10 +108,10 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         raise Unsupported  # the line above gives the reasons
     shape = Counter(layer.shape for layer in mine.values()).most_common(1)[0][0]
     layer = next(iter(mine.values()))  # one specification, one kind of cache
-    refuse(unsupported_spec(spec, latent=layer.value_dim is not None))
-    refuse(_unsupported_shape(layers, shape, layer))
+    refuse_if(unsupported_spec(spec, latent=layer.value_dim is not None))
+    refuse_if(_unsupported_shape(layers, shape, layer))
     query_tokens = query_tokens_of(vllm_config)
-    refuse(untried(settings, capability_of(device), query_tokens))
+    refuse_if(untried(settings, capability_of(device), query_tokens))
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         held: GroupAttention = server.groups[key]
