@@ -11,8 +11,10 @@ from deft_backend.attention import (
     plain_latent_attention,
 )
 from deft_backend.attention.latent_check import failed_latent_check
-from deft_backend.hosts.common.limits import Unsupported, refuse_if
+from deft_backend.forest import PrefixForest
+from deft_backend.hosts.common.limits import Unsupported, refuse_if, shares_too_little
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.settings.config import Settings
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 
@@ -46,3 +48,17 @@ def checked_latent_attention(
         raise Unsupported(str(error)) from None
     refuse_if(failed_latent_check(attention, on_device=on_device))
     return attention
+
+
+def gains_too_little(
+    attention: LatentAttention, forest: PrefixForest, settings: Settings, num_layers: int
+) -> str | None:
+    """Why the host's kernel computes a batch of a server with so many layers, or None.
+
+    DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
+    """
+    reason = shares_too_little(forest, settings)
+    priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
+    if reason is None and priced and not attention.gains(forest, num_layers):
+        return "shares too little to be faster"
+    return reason

@@ -63,7 +63,8 @@ def _capture_one_shape(
 def _resolve_variant(original: Any, runner: Any, forward_batch: Any) -> str | None:
     label: str | None = original(runner, forward_batch)
     controller = _controllers.get(id(runner.model_runner))
-    if controller is None or not forward_batch.forward_mode.is_decode():
+    mode = forward_batch.forward_mode
+    if controller is None or not (mode.is_decode() or mode.is_target_verify()):
         return label
     return _labelled(label) if controller.takes(forward_batch) else label
 

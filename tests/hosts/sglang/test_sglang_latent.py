@@ -14,6 +14,7 @@ from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
+    RADIX_CACHE,
     FakeServer,
     Tree,
     host_planned,
@@ -193,6 +194,87 @@ def test_chains_of_drafts(verifying, graph):
         counters = server.state.counters()
         assert (counters.steps_tree, server.state.verified_tokens) == (1, 2 * DRAFTED)
         assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+
+
+class Sharing:
+    """Leaves batches to the host for `reason`."""
+
+    reason = None
+
+    def too_little(self, forward_batch):
+        return self.reason
+
+
+def test_chains_that_share_too_little_are_the_hosts(verifying):
+    steps, calls = verifying.backend.deft, verifying.calls
+    steps.sharing = sharing = Sharing()
+    sharing.reason = "shares too little"
+    verifying.backend.init_forward_metadata(verifying.batch())
+    assert calls == ["metadata"]
+    assert verifying.state.steps_host == {"shares too little": 1}
+    assert steps.layers.step is None
+
+
+def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
+    """The host's graph is captured first, then one with tree attention; both find metadata."""
+    steps, calls = verifying.backend.deft, verifying.calls
+    steps.sharing = sharing = Sharing()
+    prepare = verifying.backend.init_forward_metadata_out_graph
+    prepare(verifying.batch(), in_capture=True)
+    assert steps.layers.step is None
+    steps.capture_tree(True)
+    prepare(verifying.batch(), in_capture=True)
+    assert steps.layers.step is not None
+    steps.capture_tree(False)
+    assert steps.layers.step is None
+    assert calls == ["capture", "replay"]
+    for reason, verified, left in (("little", 0, 1), (None, 2 * DRAFTED, 1)):
+        sharing.reason = reason
+        assert steps.takes(verifying.batch()) == (reason is None)
+        prepare(verifying.batch(), in_capture=False)
+        assert verifying.state.verified_tokens == verified
+        assert verifying.state.steps_host == {"little": left}
+    assert calls == ["capture", "replay", "replay", "replay"]
+    assert not steps.takes(verifying.batch("decode"))
+
+
+def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
+    """Once for the requests of a batch, by the forest that the tree shows."""
+    from deft_backend.hosts.sglang.step.decode_plan import BatchObserver
+    from deft_backend.hosts.sglang.step.latent_sharing import LatentSharing
+
+    prefix = list(range(1000, 1200))
+    requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree())
+    for request, tokens in zip(requests, lens, strict=True):
+        request.seqlen = int(tokens)
+    asked, gains = [], SimpleNamespace(answer=False)
+
+    def asks(forest, num_layers):
+        asked.append((forest, num_layers))
+        return gains.answer
+
+    attention = SimpleNamespace(query_tokens=DRAFTED, device=torch.device("cuda"), gains=asks)
+    observer = BatchObserver("runner", verifies=True)
+    sharing = LatentSharing(attention, observer, Settings(), 27)
+
+    def said(requests, kind="verify", cache=RADIX_CACHE):
+        batch = make_batch(kind, table, [1, 2], lens, rids=list(requests))
+        observer.observe(batch, SimpleNamespace(reqs=requests, tree_cache=cache), "runner")
+        return sharing.too_little(batch)
+
+    assert said(requests) == said(list(requests)) == "shares too little to be faster"
+    ((forest, layers),) = asked
+    assert layers == 27
+    assert forest.tokens_attended - forest.tokens_stored == len(prefix)
+    assert forest.seq_lens.tolist() == [n + DRAFTED for n in lens]
+    gains.answer = True
+    assert said(requests[::-1]) is None
+    assert said(requests, "decode") == "batch without requests"
+    assert said(requests[:1]) == "shares less than DEFT_MIN_SHARE=1.1"
+    attention.gains = raising(ValueError("planted"))
+    assert said(requests) == "planning failed"
+    assert "planted" in failures.pop()
+    assert said(requests[::-1], cache=object()) == "unreadable prefix cache"
 
 
 def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):

@@ -43,6 +43,7 @@ from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
 from deft_backend.hosts.sglang.step.kinds import Verification
 from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
+from deft_backend.hosts.sglang.step.latent_sharing import LatentSharing
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
 from deft_backend.hosts.sglang.versions import (
     decode_graphs,
@@ -105,6 +106,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         assert made is not None
         undo.pop_all()  # the backend stays
     layers, on_device = made.deft.layers, isinstance(made.deft, DevicePlannedSteps)
+    takes_all = on_device and made.deft.sharing is None
     start_reporting(layers.state, runner, settings)
     tokens = layers.attention.query_tokens
     logger.info(
@@ -112,7 +114,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         "MiB); everything else%s through %s",
         "decode" if tokens == 1 else f"verification of {tokens} tokens a request", settings.policy,
         "device" if on_device else "host", layers.attention.workspace_bytes / 2**20,
-        "" if on_device else ", and batches that share too little,", name,
+        "" if takes_all else ", and batches that share too little,", name,
     )  # fmt: skip
     division = layers.division.text()
     if division is not None:
@@ -228,6 +230,13 @@ def _device_planned(
         else compiler_of(attention, runner, settings, layers.division.tree),
         decodes=not latent,
     )  # fmt: skip
+    if latent:
+        observer = BatchObserver(runner, verifies=True)
+        undo.callback(observe_batch.install(observer.observe))
+        planned: Any = attention
+        steps.sharing = LatentSharing(planned, observer, settings, len(layers.division.tree))
+        if _has_graphs(runner):
+            undo.callback(tree_graphs.install(runner, steps))
     _install_fence(runner, steps, undo)
     return steps
 

@@ -48,10 +48,13 @@ class Observed:
 
 
 class BatchObserver:
-    """Remembers the last decode batch that the host made for one model runner."""
+    """Remembers the last decode batch that the host made for one model runner.
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    With `verifies`, it remembers the last verification instead.
+    """
+
+    def __init__(self, runner: Any, *, verifies: bool = False) -> None:
+        self._runner, self._verifies = runner, verifies
         self._last: Observed | None = None
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
@@ -59,7 +62,8 @@ class BatchObserver:
         if runner is not self._runner:
             return
         self._last = None
-        if forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify() if self._verifies else mode.is_decode():
             rows = forward_batch.req_pool_indices
             self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, rows)
 

@@ -12,6 +12,7 @@ import torch
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.step.extends import ExtendSteps
 from deft_backend.hosts.sglang.step.kinds import DECODE, StepKind, Verification
+from deft_backend.hosts.sglang.step.latent_sharing import LatentSharing
 from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import Batch
@@ -37,6 +38,9 @@ class DevicePlannedSteps:
     extends: ExtendSteps | None = None
     # Whether decode batches are planned. An attention for MLA has one number of query tokens.
     decodes: bool = True
+    # Leaves verifications that share too little to the host. The host then captures two sets of
+    # graphs, as for plans of the host planner.
+    sharing: LatentSharing | None = None
     needs_cpu_seq_lens: ClassVar[bool] = False
     # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
     # failed graph may hold it. Such a graph reads page tables while it runs.
@@ -45,6 +49,8 @@ class DevicePlannedSteps:
     _replayed_tree: bool = False
     _counting: bool = False
     _recaptures: bool = False  # the host captures again and has decoded no step since
+    _captures_tree: bool = False  # the host captures the second set of graphs
+    _left: str | None = None  # why `sharing` left the last batch to the host
 
     def begin(self, forward_batch: Any) -> None:
         layers = self.layers
@@ -53,6 +59,7 @@ class DevicePlannedSteps:
         if kind is not None:
             self._count_steps()
             reason = self._refused(forward_batch.batch_size) or kind.unsuitable(forward_batch)
+            reason = reason or self._too_little(forward_batch)
             if reason is None:
                 kind.load(forward_batch)
                 step = TreeStep(
@@ -70,7 +77,8 @@ class DevicePlannedSteps:
         layers.step = None
         self._replayed_tree = False
         kind = self._kind_of(forward_batch.forward_mode)
-        layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        in_capture = not self._captures_tree  # see HostPlannedSteps.begin_capture
+        layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if kind is None:
             return
         self._hold_counters(True)
@@ -79,6 +87,8 @@ class DevicePlannedSteps:
         if size in self._tree_graphs:
             self._table_readers.add(size)
             self._tree_graphs.remove(size)
+        if self.sharing is not None and not self._captures_tree:
+            return
         reason = self._refused(size) or kind.unsuitable(forward_batch, captured=True)
         if reason is None and self._compiled_for(forward_batch):
             layers.step = TreeStep(
@@ -99,11 +109,13 @@ class DevicePlannedSteps:
             self._replayed_tree = size in self._tree_graphs or size in self._table_readers
             if size not in self._tree_graphs:
                 self._count_host(self._refused(size) or "no graph", forward_batch)
+            elif self._left is not None:
+                self._count_host(self._left, forward_batch)
             else:
                 kind.load(forward_batch)
                 self._show(forward_batch)
                 self._count_verified(kind, forward_batch)
-                if not layers.host_in_graphs:
+                if not layers.host_in_graphs and self.sharing is None:
                     return
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
 
@@ -118,6 +130,20 @@ class DevicePlannedSteps:
         """Load the links once more: the host may prepare a replay before it has drafted."""
         if self.verification is not None and graph_size in self._tree_graphs:
             self.verification.load_links(spec_info)
+
+    def takes(self, forward_batch: Any) -> bool:
+        """Whether a batch replays the second set; the host asks before it chooses its graph."""
+        kind = self._kind_of(forward_batch.forward_mode)
+        return kind is not None and self._too_little(forward_batch) is None
+
+    def capture_tree(self, capturing: bool) -> None:
+        """The host captures the next forwards with tree attention, or without it again."""
+        self._captures_tree = capturing
+        self.layers.step = None
+
+    def _too_little(self, forward_batch: Any) -> str | None:
+        self._left = None if self.sharing is None else self.sharing.too_little(forward_batch)
+        return self._left
 
     def reads_during_forward(self, mode: Any) -> bool:
         """The host asks before it names the graph that it replays, so any such graph counts."""

@@ -11,7 +11,8 @@ import torch
 from deft_backend.attention import LatentAttention
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.limits import refused, shares_too_little
+from deft_backend.hosts.common.latent import gains_too_little
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.vllm.step.extends import CachedPrefixes
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.step import LayerCall, TreeStep
@@ -59,12 +60,7 @@ class LatentSharing(CachedPrefixes):
             row[: len(each)] = each
         size = self._block_tokens
         forest = forest_from_page_tables(tables, lens * size, size, check=False)
-        reason = shares_too_little(forest, self._settings)
-        # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
-        priced = self._settings.min_saved_ms > 0 and self._attention.device.type == "cuda"
-        if reason is None and priced and not self._attention.gains(forest, self._num_layers):
-            reason = "shares too little to be faster"
-        return reason
+        return gains_too_little(self._attention, forest, self._settings, self._num_layers)
 
 
 @dataclass(eq=False)
