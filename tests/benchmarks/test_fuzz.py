@@ -165,23 +165,28 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
 
 
-@pytest.mark.parametrize(
-    ("seed", "setting", "decides_by_tie"),
-    [
-        # A node of 128 tokens for seven queries: its own items cost what they save.
-        (1000200, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), True),
-        (1000201, PlanSetting(32, 32, 128, 64, 132, (8, 64, 64), 1 << 15), False),
-    ],
-)
-def test_batches_of_the_recorded_run_that_decide_by_a_tie(seed, setting, decides_by_tie):
-    fuzzer = PlanFuzzer(setting, CPU, large=True)
-    forest = fuzzer._forest(fuzzer.batch(seed))
-    host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
+def test_a_decision_between_equal_costs_is_a_tie():
+    """The price of a partial result at which the host planner decides otherwise, by halving."""
+    fuzzer = PlanFuzzer(SETTING, CPU, large=False)
+    forest = fuzzer._forest(drawn())
 
-    def other(plan):
-        return not _same(plan, host)
+    def planned(partial_ns):
+        costs = fuzzer.target.costs
+        costs = replace(costs, tiles=replace(costs.tiles, partial_ns=partial_ns))
+        target = replace(fuzzer.target, cost_model=costs)
+        return target, plan_forest(forest, get_policy("auto"), target, fuzzer.capacity)[0]
 
-    assert ties.is_tie(forest, fuzzer.target, fuzzer.capacity, other) == decides_by_tie
+    def is_tie(target, host):
+        return ties.is_tie(forest, target, fuzzer.capacity, lambda plan: not _same(plan, host))
+
+    low, high = 1e-2, 1e6
+    cheapest = planned(low)[1]
+    assert not _same(cheapest, planned(high)[1])
+    assert not is_tie(*planned(low))
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _same(cheapest, planned(middle)[1]) else (low, middle)
+    assert is_tie(*planned(low))
 
 
 def test_nearby_costs_differ_by_a_rounding():
