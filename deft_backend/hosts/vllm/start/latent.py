@@ -49,7 +49,7 @@ def latent_attention(
         raise Unsupported(f"MLA cannot leave batches to the host: {reason}")
     if settings.policy != AUTO or settings.planner == "host":
         raise Unsupported(
-            "MLA is planned on the device by the policy auto (DEFT_POLICY, DEFT_PLANNER)"
+            "MLA takes device plans of the policy auto alone; unset DEFT_POLICY and DEFT_PLANNER"
         )
     heads, _, dim = layer.shape
     return checked_latent_attention(
