@@ -342,7 +342,7 @@ PHASED = forest_from_parents([-1, *[0] * 9, -1, 10, 10, -1], [300, *range(1, 10)
     ("policy", "expected"),
     [
         ("deft-node", ["large_tile", "small_tile", "reduction"]),
-        ("deft-flatten", ["masked_tile", "reduction"]),
+        ("deft-flatten", ["masked_tile", "small_tile"]),
         ("flash-decoding", ["small_tile"]),
     ],
 )

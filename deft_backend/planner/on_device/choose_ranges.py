@@ -123,10 +123,10 @@ def choose_ranges(
             joined = (end - tl.gather(from_above, parent, 0)).to(tl.float32)
             more = its + (unmerged * queries).to(tl.float32) * costs.partial
             saved = tl.minimum(joined * own + more, joined * below) - alone
-            saved = tl.where(decides, saved, 0.0).to(tl.float64)
+            saved = tl.where(decides, saved, 0.0)
             sums = tl.associative_scan(saved, 0, tl.standard._sum_combine)
             saved = tl.gather(sums, last, 0) - tl.gather(sums - saved, first, 0)
-            saved = saved.to(tl.float32) + tokens * leaves.to(tl.float32) * leaf_token
+            saved += tokens * leaves.to(tl.float32) * leaf_token
             results = (queries * (2 - is_merged)).to(tl.float32)
             cheaper = tokens * own + items + results * costs.partial < saved
             takes = ready & cheaper & (end > from_above)
