@@ -280,7 +280,9 @@ def _plain_tile(
         # program is one warp, which meets no barrier, and an SM holds as many as fit.
         most = 8 if head_dim <= 128 else 4  # with heads of 256, six are slower on Hopper
         programs = gpu.sms * max(1, min(most, per_sm(16, 3)))
-        return TileConfig(height, 16, segments, 1, 3, programs)
+        # Of the largest tile, such an SM holds one or two programs, and one warp spills.
+        few = height == 32 and head_dim > 128 and gpu.shared_per_program < 128 * 1024
+        return TileConfig(height, 16, segments, 4 if few else 1, 3, programs)
     block = 64 if head_dim * dtype.itemsize <= 256 else 32
     if segments > 1 and gpu.shared_per_program < 128 * 1024:
         block = 32  # 64 spill

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_compiled_kernels import resources, tiles_of
+from test_compiled_kernels import attention_of, launched, resources, tiles_of
 
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.attention.recorded_results import COMPILED
@@ -71,3 +71,17 @@ def test_plain_kernels_fit(name, head_dim, kv_dtype, query_tokens):
         assert taken.shared <= gpu.shared_per_program, (kernel.name, taken)
         assert taken.fit(gpu) >= at_once, (kernel.name, at_once, taken)
         assert taken.stack <= spilled, (kernel.name, taken)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.rare) for name in ("sm_86", "sm_120")] + ["sm_89"]
+)
+def test_the_largest_small_tile_on_gpus_with_little_shared_memory(name):
+    """32 query vectors of 256 elements need the registers of four warps."""
+    gpu = Gpu.named(name)
+    attention = attention_of(gpu, heads=(32, 1), head_dim=256, requests=8)
+    assert tiles_of(attention)[0].height == 32
+    taken = resources(launched(attention)["small_tile_attention"], gpu)
+    assert taken.stack == 0
+    assert taken.shared <= gpu.shared_per_program
+    assert taken.fit(gpu) >= tiles_of(attention)[0].programs // gpu.sms

@@ -5,7 +5,8 @@
 (FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of
 `partial_attention`. A small tile reuses little KV, so the kernel keeps many loads in flight:
 
-- A program is one warp. It meets no barrier, and an SM holds many.
+- A program is one warp, which meets no barrier. An SM holds many. (`configurations.py` has one case
+  of four warps.)
 - The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
   GQA group of four heads and holds half the registers.
 - An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
