@@ -13,13 +13,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from deft_backend.attention import Gpu, TreeAttention, recorded_results, self_check, tree_attention
-from deft_backend.attention.self_check import (
-    Case,
-    Outcome,
-    check_shapes,
-    checked,
-    first_failure,
-)
+from deft_backend.attention.self_check import Case, Outcome, check_shapes, checked, first_failure
 from deft_backend.compile.host_jit import HostCall, host_jit
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.compile.variants import ForArchitecture, compile_all, compiling_for, recorded

@@ -17,13 +17,7 @@ from deft_backend.policies.chunk_choice import (
     choose_chunks,
     chunk_of,
 )
-from deft_backend.policies.measured_chunks import (
-    ROUNDING,
-    Cut,
-    ShapeCosts,
-    cut_cost,
-    cut_into,
-)
+from deft_backend.policies.measured_chunks import ROUNDING, Cut, ShapeCosts, cut_cost, cut_into
 
 TILES = (2, 16)
 """Queries of the small and the large tile."""
