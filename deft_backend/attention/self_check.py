@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -18,14 +18,16 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.compile.host_jit import calls_in_python
-from deft_backend.compile.in_processes import Code, compiled_in_processes
+from deft_backend.compile.host_jit import HostCall, calls_in_python
+from deft_backend.compile.in_processes import compiled_in_processes
 from deft_backend.compile.variants import ForArchitecture, recorded
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.kernels import Gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
+
+PYTHON_SECONDS = 4.0  # kept for host plans that Python makes, where Numba is too slow
 
 MOST_BYTES = 1 << 28  # about what the keys of a check may span, and so may its values
 
@@ -40,11 +42,13 @@ class Case:
     ragged: bool = False  # whether `query_start` tells where the requests' rows begin
     soft_cap: bool = False
     sinks: torch.dtype | None = None
+    in_python: bool = False  # whether Python makes the host's plan, not compiled code
 
     def __str__(self) -> str:
         step = "decode" if self.query_tokens == 1 else "tree" if self.trees else "chain"
         more = [name for name in ("soft cap", "sinks") if getattr(self, name.replace(" ", "_"))]
-        return ", ".join((step, *more, f"planned on the {'device' if self.on_device else 'host'}"))
+        planned = f"planned on the {'device' if self.on_device else 'host'}"
+        return ", ".join((step, *more, planned, *(["in Python"] if self.in_python else [])))
 
 
 @dataclass(frozen=True)
@@ -129,25 +133,33 @@ def check_shapes(
 ) -> Iterator[tuple[CheckedShape, Outcome]]:
     """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
-    Cases run while the code of later ones compiles. An outcome has neither error nor failure if
-    `until`, by the monotonic clock, came first.
+    Cases run while the code of later ones compiles. Numba takes longest, so plans of the host come
+    last; Python makes those for which it is not ready in time. An outcome has neither error nor
+    failure if `until`, by the monotonic clock, came first.
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
-    needed: dict[tuple[CheckedShape, Case], list[Code]] = {}
+    cases.sort(key=lambda each: not each[1].on_device)
+    planner: dict[tuple[CheckedShape, Case], dict[HostCall, None]] = {}
+    kernels: dict[tuple[CheckedShape, Case], list[ForArchitecture]] = {}
     for shape, case in cases:
         # A failure here is the case's, which runs later.
         with calls_in_python() as calls, recorded() as variants, suppress(Exception):
             attention = attentions[shape]
             _largest_error(attention, case, HostTensors.plain(attention), 0, compare=False)
         arch = Gpu.at(device).arch if variants else 0
-        kernels = [ForArchitecture(variant, arch) for variant in variants]
-        needed[shape, case] = [*calls, *kernels]
-    codes = dict.fromkeys(chain.from_iterable(needed.values()))
-    with compiled_in_processes(codes, until) as ready:
+        planner[shape, case] = calls
+        kernels[shape, case] = [ForArchitecture(variant, arch) for variant in variants]
+    codes = dict.fromkeys(chain(*planner.values(), *kernels.values()))
+    with compiled_in_processes(codes) as ready:
         for shape, case in cases:
-            late = not ready(needed[shape, case]) or time.monotonic() > until
-            yield shape, Outcome(case, None) if late else checked(attentions[shape], case)
+            if not ready(kernels[shape, case], until) or time.monotonic() > until:
+                yield shape, Outcome(case, None)
+                continue
+            compiled = ready(planner[shape, case], until - PYTHON_SECONDS)
+            with nullcontext() if compiled else calls_in_python():
+                outcome = checked(attentions[shape], replace(case, in_python=not compiled))
+            yield shape, outcome
 
 
 def _cases(first: bool) -> list[Case]:

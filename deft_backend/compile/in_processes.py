@@ -33,12 +33,12 @@ class Code(Hashable, Protocol):
 
 @contextmanager
 def compiled_in_processes(
-    codes: Collection[Code], until: float
-) -> Iterator[Callable[[Iterable[Code]], bool]]:
+    codes: Collection[Code],
+) -> Iterator[Callable[[Iterable[Code], float], bool]]:
     """Compile codes while the ``with`` block runs; those first in order begin first.
 
-    Yields a function that waits for some of the codes; it tells whether they were ready before
-    `until`, by the monotonic clock. A code that does not compile is ready too: its use raises the
+    Yields a function that waits for some of the codes; it tells whether they were ready before a
+    time of the monotonic clock. A code that does not compile is ready too: its use raises the
     error. When the last process has ended, every code is ready: its use compiles it. Processes that
     still compile at the end of the block are killed.
     """
@@ -53,7 +53,7 @@ def compiled_in_processes(
     started = []
     finished: set[int] = set()
 
-    def ready(needed: Iterable[Code]) -> bool:
+    def ready(needed: Iterable[Code], until: float) -> bool:
         missing = {places[code] for code in needed}
         while missing - finished:
             if not select.select([done], [], [], max(0.0, until - time.monotonic()))[0]:

@@ -36,6 +36,10 @@ def code(kernel, value=2):
     return ForArchitecture(variant, 90)
 
 
+def soon():
+    return time.monotonic() + 60.0
+
+
 @pytest.fixture
 def empty_cache(tmp_path):
     with knobs.cache.scope():
@@ -46,25 +50,25 @@ def empty_cache(tmp_path):
 def test_other_processes_fill_the_cache(empty_cache):
     """A kernel that does not compile keeps nobody waiting; its launch raises the error."""
     good = [code(fill), code(fill, 16)]
-    with compiled_in_processes([code(broken), *good], time.monotonic() + 60.0) as ready:
-        assert ready([code(broken)])
-        assert ready(good)
+    with compiled_in_processes([code(broken), *good]) as ready:
+        assert ready([code(broken)], soon())
+        assert ready(good, soon())
     with compiling_for(90):
         done = compile_all(each.variant for each in good)
     assert (done.compiled, done.cached) == (0, 2)
 
 
 def test_the_time_ends(empty_cache):
-    with compiled_in_processes([code(fill)], 0.0) as ready:
-        assert not ready([code(fill)])
-        assert ready([])
+    with compiled_in_processes([code(fill)]) as ready:
+        assert not ready([code(fill)], 0.0)
+        assert ready([], 0.0)
 
 
 def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
     """The uses of the code compile it then."""
     monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, "no process")))
-    with compiled_in_processes([code(fill)], time.monotonic() + 60.0) as ready:
-        assert ready([code(fill)])
+    with compiled_in_processes([code(fill)]) as ready:
+        assert ready([code(fill)], soon())
     assert "code compiles in 0 processes" in caplog.text
 
 
@@ -73,18 +77,17 @@ def test_a_process_that_is_killed(busy, empty_cache, monkeypatch):
     """As by the kernel, where memory is short; waiting ends with the last process."""
     if busy:
         monkeypatch.setattr(Variant, "compile", lambda self: os.kill(os.getpid(), signal.SIGKILL))
-    with compiled_in_processes([code(fill)], time.monotonic() + 60.0) as ready:
+    with compiled_in_processes([code(fill)]) as ready:
         if not busy:
-            assert ready([code(fill)])
+            assert ready([code(fill)], soon())
         for process in multiprocessing.active_children():
             process.kill()
-        assert ready([code(fill)])
+        assert ready([code(fill)], soon())
     assert not multiprocessing.active_children()
 
 
 def test_processes_end_with_the_block(empty_cache, monkeypatch):
     monkeypatch.setattr(Variant, "compile", lambda self: time.sleep(600))
-    began = time.monotonic()
-    with compiled_in_processes([code(fill)], began + 0.2) as ready:
-        assert not ready([code(fill)])
+    with compiled_in_processes([code(fill)]) as ready:
+        assert not ready([code(fill)], time.monotonic() + 0.2)
     assert not multiprocessing.active_children()
