@@ -19,7 +19,7 @@ import torch
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.compile.host_jit import HostCall, calls_in_python
-from deft_backend.compile.in_processes import compiled_in_processes
+from deft_backend.compile.in_processes import Code, compiled_in_processes
 from deft_backend.compile.variants import ForArchitecture, recorded
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.kernels import Gpu
@@ -150,7 +150,7 @@ def check_shapes(
         arch = Gpu.at(device).arch if variants else 0
         planner[shape, case] = calls
         kernels[shape, case] = [ForArchitecture(variant, arch) for variant in variants]
-    codes = dict.fromkeys(chain(*planner.values(), *kernels.values()))
+    codes: dict[Code, None] = dict.fromkeys(chain(*planner.values(), *kernels.values()))
     with compiled_in_processes(codes) as ready:
         for shape, case in cases:
             if not ready(kernels[shape, case], until) or time.monotonic() > until:
