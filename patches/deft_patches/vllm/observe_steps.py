@@ -58,9 +58,10 @@ def _observe(
         try:
             observer(scheduler_output)
         except Exception as error:
-            _observers.remove(observer)
+            remove(observer)  # one that it has removed itself, too
             logger.warning(
                 "deft: an observer of the host's steps failed (%r). What needs it stops: short "
-                "extends or counts; restart the server to get it back", error,
+                "extends, counts, or the choice of MLA's graphs; restart the server to get it back",
+                error,
             )  # fmt: skip
     return original(worker, scheduler_output, *args, **kwargs)

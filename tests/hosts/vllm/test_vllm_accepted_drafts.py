@@ -98,11 +98,16 @@ def test_a_worker_shows_its_steps(caplog):
     worker.worker = SimpleNamespace(execute_model=lambda step: f"result of {step}")
     assert observe_steps.missing() is None
     seen = []
-    observe_steps.install(raising(ValueError("too many")))
-    observe_steps.install(seen.append)
+
+    def last(step):
+        observe_steps.remove(last)
+        raise ValueError("by itself")
+
+    for observer in (raising(ValueError("too many")), last, seen.append):
+        observe_steps.install(observer)
     assert [worker.execute_model(step) for step in ("a", "b")] == ["result of a", "result of b"]
     assert seen == ["a", "b"]
-    assert caplog.text.count("too many") == 1
+    assert [caplog.text.count(error) for error in ("too many", "by itself")] == [1, 1]
 
 
 def test_the_next_server_of_a_process_counts_alone(monkeypatch):
