@@ -76,6 +76,17 @@ def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     try:
         original(manager, *args, **kwargs)
         setattr(manager, _GRAPHS, manager.graphs)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        alone = manager.vllm_config.parallel_config.tensor_parallel_size == 1
+        logger.warning(
+            "deft: a second set of graphs does not fit into memory; %s. Lower "
+            "--gpu-memory-utilization, capture fewer sizes, or unset DEFT_MLA",
+            "the host's graphs decode" if alone else "this rank stops, as others may wait for it",
+        )  # fmt: skip
+        if not alone:
+            raise
     finally:
         controller.capture_tree(False)
         vars(manager).update(held)

@@ -1,5 +1,6 @@
 """MLA in vLLM: refusals by name, and layers that decode over a plan of latent vectors."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -229,6 +230,7 @@ def test_backends_that_are_refused(host, asked, reason, monkeypatch):
         ({}, {"DEFT_PLANNER": "host"}, {}, "DEFT_PLANNER"),
         ({}, {}, {"speculative_config": speculating(3)}, "MLA with speculation"),
         ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
+        ({}, {}, {"data_parallel_size": 2}, "MLA with data parallelism"),
     ],
 )
 def test_layers_that_are_refused(arguments, environment, changes, reason, monkeypatch, caplog):
@@ -339,6 +341,33 @@ def test_graphs_of_another_form_stay_alone(second_set, caplog):
     manager.capture("model")
     assert "no second set of graphs" in caplog.text
     assert manager.captured == ["PIECEWISE", "PIECEWISE"]
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "stops"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, False),
+        (RuntimeError("CUDA error: out of memory"), 1, False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, True),
+        (RuntimeError("planted"), 1, True),
+    ],
+)
+def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
+    step = Step(Batch([40, 37, 33, 65], shared=2))
+    group = step.builder.deft_group
+    second_set(step.layers.config, group)
+    step.layers.config.parallel_config.tensor_parallel_size = ranks
+    manager = Manager(step)
+    build = step.builder.build_for_cudagraph_capture
+    step.builder.build_for_cudagraph_capture = lambda common: (
+        raising(error)() if group._captures_tree else build(common)
+    )
+    with pytest.raises(type(error)) if stops else nullcontext():
+        manager.capture("model")
+    assert ("does not fit into memory" in caplog.text) == ("out of memory" in str(error))
+    assert not group._captures_tree
+    step.build()
+    assert manager.run_fullgraph(4).eq(5.0).all()
 
 
 def test_managers_of_other_servers_keep_one_set(second_set):

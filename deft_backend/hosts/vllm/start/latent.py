@@ -10,6 +10,7 @@ from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.hosts.common.latent import checked_latent_attention
 from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported
 from deft_backend.hosts.common.ranks import same_on_all_ranks
+from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.vllm.start.division import query_tokens_of
 from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.step.latent import LatentGroup
@@ -42,6 +43,10 @@ def latent_attention(
     assert layer.value_dim is not None
     if query_tokens_of(vllm_config) > 1:
         raise Unsupported("MLA with speculation is not supported in vLLM")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
+        # collectives, so all ranks must replay the same set.
+        raise Unsupported("MLA with data parallelism is not supported")
     reason = observe_steps.missing()
     if reason is None and device.type == "cuda":
         reason = unsupported_graphs(vllm_config)
@@ -52,10 +57,12 @@ def latent_attention(
             "MLA takes device plans of the policy auto alone; unset DEFT_POLICY and DEFT_PLANNER"
         )
     heads, _, dim = layer.shape
-    return checked_latent_attention(
+    attention = checked_latent_attention(
         heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
         vllm_latent_attention, max_batch=max_batch, page_size=page_size, on_device=True,
     )  # fmt: skip
+    warm_up_host_planner(attention)  # it plans to decide which graph a step replays
+    return attention
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:
