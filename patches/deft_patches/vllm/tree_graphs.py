@@ -3,7 +3,8 @@
 Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.26 to 0.33), for configurations
     that have a controller:
     ``capture``: captures the host's graphs, then the full ones once more. The controller learns
-    when the second capture begins and ends, and the manager keeps its graphs apart;
+    when the second capture begins and ends, and the manager keeps its graphs apart. The host's
+    memory profile, which captures its largest graphs, gets the bytes of both sets;
     ``run_fullgraph``: replays the second graph of a batch's size if the controller takes the step.
 Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
 Looks for: the two methods with the parameters used here, and the fields that hold the graphs.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from deft_patches.wrapping import lacking, wrap
@@ -70,6 +72,8 @@ def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     if not all(isinstance(each, dict) for each in held.values()):
         logger.warning("deft: no second set of graphs can be captured; the host's graphs decode")
         return result
+    profiled = getattr(manager, "_capture_mem_samples", None)
+    first = [*(profiled or ())]
     full = held["_capture_descs"].get(CUDAGraphMode.FULL)
     manager.graphs, manager._capture_descs = {}, {CUDAGraphMode.FULL: full} if full else {}
     controller.capture_tree(True)
@@ -90,6 +94,10 @@ def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
     finally:
         controller.capture_tree(False)
         vars(manager).update(held)
+    if profiled is not None:
+        # The host profiles memory: of its largest graphs, it extrapolates these bytes to all.
+        second = profiled[len(first) :]
+        profiled[:] = [sum(both) for both in zip_longest(first, second, fillvalue=0)]
     return result
 
 

@@ -332,6 +332,22 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(second_set):
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 
+def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
+    """It extrapolates from the bytes of its largest graphs, in order."""
+    step = Step(Batch([40, 37, 33, 65], shared=2))
+    second_set(step.layers.config, step.builder.deft_group)
+    manager = Manager(step)
+    manager._capture_descs = {CUDAGraphMode.FULL: [4, 4]}
+    manager._capture_mem_samples = samples = []
+    costs = iter([300, 20, 600, 100])
+    build = step.builder.build_for_cudagraph_capture
+    step.builder.build_for_cudagraph_capture = lambda common: (
+        samples.append(next(costs)) or build(common)
+    )
+    manager.capture("model")
+    assert samples == [300 + 600, 20 + 100]
+
+
 def test_graphs_of_another_form_stay_alone(second_set, caplog):
     step = Step(Batch(DECODE, shared=2))
     second_set(step.layers.config, step.builder.deft_group)
