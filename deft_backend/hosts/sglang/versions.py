@@ -237,14 +237,15 @@ TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
 ``path_start``, ``path_end`` and ``full_value_len``: the node's tokens on the device, or None."""
 
 
-def tree_paths(tree_cache: Any) -> TreePaths | None:
+def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
     """The function of a unified tree that lists paths (from 0.5.22), or None.
 
-    None for trees of bigrams, or with other components (sliding windows, Mamba).
+    None for trees with other components (sliding windows, Mamba), and, without `bigrams`, for trees
+    of bigrams.
     """
     core: Any = getattr(tree_cache, "tree_core", None)
     paths: TreePaths | None = getattr(core, "collect_path_info", None)
-    if paths is None or len(tree_cache.tree_components) != 1 or core.is_eagle:
+    if paths is None or len(tree_cache.tree_components) != 1 or (core.is_eagle and not bigrams):
         return None
     return paths
 

@@ -115,6 +115,7 @@ def test_trees_that_are_read(name, bigrams, read):
     module, _, name = f"sglang.srt.{name}".rpartition(".")
     cache = type(name, (), {"__module__": module, "is_eagle": bigrams})()
     assert (tree_reader(cache) is not None) == read
+    assert (tree_reader(cache, bigrams=True) is not None) == (read or bigrams)
 
 
 def test_verification_finds_a_wrong_forest():

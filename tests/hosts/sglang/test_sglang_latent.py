@@ -275,6 +275,9 @@ def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
     assert said(requests) == "planning failed"
     assert "planted" in failures.pop()
     assert said(requests[::-1], cache=object()) == "unreadable prefix cache"
+    attention.gains = asks  # EAGLE's and MTP's caches hold bigrams
+    of_bigrams = type("RadixCache", (), {**vars(type(RADIX_CACHE)), "is_eagle": True})()
+    assert said(requests, cache=of_bigrams) is None
 
 
 def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):

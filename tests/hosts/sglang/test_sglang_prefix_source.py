@@ -132,24 +132,25 @@ def unified(host):
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    def make(core, prompts):
+    def make(core, prompts, bigrams=False):
         table = torch.zeros((len(prompts) + 1, 32), dtype=torch.int32)
         allocator = TokenToKVPoolAllocator(1024, torch.float32, "cpu", object(), need_sort=False)
         params = CacheInitParams(
             disable=False, req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool_allocator=allocator, page_size=1,
             tree_components=(ComponentType.FULL,), tree_core_backend=core,
+            is_eagle=bigrams,
         )  # fmt: skip
         cache = UnifiedRadixCache(params)
         requests, free = [], 1
         for row, prompt in enumerate(prompts, start=1):
             pages = torch.arange(free, free + len(prompt) + 3)
             free += len(pages)
-            key = RadixKey(array("q", prompt), None)
-            node = cache.insert(InsertParams(key=key, value=pages[: len(prompt)])).last_device_node
+            key = RadixKey(array("q", prompt), None, is_bigram=bigrams)
+            node = cache.insert(InsertParams(key=key, value=pages[: len(key)])).last_device_node
             held = cache.path_device_indices(node)
-            table[row, : len(prompt)] = held
-            table[row, len(prompt) : len(pages)] = pages[len(prompt) :]
+            table[row, : len(key)] = held
+            table[row, len(key) : len(pages)] = pages[len(key) :]
             kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=len(held))
             requests.append(SimpleNamespace(last_node=node, kv=kv, rid=f"r{row}"))
         return cache, requests, table.numpy(), np.array([len(p) + 3 for p in prompts])
@@ -158,14 +159,16 @@ def unified(host):
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_unified_tree_and_the_page_table_agree(unified, core, seed):
+@pytest.mark.parametrize("bigrams", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed):
     """Later prompts split nodes of earlier prompts."""
     draw = random.Random(seed)
-    prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(1, 12))] for _ in range(14)]
-    cache, requests, table, lens = unified(core, prompts)
+    prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(2, 12))] for _ in range(14)]
+    cache, requests, table, lens = unified(core, prompts, bigrams)
     assert core in type(cache.tree_core).__name__.lower() or core == "python"
-    tree = tree_reader(cache)
+    assert (tree_reader(cache) is None) == bigrams
+    tree = tree_reader(cache, bigrams=True)
     assert isinstance(tree, UnifiedTreeSource)
     ours, theirs = tree.forest(requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
@@ -194,9 +197,6 @@ def test_what_the_unified_tree_does_not_own_is_private(unified, core):
 def test_trees_of_several_components_are_read_from_the_page_table(unified):
     cache, *_ = unified("python", [[1, 2]])
     cache.tree_components = (*cache.tree_components, "sliding window")
-    assert tree_reader(cache) is None
-    cache, *_ = unified("python", [[1, 2]])
-    cache.tree_core.is_eagle = True
     assert tree_reader(cache) is None
     derived = type("LMCacheUnifiedRadixCache", (type(cache),), {"__init__": lambda self: None})
     assert tree_reader(derived()) is None

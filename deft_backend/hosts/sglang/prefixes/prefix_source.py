@@ -33,10 +33,11 @@ class CachedTree:
     """The tree of the host's prefix cache, if its kind can be read.
 
     - `otherwise`: what happens under a cache that cannot be read, for the log.
+    - `bigrams`: whether to read trees of bigrams, which EAGLE and MTP have.
     """
 
-    def __init__(self, otherwise: str) -> None:
-        self._otherwise = otherwise
+    def __init__(self, otherwise: str, *, bigrams: bool = False) -> None:
+        self._otherwise, self._bigrams = otherwise, bigrams
         self._tree_cache: Any = None
         self._tree: TreeReader | None = None
 
@@ -46,7 +47,8 @@ class CachedTree:
         """Forest of a batch, or None; see :meth:`PrefixSource.forest`."""
         kind = type(tree_cache).__qualname__
         if tree_cache is not self._tree_cache:
-            self._tree_cache, self._tree = tree_cache, tree_reader(tree_cache)
+            self._tree_cache = tree_cache
+            self._tree = tree_reader(tree_cache, bigrams=self._bigrams)
             if self._tree is None:
                 logger.info(
                     "deft: the prefix cache %s has no tree that the plugin reads; %s",
@@ -96,21 +98,22 @@ def key_of(request: Any) -> Key:
     return (id(request), row, request.last_node, owned)
 
 
-def tree_reader(tree_cache: Any) -> TreeReader | None:
+def tree_reader(tree_cache: Any, *, bigrams: bool = False) -> TreeReader | None:
     """The reader for a prefix cache; None if only the page table shows the sharing.
 
     There are readers for the plain tree (also with caching off) and for the unified tree. Nodes of
     other caches may hold tokens outside the page table's pages (hierarchical caches to 0.5.18,
-    sliding windows, Mamba, bigrams).
+    sliding windows, Mamba). A tree of bigrams, whose keys are a token shorter than their text, is
+    read with `bigrams` alone.
     """
     kind = type(tree_cache)
     name = f"{kind.__module__}.{kind.__qualname__}"
     plain = name == "sglang.srt.mem_cache.radix_cache.RadixCache"
     if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache" or (  # no caching, to 0.5.21
-        plain and not getattr(tree_cache, "is_eagle", False)
+        plain and (bigrams or not getattr(tree_cache, "is_eagle", False))
     ):
         return RadixTreeSource()
     if name == "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache":
-        paths = tree_paths(tree_cache)
+        paths = tree_paths(tree_cache, bigrams=bigrams)
         return None if paths is None else UnifiedTreeSource(paths)
     return None

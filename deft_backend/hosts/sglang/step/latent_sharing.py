@@ -27,7 +27,9 @@ class LatentSharing:
     observer: BatchObserver  # of verifications
     settings: Settings
     num_layers: int
-    _tree: CachedTree = field(default_factory=lambda: CachedTree("the host verifies all chains"))
+    _tree: CachedTree = field(
+        default_factory=lambda: CachedTree("the host verifies all chains", bigrams=True)
+    )
     _log: OnceLog = field(default_factory=OnceLog)
     _keys: list[Key] | None = None
     _requests: list[Any] | None = None  # kept alive so that the ids in `_keys` stay unique
