@@ -50,8 +50,9 @@ def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkey
     with caplog.at_level(logging.INFO, "deft_backend"):
         assert failed_self_check(attention, tensors_of(drafts), on_device=True) is None
     assert runs == [(count, 20.0) for count in rows]
-    (record,) = caplog.records
-    assert "NVIDIA L40S has no recorded results; its kernels passed a check" in record.getMessage()
+    # A server of an earlier test may still report from its thread.
+    (line,) = [said for said in caplog.messages if "recorded results" in said]
+    assert "NVIDIA L40S has no recorded results; its kernels passed a check" in line
 
 
 def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
