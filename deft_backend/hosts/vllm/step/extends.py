@@ -22,7 +22,7 @@ NULL_BLOCK = 0  # vLLM's block for tokens that a sliding window has left behind
 class CachedPrefixes:
     """Knows the blocks of a worker's requests, from the messages before each step."""
 
-    keeps_new_blocks = False  # also those that a request gets after its first step
+    keeps_new_blocks = False  # whether to keep blocks that a request gets after its first step
 
     def __init__(self) -> None:
         self._blocks: dict[str, npt.NDArray[np.int32]] = {}

@@ -71,7 +71,7 @@ class LatentGroup(GroupAttention):
     replays the one that its sharing asks for.
     """
 
-    attention: Any  # `LatentAttention`; every use of what it lacks is replaced below
+    attention: Any  # a `LatentAttention`; this class replaces every use of what that lacks
     sharing: LatentSharing = field(kw_only=True)
     _captures_tree: bool = field(default=False, init=False)
 
