@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.commands.kernel_choice import FAILED, words
-from benchmarks.commands.server_options import CheckpointOption, HostArguments, ReferenceOption
+from benchmarks.commands.server_options import (
+    CheckpointOption,
+    HostArguments,
+    ReferenceOption,
+    TogetherOption,
+)
 from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, host_arguments, reported, say, stderr
 from deft_backend.cli.interrupted import unwound
@@ -134,6 +140,7 @@ def e2e(
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Time limit for a server's start, in seconds.")
     ] = 500.0,
+    together: TogetherOption = False,
 ) -> None:
     """Send the same requests to a server of each backend, one server after the other, and compare.
 
@@ -165,14 +172,14 @@ def e2e(
         ClientChoice(_listed(client_shapes), client_runs),
         TrafficChoice(minutes, part, tolerance),
     )  # fmt: skip
-    run_choice(choice)
+    run_choice(choice, together=together)
 
 
 def _listed(names: str | None) -> list[str] | None:
     return None if names is None else words(names)
 
 
-def run_choice(choice: Choice) -> None:
+def run_choice(choice: Choice, *, together: bool = False) -> None:
     """Run the benchmark, show its rows, and exit with 1 if a row has an error.
 
     Raises
@@ -180,7 +187,8 @@ def run_choice(choice: Choice) -> None:
     typer.Exit
         With 2 and a message if the user can fix the error.
     """
-    from benchmarks.e2e.backend_runs import record
+    from benchmarks.e2e.backend_runs import record, record_together
+    from benchmarks.e2e.plain_check import PLAIN
     from benchmarks.e2e.prepare_run import ERRORS, prepared
     from benchmarks.row_files import RowsError
 
@@ -195,7 +203,10 @@ def run_choice(choice: Choice) -> None:
             stderr.print(
                 "[yellow]no usable GPU: answers are checked, but times mean nothing[/yellow]"
             )
-        rows = record(setup, lambda line: say(console, line))
+        if together and PLAIN in setup.backends:
+            raise fail(f"{PLAIN} checks answers without a server; leave --together out")
+        said = partial(say, console)
+        rows = record_together([setup], said) if together else record(setup, said)
     _show(choice.output.rows, console)
     if any(row["error"] for row in rows):
         raise typer.Exit(FAILED)

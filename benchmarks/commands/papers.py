@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,8 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
-from deft_backend.cli.errors import fail, reported, say
+from benchmarks.commands.server_options import HostArguments, TogetherOption
+from deft_backend.cli.errors import fail, host_arguments, reported, say
 
 if TYPE_CHECKING:
     from benchmarks.e2e.choice import Choice
@@ -24,6 +27,7 @@ _WIDTH = 160
 
 
 def papers(
+    host_args: HostArguments = None,
     tables: Annotated[
         str | None,
         typer.Option(
@@ -47,6 +51,7 @@ def papers(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Table servers: folder that keeps the model.")
     ] = None,
+    together: TogetherOption = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two workloads of each table, shorter measurements.")
     ] = False,
@@ -104,7 +109,9 @@ def papers(
                 continue
             if name == SERVERS:
                 assert host is not None
-                _servers(host, words(policies), folder, out, checkpoint, console)
+                options = host_arguments(host_args)
+                _servers(host, words(policies), folder, out, checkpoint, console, options,
+                         together=together)  # fmt: skip
                 continue
             table = known["deft-architectures" if name == STEPS else name]
             if quick:
@@ -163,10 +170,11 @@ def _counters(path: Path, console: Console) -> None:
 
 def _servers(
     host: str, policies: list[str], traces: Path, out: Path, checkpoint: Path | None,
-    console: Console,
+    console: Console, options: Sequence[str], *, together: bool,
 ) -> None:  # fmt: skip
     """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang."""
     from benchmarks.e2e.backend_runs import record as record_servers
+    from benchmarks.e2e.backend_runs import record_together
     from benchmarks.e2e.backends import HOSTS
     from benchmarks.e2e.prepare_run import ERRORS, prepared
     from benchmarks.row_files import RowsError
@@ -174,9 +182,17 @@ def _servers(
     one_of("--host", host, tuple(HOSTS))
     path = out / f"papers-servers-{host}.json"
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    for choice in _choices(host, policies, traces, path, checkpoint, command):
-        with reported(*ERRORS, RowsError), prepared(choice) as setup:
-            record_servers(setup, lambda line: say(console, line))
+    said = partial(say, console)
+    with reported(*ERRORS, RowsError), ExitStack() as opened:
+        setups = [
+            opened.enter_context(prepared(choice))
+            for choice in _choices(host, policies, traces, path, checkpoint, command, options)
+        ]
+        if together:
+            record_together(setups, said)
+        else:
+            for setup in setups:
+                record_servers(setup, said)
     say(console, f"{path}")
 
 
@@ -187,6 +203,7 @@ def _choices(
     out: Path,
     checkpoint: Path | None,
     command: str = "",
+    options: Sequence[str] = (),
 ) -> list[Choice]:
     """A run for each policy, and the host's own backend last; all add to one file of rows.
 
@@ -206,8 +223,8 @@ def _choices(
     on_gpu = HOSTS[host].on_gpu()
     backend, reference = HOSTS[host].ours, HOSTS[host].reference()
     servers = [
-        *(ServerChoice(host, [backend], reference, policy=policy) for policy in policies),
-        ServerChoice(host, [reference], reference),
+        *(ServerChoice(host, [backend], reference, options, policy=policy) for policy in policies),
+        ServerChoice(host, [reference], reference, options),
     ]
     cases = [f"{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else []
     return [

@@ -20,3 +20,11 @@ ReferenceOption = Annotated[
         "prefills with it. pytorch: a model in plain PyTorch checks the answers of traffic."
     ),
 ]
+TogetherOption = Annotated[
+    bool,
+    typer.Option(
+        "--together",
+        help="Start all servers at once, and run each workload on one after the other. The host's "
+        "options must give each server its share of the GPU.",
+    ),
+]

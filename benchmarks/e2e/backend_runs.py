@@ -1,10 +1,12 @@
-"""A run: one server after the other, every workload on each. Rows are written at once."""
+"""A run: one server after the other, or all at once and in turn. Rows are written at once."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +69,10 @@ class ServerHung(RuntimeError):
     """A workload did not end in time, so its server was ended."""
 
 
+_LOST = (StartError, DriverStubError, ClientError, ServerHung)
+"""A server that did not start, died or hung."""
+
+
 class Recorder:
     """The rows so far, and their file.
 
@@ -93,11 +99,11 @@ class Recorder:
             self.header = joined(self.path, self.rows, before, self.header, Path("this run"))
         else:  # answers without rows belong to another run
             shutil.rmtree(self.answers, ignore_errors=True)
-        self._reference, self._launch = setup.reference, setup.launch
+        self._reference = setup.reference
 
-    def put(self, row: Row) -> None:
+    def put(self, row: Row, launch: Launch) -> None:
         """Add a row, compare its answers with the reference's, and write the file."""
-        row["policy"] = self._launch.policy_of(row["backend"])
+        row["policy"] = launch.policy_of(row["backend"])
         self.rows = replaced(self.rows, [row])
         for known in self.rows:
             if case_of(known) != case_of(row):
@@ -129,7 +135,7 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     """
     recorder = Recorder(setup)
     ours = setup.launch.host.ours
-    for backend in sorted(setup.backends, key=lambda name: name != ours):
+    for backend in _in_order(setup):
         (_check_plainly if backend == PLAIN else _serve)(setup, backend, recorder, said)
     run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
     for row in recorder.rows:
@@ -138,21 +144,69 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     return recorder.rows
 
 
+def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> list[Row]:
+    """Start the servers of all setups at once, and run each workload on one after the other.
+
+    Each server must leave the others their share of the GPU. The setups have the same workloads
+    and file of rows. Failures, errors and the result are those of :func:`record`.
+    """
+    recorder = Recorder(setups[0])
+    sides = [(setup, backend) for setup in setups for backend in _in_order(setup)]
+    lost: dict[int, Exception] = {}
+    with ExitStack() as opened, ThreadPoolExecutor(len(sides)) as threads:
+
+        def start(side: tuple[Setup, str]) -> CountedServer | None:
+            try:
+                return opened.enter_context(_server(*side, said))
+            except _LOST as error:
+                lost[sides.index(side)] = error
+                return None
+
+        servers = list(threads.map(start, sides))
+        for workload in setups[0].workloads:
+            for at, ((setup, backend), server) in enumerate(zip(sides, servers, strict=True)):
+                pending = [workload]
+                if server is not None and at not in lost:
+                    try:
+                        asyncio.run(_measure(setup, backend, server, pending, recorder, said))
+                    except _LOST as error:
+                        lost[at] = error
+                if at in lost:
+                    _lose(setup, backend, pending, lost[at], recorder, said)
+    return recorder.rows
+
+
+def _in_order(setup: Setup) -> list[str]:
+    return sorted(setup.backends, key=lambda name: name != setup.launch.host.ours)
+
+
+def _server(setup: Setup, backend: str, said: Callable[[str], None]) -> CountedServer:
+    policy = setup.launch.policy_of(backend)
+    name = backend if policy is None else f"{backend}-{policy}"
+    log = setup.logs / f"{setup.launch.host.name}-{name}.log"
+    said(f"{name}: starting the server; its log is {log}")
+    return CountedServer(partial(setup.launch.command, backend), log, timeout=setup.start_seconds)
+
+
 def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str], None]) -> None:
     pending = list(setup.workloads)
-    log = setup.logs / f"{setup.launch.host.name}-{backend}.log"
-    said(f"{backend}: starting the server; its log is {log}")
     try:
-        with CountedServer(
-            partial(setup.launch.command, backend), log, timeout=setup.start_seconds
-        ) as server:
+        with _server(setup, backend, said) as server:
             said(f"{backend}: {server.command.shell()}")
             asyncio.run(_measure(setup, backend, server, pending, recorder, said))
-    except (StartError, DriverStubError, ClientError, ServerHung) as error:
-        for workload in pending:
-            row = _failed(workload.row(setup.launch, backend), error)
-            recorder.put(row)
-            said(_line(row))
+    except _LOST as error:
+        _lose(setup, backend, pending, error, recorder, said)
+
+
+def _lose(
+    setup: Setup, backend: str, pending: Sequence[Workload], error: Exception, recorder: Recorder,
+    said: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Put the error into the rows of the workloads that a lost server leaves."""
+    for workload in pending:
+        row = _failed(workload.row(setup.launch, backend), error)
+        recorder.put(row, setup.launch)
+        said(_line(row))
 
 
 def _check_plainly(
@@ -166,7 +220,7 @@ def _check_plainly(
             row = workload.check_plainly(setup.launch, recorder.answers, recorder.rows)
         except Exception as error:
             row = _failed(workload.row(setup.launch, backend), error)
-        recorder.put(row)
+        recorder.put(row, setup.launch)
         said(_line(row))
 
 
@@ -204,7 +258,7 @@ async def _measure(
                 continue
             if row["backend"] == backend:
                 row["detail"] |= _steps(before, await asyncio.to_thread(_counters, server))
-            recorder.put(row)
+            recorder.put(row, setup.launch)
             said(_line(row))
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench_e2e_fakes import GAP, MODEL, fake_launch
 from benchmarks.__main__ import app
-from benchmarks.e2e.backend_runs import Setup, record
+from benchmarks.e2e.backend_runs import Setup, record, record_together
 from benchmarks.e2e.backends import Host
 from benchmarks.e2e.choice import Choice, ChoiceError, ModelChoice, Output, ServerChoice
 from benchmarks.e2e.host_clients import HostClient, HostClientError, fill
@@ -36,21 +36,23 @@ def one_commit(monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "abc")
 
 
-def run(tmp_path, backends, workloads, host="sglang", policy=None):
+def run(tmp_path, backends, workloads, host="sglang", policy=None, together=False):
     said = []
     setup = Setup(
         replace(fake_launch(host), policy=policy), backends, "tie", workloads,
         tmp_path / "e.json", tmp_path / "logs",
         "python -m benchmarks e2e", 120.0,
     )  # fmt: skip
-    rows = record(setup, said.append)
+    rows = record_together([setup], said.append) if together else record(setup, said.append)
     assert read_rows(setup.out)[0] == rows
     return {(row["workload"], row["backend"]): row for row in rows}, said
 
 
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host):
-    rows, said = run(tmp_path, ("tie", "right"), [GRID], host)
+@pytest.mark.parametrize(("host", "together"), [
+    ("sglang", False), ("vllm", False), ("sglang", True),
+])  # fmt: skip
+def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host, together):
+    rows, said = run(tmp_path, ("tie", "right"), [GRID], host, together=together)
     assert [backend for _, backend in rows] == ["right", "tie"]  # ours first
     for row in rows.values():
         assert row["error"] is None
@@ -65,9 +67,14 @@ def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host):
     assert any("few-shot" in line for line in said)
 
 
-def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
     other = Together(grid_case(MODEL, 0, 2, 4), 4, 1)
-    rows, _ = run(tmp_path, ("right", "crashes", "dies", "tie"), [GRID, other])
+    backends = ("right", "crashes", "dies", "tie")
+    rows, said = run(tmp_path, backends, [GRID, other], together=together)
+    if together:  # in turn
+        done = [line.split(":")[0] for line in said if "TTFT ms" in line]
+        assert done == ["right", "tie", "right", "tie"]
     assert len(rows) == 8
     for workload in ("few-shot", "unshared"):
         assert "StartError" in rows[workload, "crashes"]["error"]

@@ -115,21 +115,28 @@ def test_a_step_is_the_sum_of_its_parts():
     assert found["attention_to_rest"]["auto"] == round(3200 / 7000, 3)
 
 
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_each_policy_has_a_server_and_the_host_another(host, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("host", "together"), [
+    ("sglang", []), ("vllm", []), ("vllm", ["--together"]),
+])  # fmt: skip
+def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path, monkeypatch):
     """The same reasoning trees, few-shot prompts and documents for all of them."""
     ran = []
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
+    monkeypatch.setattr("benchmarks.e2e.backend_runs.record", lambda setup, said: ran.append(setup))
     monkeypatch.setattr(
-        "benchmarks.e2e.backend_runs.record", lambda setup, said: ran.append(setup) or []
+        "benchmarks.e2e.backend_runs.record_together", lambda setups, said: ran.append(setups)
     )
     dump_thought_trees([TREE], tmp_path / "keywordToT.json")
     done = CliRunner().invoke(app, [
         "papers", "--table", "servers", "--host", host, "--policies", "auto,fasttree",
         "--traces", str(tmp_path), "--out", str(tmp_path), "--checkpoint", str(tmp_path / "model"),
+        *together, "--", "--seed", "3",
     ])  # fmt: skip
     assert done.exit_code == 0, done.output
+    if together:
+        (ran,) = ran
+    assert {tuple(setup.launch.options) for setup in ran} == {("--seed", "3")}
     ours, reference = HOSTS[host].ours, HOSTS[host].reference()
     assert [setup.backends for setup in ran] == [(ours,), (ours,), (reference,)]
     assert [setup.launch.policy for setup in ran] == ["auto", "fasttree", None]
