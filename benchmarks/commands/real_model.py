@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,8 @@ import typer
 from rich.console import Console
 
 from benchmarks.commands.kernel_choice import one_of, words
-from deft_backend.cli.errors import reported, say
+from benchmarks.commands.server_options import HostArguments
+from deft_backend.cli.errors import host_arguments, reported, say
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1)"
 SECTION_CHARACTERS = 4000
@@ -18,6 +20,7 @@ ON_GPU, ON_CPU = (1024, 50, 1000), (64, 3, 8)
 
 
 def real_model(
+    host_args: HostArguments = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where the checkpoint goes; default: the cache folder.")
     ] = None,
@@ -70,7 +73,8 @@ def real_model(
         where = make_checkpoint(packaged(), where, kind)
         say(console, f"checkpoint: {where}")
         if host is not None:
-            _answers(where, host, words(drafts), control, (sections, gen), out, console)
+            options = host_arguments(host_args)
+            _answers(where, host, options, words(drafts), control, (sections, gen), out, console)
             return
         from tokenizers import Tokenizer
 
@@ -92,8 +96,8 @@ def real_model(
 
 
 def _answers(
-    model: Path, host: str, drafts: list[str], control: bool, sizes: tuple[int, int], out: Path,
-    console: Console,
+    model: Path, host: str, options: Sequence[str], drafts: list[str], control: bool,
+    sizes: tuple[int, int], out: Path, console: Console,
 ) -> None:  # fmt: skip
     """One row for each number of drafts."""
     from benchmarks.real_model.perplexity import python_manual
@@ -114,7 +118,10 @@ def _answers(
         with reported(StartError, ServerError, AbError, ValueError), Progress(console) as to:
             logs = out.with_suffix("") / f"{host}-{number}"
             logs.mkdir(parents=True, exist_ok=True)
-            row = answers(model, host, workload, logs, to, drafts=int(number), control=control)
+            row = answers(
+                model, host, workload, logs, to, drafts=int(number), control=control,
+                options=options,
+            )  # fmt: skip
             rows.append(row)
         say(console, f"{rows[-1]}")
         write_rows(out, rows, {**provenance(), "model": MODEL, "workload": workload.description})
