@@ -231,6 +231,7 @@ def test_backends_that_are_refused(host, asked, reason, monkeypatch):
         ({}, {}, {"speculative_config": speculating(3)}, "MLA with speculation"),
         ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
         ({}, {}, {"data_parallel_size": 2}, "MLA with data parallelism"),
+        ({}, {}, {"enable_elastic_ep": True}, "MLA with data parallelism"),
     ],
 )
 def test_layers_that_are_refused(arguments, environment, changes, reason, monkeypatch, caplog):

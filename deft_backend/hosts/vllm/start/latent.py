@@ -43,7 +43,9 @@ def latent_attention(
     assert layer.value_dim is not None
     if query_tokens_of(vllm_config) > 1:
         raise Unsupported("MLA with speculation is not supported in vLLM")
-    if vllm_config.parallel_config.data_parallel_size > 1:
+    parallel = vllm_config.parallel_config
+    # A server with elastic expert parallelism may get more ranks while it runs.
+    if parallel.data_parallel_size > 1 or getattr(parallel, "enable_elastic_ep", False):
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
         raise Unsupported("MLA with data parallelism is not supported")
