@@ -25,7 +25,7 @@ LEAVES_NS = (
 )
 
 STEP_NS = 700_000.0
-"""What a server's step takes longer over a plan, apart from its layers. The end-to-end record
+"""What a server's step takes longer over a plan, apart from its layers. The first end-to-end run
 (docs/results/e2e-sglang-mla-h200.json) bounds it: with 8 layers, kernels that save 0.5 ms a step
 made the server slower, and kernels that save 1.1 ms made it faster."""
 
