@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -74,7 +75,7 @@ _LOST = (StartError, DriverStubError, ClientError, ServerHung)
 
 
 class Recorder:
-    """The rows so far, and their file.
+    """The rows so far, and their file, which all setups share.
 
     Raises
     ------
@@ -82,17 +83,21 @@ class Recorder:
         If the file holds rows of another machine or build, or cannot be written.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setups: Sequence[Setup]) -> None:
+        setup = setups[0]
         self.path = setup.out
         make_folder(self.path)
         self.answers = setup.out.with_suffix(".answers")
         came_from = provenance()
-        run = {
-            "date": came_from["date"], "command": setup.command,
-            "backends": list(setup.backends), "model": setup.launch.model.name,
-            "options": setup.launch.label, "policy": setup.launch.policy,
-        }  # fmt: skip
-        self.header: dict[str, Any] = {**came_from, "driver": driver(), "runs": [run]}
+        runs = [
+            {
+                "date": came_from["date"], "command": each.command,
+                "backends": list(each.backends), "model": each.launch.model.name,
+                "options": each.launch.label, "policy": each.launch.policy,
+            }
+            for each in setups
+        ]  # fmt: skip
+        self.header: dict[str, Any] = {**came_from, "driver": driver(), "runs": runs}
         self.rows: list[Row] = []
         if self.path.is_file():
             self.rows, before = read_rows(self.path)
@@ -133,7 +138,7 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
     RowsError
         If the rows cannot be added to `setup.out`.
     """
-    recorder = Recorder(setup)
+    recorder = Recorder([setup])
     ours = setup.launch.host.ours
     for backend in _in_order(setup):
         (_check_plainly if backend == PLAIN else _serve)(setup, backend, recorder, said)
@@ -150,17 +155,20 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
     Each server must leave the others their share of the GPU. The setups have the same workloads
     and file of rows. Failures, errors and the result are those of :func:`record`.
     """
-    recorder = Recorder(setups[0])
+    recorder = Recorder(setups)
     sides = [(setup, backend) for setup in setups for backend in _in_order(setup)]
     lost: dict[int, Exception] = {}
     with ExitStack() as opened, ThreadPoolExecutor(len(sides)) as threads:
 
         def start(side: tuple[Setup, str]) -> CountedServer | None:
+            began = time.perf_counter()
             try:
-                return opened.enter_context(_server(*side, said))
+                server = opened.enter_context(_server(*side, said))
             except _LOST as error:
                 lost[sides.index(side)] = error
                 return None
+            said(f"{side[1]}: ready after {time.perf_counter() - began:.1f} s")
+            return server
 
         servers = list(threads.map(start, sides))
         for workload in setups[0].workloads:
