@@ -16,11 +16,13 @@ from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.vllm.report import server
 from deft_backend.hosts.vllm.start.latent import unsupported_graphs
+from deft_backend.hosts.vllm.step import extends
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.group import GroupAttention
 from deft_backend.hosts.vllm.step.latent import UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step.step import attach, step_of
+from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
@@ -140,16 +142,17 @@ class Step:
 @pytest.mark.parametrize("in_one", [False, True])
 def test_layers_decode_over_a_device_plan(in_one, monkeypatch):
     planned = []
-    plan = LatentAttention.plan_on_device
+    plan = DevicePlanner.plan
     monkeypatch.setattr(
-        LatentAttention, "plan_on_device",
-        lambda self, *args, **kwargs: planned.append(plan(self, *args, **kwargs)),
+        DevicePlanner, "plan",
+        lambda self, *args, **kwargs: planned.append(args) or plan(self, *args, **kwargs),
     )  # fmt: skip
     step = Step(Batch(DECODE, shared=2))
     assert step_of(step.metadata) is not None
-    planned.clear()  # that of the check at start
     step.check(in_one=in_one)
-    assert len(planned) == 1  # the first layer plans for all
+    # The first layer plans for all, with the kernels of the check at start.
+    check, first = ([tensor.dtype for tensor in args] for args in planned)
+    assert check == first
     counters = state().counters()
     assert (counters.steps_tree, counters.decode_steps) == (1, 1)
 
@@ -458,6 +461,41 @@ def test_blocks_of_later_chunks_count():
     sharing._attention.gains = lambda forest, layers: decided.append(forest) or True
     assert sharing.too_little() is None
     assert decided[0].tokens_attended - decided[0].tokens_stored == 4 * PAGE
+
+
+def test_blocks_of_growing_requests_wait_for_the_next_decision(monkeypatch):
+    """Steps of the same requests only note them; a preempted request has lost its own."""
+    batch = Batch(DECODE, shared=2)
+    sharing, asked = shared_by(batch)
+    arrays = []
+    blocks_of = extends._blocks_of
+    monkeypatch.setattr(
+        extends, "_blocks_of", lambda groups: arrays.append(groups) or blocks_of(groups)
+    )
+
+    def said(tokens, new=(), resumed=(), finished=()):
+        cached = SimpleNamespace(
+            req_ids=list(tokens), resumed_req_ids=set(resumed),
+            new_block_ids=[dict(new).get(request) for request in tokens],
+        )  # fmt: skip
+        sharing.observe(
+            message(batch, scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+                    num_scheduled_tokens=dict.fromkeys(tokens, 1), finished_req_ids=set(finished))
+        )  # fmt: skip
+        return sharing.too_little()
+
+    assert sharing.too_little() is None
+    for step in range(3):
+        assert said("01234", {"0": ([70 + step],), "1": ([80 + step],), "4": ([90],)}) is None
+    assert (len(asked), arrays) == (1, [])
+    said("0123", finished="4")
+    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (6, 6, 3, 5)]
+    said("0123", {"0": ([73],), "1": ([83],)})
+    said("023")  # the host has preempted request 1
+    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (7, 3, 5)]
+    said("0123", {"1": ([1, 2, 99, 98],)}, resumed="1")
+    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (7, 4, 3, 5)]
+    assert "4" not in sharing._later
 
 
 def test_a_decision_that_fails_is_the_hosts(monkeypatch, failures):

@@ -6,6 +6,7 @@ messages to this worker, which hold the block ids of each new request.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self._blocks: dict[str, npt.NDArray[np.int32]] = {}
+        self._later: dict[str, list[Any]] = {}  # what :meth:`blocks_of` adds to `_blocks`
         self._scheduled: dict[str, int] = {}
         self._share: float | None = None
         self._seen = np.zeros(1, dtype=np.bool_)
@@ -34,16 +36,33 @@ class CachedPrefixes:
         """Observer of the scheduler's messages (``SchedulerOutput``)."""
         for request in message.finished_req_ids:
             self._blocks.pop(request, None)
+            self._later.pop(request, None)
         for new in message.scheduled_new_reqs:
-            self._blocks[new.req_id] = _blocks_of(new.block_ids)
+            self._begin(new.req_id, new.block_ids)
         cached = message.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
         for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request in cached.resumed_req_ids:
-                self._blocks[request] = _blocks_of(blocks)
+            if resumed and request in resumed:
+                self._begin(request, blocks)
             elif self.keeps_new_blocks and blocks and request in self._blocks:
-                held = self._blocks[request], _blocks_of(blocks)
-                self._blocks[request] = np.concatenate(held)
+                self._later.setdefault(request, []).append(blocks)
         self._scheduled, self._share = message.num_scheduled_tokens, None
+
+    def _begin(self, request: str, blocks: Any) -> None:
+        """A request has these blocks alone: a new one, or one that was preempted."""
+        self._blocks[request] = _blocks_of(blocks)
+        self._later.pop(request, None)
+
+    def blocks_of(self, request: str) -> npt.NDArray[np.int32] | None:
+        """A request's blocks; None for an unknown request.
+
+        This adds the blocks that the request got later. Most steps ask for none.
+        """
+        later = self._later.pop(request, None)
+        if later is not None:
+            groups = [list(chain.from_iterable(parts)) for parts in zip(*later, strict=True)]
+            self._blocks[request] = np.concatenate((self._blocks[request], _blocks_of(groups)))
+        return self._blocks.get(request)
 
     def share(self, requests: int, tokens: int) -> float | None:
         """Blocks of the last message's requests, divided by those that differ.

@@ -50,7 +50,7 @@ class LatentSharing(CachedPrefixes):
         return self._reason
 
     def _decide(self) -> str | None:
-        blocks = [self._blocks.get(request) for request in self._scheduled]
+        blocks = [self.blocks_of(request) for request in self._scheduled]
         known = [each for each in blocks if each is not None]
         if not known or len(known) != len(blocks):
             return UNKNOWN
