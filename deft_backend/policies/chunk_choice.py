@@ -121,12 +121,19 @@ def choose_chunks(
     tiles = tiles_of(queries, machine.tile_queries)
     beside = 0.0
     small = np.int64(0)
+    ranges = np.int64(0)
+    total = np.int64(0)
+    longest_small = np.int64(0)
     for r in range(count):
         shape[r] = shape_of(queries[r], machine.tile_queries)
         if shape[r] == 0:
             small += tiles[r]
             beside = max(beside, machine.costs[0]) + tokens[r] * machine.transfer_ns
+            ranges += tokens[r] > 0
+            total += tokens[r]
+            longest_small = max(longest_small, tokens[r])
     beside /= max(1.0, small / machine.programs[0])
+    even = total / (ranges * longest_small) if longest_small > 0 else 1.0
 
     found = np.empty(shapes, dtype=np.int64)
     for t in range(shapes):
@@ -143,6 +150,7 @@ def choose_chunks(
         costs = ShapeCosts(
             t > 0, machine.programs[t], machine.sms, machine.costs[t], machine.costs[shapes + t],
             machine.costs[2 * shapes], machine.costs[2 * shapes + 1], machine.transfer_ns, beside,
+            even,
         )  # fmt: skip
         best = np.inf
         last = np.int64(0)

@@ -9,6 +9,8 @@ The cost of a candidate in nanoseconds is the sum of these terms:
   first round of small tiles, which run at the same time. Later rounds wait: items that merge hold
   their programs until the large tiles are done. Each such large tile also has half an SM to
   itself, and takes only :data:`ALONE` of its time per token.
+- Or for large tiles the share `even` of their time, if that is less. Long small items keep few
+  programs busy, and large tiles run in the others.
 - ``partial_ns`` for each partial result that chunks add. A large tile's range leaves one for each
   query even if it stays whole.
 - For small tiles: the share :data:`EXPOSED` of the items' own cost, and the share :data:`UNEVEN` of
@@ -86,6 +88,7 @@ class ShapeCosts(NamedTuple):
     reduce_ns: float
     transfer_ns: float  # in which the GPU's memory delivers one token of all KV heads
     beside: float  # about the time of the first round of small tiles
+    even: float  # mean over longest range of the small tile, without empty ones; else 1
 
 
 @host_jit
@@ -120,8 +123,9 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
     alone = costs.item_ns + min(cut.chunk, cut.longest) * token
     transfer = cut.stored * costs.transfer_ns
     expected = _slower(max(busy, alone), transfer)
-    if leaves_room:
-        expected -= min(expected, HIDDEN * costs.beside)
+    if costs.is_large:
+        hidden = HIDDEN * costs.beside if leaves_room else 0.0
+        expected = min(expected * costs.even, expected - min(expected, hidden))
     added = cut.results - cut.cut_queries if costs.is_large else cut.results
     expected += added * costs.partial_ns
     if not costs.is_large:

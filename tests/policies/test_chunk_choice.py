@@ -46,12 +46,14 @@ def host_price(found, shape, num_chunks, costs):
     small = [n for q, n in found if q <= TILES[0]]
     beside = costs["item_ns"][0] + sum(small) * costs["transfer_ns"] if small else 0.0
     beside /= max(1.0, len(small) / costs["programs"][0])  # the first round of them
+    held = [n for n in small if n]
+    even = sum(held) / len(held) / max(held) if held else 1.0
     chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
     cut = cut_into(queries, tokens, tiles, chunk)
     shape_costs = ShapeCosts(
         shape == 1, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
         costs["token_ns"][shape], costs["partial_ns"], costs["reduce_ns"], costs["transfer_ns"],
-        beside,
+        beside, even,
     )  # fmt: skip
     return cut_cost(cut, shape_costs), chunk
 

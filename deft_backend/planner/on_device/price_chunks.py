@@ -62,7 +62,8 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
     alone = costs.item_ns + longest
     transfer = cut.stored * costs.transfer_ns
     cost = _slower(tl.maximum(busy, alone), transfer)
-    cost -= tl.where(leaves_room, tl.minimum(cost, WEIGHTS.hidden * costs.beside), 0.0)
+    hidden = tl.where(leaves_room, tl.minimum(cost, WEIGHTS.hidden * costs.beside), 0.0)
+    cost = tl.where(costs.is_large, tl.minimum(cost * costs.even, cost - hidden), cost)
     added = tl.where(costs.is_large, cut.results - cut.cut_queries, cut.results)
     cost += added.to(tl.float32) * costs.partial_ns
     fullest = tl.ceil(items / costs.sms - WEIGHTS.rounding) * costs.sms
@@ -195,7 +196,10 @@ def price_chunks(
         stored = total(tokens.to(tl.float32))
         cut = Cut(chunk, longest, items, read, stored, results, cut_queries, most)
         is_small = (all_queries > 0) & (all_large == 0)
-        small_tokens = total(tl.where(is_small, all_tokens, 0).to(tl.float32))
+        of_small = tl.where(is_small, all_tokens, 0).to(tl.float32)
+        small_tokens = total(of_small)
+        longest_small = tl.reduce(of_small, 0, tl.standard._elementwise_max)
+        even = small_tokens / tl.maximum(total((of_small > 0).to(tl.float32)) * longest_small, 1.0)
         beside = small_tokens * transfer_ns + costs.small_item
         rounds = total(tl.where(is_small, all_tiles, 0)).to(tl.float32)
         beside /= tl.maximum(rounds / small_programs.to(tl.float32), 1.0)
@@ -210,6 +214,7 @@ def price_chunks(
             reduce_ns=reduce_ns,
             transfer_ns=transfer_ns,
             beside=beside,
+            even=tl.where(longest_small > 0, even, 1.0),
         )
         cost = _cut_cost(cut, shape_costs, WEIGHTS)
     cost = tl.where(fits, cost, float("inf"))
