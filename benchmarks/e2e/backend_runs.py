@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from benchmarks.e2e.backends import Launch
@@ -25,7 +26,7 @@ from benchmarks.token_client.client import Client, ClientError
 from deft_backend.files.provenance import driver, provenance
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.state_reader import StateError
-from deft_backend.tools.servers.command import StartError
+from deft_backend.tools.servers.command import ServerCommand, StartError
 from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.servers.process import ServerProcess
 
@@ -158,19 +159,30 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
     recorder = Recorder(setups)
     sides = [(setup, backend) for setup in setups for backend in _in_order(setup)]
     lost: dict[int, Exception] = {}
+    interrupted = Event()
+
+    def wait(seconds: float) -> None:
+        if interrupted.is_set():
+            raise StartError("the start was interrupted")
+
     with ExitStack() as opened, ThreadPoolExecutor(len(sides)) as threads:
 
-        def start(side: tuple[Setup, str]) -> CountedServer | None:
+        def start(at: int) -> CountedServer | None:
             began = time.perf_counter()
+            setup, backend = sides[at]
             try:
-                server = opened.enter_context(_server(*side, said))
+                server = opened.enter_context(_server(setup, backend, said, lambda _: wait))
             except _LOST as error:
-                lost[sides.index(side)] = error
+                lost[at] = error
                 return None
-            said(f"{side[1]}: ready after {time.perf_counter() - began:.1f} s")
+            said(f"{backend}: ready after {time.perf_counter() - began:.1f} s")
             return server
 
-        servers = list(threads.map(start, sides))
+        try:
+            servers = list(threads.map(start, range(len(sides))))
+        except BaseException:
+            interrupted.set()  # or the threads would wait for their servers
+            raise
         for workload in setups[0].workloads:
             for at, ((setup, backend), server) in enumerate(zip(sides, servers, strict=True)):
                 pending = [workload]
@@ -188,12 +200,19 @@ def _in_order(setup: Setup) -> list[str]:
     return sorted(setup.backends, key=lambda name: name != setup.launch.host.ours)
 
 
-def _server(setup: Setup, backend: str, said: Callable[[str], None]) -> CountedServer:
+def _server(
+    setup: Setup,
+    backend: str,
+    said: Callable[[str], None],
+    on_start: Callable[[ServerCommand], Callable[[float], None]] | None = None,
+) -> CountedServer:
     policy = setup.launch.policy_of(backend)
     name = backend if policy is None else f"{backend}-{policy}"
     log = setup.logs / f"{setup.launch.host.name}-{name}.log"
     said(f"{name}: starting the server; its log is {log}")
-    return CountedServer(partial(setup.launch.command, backend), log, timeout=setup.start_seconds)
+    return CountedServer(
+        partial(setup.launch.command, backend), log, timeout=setup.start_seconds, on_start=on_start
+    )
 
 
 def _serve(setup: Setup, backend: str, recorder: Recorder, said: Callable[[str], None]) -> None:

@@ -83,6 +83,20 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
         assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
 
 
+@pytest.mark.timeout(60)
+def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path):
+    def interrupt(line):
+        if "ready after" in line:
+            raise KeyboardInterrupt
+
+    setup = Setup(
+        fake_launch("sglang"), ("right", "hangs"), "tie", [GRID], tmp_path / "e.json",
+        tmp_path / "logs", "", 500.0,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        record_together([setup], interrupt)
+
+
 def test_a_server_that_hangs_is_given_up(tmp_path):
     slow = Together(grid_case(MODEL, 16, 3, 4), 6, 1, seconds=0.0)
     rows, _ = run(tmp_path, ("right", "tie"), [slow, Together(grid_case(MODEL, 0, 1, 4), 2, 1)])

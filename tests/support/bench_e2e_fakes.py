@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -271,6 +272,8 @@ class FakeClient:
 
 if __name__ == "__main__":
     _port, _host, _mode = sys.argv[1:]
+    if _mode == "hangs":
+        time.sleep(600)
     if _mode == "crashes":
         sys.exit("the server does not start")
     web.run_app(FakeHost(_host, _mode).app(), host="127.0.0.1", port=int(_port), print=None)
