@@ -17,6 +17,7 @@ from rich.table import Table as Shown
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
 from benchmarks.commands.server_options import HostArguments, TogetherOption
 from deft_backend.cli.errors import fail, host_arguments, reported, say
+from deft_backend.cli.interrupted import unwound
 
 if TYPE_CHECKING:
     from benchmarks.e2e.choice import Choice
@@ -92,6 +93,9 @@ def papers(
         if tables is not None:
             raise fail(f"{needing[0]} needs DeFT's recorded trees; add --traces FOLDER")
         chosen = [name for name in chosen if name not in needing]
+    options = host_arguments(host_args)
+    if options and SERVERS not in chosen:
+        raise fail("options of the host are for the table servers, which is left out")
     if set(chosen) - {COUNTED, SERVERS}:
         require_device(device, quick)
     console = Console(width=None if Console().is_terminal else _WIDTH)
@@ -109,7 +113,6 @@ def papers(
                 continue
             if name == SERVERS:
                 assert host is not None
-                options = host_arguments(host_args)
                 _servers(host, words(policies), folder, out, checkpoint, console, options,
                          together=together)  # fmt: skip
                 continue
@@ -183,7 +186,9 @@ def _servers(
     path = out / f"papers-servers-{host}.json"
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     said = partial(say, console)
-    with reported(*ERRORS, RowsError), ExitStack() as opened:
+    stopped = f"all servers have ended; the rows of finished workloads are in {path}"
+    # Servers that threads start do not change what SIGTERM does.
+    with unwound(console, stopped), reported(*ERRORS, RowsError), ExitStack() as opened:
         setups = [
             opened.enter_context(prepared(choice))
             for choice in _choices(host, policies, traces, path, checkpoint, command, options)

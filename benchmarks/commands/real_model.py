@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.commands.kernel_choice import one_of, words
 from benchmarks.commands.server_options import HostArguments
-from deft_backend.cli.errors import host_arguments, reported, say
+from deft_backend.cli.errors import fail, host_arguments, reported, say
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1)"
 SECTION_CHARACTERS = 4000
@@ -65,6 +65,9 @@ def real_model(
     from deft_backend.files.provenance import provenance
     from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
+    options = host_arguments(host_args)
+    if options and host is None:
+        raise fail("options of the host are for its servers; name it with --host")
     console = Console()
     kind = getattr(torch, SHORT_DTYPES[dtype])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,7 +76,6 @@ def real_model(
         where = make_checkpoint(packaged(), where, kind)
         say(console, f"checkpoint: {where}")
         if host is not None:
-            options = host_arguments(host_args)
             _answers(where, host, options, words(drafts), control, (sections, gen), out, console)
             return
         from tokenizers import Tokenizer

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -140,13 +140,9 @@ def record(setup: Setup, said: Callable[[str], None]) -> list[Row]:
         If the rows cannot be added to `setup.out`.
     """
     recorder = Recorder([setup])
-    ours = setup.launch.host.ours
     for backend in _in_order(setup):
         (_check_plainly if backend == PLAIN else _serve)(setup, backend, recorder, said)
-    run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
-    for row in recorder.rows:
-        if row["backend"] == ours and case_of(row) in run and (left := still_to_run(row)):
-            said(f"{ours}: {case_name(row)}: {left}")
+    _say_left(setup, recorder, said)
     return recorder.rows
 
 
@@ -179,7 +175,10 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
             return server
 
         try:
-            servers = list(threads.map(start, range(len(sides))))
+            starts = [threads.submit(start, at) for at in range(len(sides))]
+            for ended in as_completed(starts):
+                ended.result()  # an error that is no row's ends the other starts, too
+            servers = [ended.result() for ended in starts]
         except BaseException:
             interrupted.set()  # or the threads would wait for their servers
             raise
@@ -191,9 +190,21 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
                         asyncio.run(_measure(setup, backend, server, pending, recorder, said))
                     except _LOST as error:
                         lost[at] = error
+                        server.process.stop()  # a server that hangs would slow the others down
                 if at in lost:
                     _lose(setup, backend, pending, lost[at], recorder, said)
+    for setup in setups:
+        _say_left(setup, recorder, said)
     return recorder.rows
+
+
+def _say_left(setup: Setup, recorder: Recorder, said: Callable[[str], None]) -> None:
+    """Say which of the plugin's answers the run has not checked."""
+    ours = setup.launch.host.ours
+    run = {case_of(workload.row(setup.launch, ours)) for workload in setup.workloads}
+    for row in recorder.rows:
+        if row["backend"] == ours and case_of(row) in run and (left := still_to_run(row)):
+            said(f"{ours}: {case_name(row)}: {left}")
 
 
 def _in_order(setup: Setup) -> list[str]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench_e2e_fakes import GAP, MODEL, fake_launch
 from benchmarks.__main__ import app
-from benchmarks.e2e.backend_runs import Setup, record, record_together
+from benchmarks.e2e.backend_runs import Recorder, Setup, record, record_together
 from benchmarks.e2e.backends import Host
 from benchmarks.e2e.choice import Choice, ChoiceError, ModelChoice, Output, ServerChoice
 from benchmarks.e2e.host_clients import HostClient, HostClientError, fill
@@ -26,6 +26,7 @@ from benchmarks.e2e.serving_rows import by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
 from deft_backend.settings import installed as distributions
 from deft_backend.tools.servers import command as launch
+from deft_backend.tools.servers.process import ServerProcess
 
 GRID = Together(grid_case(MODEL, 16, 3, 4), 6, 1)
 
@@ -84,22 +85,31 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path):
+@pytest.mark.parametrize("backends", [("right", "hangs"), ("hangs", "tie")])
+def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path, backends):
     def interrupt(line):
         if "ready after" in line:
             raise KeyboardInterrupt
 
     setup = Setup(
-        fake_launch("sglang"), ("right", "hangs"), "tie", [GRID], tmp_path / "e.json",
+        fake_launch("sglang"), backends, "tie", [GRID], tmp_path / "e.json",
         tmp_path / "logs", "", 500.0,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         record_together([setup], interrupt)
 
 
-def test_a_server_that_hangs_is_given_up(tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_a_server_that_hangs_is_given_up(tmp_path, monkeypatch, together):
+    """It has ended before the rows say so: others on its GPU must not wait for its requests."""
     slow = Together(grid_case(MODEL, 16, 3, 4), 6, 1, seconds=0.0)
-    rows, _ = run(tmp_path, ("right", "tie"), [slow, Together(grid_case(MODEL, 0, 1, 4), 2, 1)])
+    other = Together(grid_case(MODEL, 0, 1, 4), 2, 1)
+    happened = []
+    put, stop = Recorder.put, ServerProcess.stop
+    monkeypatch.setattr(Recorder, "put", lambda *args: happened.append("row") or put(*args))
+    monkeypatch.setattr(ServerProcess, "stop", lambda self: happened.append("stop") or stop(self))
+    rows, _ = run(tmp_path, ("right", "tie"), [slow, other], together=together)
+    assert happened[:2] == ["stop", "row"]
     for row in rows.values():
         assert row["error"].startswith("ServerHung: few-shot 16 × 3 × 4 did not end")
 
@@ -148,10 +158,11 @@ def test_traffic_is_checked_against_the_reference(tmp_path):
     assert row["detail"]["memory"][0]["rss_mib"] > 0
 
 
-def test_traffic_without_the_reference_says_what_checks_it(tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_traffic_without_the_reference_says_what_checks_it(tmp_path, together):
     part = replace(TRAFFIC, part=3)
     options = "--backends tie --workloads traffic --minutes 0.02 --part 3"
-    rows, said = run(tmp_path, ("right",), [Mixed(part, GAP)])
+    rows, said = run(tmp_path, ("right",), [Mixed(part, GAP)], together=together)
     assert f"not checked yet; run the same command with {options}, into the same --out" in said[-1]
     (row,) = rows.values()
     assert row["detail"]["check_with"] == options

@@ -1,6 +1,8 @@
 """The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -145,3 +147,42 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
     assert names[0] == names[1] == names[2]
     for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
         assert any(name.startswith(kind) for name in names[0]), (kind, names[0])
+
+
+def test_sigterm_ends_servers_that_threads_started(tmp_path, monkeypatch):
+    """Such servers leave the signal's action alone, so it would end this command without them."""
+    ended = []
+
+    def interrupted(setups, said):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            ended.append("servers")
+
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
+    monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
+    monkeypatch.setattr("benchmarks.e2e.backend_runs.record_together", interrupted)
+    dump_thought_trees([TREE], tmp_path / "keywordToT.json")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # in place of the end of this process
+    try:
+        done = CliRunner().invoke(app, [
+            "papers", "--table", "servers", "--host", "vllm", "--together",
+            "--traces", str(tmp_path), "--out", str(tmp_path),
+        ])  # fmt: skip
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (done.exit_code, ended) == (143, ["servers"]), done.output
+    assert "all servers have ended" in done.output
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (["papers", "counted-io"], "unexpected argument 'counted-io'"),
+    (["papers", "--", "--seed", "3"], "which is left out"),
+    (["real-model", "bf16"], "unexpected argument 'bf16'"),
+    (["real-model", "--", "--seed", "3"], "name it with --host"),
+])  # fmt: skip
+def test_options_of_a_host_that_nothing_starts_are_refused(arguments, reason):
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, reason in done.stderr) == (2, True), done.output
