@@ -1,4 +1,4 @@
-"""``python -m benchmarks e2e``: real servers, one backend after the other; ``e2e-merge``."""
+"""``python -m benchmarks e2e``: real servers, measured in turn; ``e2e-merge``."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def e2e(
     ] = 500.0,
     together: TogetherOption = False,
 ) -> None:
-    """Send the same requests to a server of each backend, one server after the other, and compare.
+    """Send the same requests to a server of each backend in turn, and compare.
 
     The rows are written after every workload, so an interrupted run keeps them. Later runs with
     other backends or workloads add to the same file. Exits with 1 if a row has an error.
