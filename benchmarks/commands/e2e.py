@@ -193,6 +193,8 @@ def run_choice(choice: Choice, *, together: bool = False) -> None:
     from benchmarks.row_files import RowsError
 
     console = Console()
+    if together and PLAIN in (choice.servers.backends or ()):
+        raise fail(f"{PLAIN} checks answers without a server; leave --together out")
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
     stopped = f"all servers have ended; the rows of finished workloads are in {choice.output.rows}"
@@ -203,8 +205,6 @@ def run_choice(choice: Choice, *, together: bool = False) -> None:
             stderr.print(
                 "[yellow]no usable GPU: answers are checked, but times mean nothing[/yellow]"
             )
-        if together and PLAIN in setup.backends:
-            raise fail(f"{PLAIN} checks answers without a server; leave --together out")
         said = partial(say, console)
         rows = record_together([setup], said) if together else record(setup, said)
     _show(choice.output.rows, console)

@@ -20,7 +20,15 @@ from benchmarks.e2e.counted_server import CountedServer
 from benchmarks.e2e.kept_answers import compare, kept
 from benchmarks.e2e.plain_check import PLAIN
 from benchmarks.e2e.served_workloads import Mixed, Served, Workload, answers_file
-from benchmarks.e2e.serving_rows import Row, case_name, case_of, joined, read_rows, replaced
+from benchmarks.e2e.serving_rows import (
+    Row,
+    case_name,
+    case_of,
+    joined,
+    read_rows,
+    replaced,
+    side_of,
+)
 from benchmarks.row_files import make_folder, write_rows
 from benchmarks.token_client.client import Client, ClientError
 from deft_backend.files.provenance import driver, provenance
@@ -171,7 +179,7 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
             except _LOST as error:
                 lost[at] = error
                 return None
-            said(f"{backend}: ready after {time.perf_counter() - began:.1f} s")
+            said(f"{_side(setup, backend)}: ready after {time.perf_counter() - began:.1f} s")
             return server
 
         try:
@@ -211,14 +219,18 @@ def _in_order(setup: Setup) -> list[str]:
     return sorted(setup.backends, key=lambda name: name != setup.launch.host.ours)
 
 
+def _side(setup: Setup, backend: str) -> str:
+    policy = setup.launch.policy_of(backend)
+    return backend if policy is None else f"{backend}-{policy}"
+
+
 def _server(
     setup: Setup,
     backend: str,
     said: Callable[[str], None],
     on_start: Callable[[ServerCommand], Callable[[float], None]] | None = None,
 ) -> CountedServer:
-    policy = setup.launch.policy_of(backend)
-    name = backend if policy is None else f"{backend}-{policy}"
+    name = _side(setup, backend)
     log = setup.logs / f"{setup.launch.host.name}-{name}.log"
     said(f"{name}: starting the server; its log is {log}")
     return CountedServer(
@@ -351,7 +363,7 @@ def _failed(row: Row, error: Exception) -> Row:
 
 def _line(row: Row) -> str:
     if row["error"]:
-        return f"{row['backend']}: {case_name(row)}: {row['error'].splitlines()[0]}"
+        return f"{side_of(row)}: {case_name(row)}: {row['error'].splitlines()[0]}"
     figures = ", ".join(
         f"{name} {value:,.3f}"
         for name, value in (
@@ -360,4 +372,4 @@ def _line(row: Row) -> str:
         )
         if value is not None
     )  # fmt: skip
-    return f"{row['backend']}: {case_name(row)}: {figures}"
+    return f"{side_of(row)}: {case_name(row)}: {figures}"

@@ -99,6 +99,14 @@ def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path, backends):
         record_together([setup], interrupt)
 
 
+def test_answers_without_a_server_are_not_checked_together(tmp_path):
+    done = CliRunner().invoke(app, [
+        "e2e", "--together", "--backends", "deft,pytorch", "--out", str(tmp_path / "e.json"),
+    ])  # fmt: skip
+    assert done.exit_code == 2
+    assert "leave --together out" in done.output
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_server_that_hangs_is_given_up(tmp_path, monkeypatch, together):
     """It has ended before the rows say so: others on its GPU must not wait for its requests."""
@@ -124,7 +132,8 @@ def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
     header = read_rows(tmp_path / "e.json")[1]
     assert [entry["backends"] for entry in header["runs"]] == [["right"], ["tie"]]
     # A policy is another side of the same case; the reference has none.
-    run(tmp_path, ("right",), [GRID], policy="fasttree")
+    _, said = run(tmp_path, ("right",), [GRID], policy="fasttree")
+    assert any(line.startswith("right, fasttree: few-shot") for line in said)
     rows, header = read_rows(tmp_path / "e.json")
     (sides,) = by_case(rows).values()
     assert sides.keys() == {"right", "tie", "right, fasttree"}
