@@ -17,6 +17,10 @@ from typing import Any
 SHARPNESS = 1.5
 """Standard deviation of the elements of q and k; the scores' is its square."""
 
+LATER = 0.2
+"""In a model that drafts for itself, what each layer behind the first adds is as much smaller. The
+drafter repeats the first layer, so the model then accepts about half of the drafts."""
+
 
 def write_weights(folder: Path, seed: int) -> None:
     """Write random weights, one file per layer, and the index of the files.
@@ -45,47 +49,64 @@ def write_weights(folder: Path, seed: int) -> None:
         weight = torch.randn(rows, columns, generator=generator, device=device)
         return (weight * scale).to(torch.bfloat16).cpu()
 
-    def latent_norm(name: str) -> dict[str, torch.Tensor]:
+    def latent_norm() -> dict[str, torch.Tensor]:
         rank = config.get("kv_lora_rank")
         if rank is None:
             return {}
-        return {f"{name}self_attn.kv_a_layernorm.weight": torch.ones(rank, dtype=torch.bfloat16)}
+        return {"self_attn.kv_a_layernorm.weight": torch.ones(rank, dtype=torch.bfloat16)}
 
     where: dict[str, str] = {}
 
-    def save(tensors: dict[str, torch.Tensor], name: str) -> None:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        where.update(dict.fromkeys(tensors, name))
+    def save(tensors: dict[str, torch.Tensor], name: str, prefix: str = "") -> None:
+        named = {prefix + tensor: value for tensor, value in tensors.items()}
+        save_file(named, folder / name, metadata={"format": "pt"})
+        where.update(dict.fromkeys(named, name))
 
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     unit = hidden**-0.5
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}."
-        save(
-            {
-                **{
-                    f"{name}self_attn.{part}.weight": torch.cat(
-                        [normal(rows, columns, scale * columns**-0.5) for rows, scale in blocks]
-                    )
-                    for part, (columns, blocks) in parts.items()
-                },
-                **latent_norm(name),
-                name + "mlp.gate_proj.weight": normal(inner, hidden, unit),
-                name + "mlp.up_proj.weight": normal(inner, hidden, unit),
-                name + "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5),
-                name + "input_layernorm.weight": ones.clone(),
-                name + "post_attention_layernorm.weight": ones.clone(),
+
+    def block(added: float) -> dict[str, torch.Tensor]:
+        """A layer; `added` scales what it adds to its input."""
+        return {
+            **{
+                f"self_attn.{part}.weight": torch.cat(
+                    [normal(rows, columns, scale * columns**-0.5) for rows, scale in blocks]
+                ) * (added if part == "o_proj" else 1.0)
+                for part, (columns, blocks) in parts.items()
             },
-            f"layer-{layer:02d}.safetensors",
-        )
+            **latent_norm(),
+            "mlp.gate_proj.weight": normal(inner, hidden, unit),
+            "mlp.up_proj.weight": normal(inner, hidden, unit),
+            "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5) * added,
+            "input_layernorm.weight": ones.clone(),
+            "post_attention_layernorm.weight": ones.clone(),
+        }  # fmt: skip
+
+    layers, drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
+    first: dict[str, torch.Tensor] = {}
+    for layer in range(layers):
+        made = block(LATER if drafts and layer else 1.0)
+        first = first or made
+        save(made, f"layer-{layer:02d}.safetensors", f"model.layers.{layer}.")
+    embedding, head = normal(vocab, hidden, 1.0), normal(vocab, hidden, 3 * unit)
     save(
         {
-            "model.embed_tokens.weight": normal(vocab, hidden, 1.0),
+            "model.embed_tokens.weight": embedding,
             "model.norm.weight": ones.clone(),
-            "lm_head.weight": normal(vocab, hidden, 3 * unit),
+            "lm_head.weight": head,
         },
         "head.safetensors",
     )
+    if drafts:
+        token_alone = torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)  # no hidden state
+        save(
+            {
+                **first, "embed_tokens.weight": embedding, "shared_head.head.weight": head,
+                "eh_proj.weight": token_alone, "enorm.weight": ones.clone(),
+                "hnorm.weight": ones.clone(), "shared_head.norm.weight": ones.clone(),
+            },
+            "drafter.safetensors", f"model.layers.{layers}.",
+        )  # fmt: skip
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

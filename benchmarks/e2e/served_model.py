@@ -117,10 +117,17 @@ LATENT: dict[str, Any] = {
 """Four layers with the attention of DeepSeek-V2-Lite, which is that of DeepSeek-V3 on one of eight
 ranks: for answers, not for times."""
 
+LATENT_DRAFTING: dict[str, Any] = {
+    **LATENT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "num_attention_heads": 8, "first_k_dense_replace": 5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""With the heads of a rank of Kimi K2, and a fifth layer that drafts (MTP)."""
+
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "four-layers": FOUR_LAYERS,
     "one-layer": ONE_LAYER, "tiny": TINY, "gpt-oss-20b": GPT_OSS_20B, "qwen3.5-9b": QWEN35_9B,
     "v2-lite": V2_LITE, "latent-16": LATENT, "latent-8": {**LATENT, "num_attention_heads": 8},
+    "latent-8-drafting": LATENT_DRAFTING,
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 

@@ -61,8 +61,10 @@ def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) 
         )
 
     errors = [error(table)]
-    if on_device:
-        lens[requests:] = 0 if tokens == 1 else tokens  # padding of a graph
+    # Padding requests of graphs: of no tokens in vLLM, in SGLang of the query tokens of a chain.
+    paddings = (0,) if tokens == 1 else (0, tokens)
+    for padding in paddings if on_device else ():
+        lens[requests:] = padding
         attention.plan_on_device(table[rows], lens.int())
         errors.append(error(table[rows]))
     attention.clear_plan()

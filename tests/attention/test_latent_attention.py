@@ -128,7 +128,7 @@ def test_the_check_at_start_names_a_wrong_result(at, off, most):
         query_tokens=2, value_dim=VALUE, rope_dim=ROPE,
     )  # fmt: skip
     said = failed_latent_check(attention, on_device=True)
-    assert len(calls) == 4
+    assert len(calls) == 6
     assert (said is None) == (at is None), said
     assert said is None or "other results than float64" in said
 

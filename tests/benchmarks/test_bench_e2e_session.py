@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from bench_e2e_fakes import GAP, MODEL, fake_launch
@@ -20,7 +22,7 @@ from benchmarks.e2e.prepare_run import prepared
 from benchmarks.e2e.prompt_cases import GRID as GRID_SIZES
 from benchmarks.e2e.prompt_cases import grid_case
 from benchmarks.e2e.random_weights import write_weights
-from benchmarks.e2e.served_model import ModelError, write_model
+from benchmarks.e2e.served_model import SHAPES, ModelError, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
 from benchmarks.e2e.serving_rows import by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
@@ -268,6 +270,26 @@ def test_another_process_writes_what_this_one_would(tmp_path):
         file.unlink()
     write_weights(tmp_path, 7)
     assert [file.read_bytes() for file in files] == written
+
+
+def test_a_drafter_repeats_the_first_layer(tmp_path):
+    """Behind it, hosts find the embedding and the head, and a projection of the token alone."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["latent-8-drafting"], **small}))
+    write_weights(tmp_path, 7)
+    found = {}
+    for file in tmp_path.glob("*.safetensors"):
+        found.update(load_file(file))
+    first, drafter = "model.layers.0.", "model.layers.4."
+    for name, weight in found.items():
+        if name.startswith(first):
+            assert found[name.replace(first, drafter)].equal(weight)
+    assert found[drafter + "embed_tokens.weight"].equal(found["model.embed_tokens.weight"])
+    assert found[drafter + "shared_head.head.weight"].equal(found["lm_head.weight"])
+    projected = found[drafter + "eh_proj.weight"] @ torch.arange(128).bfloat16()
+    assert projected.tolist() == list(range(64))
+    added = [found[f"model.layers.{layer}.mlp.down_proj.weight"].std() for layer in range(4)]
+    assert all(later < 0.3 * added[0] for later in added[1:])
 
 
 # -- the command -----------------------------------------------------------------------------

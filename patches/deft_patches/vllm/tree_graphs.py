@@ -8,7 +8,8 @@ Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.26 to 0.33), fo
     ``run_fullgraph``: replays the second graph of a batch's size if the controller takes the step.
 Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
 Looks for: the two methods with the parameters used here, and the fields that hold the graphs.
-Harmless to managers without a controller: the wrappers only call the host's methods.
+Harmless to managers without a controller: the wrappers only call the host's methods. Drafters have
+    managers of another class.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from deft_backend.hosts.vllm.step import extends
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
 from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.latent import UNKNOWN, LatentSharing
+from deft_backend.hosts.vllm.step.latent import UNEVEN, UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step.step import attach, step_of
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
@@ -92,14 +93,17 @@ def layers(config=None, count=2, **arguments):
 
 
 class Step:
-    """A batch with its metadata, queries and a cache of latent vectors."""
+    """A batch with its metadata, queries and a cache of latent vectors.
 
-    def __init__(self, batch, made=None):
+    `rows`: of its queries, with those of padding requests.
+    """
+
+    def __init__(self, batch, made=None, rows=None):
         self.batch, self.layers = batch, made or layers()
+        self.rows = tokens = rows or len(batch.query)
         self.builder = self.layers.builder(spec())
         self.build()
         generator = torch.Generator().manual_seed(len(batch.lens))
-        tokens = len(batch.query)
         # As vLLM's: the rotated parts are a slice of a projection.
         self.nope = torch.randn(tokens, HEADS, VALUE, generator=generator)
         self.rope = torch.randn(tokens, HEADS, 16 + ROPE, generator=generator)[..., 16:]
@@ -109,7 +113,10 @@ class Step:
         """The metadata of the batch, after the scheduler's message."""
         if server._current.prefixes is not None:
             server._current.prefixes.observe(message(self.batch, name))
-        self.metadata = self.builder.build(0, self.batch.common())
+        self.metadata = self.builder.build(0, self.common())
+
+    def common(self):
+        return self.batch.common(num_actual_tokens=self.rows)
 
     def run(self, layer=0, *, in_one=False, metadata=None):
         q = torch.cat([self.nope, self.rope], -1) if in_one else (self.nope, self.rope)
@@ -120,12 +127,13 @@ class Step:
 
     def expected(self):
         """In float64, for the requests that are no padding."""
-        rows = int((self.batch.lens > 0).sum())
+        requests = int((self.batch.lens > 0).sum())
         keys = self.cache.unsqueeze(2)
-        q = torch.cat([self.nope, self.rope], -1)[:rows]
+        q = torch.cat([self.nope, self.rope], -1)[: int(self.batch.starts[-1])]
         return reference_attention(
-            q, keys, keys, self.batch.table, self.batch.lens[:rows], sm_scale=SCALE
-        )[..., :VALUE]
+            q, keys, keys, self.batch.table, self.batch.lens[:requests], sm_scale=SCALE,
+            query_start=self.batch.starts[: requests + 1],
+        )[..., :VALUE]  # fmt: skip
 
     def check(self, **how):
         want = self.expected()
@@ -171,6 +179,89 @@ def test_a_graph_serves_other_batches_of_its_size():
     step.batch.table[:, : other.table.shape[1]] = other.table
     step.batch.lens.copy_(other.lens)
     step.check()
+
+
+def chains(batch, rows=None, **changes):
+    """The step of a server that verifies three drafts and the token before them."""
+    config = make_config(speculative_config=speculating(3), **changes)
+    return Step(batch, layers(config), rows)
+
+
+def test_chains_of_drafts():
+    step = chains(Batch(DECODE, shared=2, query_lens=[4] * 5))
+    assert step_of(step.metadata).query_tokens == 4
+    step.check()
+    found = state().counters()
+    assert (found.steps_tree, found.plans, found.verified_tokens) == (1, 1, 20)
+    assert not found.steps_host
+
+
+def test_padding_requests_of_a_graph_of_chains():
+    """vLLM pads tokens and requests; padding requests have no tokens and rows of their own."""
+    step = chains(Batch([40, 37, 33], shared=2, query_lens=[4, 4, 4, 0, 0], padding=2), rows=20)
+    step.check()
+    assert step.run()[12:].eq(0.0).all()
+    assert state().verified_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "padding", "rows"),
+    [
+        ([1] * 5, 0, None),  # a step without drafts
+        ([3] * 5, 0, None),  # fewer drafts, as in dynamic speculation
+        ([4, 4, 4, 4, 1], 0, None),
+        ([4, 1, 4, 4, 4], 0, None),  # near the context's end
+        ([4, 4, 4, 4, 1], 0, 20),  # the same, padded to as many rows as full chains have
+        ([4, 4, 4, 3, 2, 3], 1, 24),
+        ([4, 4, 4, 0, 4, 4], 1, 24),
+        ([4] * 5, 0, 24),
+    ],
+)
+def test_batches_that_lack_drafts_are_the_hosts(query_lens, padding, rows):
+    step = chains(Batch(DECODE, shared=2, query_lens=query_lens, padding=padding), rows)
+    assert step_of(step.metadata) is None
+    assert step.is_hosts
+    assert not step.builder.deft_group.takes_step()
+    found = state().counters()
+    assert (found.steps_tree, found.verified_tokens) == (0, 0)
+    assert found.steps_host == {UNEVEN: 1}
+
+
+def test_prompts_as_long_as_a_chain_are_the_hosts():
+    batch = Batch(DECODE, shared=2, query_lens=[4] * 5)
+    step = chains(batch)
+    prefilling = torch.tensor([False, False, True, False, False])
+    metadata = step.builder.build(0, batch.common(is_prefilling=prefilling))
+    assert step_of(metadata) is None
+    assert not step.builder.deft_group.takes_step()
+
+
+def test_a_drafter_is_the_hosts_with_the_targets_metadata():
+    """Its first pass runs with that of the verification; its graphs with the target's builder."""
+    config = make_config(speculative_config=speculating(3))
+    target = layers(config)
+    drafter = Layers(target.backend, config, 1, ARGUMENTS, "model.layers.2.self_attn", spec())
+    step = Step(Batch(DECODE, shared=2, query_lens=[4] * 5), target)
+    q = (step.nope, step.rope)
+    assert step_of(step.metadata) is not None
+    out, _ = drafter.impls[0].forward_mqa(q, step.cache, step.metadata, None)
+    assert out.eq(5.0).all()
+    assert state().counters().steps_tree == 0
+    step.check()
+    assert state().num_layers == target.count
+    captured = step.builder.build_for_cudagraph_capture(step.common())
+    assert step_of(captured) is None
+    alone = drafter.builder(spec())
+    assert alone.deft_group is None
+    assert step_of(alone.build(0, Batch(DECODE, shared=2).common())) is None
+
+
+@pytest.mark.parametrize(("heads", "drafts", "refused"), [(8, 3, False), (8, 4, True)])
+def test_heads_and_query_tokens_fill_half_a_tile(heads, drafts, refused, caplog):
+    made = layers(make_config(speculative_config=speculating(drafts)), num_heads=heads)
+    assert (made.builder(spec()).deft_group is None) is refused
+    said = "40 query vectors a request (8 heads, 5 query tokens) leave no room"
+    assert (said in caplog.text) is refused
 
 
 def test_the_state_counts_bytes_of_one_vector():
@@ -231,7 +322,6 @@ def test_backends_that_are_refused(host, asked, reason, monkeypatch):
         ({"num_heads": 64}, {}, {}, "sharing would gain nothing"),
         ({}, {"DEFT_POLICY": "deft-node"}, {}, "DEFT_POLICY"),
         ({}, {"DEFT_PLANNER": "host"}, {}, "DEFT_PLANNER"),
-        ({}, {}, {"speculative_config": speculating(3)}, "MLA with speculation"),
         ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
         ({}, {}, {"data_parallel_size": 2}, "MLA with data parallelism"),
         ({}, {}, {"enable_elastic_ep": True}, "MLA with data parallelism"),
@@ -295,7 +385,7 @@ class Manager:
             for size in sizes:
                 self.captured.append(mode.name)
                 if mode is CUDAGraphMode.FULL:
-                    common = self.step.batch.common()
+                    common = self.step.common()
                     metadata = self.step.builder.build_for_cudagraph_capture(common)
                     self.graphs[size] = partial(self.step.run, metadata=metadata)
 
@@ -334,6 +424,24 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(second_set):
     # Without attention metadata of its own, a batch replays the host's graph.
     step.builder.build_for_cudagraph_capture(step.batch.common())
     assert manager.run_fullgraph(4).eq(5.0).all()
+
+
+def test_each_verification_replays_the_graph_that_it_asks_for(second_set):
+    """Chains that share replay the second set. Requests without drafts never do."""
+    lens = [40, 37, 33, 65]
+    step = chains(Batch(lens, shared=0, query_lens=[4] * 4))
+    second_set(step.layers.config, step.builder.deft_group)
+    manager = Manager(step)
+    manager.capture("model")
+    for at, (shared, last) in enumerate(((2, 4), (2, 1), (0, 4), (2, 4))):
+        step.batch.table.copy_(Batch(lens, shared=shared).table)
+        step.batch.starts[-1] = 12 + last
+        step.build(f"batch {at}, request ")
+        found = manager.run_fullgraph(4)
+        if shared and last == 4:
+            torch.testing.assert_close(found.double(), step.expected(), rtol=1e-5, atol=1e-5)
+        else:
+            assert found.eq(5.0).all()
 
 
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
@@ -421,6 +529,20 @@ def shared_by(batch, gains=True, **environment):
     if batch is not None:
         sharing.observe(message(batch))
     return sharing, asked
+
+
+@pytest.mark.parametrize(("tokens", "gains"), [(1, True), (4, False)])
+def test_costs_count_query_tokens(tokens, gains):
+    """Chains cost a second call, and a tile holds fewer of their requests."""
+    lens = [8448] * 64
+    attention = LatentAttention(
+        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
+        page_size=PAGE, max_batch=64, query_tokens=tokens,
+    )  # fmt: skip
+    asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
+    sharing = LatentSharing(asked, Settings.from_env({}), 27, PAGE)
+    sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))
+    assert (sharing.too_little() is None) is gains
 
 
 def test_costs_decide_once_for_the_requests_of_a_batch():

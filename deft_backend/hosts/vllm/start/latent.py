@@ -41,8 +41,6 @@ def latent_attention(
     Raises Unsupported with the reason for the log.
     """
     assert layer.value_dim is not None
-    if query_tokens_of(vllm_config) > 1:
-        raise Unsupported("MLA with speculation is not supported in vLLM")
     parallel = vllm_config.parallel_config
     # A server with elastic expert parallelism may get more ranks while it runs.
     if parallel.data_parallel_size > 1 or getattr(parallel, "enable_elastic_ep", False):
@@ -61,7 +59,8 @@ def latent_attention(
     heads, _, dim = layer.shape
     attention = checked_latent_attention(
         heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
-        vllm_latent_attention, max_batch=max_batch, page_size=page_size, on_device=True,
+        vllm_latent_attention, max_batch=max_batch, page_size=page_size,
+        query_tokens=query_tokens_of(vllm_config), on_device=True,
     )  # fmt: skip
     warm_up_host_planner(attention)  # it plans to decide which graph a step replays
     return attention

@@ -133,7 +133,8 @@ class TreeBuilder:
             return None if extends is None else extends.step(common), None
         if not several and common.num_actual_tokens != batch:
             return None, None
-        reason = group.refuses(batch) or group.too_little(capturing=self._capturing)
+        reason = group.refuses(batch) or group.uneven(common)
+        reason = reason or group.too_little(capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:

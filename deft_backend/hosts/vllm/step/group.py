@@ -75,6 +75,10 @@ class GroupAttention:
         """
         return self.failure.reason or refused(requests, self.settings, self.attention.max_batch)
 
+    def uneven(self, common: Any) -> str | None:
+        """Why the numbers of query tokens rule out tree attention; None if they do not."""
+        return None
+
     def too_little(self, *, capturing: bool) -> str | None:
         """Why a batch shares too little for tree attention; None if that does not matter."""
         return None

@@ -19,6 +19,7 @@ from deft_backend.hosts.vllm.step.step import LayerCall, TreeStep
 from deft_backend.settings.config import Settings
 
 UNKNOWN = "blocks of unknown requests"
+UNEVEN = "requests without all their drafts"
 
 
 class LatentSharing(CachedPrefixes):
@@ -84,6 +85,21 @@ class LatentGroup(GroupAttention):
     def refuses(self, requests: int) -> str | None:
         """Not for a failure: it may be this rank's alone, and all ranks must replay one graph."""
         return refused(requests, self.settings, self.attention.max_batch)
+
+    def uneven(self, common: Any) -> str | None:
+        """A plan has one number of query tokens, and the rows of each request follow from it.
+
+        vLLM captures full graphs of that number and replays them for batches whose requests all
+        have it. Only padding requests, behind the others, have none. But steps without a graph, and
+        graphs of dynamic speculation, may have fewer. The scheduler's message decides the numbers,
+        so all ranks see the same.
+        """
+        tokens, batch = self.query_tokens, int(common.num_reqs)
+        starts = common.query_start_loc_cpu[: batch + 1]
+        requests = int(starts[-1]) // tokens
+        expected = torch.arange(batch + 1).clamp(max=requests) * tokens
+        even = common.num_actual_tokens == batch * tokens and bool((starts == expected).all())
+        return None if even else UNEVEN
 
     def too_little(self, *, capturing: bool) -> str | None:
         if capturing:
