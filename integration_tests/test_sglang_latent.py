@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import DRAFT, EAGER, MODEL
-from integration_tests.sglang_server import Ask, Group, running
+from integration_tests.sglang_server import GROUPS, Ask, Group, running
 
 pytestmark = pytest.mark.xdist_group("latent")
 
@@ -46,28 +47,35 @@ CHAINS = (
     "--speculative-num-draft-tokens", "4",
 )  # fmt: skip
 
+SERVERS = {
+    "decode": Group(settings=EAGER), "two-ranks": GROUPS["two-ranks"],
+    "chains": Group(CHAINS, EAGER, cpu_speculation=True),
+}  # fmt: skip
 
-@pytest.fixture(scope="module", params=[(), CHAINS], ids=["decode", "chains"])
+
+@pytest.fixture(scope="module", params=SERVERS)
 def latent(request, tmp_path_factory):
     """A server that decodes or verifies MLA over plans, and the model in PyTorch."""
     folder = tmp_path_factory.mktemp("latent")
     write_checkpoint(folder / "model")
-    group = Group(
-        request.param, {**EAGER, "DEFT_MLA": "1"}, cpu_speculation=bool(request.param),
-        model=folder / "model",
-    )  # fmt: skip
-    with running("deft", group, folder / "run") as server:
-        yield server, PlainModel(folder / "model"), bool(request.param)
+    group = SERVERS[request.param]
+    settings = {**group.settings, "DEFT_MLA": "1"}
+    with running("deft", replace(group, settings=settings, model=folder / "model"),
+                 folder / "run") as server:  # fmt: skip
+        yield server, PlainModel(folder / "model"), request.param
 
 
 def test_a_tree_of_requests(latent):
     """Two levels, several samples of a prompt, and requests that end one by one."""
-    server, model, chains = latent
+    server, model, kind = latent
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {t}", 4 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])]
     check(server, model, [*asks, Ask(PREFIX + "It said:", n=3), Ask("Alone, from the first word.")])
-    state = server.state()
-    assert state["steps_tree"] > 0
-    # The costs of chains share no prompts as short as these: the library's tests do.
-    assert (state["verified_tokens"] > 0) == chains
-    assert chains or state["kv_bytes_read"] < state["kv_bytes_query_guided"]
+    chains = kind == "chains"
+    states = [server.state(rank) for rank in ("tp0", "tp1")[: 1 + (kind == "two-ranks")]]
+    assert len({state["steps_tree"] for state in states}) == 1
+    for state in states:
+        assert state["steps_tree"] > 0
+        # The costs of chains share no prompts as short as these: the library's tests do.
+        assert (state["verified_tokens"] > 0) == chains
+        assert chains or state["kv_bytes_read"] < state["kv_bytes_query_guided"]

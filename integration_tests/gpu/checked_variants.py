@@ -69,19 +69,26 @@ def check_steps(fleet, variant, ours):
     A server that checks others' answers decodes many requests alone.
     """
     this = fleet.variants[variant]
-    states = [ours.state(name) for name in this.states]
-    report(variant, "steps", {
-        name: states[0][name]
-        for name in ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided")
-    })  # fmt: skip
+    states = reported_states(variant, this, ours)
     for state in states:
         assert state["steps_tree"] > 100
         assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
         assert set(state["steps_host"]) <= {TOO_FEW, LITTLE_SHARED}
         if variant not in {other.against for other in fleet.variants.values()}:
             assert state["steps_host"].get(TOO_FEW, 0) < 0.2 * state["steps_tree"]
-        if this.in_step:
-            assert state["steps_tree"] == states[0]["steps_tree"]
+
+
+def reported_states(name, variant, ours):
+    """The states of a server's ranks; ranks that decode the same batches took the same steps."""
+    states = [ours.state(each) for each in variant.states]
+    report(name, "steps", {
+        count: states[0][count] for count in
+        ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided",
+         "verified_tokens", "accepted_tokens")
+    })  # fmt: skip
+    if variant.in_step:
+        assert len({state["steps_tree"] for state in states}) == 1
+    return states
 
 
 def tolerance(variant):

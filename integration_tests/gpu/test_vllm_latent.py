@@ -7,6 +7,7 @@ that are checked alike.
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,29 +18,33 @@ from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
-from integration_tests.gpu.checked_variants import client_of, report
+from integration_tests.gpu.checked_variants import client_of, report, reported_states
 from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.variants import Fleet, Variant, running
-from integration_tests.gpu.vllm_variants import COMMON
+from integration_tests.gpu.vllm_variants import COMMON, VARIANTS
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
 
-SHAPES = ("latent-16", "latent-8")
-"""The heads of DeepSeek-V2-Lite or of a rank of V3, and those of a rank of Kimi K2."""
+SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
+"""Shapes and ranks: the heads of DeepSeek-V2-Lite or of a rank of V3, and twice those of a rank of
+Kimi K2."""
 
 CONTROL = "control"
 MORE = 0.002  # share of tokens that may be wrong in addition to the control's share
 
 
-def fleet(shape, flags, settings):
-    """The server that checks all answers takes no flags: it does not speculate."""
+def fleet(name, ranks, flags, settings):
+    """All servers have as many ranks, so that only attention differs.
+
+    The server that checks all answers takes no flags: it does not speculate.
+    """
+    of = replace(VARIANTS["two-ranks"] if ranks == 2 else Variant("deft"), against="host")
+    host = replace(of, backend="FLASH_ATTN_MLA", settings={**of.settings, **settings})
+    control = replace(host, flags=(*of.flags, *flags))
     # The prompts are short: take every batch that shares something.
-    ours = {"DEFT_MLA": "1", "DEFT_MIN_SAVED_MS": "0"}
-    hosts = {
-        "host": Variant("FLASH_ATTN_MLA", (), settings),
-        CONTROL: Variant("FLASH_ATTN_MLA", flags, settings),
-    }
-    return Fleet("vllm", COMMON, hosts, {shape: Variant("deft", flags, {**ours, **settings})})
+    asked = {"DEFT_MLA": "1", "DEFT_MIN_SAVED_MS": "0"}
+    ours = replace(control, backend="deft", settings={**host.settings, **asked})
+    return Fleet("vllm", COMMON, {"host": host, CONTROL: control}, {name: ours})
 
 
 async def judged(servers, server, theirs, model):
@@ -58,44 +63,45 @@ async def judged(servers, server, theirs, model):
         return (await check(samples, client, limit, at_once=1)).to_dict(limit)
 
 
-def checked(shape, folder, flags=(), settings=MappingProxyType({})):
-    """The state of a server after two rounds of a forest whose requests join, end and hang up."""
-    servers = fleet(shape, flags, settings)
-    names = [shape, CONTROL, "host"]
+def checked(shape, ranks, folder, flags=(), settings=MappingProxyType({})):
+    """The states of a server's ranks after two rounds of a forest whose requests join, end and
+    hang up."""
+    if ranks > num_gpus():
+        pytest.skip(f"these servers need {ranks} GPUs")
+    name = f"{shape}-{ranks}"
+    servers = fleet(name, ranks, flags, settings)
+    names = [name, CONTROL, "host"]
     model = write_model(folder / "model", shape, "random", "bfloat16")
-    with running(servers, names, 1, model, Path(), folder) as started:
+    with running(servers, names, num_gpus(), model, Path(), folder) as started:
         for server in started.values():
             if isinstance(server, StartError):
                 raise server
             assert isinstance(server, Server)
-        ours = started[shape]
+        ours = started[name]
         found = {}
-        for name in (shape, CONTROL):
-            found[name] = asyncio.run(judged(servers, started[name], started["host"], model))
-            report(shape, name, found[name])
-        state = ours.state()
-        report(shape, "steps", {
-            name: state[name] for name in
-            ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided",
-             "verified_tokens", "accepted_tokens")
-        })  # fmt: skip
-        wrong = {name: each["wrong"] / each["tokens"] for name, each in found.items()}
-        assert found[shape]["tokens"] > 2000
-        assert wrong[shape] <= wrong[CONTROL] + MORE, found
+        for each in (name, CONTROL):
+            found[each] = asyncio.run(judged(servers, started[each], started["host"], model))
+            report(name, each, found[each])
+        states = reported_states(name, servers.variants[name], ours)
+        wrong = {each: result["wrong"] / result["tokens"] for each, result in found.items()}
+        assert found[name]["tokens"] > 2000
+        assert wrong[name] <= wrong[CONTROL] + MORE, found
         assert not ours.trouble()
-        assert state["kv_bytes_read"] < 0.8 * state["kv_bytes_query_guided"]
-        return state
+        for state in states:
+            assert state["kv_bytes_read"] < 0.8 * state["kv_bytes_query_guided"]
+        return states
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_token_is_the_hosts(shape, tmp_path):
-    state = checked(shape, tmp_path)
-    assert state["steps_tree"] > 50
-    # Requests that share nothing replay the host's graphs.
-    assert any("shares" in reason for reason in state["steps_host"]), state["steps_host"]
+@pytest.mark.parametrize(("shape", "ranks"), SERVERS)
+def test_every_token_is_the_hosts(shape, ranks, tmp_path):
+    for state in checked(shape, ranks, tmp_path):
+        assert state["steps_tree"] > 50
+        # Requests that share nothing replay the host's graphs.
+        assert any("shares" in reason for reason in state["steps_host"]), state["steps_host"]
 
 
-def test_chains_of_drafts(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_chains_of_drafts(ranks, tmp_path):
     """Four query tokens of eight heads fill half of a tile. A layer of the model drafts (MTP).
 
     Only tokens behind an accepted draft depend on more than the first query token of a request.
@@ -103,7 +109,9 @@ def test_chains_of_drafts(tmp_path):
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     flags = ("--speculative-config", json.dumps(drafts))
     # vLLM chooses runner V1 for DeepSeek-V3 by itself.
-    state = checked("latent-8-drafting", tmp_path, flags, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    assert state["steps_tree"] > 20
-    assert state["verified_tokens"] > 0
-    assert state["accepted_tokens"] > 100
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    states = checked("latent-8-drafting", ranks, tmp_path, flags, runner)
+    for state in states:
+        assert state["steps_tree"] > 20
+        assert state["verified_tokens"] > 0
+    assert states[0]["accepted_tokens"] > 100

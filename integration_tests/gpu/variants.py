@@ -91,14 +91,18 @@ class Fleet:
 
 @contextmanager
 def running(fleet, names, gpus, model, adapters, folder):
-    """Servers of these names, or the reason why one did not start, for a `with` block."""
+    """Servers of these names, or the reason why one did not start, for a `with` block.
+
+    They share this number of GPUs; each rank of a server gets one of its own.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     visible = given.split(",")[:gpus] if given else [str(index) for index in range(gpus)]
     with ExitStack() as stack, ThreadPoolExecutor(len(names)) as threads:
 
         def start(at, name):
             variant = fleet.servers[name]
-            shown = ",".join(visible if variant.ranks > 1 else [visible[at % gpus]])
+            places = range(at * variant.ranks, (at + 1) * variant.ranks)
+            shown = ",".join(visible[place % gpus] for place in places)
             try:
                 return _start(fleet, name, shown, model, adapters, folder, stack)
             except StartError as error:
