@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,9 @@ TREES = (
 HEADS = ((8, 1), (16, 1), (32, 1), (8, 4), (64, 1))
 """Heads of a rank and query tokens."""
 
+Peer = Callable[[LatentInputs], Callable[[], torch.Tensor]]
+"""Prepares a kernel of others for a case; the time is not counted."""
+
 TOLERANCE = 1.6e-2
 """Relative error above which a result in bfloat16 is wrong."""
 
@@ -37,9 +40,9 @@ def cases(page_size: int) -> list[LatentCase]:
 
 
 def measure(
-    chosen: Sequence[LatentCase], device: torch.device, budget: Budget
+    chosen: Sequence[LatentCase], device: torch.device, budget: Budget, peers: Mapping[str, Peer]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case: ``us`` of the host's decode and of ours, in CUDA graphs.
+    """A row for each case: ``us`` of the host's decode, of peers and of ours, in CUDA graphs.
 
     ``deft`` is one layer. ``plan`` and ``lay_out`` run once a step, for all layers.
 
@@ -56,6 +59,8 @@ def measure(
         us: dict[str, float] = {}
         error: dict[str, float] = {}
         us["host"], error["host"] = _timed(partial(decode, call), want, budget, "host", case)
+        for name, prepare in peers.items():
+            us[name], error[name] = _timed(prepare(inputs), want, budget, name, case)
         reason = gains_nothing(case.heads, case.query_tokens)
         if reason is None:
             attention = LatentAttention(
