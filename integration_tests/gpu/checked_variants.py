@@ -81,11 +81,12 @@ def check_steps(fleet, variant, ours):
 def reported_states(name, variant, ours):
     """The states of a server's ranks; ranks that decode the same batches took the same steps."""
     states = [ours.state(each) for each in variant.states]
-    report(name, "steps", {
-        count: states[0][count] for count in
-        ("steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided",
-         "verified_tokens", "accepted_tokens")
-    })  # fmt: skip
+    counts = (
+        "steps_tree", "steps_host", "plans", "kv_bytes_read", "kv_bytes_query_guided",
+        "verified_tokens", "accepted_tokens",
+    )  # fmt: skip
+    late = ours.log.count(" at its first launch, in ")
+    report(name, "steps", {**{each: states[0][each] for each in counts}, "compiled_late": late})
     if variant.in_step:
         assert len({state["steps_tree"] for state in states}) == 1
     return states

@@ -12,20 +12,24 @@ from deft_backend.attention import (
 )
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.forest import PrefixForest
+from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import Unsupported, refuse_if, shares_too_little
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
 
 def checked_latent_attention(
     num_query_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    kernel: LatentKernel, *, max_batch: int, page_size: int = 1, query_tokens: int = 1,
+    kernel: LatentKernel, settings: Settings, *, max_batch: int,
+    integers: tuple[torch.dtype, torch.dtype], page_size: int = 1, query_tokens: int = 1,
     on_device: bool = False,
 ) -> LatentAttention:  # fmt: skip
     """MLA by the host's `kernel`, after it has passed a check on this machine.
 
     - `dims`: elements of a token's latent vector and of its rotated key.
+    - `integers`: of the host's table rows and of its sequence lengths.
     - `query_tokens`: of each request: 1 in decode, more in the verification of chains.
     - `on_device`: whether the device planner makes the plans.
 
@@ -46,7 +50,11 @@ def checked_latent_attention(
         )  # fmt: skip
     except AttentionError as error:
         raise Unsupported(str(error)) from None
-    refuse_if(failed_latent_check(attention, on_device=on_device))
+    with ranks_cache(settings, attention.device) as shared:
+        if device.type == "cuda":
+            variants = latent_variants(attention, integers, on_device=on_device)
+            compile_for_server(variants, attention.device, shared)
+        refuse_if(failed_latent_check(attention, on_device=on_device))
     return attention
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import HostTensors
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
@@ -74,17 +75,23 @@ def warm_up_attention(
     device = attention.device
     done = None
     if device.type == "cuda":
-        done = compile_all(
-            step_variants(attention, tensors, on_device=on_device, smallest=smallest),
-            prepare=lambda: torch.cuda.set_device(device),
-            load=True,
-            shared=shared,
-        )
-        logger.info("deft: %s", done)
+        variants = step_variants(attention, tensors, on_device=on_device, smallest=smallest)
+        done = compile_for_server(variants, device, shared)
     for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return done
+
+
+def compile_for_server(
+    variants: Sequence[Variant], device: torch.device, shared: SharedCache | None
+) -> Compiled:
+    """Compile kernels side by side for a GPU and load them; the log says how long it took."""
+    done = compile_all(
+        variants, prepare=lambda: torch.cuda.set_device(device), load=True, shared=shared
+    )
+    logger.info("deft: %s", done)
     return done
 
 
@@ -106,6 +113,33 @@ def step_variants(
         for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
             step()
     return list(variants)
+
+
+def latent_variants(
+    attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype], *, on_device: bool
+) -> list[Variant]:
+    """The kernels of the check of MLA and of a server's steps; nothing is compiled or run.
+
+    - `integers`: of the host's table rows and of its sequence lengths.
+    - `on_device`: whether the device planner makes the plans.
+    """
+    with recorded() as variants:
+        failed_latent_check(attention, on_device=on_device)
+        table = torch.zeros((1, 1), dtype=torch.int32, device=attention.device)
+        for batch in _batches(1, attention.max_batch) if on_device else ():
+            rows, lens = (torch.zeros(batch, dtype=t, device=table.device) for t in integers)
+            attention.plan_on_device(table, lens, table_rows=rows)
+    attention.clear_plan()
+    return list(variants)
+
+
+def _batches(least: int, largest: int, blocks: int = 1) -> list[int]:
+    """A batch for each size of the device planner's kernels; the slowest to compile comes first.
+
+    A request has so many `blocks`.
+    """
+    inner = {size // blocks for size in SIZES if least * blocks <= size < largest * blocks}
+    return sorted({least, *inner, largest}, reverse=True)
 
 
 def _steps(
@@ -176,18 +210,13 @@ def _steps(
             yield lambda: verify(drafts, min(largest, 4), tensors.table_columns[0])
         return
 
-    def batches(blocks: int) -> list[int]:
-        """One batch for each size of the planner's kernels; the slowest to compile comes first."""
-        inner = {size // blocks for size in SIZES if least * blocks <= size < largest * blocks}
-        return sorted({least, *inner, largest}, reverse=True)
-
     if drafts is not None:
         for columns in tensors.table_columns:
-            for batch in batches(attention.capacity.max_batch // largest):
+            for batch in _batches(least, largest, attention.capacity.max_batch // largest):
                 yield lambda batch=batch, columns=columns: verify(drafts, batch, columns)  # type: ignore[misc]
     if on_device:
         for columns in tensors.table_columns if decodes else ():
-            for batch in batches(1):
+            for batch in _batches(least, largest):
                 yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
         return
     yield lambda: warm_up_host_planner(attention)

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from deft_backend import TreeAttention
+from deft_backend.attention import Gpu, LatentAttention
+from deft_backend.compile.variants import compile_all, compiling_for, recorded
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
     StepTensors,
+    latent_variants,
     plans_of_many,
     warm_up_attention,
 )
@@ -134,3 +137,51 @@ def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(max_batch
     plans = list(plans_of_many(attention))
     assert [planned.requests for planned in plans] == expected
     assert all(len(planned.plan.reduce_query) == planned.requests for planned in plans)
+
+
+def latent_on(gpu, max_batch, query_tokens=1):
+    """An attention whose launches can only be recorded; the host's kernel must not run."""
+
+    def kernel(call):
+        raise AssertionError("the host's kernel ran without a result to compute")
+
+    return LatentAttention(
+        num_query_heads=8, dtype=torch.bfloat16, device="cpu", kernel=kernel, page_size=16,
+        max_batch=max_batch, query_tokens=query_tokens, compiled_for=Gpu.named(gpu),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("query_tokens", [1, 4])
+@pytest.mark.parametrize("integers", [(torch.int32, torch.int32), (torch.int64, torch.int64)])
+def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, integers):
+    """Of batches of all sizes that the planner's kernels are compiled for."""
+    attention = latent_on("sm_90", 300, query_tokens)
+    known = latent_variants(attention, integers, on_device=True)
+    names = [variant.name for variant in known]
+    assert names.count("compare_rows") == 3 + (integers[0] == torch.int64)  # one of the check
+    assert names.count("gather_queries") == names.count("merge_results") == 1
+    for batch in (1, 3, 64, 100, 257, 300):
+        rows, lens = (torch.ones(batch, dtype=dtype) for dtype in integers)
+        table = torch.zeros((2, 7), dtype=torch.int32)
+        tokens = batch * query_tokens
+        nope, rope = (torch.zeros(tokens, 8, dim, dtype=torch.bfloat16) for dim in (512, 64))
+        transposed = nope.transpose(0, 1).contiguous().transpose(0, 1)
+        with recorded() as launched:
+            attention.plan_on_device(table, lens, table_rows=rows)
+            cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16)
+            attention.run(transposed, rope, cache, table, sm_scale=1.0)
+        assert launched
+        assert set(launched) <= set(known)
+
+
+def test_plans_of_the_host_need_no_kernels_of_the_device_planner():
+    """They compile as the server compiles them."""
+    attention = latent_on("sm_90", 64)
+    known = latent_variants(attention, (torch.int64, torch.int64), on_device=False)
+    assert {v.name for v in known} == {"lay_out", "gather_queries", "merge_results"}
+    with compiling_for(90):
+        assert len(compile_all(known).kernels) == len(known) == 3
+
+
+def test_a_server_of_one_request_compiles_nothing_for_plans_of_the_host():
+    assert latent_variants(latent_on("sm_90", 1), (torch.int64,) * 2, on_device=False) == []

@@ -332,7 +332,7 @@ def test_a_model_runner_gets_latent_attention(host):
     from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
 
     assert is_latent(runner())
-    attention, division = latent_attention(runner(), 4, 1)
+    attention, division = latent_attention(runner(), 4, 1, Settings())
     assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
     assert list(division.tree) == [0, 1]
 
@@ -361,4 +361,4 @@ def test_model_runners_that_are_refused(host, changes, reason):
     from deft_backend.hosts.sglang.start.latent import latent_attention
 
     with pytest.raises(Unsupported, match=reason):
-        latent_attention(runner(**changes), 4, 1)
+        latent_attention(runner(**changes), 4, 1, Settings())

@@ -198,7 +198,7 @@ def _latent_steps(
             settings, SGLANG_ADAPTER, capability_of(device_of(runner)), verifies=True
         )
         largest = planned_on_device(largest, tokens)
-    attention, division = latent_attention(runner, largest, tokens)
+    attention, division = latent_attention(runner, largest, tokens, settings)
     warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy, values_apart=False)
     layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
@@ -224,7 +224,7 @@ def _device_planned(
         layers, settings, verification=verification,
         # The thread that shows batches must not read a sleeping server's memory.
         shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
-        # The check at start compiles MLA's kernels.
+        # MLA's kernels are compiled before the check at start.
         compile_for=None
         if latent
         else compiler_of(attention, runner, settings, layers.division.tree),

@@ -12,6 +12,7 @@ from deft_backend.hosts.common.latent import checked_latent_attention
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.start.layers import device_of, unsupported_layer
+from deft_backend.settings.config import Settings
 
 _POOL = "MLATokenToKVPool"
 
@@ -35,7 +36,7 @@ def is_latent(runner: Any) -> bool:
 
 
 def latent_attention(
-    runner: Any, largest: int, query_tokens: int
+    runner: Any, largest: int, query_tokens: int, settings: Settings
 ) -> tuple[LatentAttention, Division[int, LayerShape]]:
     """MLA for a model runner's layers, after it has passed a check on this machine.
 
@@ -48,8 +49,9 @@ def latent_attention(
         )
     shape, division = _divided(runner)
     attention = checked_latent_attention(
-        shape.heads, shape[1:], dtype, device, sglang_latent_attention, max_batch=largest,
-        query_tokens=query_tokens, on_device=query_tokens > 1,
+        shape.heads, shape[1:], dtype, device, sglang_latent_attention, settings,
+        max_batch=largest, integers=(torch.int64, torch.int64), query_tokens=query_tokens,
+        on_device=query_tokens > 1,
     )  # fmt: skip
     return attention, division
 

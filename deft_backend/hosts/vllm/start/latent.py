@@ -59,8 +59,8 @@ def latent_attention(
     heads, _, dim = layer.shape
     attention = checked_latent_attention(
         heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
-        vllm_latent_attention, max_batch=max_batch, page_size=page_size,
-        query_tokens=query_tokens_of(vllm_config), on_device=True,
+        vllm_latent_attention, settings, max_batch=max_batch, integers=(torch.int32, torch.int32),
+        page_size=page_size, query_tokens=query_tokens_of(vllm_config), on_device=True,
     )  # fmt: skip
     warm_up_host_planner(attention)  # it plans to decide which graph a step replays
     return attention
