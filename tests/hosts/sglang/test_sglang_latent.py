@@ -273,7 +273,10 @@ def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
     assert said(requests[:1]) == "shares less than DEFT_MIN_SHARE=1.1"
     attention.gains = raising(ValueError("planted"))
     assert said(requests) == "planning failed"
+    assert said(list(requests)) == "planning failed"
     assert "planted" in failures.pop()
+    assert said([object(), requests[0]]) == "planning failed"
+    assert "AttributeError" in failures.pop()
     assert said(requests[::-1], cache=object()) == "unreadable prefix cache"
     attention.gains = asks  # EAGLE's and MTP's caches hold bigrams
     of_bigrams = type("RadixCache", (), {**vars(type(RADIX_CACHE)), "is_eagle": True})()

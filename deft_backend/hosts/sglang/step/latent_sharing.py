@@ -14,6 +14,8 @@ from deft_backend.hosts.sglang.prefixes.prefix_source import CachedTree, Key, ke
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, Observed
 from deft_backend.settings.config import Settings
 
+FAILED = "planning failed"
+
 
 @dataclass(eq=False)
 class LatentSharing:
@@ -40,14 +42,15 @@ class LatentSharing:
         observed = self.observer.of(forward_batch)
         if observed is None:
             return "batch without requests"
-        keys = [key_of(request) for request in observed.requests]
-        if keys != self._keys:
-            try:
+        try:
+            keys = [key_of(request) for request in observed.requests]
+            if keys != self._keys:
+                self._keys, self._requests = keys, list(observed.requests)
+                self._reason = FAILED  # unless the decision succeeds
                 self._reason = self._decide(observed)
-            except Exception as error:
-                self._log.batch_left(error)
-                self._reason = "planning failed"
-            self._keys, self._requests = keys, list(observed.requests)
+        except Exception as error:
+            self._log.batch_left(error)
+            return FAILED
         return self._reason
 
     def _decide(self, observed: Observed) -> str | None:
