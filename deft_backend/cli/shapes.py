@@ -46,6 +46,16 @@ class HeadShape(NamedTuple):
         return f"{self.query_heads}/{self.kv_heads}"
 
 
+class LatentHeads(NamedTuple):
+    """The latent attention (MLA) of a model: heads, elements of a token, and torch's dtype."""
+
+    query_heads: int
+    value_dim: int
+    rope_dim: int
+    dtype: str
+    sparse: bool  # it reads some of a request's tokens
+
+
 class ModelLayers(NamedTuple):
     """What a model's layers with full attention have besides their shape."""
 
@@ -64,19 +74,29 @@ def parse_heads(heads: str) -> tuple[int, int]:
     return query_heads, kv_heads
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Fail if ``--dtype`` is not one that servers use."""
+    if dtype not in (None, "fp16", "bf16"):
+        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
+
+
+def check_one_shape(heads: str | None, head_dim: int | None) -> None:
+    """Fail if options set the shape, which the model sets."""
+    for option, value in (("--heads", heads), ("--head-dim", head_dim)):
+        if value is not None:
+            raise fail(f"{option} and --model both set the shape; leave one of them out")
+
+
 def chosen_shape(
     model: str | None, revision: str | None, heads: str | None, head_dim: int | None,
     dtype: str | None, *, default_dtype: str,
 ) -> HeadShape:  # fmt: skip
     """The attention that a command's options name: a model's, or one of these heads."""
-    if dtype not in (None, "fp16", "bf16"):
-        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
+    check_dtype(dtype)
     if model is None and revision is None:
         name = SHORT_DTYPES[dtype or default_dtype]
         return HeadShape(*parse_heads(heads or "32/8"), head_dim or 128, name)
-    for option, value in (("--heads", heads), ("--head-dim", head_dim)):
-        if value is not None:
-            raise fail(f"{option} and --model both set the shape; leave one of them out")
+    check_one_shape(heads, head_dim)
     shape = model_shape(chosen_model(model, revision))
     # A server may use another dtype than the checkpoint's.
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
@@ -99,17 +119,42 @@ def model_shape(model: ChosenModel) -> HeadShape:
     """The attention of a model, from its ``config.json``, here or on the hub."""
 
     def read(config: Mapping[str, Any]) -> HeadShape:
+        if config.get("kv_lora_rank"):
+            raise fail(
+                f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
+                "their own; a server with DEFT_MLA=1 checks it at its start, on the host's kernel"
+            )
         query_heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or query_heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
-        dtype = dtype.removeprefix("torch.")
-        if dtype not in SHORT_DTYPES.values():
-            known = ", ".join(SHORT_DTYPES.values())
-            raise fail(f"the dtype of {model.name} is {dtype!r}; expected one of {known}")
-        return HeadShape(query_heads, kv_heads, head_dim, dtype)
+        return HeadShape(query_heads, kv_heads, head_dim, _dtype_of(model, config))
 
     return _from_config(model, "the attention's shape", read)
+
+
+def latent_heads(model: ChosenModel) -> LatentHeads | None:
+    """The latent attention of a model, from its ``config.json``; None if it has none."""
+
+    def read(config: Mapping[str, Any]) -> LatentHeads | None:
+        if not config.get("kv_lora_rank"):
+            return None
+        return LatentHeads(
+            int(config["num_attention_heads"]), int(config["kv_lora_rank"]),
+            int(config["qk_rope_head_dim"]), _dtype_of(model, config),
+            sparse=bool(config.get("index_topk")),
+        )  # fmt: skip
+
+    return _from_config(model, "the attention's shape", read)
+
+
+def _dtype_of(model: ChosenModel, config: Mapping[str, Any]) -> str:
+    """torch's name of a model's dtype."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in SHORT_DTYPES.values():
+        known = ", ".join(SHORT_DTYPES.values())
+        raise fail(f"the dtype of {model.name} is {dtype!r}; expected one of {known}")
+    return dtype
 
 
 def this_device() -> torch.device:

@@ -17,14 +17,20 @@ from deft_backend.cli.shapes import (
     HeadShape,
     ModelLayers,
     ShapeModelOption,
+    check_dtype,
+    check_one_shape,
     chosen_shape,
     dtype_name,
+    latent_heads,
     model_layers,
     this_device,
 )
+from deft_backend.cli.warm_latent import described_latent, latent_text
 from deft_backend.files.folders import create_private, kernels_directory
+from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
 if TYPE_CHECKING:
+    from deft_backend.hosts.common.described_latent import DescribedLatentServer
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.kernels import Gpu
@@ -80,11 +86,7 @@ def warm(
     A GPU is needed only if --target names none.
     """
     settings = checked_settings()
-    folder = out or kernels_directory(settings)
-    shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
-    if dtype is None and shape.dtype == "float32":  # hosts serve such checkpoints in 16 bits
-        raise fail("the model's dtype is float32; pass --dtype with the server's, fp16 or bf16")
-    shape = _on_one_gpu(shape, tensor_parallel)
+    check_dtype(dtype)
     host = chosen_host(host, needed=False)
     if host == "sglang" and page_size not in (None, 1):
         raise fail(f"--page-size is {page_size}; SGLang's adapter works with pages of 1 token")
@@ -94,9 +96,41 @@ def warm(
             f"{', '.join(_KV_CACHES[host])}: pass the server's, or auto for a KV cache in the "
             "model's dtype"
         )
-    layers = ModelLayers() if model is None else model_layers(chosen_model(model, revision))
-    drafts = _drafts(host, draft_tokens, draft_trees)
+    page_size, drafts = page_size or _PAGE_SIZES[host], _drafts(host, draft_tokens, draft_trees)
+    chosen = None if model is None else chosen_model(model, revision)
+    latent = None if chosen is None else latent_heads(chosen)
+    described: DescribedServer | DescribedLatentServer
+    if latent is not None:
+        check_one_shape(heads, head_dim)
+        latent = latent._replace(dtype=_served_dtype(latent.dtype, dtype))
+        described = described_latent(
+            latent, settings, host=host, page_size=page_size, max_batch=max_batch,
+            tensor_parallel=tensor_parallel, kv_cache_dtype=kv_cache_dtype, drafts=drafts,
+        )  # fmt: skip
+        text = latent_text(described)
+    else:
+        shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
+        shape = shape._replace(dtype=_served_dtype(shape.dtype, dtype))
+        shape = _on_one_gpu(shape, tensor_parallel)
+        layers = ModelLayers() if chosen is None else model_layers(chosen)
+        described = _described(host, shape, page_size, max_batch, kv_cache_dtype, drafts, layers)
+        text = _text(described)
+    _fill(out or kernels_directory(settings), out, described, text, target, threads, settings)
 
+
+def _served_dtype(held: str, asked: str | None) -> str:
+    """torch's name of a server's dtype, by ``--dtype`` or as the checkpoint holds it."""
+    if asked is not None:
+        return SHORT_DTYPES[asked]
+    if held == "float32":  # hosts serve such checkpoints in 16 bits
+        raise fail("the model's dtype is float32; pass --dtype with the server's, fp16 or bf16")
+    return held
+
+
+def _described(
+    host: str, shape: HeadShape, page_size: int, max_batch: int, kv_cache_dtype: str,
+    drafts: Drafts | None, layers: ModelLayers,
+) -> DescribedServer:  # fmt: skip
     import torch
 
     from deft_backend.hosts.common.described_server import DescribedServer
@@ -106,13 +140,12 @@ def warm(
     eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
     # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
     sinks = torch.bfloat16 if host == "sglang" else getattr(torch, shape.dtype)
-    described = DescribedServer(
-        host, *shape[:3], getattr(torch, shape.dtype), page_size or _PAGE_SIZES[host], max_batch,
+    return DescribedServer(
+        host, *shape[:3], getattr(torch, shape.dtype), page_size, max_batch,
         kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
         drafts=drafts,
         layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
     )  # fmt: skip
-    _fill(folder, out, described, target, threads, settings)
 
 
 def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
@@ -172,8 +205,8 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path, out: Path | None, described: DescribedServer, target: str | None,
-    threads: int | None, settings: Settings,
+    folder: Path, out: Path | None, described: DescribedServer | DescribedLatentServer, text: str,
+    target: str | None, threads: int | None, settings: Settings,
 ) -> None:  # fmt: skip
     """Compile for a server and write the folder."""
     from triton import knobs
@@ -190,12 +223,7 @@ def _fill(
         raise fail(f"cannot fill {folder}: {error}; use --out with another folder") from None
     with reported(AttentionError, PolicyError):
         variants = described.variants(gpu, settings)
-    say(
-        console,
-        f"{len(variants)} kernels for {gpu.name}: heads {described.num_query_heads}/"
-        f"{described.num_kv_heads} of {described.head_dim}, {dtype_name(described.dtype)}, pages "
-        f"of {described.page_size} on {described.host}{_more(described)}",
-    )
+    say(console, f"{len(variants)} kernels for {gpu.name}: {text}")
     # A cache of its own: what the folder gets does not depend on what this machine has compiled.
     with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), compiling_for(gpu.arch):
         knobs.cache.dir = cache
@@ -212,9 +240,12 @@ def _fill(
     say(console, f"{folder} holds {held} kernels")
 
 
-def _more(described: DescribedServer) -> str:
-    """What the server has besides its shape, for the line about its kernels."""
-    parts = []
+def _text(described: DescribedServer) -> str:
+    """The server, for the line about its kernels."""
+    parts = [
+        f"heads {described.num_query_heads}/{described.num_kv_heads} of {described.head_dim}",
+        dtype_name(described.dtype), f"pages of {described.page_size} on {described.host}",
+    ]  # fmt: skip
     if described.kv_dtype is not None:
         parts.append(f"KV cache in {dtype_name(described.kv_dtype)}")
     if described.drafts is not None:
@@ -223,4 +254,4 @@ def _more(described: DescribedServer) -> str:
     (layer,) = described.layers
     parts += ["sinks"] if layer.sinks is not None else []
     parts += ["soft cap"] if layer.soft_cap else []
-    return "".join(f", {part}" for part in parts)
+    return ", ".join(parts)
