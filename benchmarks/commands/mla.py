@@ -33,7 +33,7 @@ def mla(
 ) -> None:
     """Time the host's MLA kernel request by request, and over a plan: one row for each case.
 
-    Time FlashInfer's MLA kernel request by request, too.
+    FlashInfer's MLA kernel is timed request by request.
     """
     import torch
 

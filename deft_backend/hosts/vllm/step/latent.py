@@ -95,11 +95,14 @@ class LatentGroup(GroupAttention):
         so all ranks see the same.
         """
         tokens, batch = self.query_tokens, int(common.num_reqs)
-        starts = common.query_start_loc_cpu[: batch + 1]
+        if tokens == 1:  # the builder has seen that each request has one
+            return None
+        if common.num_actual_tokens != batch * tokens:
+            return UNEVEN
+        starts = common.query_start_loc_cpu[: batch + 1].numpy()
         requests = int(starts[-1]) // tokens
-        expected = torch.arange(batch + 1).clamp(max=requests) * tokens
-        even = common.num_actual_tokens == batch * tokens and bool((starts == expected).all())
-        return None if even else UNEVEN
+        expected = np.minimum(np.arange(batch + 1), requests) * tokens
+        return None if np.array_equal(starts, expected) else UNEVEN
 
     def too_little(self, *, capturing: bool) -> str | None:
         if capturing:
