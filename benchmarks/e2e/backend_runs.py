@@ -190,8 +190,11 @@ def record_together(setups: Sequence[Setup], said: Callable[[str], None]) -> lis
         except BaseException:
             interrupted.set()  # or the threads would wait for their servers
             raise
-        for workload in setups[0].workloads:
-            for at, ((setup, backend), server) in enumerate(zip(sides, servers, strict=True)):
+        for turn, workload in enumerate(setups[0].workloads):
+            order = range(len(sides))
+            # Others check the plugin's answers to mixed traffic. Else nobody is always first.
+            for at in order if turn % 2 == 0 or isinstance(workload, Mixed) else reversed(order):
+                (setup, backend), server = sides[at], servers[at]
                 pending = [workload]
                 if server is not None and at not in lost:
                     try:

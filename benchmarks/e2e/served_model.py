@@ -123,11 +123,25 @@ LATENT_DRAFTING: dict[str, Any] = {
 }  # fmt: skip
 """With the heads of a rank of Kimi K2, and a fifth layer that drafts (MTP)."""
 
+KIMI_K2_RANK: dict[str, Any] = {
+    **V2_LITE, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "hidden_size": 7168, "intermediate_size": 2304, "num_hidden_layers": 61,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 1536,
+    "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256, "topk_method": "noaux_tc", "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+    "vocab_size": 20480, "max_position_embeddings": 131072, "rope_theta": 50000.0,
+    "bos_token_id": 20478, "eos_token_id": 20479,
+}  # fmt: skip
+"""One of eight ranks of Kimi K2 as a model of its own: an eighth of the published heads, of each
+layer's and expert's inner size, and of the vocabulary. Experts are in 16 bits. A layer drafts
+(MTP), as in DeepSeek-V3; Kimi K2 has none."""
+
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B, "four-layers": FOUR_LAYERS,
     "one-layer": ONE_LAYER, "tiny": TINY, "gpt-oss-20b": GPT_OSS_20B, "qwen3.5-9b": QWEN35_9B,
-    "v2-lite": V2_LITE, "latent-16": LATENT, "latent-8": {**LATENT, "num_attention_heads": 8},
-    "latent-8-drafting": LATENT_DRAFTING,
+    "v2-lite": V2_LITE, "kimi-k2-rank": KIMI_K2_RANK, "latent-16": LATENT,
+    "latent-8": {**LATENT, "num_attention_heads": 8}, "latent-8-drafting": LATENT_DRAFTING,
 }  # fmt: skip
 WEIGHTS = ("random", "dummy")
 
