@@ -64,7 +64,7 @@ def test_a_server_finds_its_kernels_in_the_folder(
     assert f"kernels for sm_90: latent attention of {heads} heads" in out
     assert said in out
     count = len(json.loads((folder / "manifest.json").read_text())["kernels"])
-    variants = launched(host, heads, 5, query_tokens)
+    variants = launched(host, heads, 3, query_tokens)  # the folder may be for larger batches
     assert {"lay_out", "gather_queries", "merge_results"} < {each.name for each in variants}
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(tmp_path / "triton")

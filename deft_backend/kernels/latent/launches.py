@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from deft_backend.compile import variants
 from deft_backend.compile.triton_kernel import Kernel
@@ -58,7 +57,6 @@ class LatentLaunches:
             return torch.zeros(length, dtype=torch.int32, device=shape.device)
 
         most = capacity.max_items
-        self._lanes = triton.next_power_of_2(most)
         self._batch = KernelBatch(array(most + 1), array(most), array(most), array(most))
         requests = capacity.max_batch
         leaves = [array(requests) for _ in range(3)]
@@ -88,7 +86,7 @@ class LatentLaunches:
         )  # fmt: skip
         constants = {
             "BY_SEGMENT": by_segment, "APART": query_tokens > 1, "TOKENS": query_tokens,
-            "ITEMS": self._lanes, "BLOCK": _BLOCK,
+            "BLOCK": _BLOCK,
         }  # fmt: skip
         types = (table_rows.dtype, seq_lens.dtype)
         aligned = (table_rows.data_ptr() | seq_lens.data_ptr()) % 16 == 0

@@ -46,7 +46,6 @@ def lay_out(
     BY_SEGMENT: tl.constexpr,
     APART: tl.constexpr,
     TOKENS: tl.constexpr,
-    ITEMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write `batch` and `merges`; each program does so for BLOCK items, entries and requests.
@@ -88,9 +87,12 @@ def lay_out(
         tl.store(batch.end + lane, end, mask=inside)
 
     # A plan covers the first requests; those behind them are padding. Each has one leaf.
-    every = tl.arange(0, ITEMS)
-    ends = tl.load(items.segment_end + every, mask=every < num_items, other=0)
-    planned = tl.reduce((ends == OPEN_END).to(tl.int32), 0, tl.standard._sum_combine)
+    leaf_count = tl.full((BLOCK,), 0, tl.int32)
+    for start in range(0, num_items, BLOCK):
+        every = start + tl.arange(0, BLOCK)
+        ends = tl.load(items.segment_end + every, mask=every < num_items, other=0)
+        leaf_count += (ends == OPEN_END).to(tl.int32)
+    planned = tl.reduce(leaf_count, 0, tl.standard._sum_combine)
     is_padding = (lane >= planned) & (lane < requests)
     tl.store(merges.first + lane, 0, mask=is_padding)
     tl.store(merges.parts + lane, 0, mask=is_padding)
