@@ -6,10 +6,7 @@ one folder with a lock for each kernel. A rank skips the kernels that others com
 from the cache afterwards.
 """
 
-import contextlib
 import hashlib
-import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,12 +14,9 @@ from pathlib import Path
 from triton import knobs
 
 from deft_backend.files.folders import create_private
-
-with contextlib.suppress(ImportError):  # not on Windows
-    import fcntl
+from deft_backend.files.locks import locked
 
 LOCKS = "locks"
-POLL_SECONDS = 0.02
 
 PATIENCE = 60.0
 """Seconds to wait for a kernel that another process compiles. A process that has stopped keeps its
@@ -54,38 +48,3 @@ class SharedCache:
         """
         name = hashlib.sha256(work.encode()).hexdigest()[:32]
         return locked(self._folder / LOCKS / name, PATIENCE if wait else 0.0)
-
-
-@contextmanager
-def locked(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a file in the ``with`` block, after at most `seconds` for another holder.
-
-    The system releases the lock when its holder ends. The file is made if it is missing, and never
-    deleted: a holder of a deleted file would exclude nobody. Yields whether nobody else holds the
-    lock. That is also True if the file cannot be made or locked: the lock saves repeated work, and
-    nothing may depend on it.
-    """
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield True
-        return
-    try:
-        yield _acquired(handle, seconds)
-    finally:
-        os.close(handle)  # releases the lock
-
-
-def _acquired(handle: int, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(POLL_SECONDS)
-        except (OSError, NameError):  # a file system, or a system, without locks
-            return True
-        else:
-            return True

@@ -10,8 +10,9 @@ from test_variants import HOPPER, reductions, server
 from triton import knobs
 
 from deft_backend.compile import shared_cache
-from deft_backend.compile.shared_cache import SharedCache, locked
+from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import compile_all, compiling_for
+from deft_backend.files.locks import locked
 from deft_backend.settings.config import Settings
 
 # A forked process has Triton's modules already; those of a real server import them anew.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import HostTensors
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
+from deft_backend.files.folders import planner_lock
+from deft_backend.files.locks import locked
 from deft_backend.forest import PrefixForest, build_forest, warm_up
 from deft_backend.forest.token_tree import words_of
 from deft_backend.planner import Plan, plan_grouping
@@ -23,6 +26,10 @@ from deft_backend.planner.on_device import SIZES
 from deft_backend.policies import GroupingBuilder, Segment
 
 logger = logging.getLogger("deft_backend")
+
+PATIENCE = 30.0
+"""Seconds to wait for a process that compiles the host planner ahead. What it has compiled by then
+comes from the cache."""
 
 
 class Drafts(NamedTuple):
@@ -96,13 +103,23 @@ def compile_for_server(
 
 
 def warm_up_host_planner(attention: TreeAttention | LatentAttention) -> None:
-    """Compile the code on the CPU that builds forests and plans; the log says how long it took."""
+    """Load or compile the code that builds forests and plans; the log says how long it took.
+
+    A process that compiles it ahead is awaited, for at most `PATIENCE` seconds.
+    """
     began = time.perf_counter()
+    with contextlib.suppress(Exception), locked(planner_lock(), PATIENCE):
+        pass
+    compile_host_planner(attention)
+    seconds = time.perf_counter() - began
+    logger.info("deft: the host planner was ready in %.1f s", seconds)
+
+
+def compile_host_planner(attention: TreeAttention | LatentAttention) -> None:
+    """Run what builds forests and plans, so that it is compiled or comes from Numba's cache."""
     warm_up()
     batch = min(attention.max_batch, 4)
     attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
-    seconds = time.perf_counter() - began
-    logger.info("deft: the host planner was ready in %.1f s", seconds)
 
 
 def step_variants(

@@ -80,6 +80,25 @@ def served(arguments, made):
     return getattr(made, arguments.HOST_DECODE, None)
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "wanted"),
+    [
+        ({"DEFT_MLA": "1"}, MLA, True),
+        ({"DEFT_MLA": "0"}, MLA, False),
+        ({"DEFT_PLANNER": "host"}, {}, True),
+        ({"DEFT_PLANNER": "host"}, {"attention_backend": "triton"}, False),
+        ({}, {}, False),
+    ],
+)  # fmt: skip
+def test_the_host_planner_is_compiled_ahead(
+    arguments, monkeypatch, ahead, settings, changes, wanted
+):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    served(arguments, make_arguments(**changes))
+    assert bool(ahead) == wanted
+
+
 @pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
 def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
     made = make_arguments(**{"attention_backend": None, name: "deft"})

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from deft_backend.hosts.common import planner_ahead
 from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
@@ -76,6 +77,8 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         return result
     _keep_or_disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
+    if settings.planner == "host" or versions.uses_mla(server_args):
+        planner_ahead.start()
     return result
 
 

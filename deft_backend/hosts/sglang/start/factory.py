@@ -199,7 +199,6 @@ def _latent_steps(
         )
         largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)
-    warm_up_host_planner(attention)
     state = state_of(runner, division, NAME, settings.policy, values_apart=False)
     layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
     if tokens > 1:

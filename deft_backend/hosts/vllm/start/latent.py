@@ -10,7 +10,6 @@ from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.hosts.common.latent import checked_latent_attention
 from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported
 from deft_backend.hosts.common.ranks import same_on_all_ranks
-from deft_backend.hosts.common.warm_up import warm_up_host_planner
 from deft_backend.hosts.vllm.start.division import query_tokens_of
 from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.step.latent import LatentGroup
@@ -57,13 +56,11 @@ def latent_attention(
             "MLA takes device plans of the policy auto alone; unset DEFT_POLICY and DEFT_PLANNER"
         )
     heads, _, dim = layer.shape
-    attention = checked_latent_attention(
+    return checked_latent_attention(
         heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
         vllm_latent_attention, settings, max_batch=max_batch, integers=(torch.int32, torch.int32),
         page_size=page_size, query_tokens=query_tokens_of(vllm_config), on_device=True,
     )  # fmt: skip
-    warm_up_host_planner(attention)  # it plans to decide which graph a step replays
-    return attention
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:
