@@ -39,11 +39,6 @@ MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, **PROGRAMS)
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, **PROGRAMS)
 
 
-def assert_same(left, right):
-    for name in vars(left):
-        np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
-
-
 # --- all policies ---------------------------------------------------------------------------------
 
 
