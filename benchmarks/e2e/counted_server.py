@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state_reader import (
-    StateReading,
-    read_state,
-    settled_counters,
-    state_file,
-)
+from deft_backend.telemetry.state_reader import settled_counters, state_file
 from deft_backend.tools.servers.command import ServerCommand
 from deft_backend.tools.servers.process import ServerProcess
 
@@ -74,16 +68,8 @@ class CountedServer:
         return self.process.command
 
     @property
-    def state_folder(self) -> Path:
-        return self._folder
-
-    @property
     def url(self) -> str:
         return self.process.url
-
-    def counts(self) -> bool:
-        """Whether the plugin writes counters in this server; waits up to 5 s for the first ones."""
-        return written_state(self._folder, self.command.port) is not None
 
     def counters(self) -> Counters | None:
         """The counters after the server has come to rest; None if the plugin writes none.
@@ -92,23 +78,3 @@ class CountedServer:
         """
         path = state_file(self._folder, self.command.port)
         return settled_counters(path) if path.is_file() else None
-
-    def state(self) -> StateReading:
-        """The content of the server's state file.
-
-        Raises StateError if it wrote nothing, or the file cannot be read.
-        """
-        return read_state(state_file(self._folder, self.command.port))
-
-
-def written_state(folder: Path, port: int, timeout: float = 5.0) -> Path | None:
-    """Wait for the server's state file; None if there is none in time.
-
-    A server can answer before it writes the file.
-    """
-    begin = time.monotonic()
-    while not (path := state_file(folder, port)).is_file():
-        if time.monotonic() - begin > timeout:
-            return None
-        time.sleep(0.1)
-    return path

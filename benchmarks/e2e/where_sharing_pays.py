@@ -51,9 +51,9 @@ class Case:
         return self.ours / self.theirs
 
 
-def recorded_cases(folder: Path = RESULTS) -> list[Case]:
+def recorded_cases() -> list[Case]:
     """Every case of one prefix, or none, in the files, by the tokens that are not read again."""
-    found = [case for name in FILES for case in _cases(folder / f"{name}.json")]
+    found = [case for name in FILES for case in _cases(RESULTS / f"{name}.json")]
     return sorted(found, key=lambda case: (case.saved, case.requests, case.file))
 
 

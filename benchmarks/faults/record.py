@@ -72,10 +72,6 @@ def page_table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of(rows: list[Row], host: str, fault: Fault) -> list[Row]:
-    return [row for row in rows if (row["host"], row["fault"]) == (host, fault.name)]
-
-
 def _cell(rows: list[Row], fault: Fault, host: str) -> str:
     """What a run found: right answers, and what else there is to say."""
     if host not in fault.hosts:

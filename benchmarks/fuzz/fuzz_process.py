@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from benchmarks.fuzz.attention_settings import PLANNERS, AttentionSetting, atten
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.plan_cases import PlanFuzzer
 from benchmarks.fuzz.plan_settings import PlanSetting, plan_settings
+from deft_backend.files.user_files import replace_file
 
 WHATS = ("plans", "attention")
 SEEDS_OF_A_WORKER = 1 << 40
@@ -135,16 +135,9 @@ def work(job: Job) -> None:
     report = Report()
     chunks = _plan_chunks if job.what == "plans" else _attention_chunks
     for _ in chunks(job, report):
-        write_json(job.report, report.to_dict())
+        replace_file(job.report, json.dumps(report.to_dict()))
         if time.time() > job.until or (job.most and report.plans >= job.most):
             break
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file at once."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(content))
-    part.replace(path)
 
 
 def my_settings(job: Job) -> list[PlanSetting] | list[AttentionSetting]:
@@ -229,4 +222,4 @@ def _begin(job: Job, setting: Any, planner: str, chunk: range) -> None:
         "what": job.what, "large": job.large, "setting": asdict(setting), "planner": planner,
         "seeds": [chunk.start, chunk.stop],
     }  # fmt: skip
-    write_json(job.now, content)
+    replace_file(job.now, json.dumps(content))

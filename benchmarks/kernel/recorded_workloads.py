@@ -49,7 +49,7 @@ def _token_steps(name: str, tree: TokenTree, steps: int) -> list[Workload]:
     record = max(range(len(tree.accepted)), key=lambda r: (sum(tree.accepted[r]), -r))
     return [
         Workload(TRACES, f"{name}[{record}]@{step}", partial(token_tree_forest, tree, record, step))
-        for step in _spread(0, len(tree.accepted[record]) - 1, steps)
+        for step in spread(0, len(tree.accepted[record]) - 1, steps)
     ]
 
 
@@ -60,11 +60,15 @@ def _thought_steps(path: Path, trees: list[ThoughtTree], steps: int) -> list[Wor
     tree = trees[index]
     return [
         Workload(TRACES, f"{path.stem}[{index}]@{at}", partial(forest_at, tree, at))
-        for at in _spread(1, tree.last_iteration, steps)
+        for at in spread(1, tree.last_iteration, steps)
     ]
 
 
-def _spread(first: int, last: int, count: int) -> list[int]:
-    """The middles of `count` equal parts of ``first … last``, as whole numbers without repeats."""
+def spread(first: int, last: int, count: int) -> list[int]:
+    """The middles of `count` equal parts of ``first … last``, as whole numbers without repeats.
+
+    >>> spread(1, 8, 4)
+    [2, 4, 6, 8]
+    """
     span = last - first + 1
     return sorted({first + (2 * i + 1) * span // (2 * count) for i in range(count)})

@@ -29,8 +29,8 @@ class LatentCase:
 class LatentInputs:
     """The tensors of a case: a shuffled page table, random latents and queries."""
 
-    def __init__(self, case: LatentCase, device: torch.device, seed: int = 0) -> None:
-        torch.manual_seed(seed)
+    def __init__(self, case: LatentCase, device: torch.device) -> None:
+        torch.manual_seed(0)
         size, requests = case.page_size, case.requests
         shared, own = -(-case.shared // size), -(-case.own // size)
         assert shared * size == case.shared, "the shared prefix is whole pages"

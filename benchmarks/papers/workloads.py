@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from benchmarks.kernel.recorded_workloads import spread
 from benchmarks.kernel.tree_workloads import Workload, described, workloads_of
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, lay_out
@@ -28,16 +29,6 @@ OWN_TOKENS = 200
 
 SAMPLES = 8
 """Evenly spaced steps that stand for the steps of a recording."""
-
-
-def spread(first: int, last: int, count: int) -> list[int]:
-    """The middles of `count` equal parts of ``first … last``, without repeats.
-
-    >>> spread(1, 8, 4)
-    [2, 4, 6, 8]
-    """
-    span = last - first + 1
-    return sorted({first + (2 * i + 1) * span // (2 * count) for i in range(count)})
 
 
 def few_shot(branches: Sequence[int] = FEW_SHOT, own: int = OWN_TOKENS) -> list[Workload]:

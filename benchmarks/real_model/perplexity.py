@@ -97,7 +97,7 @@ class Decoder:
         hidden = self._model(torch.tensor(self._text.shared, device=device), positions, run)
         self._first = hidden[-1:].expand(len(self._rows), -1)
 
-    def perplexity(self, attention: TreeAttention | None, on_device: bool = True) -> float:
+    def perplexity(self, attention: TreeAttention | None) -> float:
         """Of all continuations' tokens; None: PyTorch's attention."""
         total = self._log_probs(self._first, 0)
         for step in range(self._targets.shape[1] - 1):
@@ -105,7 +105,7 @@ class Decoder:
             lens = torch.full_like(self._rows, length, dtype=torch.int32)
             positions = torch.full_like(self._rows, length - 1)
             slots = self._cache.slots(self._table, self._rows, positions, positions >= 0)
-            if attention is not None and on_device:
+            if attention is not None:
                 attention.plan_on_device(self._table, lens)
 
             def run(

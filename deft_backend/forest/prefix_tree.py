@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-
-Int32Array = npt.NDArray[np.int32]
+from deft_backend.forest.nodes import Int32Array
 
 ROOT = 0
 LOOKS = 8

@@ -1,11 +1,9 @@
 """Batch order of a prefix tree: depth first, subtrees by their first request."""
 
 import numpy as np
-import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-
-Int32Array = npt.NDArray[np.int32]
+from deft_backend.forest.nodes import Int32Array
 
 NONE = -1
 

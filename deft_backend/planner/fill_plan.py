@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END, SPAN_SHIFT
@@ -16,11 +15,8 @@ from deft_backend.planner.items import (
     SHAPE,
     place_of,
 )
+from deft_backend.policies.edges import BoolArray, Int32Array, Int64Array
 from deft_backend.shapes.kernel_limits import MAX_MERGED
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 NO_ITEM = -1
 

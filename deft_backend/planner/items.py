@@ -1,12 +1,9 @@
 """Turn groups into work items: the first of the host planner's two compiled steps."""
 
 import numpy as np
-import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from deft_backend.policies.edges import Int32Array, Int64Array
 
 # Columns of the array of items.
 GROUP, FIRST_QUERY, END_QUERY, FIRST_SEGMENT, END_SEGMENT, SHAPE, COLUMNS = range(7)

@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 
 from deft_backend.compile.host_jit import host_jit
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import shape_of
 from deft_backend.policies.edges import ROOT, BoolArray, Int32Array, Int64Array
 from deft_backend.policies.errors import PolicyError
 from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.scheduled_chunks import FloatArray
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import AUTO
 

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from deft_backend.compile.host_jit import host_jit
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
 from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
-from deft_backend.policies.scheduled_chunks import FloatArray, estimate, makespan
+from deft_backend.policies.scheduled_chunks import estimate, makespan
 from deft_backend.policies.target import Target
 
 NUM_CHUNKS = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))

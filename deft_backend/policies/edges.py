@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
+from deft_backend.forest import Int32Array as Int32Array
 
-Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 

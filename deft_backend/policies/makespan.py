@@ -1,7 +1,6 @@
 """The expected cost of a grouping: its items' times, their schedule, its partial results."""
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,32 +11,19 @@ from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.target import Target
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """Subtasks on thread blocks (FlashForge, section 5.1)."""
+def longest_first(cost_ms: FloatArray, num_programs: int) -> float:
+    """The makespan if each subtask, longest first, goes to the first free thread block.
 
-    order: Int64Array  # [S]: subtasks, longest first
-    program: Int64Array  # [S]: thread block of each subtask
-    makespan_ms: float  # time of the thread block that takes longest: the objective of equation 3
-
-
-def longest_first(cost_ms: FloatArray, num_programs: int) -> Schedule:
-    """Longest-processing-time scheduling: each subtask goes to the first free thread block."""
+    It is the time of the thread block that takes longest: the objective of FlashForge's equation 3.
+    """
     if num_programs < 1:
         raise PolicyError(f"num_programs is {num_programs}; expected at least 1 thread block")
-    order = np.argsort(-cost_ms, kind="stable")
-    program = np.arange(len(cost_ms), dtype=np.int64)
-    longest = float(cost_ms[order[0]]) if len(order) else 0.0
-    free = [(cost, at) for at, cost in enumerate(cost_ms[order[:num_programs]].tolist())]
-    placed = list(range(len(free)))
-    heapq.heapify(free)
-    for cost in cost_ms[order[num_programs:]].tolist():
-        busy, at = free[0]
-        placed.append(at)
-        heapq.heapreplace(free, (busy + cost, at))
-        longest = max(longest, busy + cost)
-    program[order] = placed
-    return Schedule(order, program, longest)
+    costs = np.sort(cost_ms)[::-1].tolist()
+    busy = costs[:num_programs]
+    heapq.heapify(busy)
+    for cost in costs[num_programs:]:
+        heapq.heapreplace(busy, busy[0] + cost)
+    return max(busy, default=0.0)
 
 
 def group_tiles(grouping: Grouping, target: Target) -> Int64Array:
@@ -86,21 +72,16 @@ def kv_bytes(tokens: int, target: Target) -> int:
     return 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads * tokens
 
 
-def estimated_ms(grouping: Grouping, target: Target, *, stop_above: float = np.inf) -> float:
+def estimated_ms(grouping: Grouping, target: Target) -> float:
     """Expected time of both stages of one layer.
 
     Stage 1 takes the time of its launch plus the longer of two times. One is the makespan of its
     items on `target.num_programs` programs. The other is the time of its KV loads at the GPU's
-    bandwidth. Stage 2 takes the time to write partial results and to read them back. If a lower
-    bound of the sum is above `stop_above` (milliseconds), the function returns the bound without a
-    schedule.
+    bandwidth. Stage 2 takes the time to write partial results and to read them back.
     """
     model = target.costs
     group, cost = item_costs(grouping, target)
     cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
     other = model.launch_ms + model.transfer_ms(2 * partial_bytes(grouping, target))
     loads = model.transfer_ms(kv_bytes(int(grouping.num_tokens()[group].sum()), target))
-    bound = max(float(cost.max(initial=0.0)), float(cost.sum()) / target.num_programs, loads)
-    if bound + other > stop_above:
-        return bound + other
-    return max(longest_first(cost, target.num_programs).makespan_ms, loads) + other
+    return max(longest_first(cost, target.num_programs), loads) + other

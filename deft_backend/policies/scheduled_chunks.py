@@ -1,12 +1,10 @@
 """The rule ``scheduled`` of `flashforge`: the least makespan (FlashForge, section 5)."""
 
 import numpy as np
-import numpy.typing as npt
 
 from deft_backend.compile.host_jit import host_jit
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
-
-FloatArray = npt.NDArray[np.float64]
 
 LEVELS = 64  # costs for which :func:`makespan` counts items that take at least as long
 

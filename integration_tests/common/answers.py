@@ -79,11 +79,8 @@ def assert_same(asks, found, expected, *, gaps=False):
                 )
 
 
-Token = tuple[str, float, dict[str, float]]
-"""Text, log-probability, and the likeliest tokens at its position."""
-
-
 def _tokens(answer):
+    """Text, log-probability and likeliest tokens at each position."""
     return list(zip(answer.token_texts, answer.logprobs, answer.likeliest, strict=True))
 
 

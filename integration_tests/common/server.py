@@ -43,10 +43,6 @@ def cores_of_two_ranks():
     return f"{cores[0]}|{cores[-1]}"
 
 
-Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
-"""Samples of ``/metrics``: name and labels to value."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """One choice: its text and, for each token, the likeliest tokens' log-probabilities."""
@@ -100,7 +96,7 @@ class Server:
         return found
 
     def metrics(self, prefix):
-        """The series of the server's ``/metrics`` with names that begin with `prefix`."""
+        """Values in ``/metrics`` by name and labels, of names that begin with `prefix`."""
         from prometheus_client.parser import text_string_to_metric_families
 
         with self.open("metrics") as response:

@@ -11,13 +11,9 @@ from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import check_every_token, reported_states
 from integration_tests.gpu.sglang_variants import COMMON, VARIANTS
-from integration_tests.gpu.variants import Fleet, Variant, running
+from integration_tests.gpu.variants import LATENT_SERVERS, Fleet, Variant, running
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
-
-SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
-"""Shapes and ranks: the heads of DeepSeek-V2-Lite or of a rank of V3, and twice those of a rank of
-Kimi K2."""
 
 
 def checked(name, shape, ranks, folder, *flags, fewest):
@@ -50,12 +46,12 @@ def checked(name, shape, ranks, folder, *flags, fewest):
         return states
 
 
-@pytest.mark.parametrize(("shape", "ranks"), SERVERS)
+@pytest.mark.parametrize(("shape", "ranks"), LATENT_SERVERS)
 def test_every_token_is_the_hosts(shape, ranks, tmp_path):
     checked(f"{shape}-{ranks}", shape, ranks, tmp_path, fewest=50)
 
 
-@pytest.mark.parametrize(("shape", "ranks"), SERVERS[1:])
+@pytest.mark.parametrize(("shape", "ranks"), LATENT_SERVERS[1:])
 def test_chains_of_drafts(shape, ranks, tmp_path):
     """Four query tokens of eight heads fill half of a tile. The model drafts for itself."""
     chains = (

@@ -20,14 +20,10 @@ from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import client_of, report, reported_states
 from integration_tests.gpu.forest_traffic import answered, requests
-from integration_tests.gpu.variants import Fleet, Variant, running
+from integration_tests.gpu.variants import LATENT_SERVERS, Fleet, Variant, running
 from integration_tests.gpu.vllm_variants import COMMON, VARIANTS
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
-
-SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
-"""Shapes and ranks: the heads of DeepSeek-V2-Lite or of a rank of V3, and twice those of a rank of
-Kimi K2."""
 
 CONTROL = "control"
 MORE = 0.002  # share of tokens that may be wrong in addition to the control's share
@@ -92,7 +88,7 @@ def checked(shape, ranks, folder, flags=(), settings=MappingProxyType({})):
         return states
 
 
-@pytest.mark.parametrize(("shape", "ranks"), SERVERS)
+@pytest.mark.parametrize(("shape", "ranks"), LATENT_SERVERS)
 def test_every_token_is_the_hosts(shape, ranks, tmp_path):
     for state in checked(shape, ranks, tmp_path):
         assert state["steps_tree"] > 50

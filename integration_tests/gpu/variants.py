@@ -17,6 +17,10 @@ from deft_backend.tools.servers.command import StartError, free_port, server_com
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
+LATENT_SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
+"""Shapes and ranks of servers with MLA: the heads of DeepSeek-V2-Lite or of a rank of V3, and
+twice those of a rank of Kimi K2."""
+
 PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE)
 """The papers' policies, each in a server of its own."""
 

@@ -16,7 +16,6 @@ from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
-from benchmarks.kernel.mixed_forests import mixed_forest
 from benchmarks.kernel.recorded_workloads import recorded_workloads
 from benchmarks.kernel.tree_workloads import (
     Case,
@@ -89,10 +88,6 @@ def test_flashforge_families_hold_what_they_are_named_for():
     for name, forest in forests.items():
         if name.startswith(("depth", "ratio", "shape")):
             assert forest.tokens_stored == pytest.approx(120000, rel=2e-3)
-
-
-def mixed():
-    return mixed_forest(7, 40)
 
 
 def test_recorded_trees_step_by_step(tmp_path):

@@ -166,9 +166,6 @@ def test_plots_show_what_is_slower(tmp_path):
     assert slower in made[0].read_text()
 
 
-# Tables
-
-
 # Commands
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -66,9 +65,6 @@ def assert_is(forest, expected):
         array = getattr(forest, name)
         assert array.dtype == np.int32, name
         assert array.tolist() == expected[name], name
-
-
-Layout = Callable[[np.ndarray], np.ndarray]
 
 
 def rows_of_a_wider_table(tables):

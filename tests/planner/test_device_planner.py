@@ -200,7 +200,7 @@ def makespan_of(plan, batch, target):
     for shape, mine in enumerate((~large, large)):
         slices = target.costs.time(target.tile_heights[shape], tokens[mine])
         if len(slices):
-            total += longest_first(slices, target.tile_programs[shape]).makespan_ms
+            total += longest_first(slices, target.tile_programs[shape])
     return total
 
 

@@ -4,8 +4,6 @@ import numpy as np
 
 from deft_backend.forest import VIRTUAL_ROOT
 
-Arrays = dict[str, list[int]]
-
 
 def oracle_of_tables(tables, lens, page_size):
     """From page tables: split groups of equal rows, with a binary search for the column."""

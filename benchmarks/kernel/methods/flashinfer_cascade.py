@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.methods.base import Prepared, Refused
 from benchmarks.kernel.methods.flashinfer_package import (
+    FlashInferMethod,
     flashinfer,
-    flashinfer_origin,
-    flashinfer_unavailable,
     float_workspace,
     plan,
 )
@@ -67,19 +66,17 @@ def cascade_levels(
     return [(queries, ends, indices, last) for queries, ends, indices, last in found]
 
 
-class FlashInferCascade(Method):
+class FlashInferCascade(FlashInferMethod):
     """``MultiLevelCascadeAttentionWrapper``, one level a level of the forest.
 
     It takes its queries in forest order; the time to reorder them is not counted.
     """
 
     name = "cascade"
+    wrapper = "MultiLevelCascadeAttentionWrapper"
 
     def __init__(self) -> None:
         self._wrappers: dict[int, Any] = {}
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
         if inputs.query_tokens > 1:
@@ -108,6 +105,3 @@ class FlashInferCascade(Method):
             return out
 
         return Prepared(launch, rows=rows, facts={"levels": len(levels)})
-
-    def origin(self) -> str:
-        return f"{flashinfer_origin()}, MultiLevelCascadeAttentionWrapper"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.methods.base import Prepared, Refused
 from benchmarks.kernel.methods.flashinfer_package import (
+    FlashInferMethod,
     flashinfer,
-    flashinfer_origin,
-    flashinfer_unavailable,
     float_workspace,
     pages_of_requests,
     plan,
@@ -19,7 +16,7 @@ from benchmarks.kernel.methods.flashinfer_package import (
 )
 
 
-class FlashInferDecode(Method):
+class FlashInferDecode(FlashInferMethod):
     """``BatchDecodeWithPagedKVCacheWrapper``, planned for exactly this batch.
 
     `backend` is the wrapper's: ``auto``, or ``fa2``, which runs on Ampere and Ada too.
@@ -27,11 +24,9 @@ class FlashInferDecode(Method):
 
     def __init__(self, name: str = "flashinfer", backend: str = "auto") -> None:
         self.name = name
+        self.wrapper = f"BatchDecodeWithPagedKVCacheWrapper({backend})"
         self._backend = backend
         self._wrapper: Any = None
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
         if inputs.query_tokens > 1:
@@ -47,6 +42,3 @@ class FlashInferDecode(Method):
             )
         plan(self._wrapper, *pages_of_requests(inputs), inputs=inputs)
         return prepared_run(self._wrapper, inputs)
-
-    def origin(self) -> str:
-        return f"{flashinfer_origin()}, BatchDecodeWithPagedKVCacheWrapper({self._backend})"

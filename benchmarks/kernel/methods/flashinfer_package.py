@@ -11,9 +11,21 @@ import numpy as np
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods.base import Prepared
+from benchmarks.kernel.methods.base import Method, Prepared
 
 _WORKSPACE_BYTES = 512 << 20
+
+
+class FlashInferMethod(Method):
+    """A wrapper of the package, which `wrapper` names."""
+
+    wrapper: str
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return flashinfer_unavailable(device)
+
+    def origin(self) -> str:
+        return f"{flashinfer_origin()}, {self.wrapper}"
 
 
 def flashinfer_unavailable(device: torch.device) -> str | None:

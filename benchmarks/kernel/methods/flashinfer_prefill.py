@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods.base import Method, Prepared, Refused
+from benchmarks.kernel.methods.base import Prepared, Refused
 from benchmarks.kernel.methods.flashinfer_package import (
+    FlashInferMethod,
     flashinfer,
-    flashinfer_origin,
-    flashinfer_unavailable,
     float_workspace,
     pages_of_requests,
     plan,
@@ -22,7 +21,7 @@ MOST_MASK = 1 << 30
 """Most elements of a custom mask: it has one for each query token and token of its request."""
 
 
-class FlashInferPrefill(Method):
+class FlashInferPrefill(FlashInferMethod):
     """``BatchPrefillWithPagedKVCacheWrapper``, planned for exactly this batch.
 
     A chain is its causal mask. A token tree is its custom mask, which the wrapper keeps in bits.
@@ -30,12 +29,10 @@ class FlashInferPrefill(Method):
     """
 
     name = "flashinfer-prefill"
+    wrapper = "BatchPrefillWithPagedKVCacheWrapper"
 
     def __init__(self) -> None:
         self._wrapper: Any = None
-
-    def unavailable(self, device: torch.device) -> str | None:
-        return flashinfer_unavailable(device)
 
     def prepare(self, inputs: Inputs) -> Prepared:
         tokens = inputs.query_tokens
@@ -65,6 +62,3 @@ class FlashInferPrefill(Method):
             part[:, length - len(seen) :] = seen
             parts.append(part.flatten())
         return torch.cat(parts)
-
-    def origin(self) -> str:
-        return f"{flashinfer_origin()}, BatchPrefillWithPagedKVCacheWrapper"

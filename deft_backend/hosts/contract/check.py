@@ -35,6 +35,12 @@ class Member:
         return f"{self.module}: {self.name}" if self.name else self.module
 
 
+def every(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
+    """Members of one class, or of the module if `owner` is empty, without parameters."""
+    start = f"{owner}." if owner else ""
+    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
+
+
 @dataclass(frozen=True)
 class Problem:
     """A member that the host lacks, or defines differently from how we use it."""

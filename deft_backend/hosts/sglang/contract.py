@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.contract import Member
+from deft_backend.hosts.contract.check import Member, every
 
 _ARGS = "sglang.srt.server_args"
 _OVERRIDES = "sglang.srt.arg_groups.overrides"
@@ -26,12 +26,6 @@ _CALL = ("q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 _DRAFTS = "draft_token_num retrieve_next_token retrieve_next_sibling"
 
 
-def _read(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Members of one class, or of the module if `owner` is empty, without parameters."""
-    start = f"{owner}." if owner else ""
-    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
-
-
 CONTRACT: tuple[Member, ...] = (
     # The plugin and the arguments.
     Member(_HOOKS, "HookRegistry.register", ("target", "hook", "hook_type"), use="put hooks in"),
@@ -40,21 +34,21 @@ CONTRACT: tuple[Member, ...] = (
     Member(_ARGS, "ServerArgs.resolve_once", versions=">=0.5.19", use="hooked: arguments resolve"),
     Member(_ARGS, "add_attention_backend_choices", use="called: add the choice deft"),
     Member(_ARGS, "ATTENTION_BACKEND_CHOICES", use="read: is the choice there"),
-    *_read(_ARGS, "ServerArgs", "get_attention_backends use_mla_backend get_model_config",
+    *every(_ARGS, "ServerArgs", "get_attention_backends use_mla_backend get_model_config",
            "called", "<0.5.19"),
     Member(_VIEWS, "resolved_view", ("server_args",), ">=0.5.19", "called: read decisions"),
     Member(_VIEWS, "attention_backends_of", ("cfg",), ">=0.5.19", "called"),
     Member(_VIEWS, "use_mla_backend", ("server_args",), ">=0.5.19", "called"),
     Member(_VIEWS, "model_config_of", ("server_args",), ">=0.5.19", "called"),
-    *_read(_OVERRIDES, "", "attention_backends_of use_mla_backend model_config_of",
+    *every(_OVERRIDES, "", "attention_backends_of use_mla_backend model_config_of",
            "imported from there", ">=0.5.19"),
     Member(_OVERRIDES, "declare_resolution", ("server_args", "source"), ">=0.5.19",
            "called: turn decode graphs off"),
-    *_read("sglang.srt.model_executor.cuda_graph_config", "",
+    *every("sglang.srt.model_executor.cuda_graph_config", "",
            "CudaGraphConfig.decode PhaseConfig.backend",
            "read and written: the kind of decode graphs"),
     Member("sglang.srt.environ", "envs", use="read: settings that change graphs and memory"),
-    *_read("sglang.srt.configs.model_config", "ModelConfig",
+    *every("sglang.srt.configs.model_config", "ModelConfig",
            "is_encoder_decoder num_attention_heads", "read: what the model is"),
     # Backends.
     Member(_REGISTRY, "ATTENTION_BACKENDS", use="read: the backends to surround"),
@@ -68,7 +62,7 @@ CONTRACT: tuple[Member, ...] = (
            use="overridden: launches of the graph"),
     Member(_BACKEND, "AttentionBackend.forward", _CALL, use="overridden"),
     Member(_BACKEND, "AttentionBackend.forward_decode", _CALL, use="overridden"),
-    *_read(_BACKEND, "AttentionBackend", "forward_extend forward_mixed needs_cpu_seq_lens",
+    *every(_BACKEND, "AttentionBackend", "forward_extend forward_mixed needs_cpu_seq_lens",
            "overridden"),
     Member(_BACKEND, "AttentionBackend.shared_read_ends", ("fm",), ">=0.5.18",
            "overridden: page tables are read until the forward ends"),
@@ -79,76 +73,76 @@ CONTRACT: tuple[Member, ...] = (
            use="looked for: the host still distinguishes earlier ends from our answer"),
     Member(_RUNNER, "ModelRunner.shared_read_done_event", versions=">=0.5.23",
            use="looked for: one event still tells when page tables may be written"),
-    *_read(_LAYER, "RadixAttention",
+    *every(_LAYER, "RadixAttention",
            "layer_id tp_q_head_num tp_k_head_num tp_v_head_num qk_head_dim v_head_dim scaling "
            "logit_cap logit_capping_method sliding_window_size is_cross_attention attn_type "
            "use_irope pos_encoding_mode xai_temperature_len", "read: what a layer computes"),
     # Batches, requests and prefix caches.
     Member(_BATCH, "ForwardBatch.init_new", ("batch", "model_runner"), use="wrapped: see requests"),
-    *_read(_BATCH, "ForwardBatch",
+    *every(_BATCH, "ForwardBatch",
            "forward_mode batch_size rids req_pool_indices seq_lens seq_lens_cpu seq_lens_sum "
            "out_cache_loc spec_info extend_seq_lens extend_seq_lens_cpu mm_inputs encoder_lens "
            "attn_cp_metadata tbo_children global_num_tokens_cpu", "read: the batch"),
-    *_read(_BATCH, "ForwardMode", "is_decode is_target_verify", "called"),
-    *_read(_BATCH, "ForwardMode", "EXTEND MIXED", "known by its name: prefill"),
+    *every(_BATCH, "ForwardMode", "is_decode is_target_verify", "called"),
+    *every(_BATCH, "ForwardMode", "EXTEND MIXED", "known by its name: prefill"),
     # Speculation.
     Member(_BACKEND, "AttentionBackend.update_verify_buffers_to_fill_after_draft",
            ("spec_info", "cuda_graph_bs"), use="overridden: the links are complete"),
-    *_read("sglang.srt.speculative.eagle_info", "EagleVerifyInput", f"topk {_DRAFTS}",
+    *every("sglang.srt.speculative.eagle_info", "EagleVerifyInput", f"topk {_DRAFTS}",
            "read: what a step verifies"),
-    *_read("sglang.srt.speculative.ngram_info", "NgramVerifyInput", _DRAFTS,
+    *every("sglang.srt.speculative.ngram_info", "NgramVerifyInput", _DRAFTS,
            "read: what a step verifies"),
-    *_read(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
-    *_read(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
+    *every(_REQUEST, "ScheduleBatch", "reqs tree_cache", "read: the requests of a batch"),
+    *every(_REQUEST, "Req", "rid last_node", "read: a request and its node"),
     Member(_REQUEST, "Req.beam_group", versions=">=0.5.23", use="read: a batch has rows of beams"),
-    *_read(_REQUEST, "Req", "spec_verify_ct spec_num_correct_drafts", "read: accepted drafts"),
+    *every(_REQUEST, "Req", "spec_verify_ct spec_num_correct_drafts", "read: accepted drafts"),
     Member(_REQUEST, "Req.seqlen", use="read: tokens of an observed batch"),
-    *_read(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),
+    *every(_REQUEST, "Req", "req_pool_idx cache_protected_len", "read: row and tokens", "<0.5.19"),
     Member(_REQUEST, "Req.kv", versions=">=0.5.19", use="read: row and tokens"),
-    *_read(_REQUEST, "ReqKvInfo", "req_pool_idx cache_protected_len", "read: row and tokens",
+    *every(_REQUEST, "ReqKvInfo", "req_pool_idx cache_protected_len", "read: row and tokens",
            ">=0.5.19"),
     Member("sglang.srt.mem_cache.radix_cache", "RadixCache", use="known by its name: a tree"),
-    *_read("sglang.srt.mem_cache.radix_cache", "TreeNode", "id parent key", "read: a node"),
+    *every("sglang.srt.mem_cache.radix_cache", "TreeNode", "id parent key", "read: a node"),
     Member("sglang.srt.mem_cache.chunk_cache", "ChunkCache", versions="<0.5.22",
            use="known by its name: no tree"),
-    *_read("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache",
+    *every("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache",
            "tree_core tree_components", "read: the unified tree", ">=0.5.22"),
     Member("sglang.srt.mem_cache.unified_cache.unified_tree_core_interface",
            "UnifiedTreeCoreInterface.collect_path_info", ("end_node_ids",), ">=0.5.22",
            "called: the nodes above each request"),
-    *_read("sglang.srt.mem_cache.unified_cache.unified_tree_core_interface", "TreePathNodeInfo",
+    *every("sglang.srt.mem_cache.unified_cache.unified_tree_core_interface", "TreePathNodeInfo",
            "node_id path_start path_end full_value_len", "read: a node", ">=0.5.22"),
     # The model runner, its pools and its ranks.
-    *_read(_RUNNER, "ModelRunner",
+    *every(_RUNNER, "ModelRunner",
            "server_args device dtype kv_cache_dtype model model_config is_draft_worker gpu_id "
            "req_to_token_pool token_to_kv_pool decode_attention_backend_str",
            "read: the model and where it runs"),
     Member(_RUNNER, "ModelRunner._decode_cuda_graph_runner_cls", versions=">=0.5.19",
            use="called: the class of its graph runner, where it has this method"),
-    *_read(_RUNNER, "ModelRunner", "ps", "read: ranks", "<0.5.21"),
-    *_read(_RUNNER, "ModelRunner", "tp_group", "read: ranks that must agree", "<0.5.22"),
+    *every(_RUNNER, "ModelRunner", "ps", "read: ranks", "<0.5.21"),
+    *every(_RUNNER, "ModelRunner", "tp_group", "read: ranks that must agree", "<0.5.22"),
     Member(_CONTEXT, "get_parallel", use="called: ranks"),
     Member(_POOL, "MHATokenToKVPool", use="known by its name: the one pool that we read"),
-    *_read("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool", "full_kv_pool layers_mapping",
+    *every("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool", "full_kv_pool layers_mapping",
            "read: the layers without sliding windows"),
-    *_read(_POOL, "HybridLinearKVPool", "full_kv_pool full_attention_layer_id_mapping",
+    *every(_POOL, "HybridLinearKVPool", "full_kv_pool full_attention_layer_id_mapping",
            "read: the layers that are not linear"),
-    *_read(_POOL, "HybridReqToTokenPool", "mamba_map", "read: the layers that are linear"),
+    *every(_POOL, "HybridReqToTokenPool", "mamba_map", "read: the layers that are linear"),
     Member(_POOL, "MHATokenToKVPool.get_key_buffer", ("layer_id",), use="called"),
     Member(_POOL, "MHATokenToKVPool.get_value_buffer", ("layer_id",), use="called"),
     Member(_POOL, "MHATokenToKVPool.set_kv_buffer", ("layer", "loc_info", "cache_k", "cache_v"),
            use="called: write a token's keys and values"),
-    *_read(_POOL, "MHATokenToKVPool",
+    *every(_POOL, "MHATokenToKVPool",
            "start_layer layer_num store_dtype kv_cache_layout use_hnd", "read: the KV cache"),
     Member(_POOL, "KVWriteLoc", ("loc", "swa_loc"), use="made: where a token is written"),
-    *_read(_POOL, "ReqToTokenPool", "req_to_token size", "read: the page table"),
+    *every(_POOL, "ReqToTokenPool", "req_to_token size", "read: the page table"),
     # Multi-head latent attention.
     Member(_POOL, "MLATokenToKVPool", use="known by its name: the pool of latent vectors"),
     Member(_POOL, "MLATokenToKVPool.get_key_buffer", ("layer_id",), use="called"),
     Member(_POOL, "MLATokenToKVPool.set_mla_kv_buffer", ("layer", "cache_k_nope", "cache_k_rope"),
            use="called: write a token's latent vector"),
-    *_read(_POOL, "MLATokenToKVPool", "store_dtype", "read: the KV cache"),
-    *_read("sglang.srt.configs.model_config", "ModelConfig", "hf_text_config",
+    *every(_POOL, "MLATokenToKVPool", "store_dtype", "read: the KV cache"),
+    *every("sglang.srt.configs.model_config", "ModelConfig", "hf_text_config",
            "read: is the attention sparse"),
     # Decode CUDA graphs and the fence.
     Member(_GRAPHS, "DecodeCudaGraphRunner.capture_one_shape",
@@ -158,7 +152,7 @@ CONTRACT: tuple[Member, ...] = (
     Member(_GRAPHS, "DecodeCudaGraphRunner.execute", ("forward_batch", "pp_proxy_tensors"),
            "<0.5.18", "wrapped: the fence"),
     Member(_GRAPHS, "DecodeCudaGraphRunner.model_runner", use="read: whose graphs they are"),
-    *_read(_RUNNER, "ModelRunner", "war_fastpath_read_done_event", "written: the fence", "<0.5.18"),
+    *every(_RUNNER, "ModelRunner", "war_fastpath_read_done_event", "written: the fence", "<0.5.18"),
     Member("sglang.srt.managers.scheduler", "Scheduler._apply_war_barrier",
            use="looked for: page-table writes wait for the forward"),
 )  # fmt: skip

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.contract import Member
+from deft_backend.hosts.contract.check import Member, every
 
 OWN_NAME_SINCE = "0.32"  # the first version in which plugins may add backend names
 
@@ -18,12 +18,6 @@ _COMPILATION = "vllm.config.compilation"
 _SCHEDULED = "vllm.v1.core.sched.output"
 
 
-def _each(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Members of one class, or of the module if `owner` is empty, without parameters."""
-    start = f"{owner}." if owner else ""
-    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
-
-
 CONTRACT: tuple[Member, ...] = (
     # Registration: hosts/vllm/plugin.py
     Member(_REGISTRY, "register_backend", ("backend", "class_path"), use="called, for each name"),
@@ -31,9 +25,9 @@ CONTRACT: tuple[Member, ...] = (
     Member(_REGISTRY, "AttentionBackendEnum.register", versions=f">={OWN_NAME_SINCE}",
            use="looked for: new names are accepted"),
     Member(_REGISTRY, "AttentionBackendEnum.CPU_ATTN", use="replaced on the CPU"),
-    *_each(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION",
+    *every(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION",
            "surrounded, or observed"),
-    *_each(_REGISTRY, "AttentionBackendEnum", "TRITON_FLASH_ATTN TRITON_FLASHINFER",
+    *every(_REGISTRY, "AttentionBackendEnum", "TRITON_FLASH_ATTN TRITON_FLASHINFER",
            "made of two others: surrounded, or observed", ">=0.30"),
     Member("vllm.platforms.interface", "Platform.is_cpu", use="called"),
     Member("vllm.platforms.interface", "Platform.get_attn_backend_cls",
@@ -46,10 +40,10 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BACKEND, "AttentionBackend.validate_configuration",
            ("device_capability", "attn_type"), use="overridden: where the host's choice is made"),
     Member(_BACKEND, "AttentionBackend.full_cls_name", use="overridden: names the class"),
-    *_each(_BACKEND, "AttentionBackend", "get_impl_cls get_builder_cls", "called, and overridden"),
-    *_each(_BACKEND, "AttentionBackend", "get_name is_mla is_sparse is_ssm", "called"),
+    *every(_BACKEND, "AttentionBackend", "get_impl_cls get_builder_cls", "called, and overridden"),
+    *every(_BACKEND, "AttentionBackend", "get_name is_mla is_sparse is_ssm", "called"),
     Member(_BACKEND, "AttentionBackend.forward_includes_kv_cache_update", use="read"),
-    *_each(_BACKEND, "AttentionBackend", "get_supported_kernel_block_sizes supports_sliding_window",
+    *every(_BACKEND, "AttentionBackend", "get_supported_kernel_block_sizes supports_sliding_window",
            "overridden, on the CPU"),
     Member(_BACKEND, "MultipleOf", ("base",), use="made, on the CPU"),
     # The metadata builder: hosts/vllm/step/builder.py, observe.py
@@ -67,13 +61,13 @@ CONTRACT: tuple[Member, ...] = (
            ("vllm_config", "kv_cache_spec"), use="overridden: uniform batches at most"),
     Member(_BACKEND, "AttentionMetadataBuilder.use_cascade_attention",
            ("common_prefix_len", "query_lens"), "<0.32", use="overridden"),
-    *_each(_BACKEND, "AttentionCGSupport", "UNIFORM_BATCH NEVER", "read"),
-    *_each(_BACKEND, "CommonAttentionMetadata",
+    *every(_BACKEND, "AttentionCGSupport", "UNIFORM_BATCH NEVER", "read"),
+    *every(_BACKEND, "CommonAttentionMetadata",
            "num_reqs num_actual_tokens max_query_len causal is_prefilling mm_req_doc_ranges "
            "dcp_local_seq_lens", "read: whether tree attention computes the batch"),
-    *_each(_BACKEND, "CommonAttentionMetadata", "seq_lens block_table_tensor query_start_loc",
+    *every(_BACKEND, "CommonAttentionMetadata", "seq_lens block_table_tensor query_start_loc",
            "read: planned from, on the device"),
-    *_each(_BACKEND, "CommonAttentionMetadata", "query_start_loc_cpu seq_lens_cpu_upper_bound",
+    *every(_BACKEND, "CommonAttentionMetadata", "query_start_loc_cpu seq_lens_cpu_upper_bound",
            "read: verified tokens, and bytes that the host's kernel reads"),
     # The implementation: hosts/vllm/step/backend.py, layers.py, cpu.py
     Member(_BACKEND, "AttentionImpl",
@@ -104,14 +98,14 @@ CONTRACT: tuple[Member, ...] = (
            ("layer", "key", "value", "kv_cache", "slot_mapping"),
            use="the host's own; written anew on the CPU"),
     # The cache: hosts/vllm/start/factory.py, versions.py
-    *_each(_SPEC, "FullAttentionSpec",
+    *every(_SPEC, "FullAttentionSpec",
            "block_size num_kv_heads head_size head_size_v dtype sliding_window "
            "attention_chunk_size non_causal", "read"),
     Member(_LAYER, "AttentionLayerBase.get_kv_cache_spec", ("vllm_config",),
            use="called: what a layer attends to"),
     Member(_LAYER, "AttentionLayerBase.is_draft_layer", versions=">=0.31",
            use="read: the draft's layers"),
-    *_each(_SPEC, "", "SlidingWindowSpec MambaSpec", "known by its class"),
+    *every(_SPEC, "", "SlidingWindowSpec MambaSpec", "known by its class"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_shape",
            ("num_blocks", "block_size", "num_kv_heads", "head_size"), "<0.29",
            use="called: whether a cache is the standard one; overridden, on the CPU"),
@@ -127,35 +121,35 @@ CONTRACT: tuple[Member, ...] = (
     Member(_SPEC, "KVCacheLayout.stride_order", versions=">=0.29", use="read, for the warm-up"),
     # The server's configuration: hosts/vllm/start and hosts/vllm/report
     Member("vllm.config.vllm", "get_current_vllm_config_or_none", use="called"),
-    *_each("vllm.config.vllm", "VllmConfig",
+    *every("vllm.config.vllm", "VllmConfig",
            "attention_config cache_config compilation_config model_config parallel_config "
            "scheduler_config speculative_config", "read"),
-    *_each("vllm.config.attention", "AttentionConfig", "backend use_non_causal", "read"),
+    *every("vllm.config.attention", "AttentionConfig", "backend use_non_causal", "read"),
     Member("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens",
            use="read: query tokens of a verification"),
     Member("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model",
            ("scheduler_output",), use="wrapped: accepted draft tokens, and what requests share"),
-    *_each(_SCHEDULED, "SchedulerOutput",
+    *every(_SCHEDULED, "SchedulerOutput",
            "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
            "scheduled_spec_decode_tokens finished_req_ids", "read: the same"),
-    *_each(_SCHEDULED, "NewRequestData", "req_id block_ids", "read: what requests share"),
-    *_each(_SCHEDULED, "CachedRequestData",
+    *every(_SCHEDULED, "NewRequestData", "req_id block_ids", "read: what requests share"),
+    *every(_SCHEDULED, "CachedRequestData",
            "req_ids resumed_req_ids num_computed_tokens new_block_ids", "read: the same"),
     Member("vllm.config.cache", "CacheConfig.enable_prefix_caching", use="read, for short extends"),
-    *_each("vllm.config.scheduler", "SchedulerConfig", "async_scheduling max_num_seqs",
+    *every("vllm.config.scheduler", "SchedulerConfig", "async_scheduling max_num_seqs",
            "read: when results are known, and the largest batch"),
     Member(_COMPILATION, "CompilationConfig.static_forward_context", use="read: all layers"),
     Member(_COMPILATION, "CompilationConfig.cudagraph_mode", use="read, and set for DEFT_VERIFY"),
     Member(_COMPILATION, "CompilationConfig.splitting_ops_contain_attention",
            use="called, for DEFT_VERIFY"),
-    *_each(_COMPILATION, "CUDAGraphMode", "FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY",
+    *every(_COMPILATION, "CUDAGraphMode", "FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY",
            "read, for DEFT_VERIFY"),
     Member("vllm.config.model", "ModelConfig.get_num_attention_heads", ("parallel_config",),
            use="called, for observed servers"),
-    *_each("vllm.config.model", "ModelConfig",
+    *every("vllm.config.model", "ModelConfig",
            "hf_text_config architecture rswa_window dtype max_model_len enable_sleep_mode "
            "enable_cumem_allocator", "read"),
-    *_each("vllm.config.parallel", "ParallelConfig",
+    *every("vllm.config.parallel", "ParallelConfig",
            "tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank "
            "data_parallel_index rank decode_context_parallel_size prefill_context_parallel_size "
            "use_ubatching", "read"),
@@ -165,6 +159,6 @@ CONTRACT: tuple[Member, ...] = (
       for name, versions in (("Gemma4Config", ""), ("EmbeddingGemma2ModelConfig", ">=0.32"),
                              ("DiffusionGemmaModelForBlockDiffusionConfig", ""))),
     Member("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", use="called"),
-    *_each("vllm.envs", "", "VLLM_BATCH_INVARIANT VLLM_LOG_STATS_INTERVAL", "read"),
+    *every("vllm.envs", "", "VLLM_BATCH_INVARIANT VLLM_LOG_STATS_INTERVAL", "read"),
 )  # fmt: skip
 """Every member of vLLM that the adapter uses."""

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from deft_backend.costs.cost_model import FloatArray
 
 
 def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray, float]:

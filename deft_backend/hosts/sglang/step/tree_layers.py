@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ from deft_backend.hosts.common.latches import FailureLatch, OnceLog
 from deft_backend.hosts.sglang.start.layers import unsupported_layer
 from deft_backend.hosts.sglang.step.kinds import StepInputs
 from deft_backend.telemetry.state import ServerState
-
-logger = logging.getLogger("deft_backend")
 
 
 @dataclass
