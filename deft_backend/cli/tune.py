@@ -64,7 +64,10 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
     import torch
 
     if not key.gpu:
-        raise fail("deft tune measures on an NVIDIA GPU, and this machine has none")
+        raise fail(
+            "deft tune measures on an NVIDIA GPU, and this machine has none; run it on the "
+            "server's machine. --show prints the table in use"
+        )
     from deft_backend.attention import AttentionError
     from deft_backend.costs.table_lookup import save_table
     from deft_backend.tools.tuning.measure import tune as run
