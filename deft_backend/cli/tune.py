@@ -33,7 +33,7 @@ def tune(
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, Option(help="fp16 or bf16; default: fp16.")] = None,
     kv_cache_dtype: Annotated[
-        str, Option(help="KV cache: auto (as the queries), fp8_e4m3 or fp8_e5m2.")
+        str, Option(help="KV cache: auto (as the queries), fp8, fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
     page_size: Annotated[int, Option(min=1, help="Tokens a page; SGLang's adapter takes 1.")] = 1,
     show: Annotated[bool, Option("--show", help="Print the table in use instead.")] = False,

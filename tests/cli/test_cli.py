@@ -115,6 +115,7 @@ MODEL = "<model>"  # stands for the folder of a model
         (["serve", "--model", MODEL, "--policy", "best"], "no policy 'best'"),
         (["serve", "--model", str(Path(__file__).parent)], "holds no config.json"),
         (["doctor", "--all", "--model", "a/b"], "--all shows every shape"),
+        (["doctor", "--heads", "32/8", "--model", "a/b"], "--heads"),
         (["doctor", "--heads", "many"], "--heads is 'many'; expected QUERY/KV"),
         (["explain"], "expected exactly one of"),
         (["explain", "--tree", "1 1", "--server"], "expected exactly one of"),
@@ -375,7 +376,9 @@ def test_a_locale_without_our_signs():
 
 
 def test_no_running_server_is_said(tmp_path):
-    assert "no server with the plugin" in refused("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
+    assert "no server with the plugin" in refused(
+        "explain", "--server", DEFT_STATE_DIR=str(tmp_path)
+    )
 
 
 def test_counters_are_read_at_rest_and_subtracted(tmp_path):
