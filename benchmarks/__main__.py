@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import typer
 
 from benchmarks.commands.e2e import e2e, e2e_merge
@@ -21,7 +24,8 @@ from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
-from deft_backend.cli.errors import help_of
+from benchmarks.row_files import RowsError
+from deft_backend.cli.errors import help_of, reported
 
 app = typer.Typer(
     help="Measure deft-backend: its kernels, its planners, and servers that decode with it.",
@@ -31,12 +35,24 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
+
+def without_traceback(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose files that cannot be written end it with a message."""
+
+    @functools.wraps(command)
+    def run(*arguments: object, **options: object) -> None:
+        with reported(RowsError):
+            command(*arguments, **options)
+
+    return run
+
+
 for command in (
     kernel, kernel_merge, kernel_plot, kernel_check, policies, mla, papers, fuzz, faults, soak, e2e,
     e2e_merge, start, sharing, replicas, real_model, planning_host, planning_device, step_hooks,
     short_extends, zoo,
 ):  # fmt: skip
-    app.command(help=help_of(command))(command)
+    app.command(help=help_of(command))(without_traceback(command))
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")

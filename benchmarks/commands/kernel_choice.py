@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from deft_backend.cli.errors import fail, stderr
+from deft_backend.cli.errors import fail
 
 if TYPE_CHECKING:
     from benchmarks.kernel.measure_case import Setup
@@ -196,13 +194,10 @@ def require_device(device: str, quick: bool) -> None:
     import torch
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
-        stderr.print(
+        raise fail(
             "the kernel benchmark needs an NVIDIA GPU, and torch finds none; to check results "
-            "without times: --device cpu --quick",
-            highlight=False,
-            soft_wrap=True,
+            "without times: --device cpu --quick"
         )
-        raise typer.Exit(FAILED)
 
 
 def parse_page_size(text: str) -> int | None:

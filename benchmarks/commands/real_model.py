@@ -63,12 +63,18 @@ def real_model(
     from benchmarks.row_files import write_rows
     from deft_backend.files.folders import cache_directory
     from deft_backend.files.provenance import provenance
+    from deft_backend.settings.policy_names import POLICY_NAMES
     from deft_backend.shapes.dtype_names import SHORT_DTYPES
 
     options = host_arguments(host_args)
     if options and host is None:
         raise fail("options of the host are for its servers; name it with --host")
     console = Console()
+    if dtype not in SHORT_DTYPES:
+        raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(SHORT_DTYPES)}")
+    for name in policies.split(","):
+        if name not in POLICY_NAMES:
+            raise fail(f"there is no policy {name!r}; expected some of {', '.join(POLICY_NAMES)}")
     kind = getattr(torch, SHORT_DTYPES[dtype])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with reported(CheckpointError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,11 +11,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.row_files import write_rows
-from deft_backend.cli.errors import say
+from deft_backend.cli.errors import fail, say
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import installed_hosts
 
 POLICIES = ("round_robin", "cache_aware")
+ROUTERS = ("sglang-router", "vllm-router")
 
 
 def replicas(
@@ -31,6 +33,10 @@ def replicas(
     out: Annotated[Path, typer.Option(help="File of rows.")] = Path("reports/replicas.json"),
 ) -> None:
     """KV read by one server, and by two behind a router: in turns, and by prefix."""
+    if router not in ROUTERS:
+        raise fail(f"--router is {router!r}; expected one of {', '.join(ROUTERS)}")
+    if shutil.which(router) is None:
+        raise fail(f"{router} is not installed; run `pip install {router}`")
     from benchmarks.replicas import Trace, measure
 
     console = Console()

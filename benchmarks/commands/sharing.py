@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.e2e.where_sharing_pays import RESULTS, draw, recorded_cases, table
 from benchmarks.row_files import RowsError, make_folder
-from deft_backend.cli.errors import reported
+from deft_backend.cli.errors import fail, reported
 
 
 def sharing(
@@ -21,4 +21,7 @@ def sharing(
         make_folder(out)
     cases = recorded_cases()
     typer.echo(table(cases))
-    draw(cases, out)
+    try:
+        draw(cases, out)
+    except OSError as error:
+        raise fail(f"cannot write {out}: {error.strerror or error}") from None

@@ -18,6 +18,7 @@ from deft_backend.settings.installed import installed_version
 from deft_backend.settings.version import VERSION
 from deft_backend.tools.servers.driver_stub import (
     DriverStubError,
+    StubFolderError,
     ensure_driver_stub,
     find_compiler,
     has_nvidia_driver,
@@ -26,8 +27,9 @@ from deft_backend.tools.servers.driver_stub import (
 
 Status = Literal["ok", "note", "problem"]
 
-_INSTALL = "pip install deft-backend (in a checkout: pip install -e .)"
+_INSTALL = f"pip install deft_backend-{VERSION}-py3-none-any.whl (in a checkout: pip install .)"
 _COMPILER = "apt-get install gcc (or set CC)"
+_CACHE = "export DEFT_CACHE_DIR=<a folder that only you may write>"
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def _stub() -> Iterator[Check]:
     try:
         folder = ensure_driver_stub()
     except DriverStubError as error:
-        yield Check("driver", "problem", str(error), _COMPILER)
+        remedy = _CACHE if isinstance(error, StubFolderError) else _COMPILER
+        yield Check("driver", "problem", str(error), remedy)
     else:
         yield Check("driver", "note", f"no NVIDIA driver; a stand-in is in {folder}")
 

@@ -24,6 +24,7 @@ from deft_backend.cli.errors import fail, say
 from deft_backend.cli.models import RevisionOption, chosen_model
 from deft_backend.cli.shapes import (
     HeadShape,
+    check_one_shape,
     dtype_name,
     model_shape,
     parse_heads,
@@ -47,7 +48,7 @@ _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem":
 def doctor(
     model: Annotated[str | None, Option(help="Which kernel decodes this model?")] = None,
     revision: RevisionOption = None,
-    heads: Annotated[str, Option(help="Query heads/KV heads.")] = "32/8",
+    heads: Annotated[str | None, Option(help="Query heads/KV heads; default: 32/8.")] = None,
     every: Annotated[bool, Option("--all", help="Every head dimension and dtype.")] = False,
     check: Annotated[bool, Option("--check", help="Run kernels and compare rows; 20 s.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
@@ -79,11 +80,14 @@ def doctor(
         raise typer.Exit(CANNOT_WORK)
 
 
-def _shapes(model: str | None, revision: str | None, heads: str, every: bool) -> list[HeadShape]:
+def _shapes(
+    model: str | None, revision: str | None, heads: str | None, every: bool
+) -> list[HeadShape]:
     """The model's head shape, or the common ones, or all."""
     if model is not None or revision is not None:
+        check_one_shape(heads, None)
         return [model_shape(chosen_model(model, revision))]
-    query_heads, kv_heads = parse_heads(heads)
+    query_heads, kv_heads = parse_heads("32/8" if heads is None else heads)
     return [
         HeadShape(query_heads, kv_heads, dim, dtype)
         for dim in (64, 96, 128, 256)

@@ -95,7 +95,7 @@ def chosen_shape(
     check_dtype(dtype)
     if model is None and revision is None:
         name = SHORT_DTYPES[dtype or default_dtype]
-        return HeadShape(*parse_heads(heads or "32/8"), head_dim or 128, name)
+        return HeadShape(*parse_heads("32/8" if heads is None else heads), head_dim or 128, name)
     check_one_shape(heads, head_dim)
     shape = model_shape(chosen_model(model, revision))
     # A server may use another dtype than the checkpoint's.

@@ -45,7 +45,8 @@ def trace(
         raise
     except OSError as error:
         where = out or "the standard output"
-        raise fail(f"cannot write {where}: {error.strerror or error}") from None
+        reason = error.strerror or error
+        raise fail(f"cannot write {where}: {reason}; name another file with --out") from None
     prompts = sum(arrival.input_length for arrival in arrivals)
     say(
         stderr,

@@ -33,7 +33,7 @@ def tune(
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, Option(help="fp16 or bf16; default: fp16.")] = None,
     kv_cache_dtype: Annotated[
-        str, Option(help="KV cache: auto (as the queries), fp8_e4m3 or fp8_e5m2.")
+        str, Option(help="KV cache: auto (as the queries), fp8, fp8_e4m3 or fp8_e5m2.")
     ] = "auto",
     page_size: Annotated[int, Option(min=1, help="Tokens a page; SGLang's adapter takes 1.")] = 1,
     show: Annotated[bool, Option("--show", help="Print the table in use instead.")] = False,
@@ -64,7 +64,10 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
     import torch
 
     if not key.gpu:
-        raise fail("deft tune measures on an NVIDIA GPU, and this machine has none")
+        raise fail(
+            "deft tune measures on an NVIDIA GPU, and this machine has none; run it on the "
+            "server's machine. --show prints the table in use"
+        )
     from deft_backend.attention import AttentionError
     from deft_backend.costs.table_lookup import save_table
     from deft_backend.tools.tuning.measure import tune as run

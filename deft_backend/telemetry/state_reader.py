@@ -56,11 +56,15 @@ def running_servers(folder: Path) -> dict[int, Path]:
 def only_server(folder: Path) -> Path:
     """The state file of the only running server; raises StateError if none or several run."""
     servers = running_servers(folder)
-    if len(servers) != 1:
-        names = ", ".join(map(str, servers)) or "none"
+    if not servers:
         raise StateError(
-            f"{len(servers)} servers with the plugin are running according to {folder} (ports: "
-            f"{names}); start one with 'deft serve', or name its port: --server PORT"
+            f"no server with the plugin is running, according to {folder}; start one with "
+            "'deft serve', or set DEFT_STATE_DIR as for the server"
+        )
+    if len(servers) > 1:
+        raise StateError(
+            f"{len(servers)} servers with the plugin are running, according to {folder}; expected "
+            f"one. Name its port: --server {' or '.join(map(str, servers))}"
         )
     (path,) = servers.values()
     return path

@@ -1,7 +1,7 @@
 # SGLang with tree attention, and its kernels compiled. Building needs no GPU:
 #   python -m build --wheel
-#   docker build -f deploy/docker/sglang.Dockerfile -t deft-sglang .
-#   docker run --gpus all --shm-size 16g -p 30000:30000 deft-sglang --model-path Qwen/Qwen3-8B
+#   docker build -f deploy/docker/sglang.Dockerfile -t deft-sglang:0.3.0 .
+#   docker run --gpus all --shm-size 16g -p 30000:30000 deft-sglang:0.3.0 --model-path Qwen/Qwen3-8B
 FROM lmsysorg/sglang:v0.5.23
 
 ENV PIP_BREAK_SYSTEM_PACKAGES=1

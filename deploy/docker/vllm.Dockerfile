@@ -1,7 +1,7 @@
 # vLLM with tree attention, and its kernels compiled. Building needs no GPU:
 #   python -m build --wheel
-#   docker build -f deploy/docker/vllm.Dockerfile -t deft-vllm .
-#   docker run --gpus all --shm-size 16g -p 8000:8000 deft-vllm Qwen/Qwen3-8B
+#   docker build -f deploy/docker/vllm.Dockerfile -t deft-vllm:0.3.0 .
+#   docker run --gpus all --shm-size 16g -p 8000:8000 deft-vllm:0.3.0 Qwen/Qwen3-8B
 FROM vllm/vllm-openai:v0.33.0
 
 ENV PIP_BREAK_SYSTEM_PACKAGES=1

@@ -188,6 +188,22 @@ def test_bad_input_is_told_in_a_line(arguments, said):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replicas", "--router", "nginx"], "--router is 'nginx'; expected one of sglang-router"),
+        (["real-model", "--dtype", "int8"], "--dtype is 'int8'; expected one of fp16, bf16, fp32"),
+        (["real-model", "--policies", "auto,best"], "no policy 'best'; expected some of"),
+        (["sharing", "--out", "/proc/x.svg"], "cannot write /proc/x.svg: "),
+    ],
+)
+def test_other_commands_refuse_bad_input_in_a_line(words, said):
+    code, _, err = run(*words)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
 def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path):
     trees = ["--tree", "1,2 9,3", "--tree", "2 5"]
     common = ["kernel", "--device", "cpu", "--quick", "--heads", "2/1", "--head-dim", "64", *trees]

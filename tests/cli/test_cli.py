@@ -26,6 +26,7 @@ from deft_backend.telemetry.state_reader import StateError, read_state, settled_
 from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
+from deft_backend.tools.servers.driver_stub import DriverStubError, StubFolderError
 from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
 from thought_tree_files import dump_thought_trees
 
@@ -113,6 +114,7 @@ MODEL = "<model>"  # stands for the folder of a model
         (["serve", "--model", MODEL, "--policy", "best"], "no policy 'best'"),
         (["serve", "--model", str(Path(__file__).parent)], "holds no config.json"),
         (["doctor", "--all", "--model", "a/b"], "--all shows every shape"),
+        (["doctor", "--heads", "32/8", "--model", "a/b"], "--heads"),
         (["doctor", "--heads", "many"], "--heads is 'many'; expected QUERY/KV"),
         (["explain"], "expected exactly one of"),
         (["explain", "--tree", "1 1", "--server"], "expected exactly one of"),
@@ -129,9 +131,11 @@ MODEL = "<model>"  # stands for the folder of a model
         (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
         (["explain", "--tree", "1,4 9,9", "--index", "2"], "--index belongs to --trace"),
         (["explain", "--server", "--heads", "8/8"], "--heads describes a tree or a trace"),
-        (["trace", "--turns", "nan"], "turns is nan; expected 1 to 10,000"),
-        (["trace", "--rate", "1e-320"], "rate is 1e-320; expected"),
+        (["trace", "--turns", "nan"], "--turns is nan; expected 1 to 10,000"),
+        (["trace", "--rate", "1e-320"], "--rate is 1e-320; expected"),
         (["trace", "--own-tokens", "9" * 30], "expected 1 to 10,000,000"),
+        (["trace", "--document-tokens", "0"], "--document-tokens is 0; expected 1 to"),
+        (["trace", "--out", "/proc/x/y"], "name another file with --out"),
         (["trace", "--documents", "999999999999"], "expected 0 to 10,000"),
         (["top", "70000"], "Invalid value for '[PORT]'"),
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
@@ -371,7 +375,9 @@ def test_a_locale_without_our_signs():
 
 
 def test_no_running_server_is_said(tmp_path):
-    assert "0 servers" in refused("explain", "--server", DEFT_STATE_DIR=str(tmp_path))
+    assert "no server with the plugin" in refused(
+        "explain", "--server", DEFT_STATE_DIR=str(tmp_path)
+    )
 
 
 def test_counters_are_read_at_rest_and_subtracted(tmp_path):
@@ -455,6 +461,24 @@ def test_doctor_says_what_mends_a_missing_package(monkeypatch):
     assert code == 1
     assert "→ pip install 'deft-backend[sglang]'" in out
     assert "SGLang cannot find us" in out
+    assert "→ pip install deft_backend-" in out, "no index holds the package"
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (DriverStubError("no compiler"), "apt-get install gcc"),
+        (StubFolderError("read-only"), "export DEFT_CACHE_DIR="),
+    ],
+)
+def test_doctor_says_what_mends_the_stand_in_for_the_driver(error, remedy, monkeypatch):
+    def fails():
+        raise error
+
+    monkeypatch.setattr(checks, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(checks, "ensure_driver_stub", fails)
+    (check,) = (found for found in checks.check_device() if found.subject == "driver")
+    assert remedy in (check.remedy or "")
 
 
 WINDOW = "the window 0.5.17 to 0.5.23"

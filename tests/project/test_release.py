@@ -45,6 +45,19 @@ def test_changelog_and_citation_name_the_version():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+def test_commands_to_copy_name_the_version():
+    """Compose and Kubernetes start the tags that the Dockerfiles say to build."""
+    version = version_in_file(r'VERSION = "(.*)"')
+    files = [path for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [path.read_text(encoding="utf-8") for path in (*files, *pages)]
+    tags = [tag for text in texts for tag in re.findall(r"-t deft-(?:sglang|vllm)(\S*)", text)]
+    images = [tag for text in texts for tag in re.findall(r"image: deft-\w+(\S*)", text)]
+    wheels = [name for text in texts for name in re.findall(r"deft_backend-(\S*)-py3", text)]
+    assert set(tags) == set(images) == {f":{version}"}
+    assert set(wheels) == {version}
+
+
 def test_git_archive_keeps_the_commit():
     assert ".git_archival.txt export-subst" in (ROOT / ".gitattributes").read_text()
     assert (ROOT / ".git_archival.txt").read_text() == "node: $Format:%H$\n"

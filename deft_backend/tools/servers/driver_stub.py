@@ -34,6 +34,10 @@ class DriverStubError(RuntimeError):
     """The stand-in for the NVIDIA driver library cannot be compiled or written."""
 
 
+class StubFolderError(DriverStubError):
+    """The stand-in's folder cannot be written, or other users may write to it."""
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
     """The real driver library, or None; the stand-in has no ``cuInit``."""
@@ -79,13 +83,13 @@ def ensure_driver_stub() -> Path:
     try:
         folder = driver_stub_directory()
     except SettingsError as error:
-        raise DriverStubError(str(error)) from error
+        raise StubFolderError(str(error)) from error
     library = folder / SONAME
     try:
         create_private(folder)
         reason = unsafe_folder(folder)
         if reason is not None:
-            raise DriverStubError(
+            raise StubFolderError(
                 f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a "
                 "folder that is yours alone"
             )
@@ -95,7 +99,7 @@ def ensure_driver_stub() -> Path:
                 built.chmod(0o700)
                 os.replace(built, library)  # atomic: another process sees all of it or nothing
     except OSError as error:
-        raise DriverStubError(
+        raise StubFolderError(
             f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
         ) from error
     return folder

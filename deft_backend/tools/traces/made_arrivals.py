@@ -35,7 +35,8 @@ class TraceShape:
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:  # also refuses what is not a number
-                raise TraceError(f"{name} is {value}; expected {least:,} to {most:,}")
+                option = "--" + name.replace("_", "-")
+                raise TraceError(f"{option} is {value}; expected {least:,} to {most:,}")
 
 
 @dataclass

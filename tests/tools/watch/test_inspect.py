@@ -127,7 +127,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path):
         assert code == 2
         return said
 
-    assert "0 servers with the plugin are running" in refused()
+    assert "no server with the plugin is running" in refused()
     assert "no state file of a server on port 5" in refused("--server", "5")
     StateWriter(make_state(), tmp_path).look()
     with PageServer(0, lambda engine, known: {}) as other:
