@@ -307,6 +307,38 @@ def test_a_kernel_that_fails_is_not_tried_again(server, failures, monkeypatch):
     )
 
 
+def test_a_failure_of_one_rank_leaves_the_choice_of_graphs(server, failures, monkeypatch):
+    """All ranks must replay the same set: graphs hold collectives."""
+    with monkeypatch.context() as patch:
+        patch.setattr(server.attention, "run", raising(RuntimeError("out of memory")))
+        server.step(server.batch())
+    assert "a kernel failed" in failures.pop()
+    batch = server.batch()
+    assert server.steps.takes(batch)
+    server.replay(view_of(batch))
+    assert server.calls == ["metadata", "decode"]  # no layer of the graph reads the host's metadata
+    assert (server.state.counters().steps_tree, server.state.steps_host) == (
+        1,
+        {"kernel failed": 1},
+    )
+
+
+def test_a_failure_within_a_capture_leaves_the_graph_the_hosts_metadata(
+    server, failures, monkeypatch
+):
+    shared, captured = server.batch(), server.batch(known=False)
+    assert server.steps.takes(shared)
+    server.steps.capture_tree(True)
+    server.backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    server.steps.layers.give_up(server.steps.layers.step, RuntimeError("planted"))
+    server.forward(captured)
+    server.steps.capture_tree(False)
+    assert "planted" in failures.pop()
+    server.calls.clear()
+    server.replay(view_of(shared))
+    assert server.calls == ["metadata out of graph"]
+
+
 def test_a_step_counts_once_if_a_later_layer_fails(server, failures, monkeypatch):
     batch = server.batch()
     server.step(batch)

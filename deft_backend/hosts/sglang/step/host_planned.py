@@ -44,10 +44,13 @@ class HostPlannedSteps:
         layers.step = None
         taken = forward_batch.forward_mode.is_decode() and self.takes(forward_batch)
         decided, self._decided = self._decided, None  # the step begins
+        reason = layers.failure.reason
         # The host may pad a batch after the decision.
-        if not taken or forward_batch.batch_size != len(forward_batch.rids):
-            if taken and decided is not None:
-                layers.state.count_host("padded batch", decided.tokens)
+        if taken and forward_batch.batch_size != len(forward_batch.rids):
+            reason = "padded batch"
+        if not taken or reason is not None:
+            if taken and reason is not None and decided is not None:
+                layers.state.count_host(reason, decided.tokens)
             layers.host.init_forward_metadata(forward_batch)
             return
         assert decided is not None
@@ -157,9 +160,10 @@ class HostPlannedSteps:
         return StepDecision(rids, slots, tokens, None)
 
     def _plan(self, forward_batch: Any, seq_lens: Any, tokens: int) -> BatchDecision | str:
-        """The plan for this step, or why the host's kernel decodes it."""
-        if self.layers.failure.reason is not None:
-            return self.layers.failure.reason
+        """The plan for this step, or why the host's kernel decodes it.
+
+        Not for a failure: it may be this rank's alone, and all ranks must replay one graph.
+        """
         observed = self.observer.of(forward_batch)
         if observed is None:
             return "batch without requests"

@@ -137,6 +137,7 @@ class TreeLayers:
         self.failure.kernel_failed(error)
         if step.failed is not None:
             step.failed()
+        self.host_in_graphs |= step.captured
         self._make_host_ready(step)
         self.step = None
 

@@ -18,9 +18,9 @@ class AcceptedDrafts:
 
     def __init__(self, late: int) -> None:
         self._late = late
-        # By request: tokens computed if the target accepts all drafts, and the draft tokens of each
-        # step whose result is unknown, oldest first.
-        self._open: dict[str, tuple[int, list[int]]] = {}
+        # By request: tokens computed if the target accepts all drafts; then the draft tokens of
+        # each step whose result is unknown, oldest first.
+        self._open: dict[str, list[int]] = {}
         self._accepted = 0
         self._counts = DraftCounts(0, 0)  # one object, because another thread reads it
 
@@ -30,17 +30,20 @@ class AcceptedDrafts:
             self._open.pop(request, None)
         cached = message.scheduled_cached_reqs
         scheduled, drafted = message.num_scheduled_tokens, message.scheduled_spec_decode_tokens
-        drafts = self._counts.drafts
+        drafts, resumed = self._counts.drafts, cached.resumed_req_ids
+        # Every step pays for this loop, so it looks up as little as it can.
+        every, late, accepted = self._open, self._late, self._accepted
         for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            waiting: list[int] = []
-            held = None if request in cached.resumed_req_ids else self._open.get(request)
-            if held is not None:
-                expected, waiting = held
-                known = waiting.pop(0) if len(waiting) > self._late else 0
+            held = every.get(request)
+            if held is None or (resumed and request in resumed):
+                held = every[request] = [0]
+            else:
+                known = held.pop(1) if len(held) > late + 1 else 0
                 drafts += known > 0
-                self._accepted += known - (expected - computed)
-            waiting.append(len(drafted.get(request, ())))
-            self._open[request] = (computed + scheduled[request], waiting)
+                accepted += known - (held[0] - computed)
+            held[0] = computed + scheduled[request]
+            held.append(len(drafted[request]) if request in drafted else 0)
+        self._accepted = accepted
         # The scheduler may tell a rejection early: counts must not fall.
         self._counts = DraftCounts(drafts, max(self._counts.accepted, self._accepted))
 

@@ -6,7 +6,7 @@ messages to this worker, which hold the block ids of each new request.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +40,13 @@ class CachedPrefixes:
         for new in message.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids)
         cached = message.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        resumed, changes = cached.resumed_req_ids, cached.new_block_ids
+        # Every step pays for this line, but few requests get blocks in a step.
+        changed = zip(compress(cached.req_ids, changes), filter(None, changes), strict=True)
+        for request, blocks in changed if resumed or self.keeps_new_blocks else ():
             if resumed and request in resumed:
                 self._begin(request, blocks)
-            elif self.keeps_new_blocks and blocks and request in self._blocks:
+            elif self.keeps_new_blocks and request in self._blocks:
                 self._later.setdefault(request, []).append(blocks)
         self._scheduled, self._share = message.num_scheduled_tokens, None
 

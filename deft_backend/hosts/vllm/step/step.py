@@ -110,4 +110,4 @@ def context_tokens(common: Any) -> int:
     lens = common.seq_lens_cpu_upper_bound
     if lens is None and common.seq_lens.device.type == "cpu":
         lens = common.seq_lens
-    return 0 if lens is None else int(lens[: common.num_reqs].sum())
+    return 0 if lens is None else int(lens.numpy()[: common.num_reqs].sum())
