@@ -232,6 +232,7 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
         sharing.reason = reason
         assert steps.takes(verifying.batch()) == (reason is None)
         prepare(verifying.batch(), in_capture=False)
+        assert steps.replayed_tree(None) == (reason is None)
         assert verifying.state.verified_tokens == verified
         assert verifying.state.steps_host == {"little": left}
     assert calls == ["capture", "replay", "replay", "replay"]

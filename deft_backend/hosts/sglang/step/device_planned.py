@@ -106,7 +106,9 @@ class DevicePlannedSteps:
         if kind is not None:
             self._count_steps()
             size = forward_batch.batch_size
-            self._replayed_tree = size in self._tree_graphs or size in self._table_readers
+            # A batch that shares too little replays the host's set, without tree attention.
+            held = size in self._tree_graphs or size in self._table_readers
+            self._replayed_tree = held and self._left is None
             if size not in self._tree_graphs:
                 self._count_host(self._refused(size) or "no graph", forward_batch)
             elif self._left is not None:
