@@ -78,7 +78,10 @@ def start(
         for row in start_times(
             launch, names, out.with_suffix(".logs"), lambda line: say(console, line),
             prefix=4096 if on_gpu else 64, branches=branches, timeout=start_timeout,
-            first=chosen.reference() if settle else None,
+            # The model may have no use for the host's usual backend.
+            first=next((each for each in names if each != chosen.ours), chosen.reference())
+            if settle
+            else None,
         ):  # fmt: skip
             rows.append(row)
             keep = keep and row["error"] is None
