@@ -5,7 +5,7 @@
 FROM vllm/vllm-openai:v0.33.0
 
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
-COPY dist/*.whl /opt/deft/wheel/
+COPY dist/deft_backend-0.3.0-py3-none-any.whl /opt/deft/wheel/
 RUN python3 -m pip install --no-cache-dir /opt/deft/wheel/*.whl && deft --version
 
 # The kernels of common models: heads of one GPU as query heads/KV heads, and GPUs to compile for.
