@@ -65,6 +65,8 @@ def start(
         names = checked_backends(
             chosen, words(backends) if backends else (chosen.ours, chosen.reference())
         )
+    # A model may have no use for the host's usual backend.
+    settling = next((name for name in names if name != chosen.ours), chosen.reference())
     console = Console()
     rows, keep = _earlier(out, chosen.name, tp), True
     with (
@@ -78,10 +80,7 @@ def start(
         for row in start_times(
             launch, names, out.with_suffix(".logs"), lambda line: say(console, line),
             prefix=4096 if on_gpu else 64, branches=branches, timeout=start_timeout,
-            # The model may have no use for the host's usual backend.
-            first=next((each for each in names if each != chosen.ours), chosen.reference())
-            if settle
-            else None,
+            first=settling if settle else None,
         ):  # fmt: skip
             rows.append(row)
             keep = keep and row["error"] is None

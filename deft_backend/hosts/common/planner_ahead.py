@@ -1,11 +1,11 @@
 """Compile the host planner ahead, while a server loads its model.
 
-Numba compiles it in about 16 s on one core. A process of its own does that, into Numba's cache on
-disk. It holds a lock on a file; a server waits for the lock, and then loads the code. If the
+Numba compiles it on one core, for many seconds. A process of its own does that, into Numba's cache
+on disk. It holds a lock on a file; a server waits for the lock, and then loads the code. If the
 process fails in any way, the server compiles by itself.
 """
 
-import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +15,8 @@ import threading
 from deft_backend.files.folders import create_private, planner_lock
 from deft_backend.files.locks import locked
 
+logger = logging.getLogger("deft_backend")
+
 LIFETIME = 120  # seconds until the process ends in any case
 
 
@@ -23,13 +25,15 @@ def start() -> None:
     # Triton's interpreter stands in for a GPU; no kernel runs.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     silent = subprocess.DEVNULL
-    with contextlib.suppress(Exception):
+    try:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             env=environment, stdin=silent, stdout=silent, stderr=silent,
         )  # fmt: skip
         # Somebody must wait for the process, or it stays as a zombie.
         threading.Thread(target=process.wait, name="deft-planner-ahead", daemon=True).start()
+    except Exception as error:
+        logger.debug("deft: the host planner is not compiled ahead (%r)", error)
 
 
 def _compile() -> None:
