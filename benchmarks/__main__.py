@@ -24,6 +24,7 @@ from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
 from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
+from benchmarks.results import results
 from benchmarks.row_files import RowsError
 from deft_backend.cli.errors import help_of, reported
 
@@ -50,7 +51,7 @@ def without_traceback(command: Callable[..., None]) -> Callable[..., None]:
 for command in (
     kernel, kernel_merge, kernel_plot, kernel_check, policies, mla, papers, fuzz, faults, soak, e2e,
     e2e_merge, start, sharing, replicas, real_model, planning_host, planning_device, step_hooks,
-    short_extends, zoo,
+    short_extends, zoo, results,
 ):  # fmt: skip
     app.command(help=help_of(command))(without_traceback(command))
 

@@ -1,0 +1,493 @@
+"""``docs/results/tables.md``: every figure of the records, drawn from the JSON files beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from benchmarks.row_files import RowsError
+
+FOLDER = Path(__file__).parents[1] / "docs/results"
+PAGE = FOLDER / "tables.md"
+
+OURS = ("deft", "DEFT", "CUSTOM")
+"""Backends of servers that decode with this plugin."""
+
+POLICIES = (
+    "auto",
+    "fasttree",
+    "flashforge",
+    "deft-node-chunk",
+    "deft-flatten",
+    "flash-decoding",
+    "deft-node",
+)
+
+PLANNED = (16, 32, 64, 128, 256, 1024, 2048)
+"""Numbers of requests whose plans the page shows."""
+
+HEAD = """# Tables of the records
+
+`python -m benchmarks results` writes this page from the JSON files in this folder. Do not edit it.
+Each record belongs to its commit and its machine. A ratio is the time of tree attention over the
+time of the named peer: below 1, tree attention is faster. "0.17–0.40" is the range over the cases.
+"Steady" compares the time between tokens while all requests decode. Answers of two kernels differ
+by rounding: ties are such tokens, and wrong tokens differ by more.
+"""
+
+
+class Run(NamedTuple):
+    """One run of a record: a file holds one or several."""
+
+    name: str
+    number: int | None
+    header: Mapping[str, Any]
+    content: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        number = "" if self.number is None else f", run {self.number}"
+        return f"[{self.name}]({self.name}.json){number}, {self.gpu}"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows = self.content.get("rows", self.content.get("modes", []))
+        return rows if isinstance(rows, list) else []
+
+    @property
+    def gpu(self) -> str:
+        said = _first(self.header, "device", "gpu") or "CPU"
+        found = re.search(r"\b([A-Z]+\d+\w*)\b", said.removeprefix("NVIDIA "))
+        return found[1] if found and not said.lower().startswith("cpu") else "CPU"
+
+
+Line = tuple[str, ...]
+
+
+class Section(NamedTuple):
+    """One table of the page: which records it has, its columns, and the lines of one run."""
+
+    title: str
+    records: str
+    columns: Line
+    lines: Callable[[Run], Iterable[Line]]
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Every run of every record, sorted by name and then in the order of the file."""
+    runs = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, list):
+            content = {"header": content[-1], "rows": content}
+        parts = content["runs"] if set(content) == {"runs"} else [content]
+        for number, part in enumerate(parts, 1):
+            header = part.get("header", part)
+            runs.append(Run(path.stem, number if len(parts) > 1 else None, header, part))
+    return runs
+
+
+def draw_page(folder: Path) -> str:
+    """The whole page, in Markdown."""
+    runs = read_runs(folder)
+    parts = [HEAD]
+    for section in SECTIONS:
+        lines = [
+            (run.label if number == 0 else "", *line)
+            for run in runs
+            if re.fullmatch(section.records, run.name)
+            for number, line in enumerate(section.lines(run))
+        ]
+        if lines:
+            parts.append(f"## {section.title}\n\n{_table(('record', *section.columns), lines)}")
+    records = (_record_line(group) for group in _grouped(runs, lambda run: run.name).values())
+    columns = ("record", "GPU", "runs", "rows", "dates", "commits", "versions")
+    parts.append(f"## Every record\n\n{_table(columns, records)}")
+    return "\n".join(parts)
+
+
+def _table(columns: Sequence[str], lines: Iterable[Line]) -> str:
+    rows = [columns, tuple("---" for _ in columns), *lines]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows)
+
+
+def _first(header: Mapping[str, Any], *names: str) -> Any:
+    """A field of the header, or of the first part of a run in parts."""
+    parts = [part for part in header.get("runs", []) if isinstance(part, dict)]
+    for place in (header, *parts):
+        for name in names:
+            if place.get(name) is not None:
+                return place[name]
+    return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _range(values: Sequence[float | None], digits: int = 2) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    low, high = (f"{value:.{digits}f}" for value in (min(known), max(known)))
+    return low if low == high else f"{low}–{high}"
+
+
+def _ratios(pairs: Iterable[tuple[float | None, float | None]]) -> list[float]:
+    return [ours / theirs for ours, theirs in pairs if ours and theirs]
+
+
+def _grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def _record_line(runs: Sequence[Run]) -> Line:
+    """All runs of one file."""
+    versions = [
+        f"{name} {version.partition('+')[0]}"
+        for name in ("sglang", "vllm", "torch", "triton")
+        for run in runs
+        if (version := (_first(run.header, "versions") or run.header).get(name))
+    ]
+    dates = sorted(str(_first(run.header, "date") or "")[:10] for run in runs)
+    commits = [str(_first(run.header, "commit") or "–").split()[0][:8] for run in runs]
+    return (
+        f"[{runs[0].name}]({runs[0].name}.json)",
+        ", ".join(dict.fromkeys(run.gpu for run in runs)),
+        str(len(runs)),
+        str(sum(len(run.rows) for run in runs)),
+        " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        ", ".join(dict.fromkeys(commits)),
+        ", ".join(dict.fromkeys(versions)) or "–",
+    )
+
+
+def _server_lines(run: Run) -> Iterator[Line]:
+    """Ours and each peer on the cases that both served, one line a workload."""
+    cases = ("host", "model", "tp", "options", "workload", "prefix", "branches", "suffix", "gen")
+    served = _grouped(
+        (row for row in run.rows if not row.get("error")),
+        lambda row: tuple(row.get(name) for name in cases),
+    )
+    pairs = [
+        (ours, peer)
+        for rows in served.values()
+        for ours in rows
+        if ours["backend"] in OURS
+        for peer in rows
+        if peer["backend"] not in OURS
+    ]
+    groups = _grouped(pairs, lambda pair: _server_case(pair[0], pair[1]))
+    for (host, model, workload, ours, peer), both in groups.items():
+        times = [(_time_per_token(a), _time_per_token(b)) for a, b in both]
+        steady = [(a["detail"].get("steady_ms"), b["detail"].get("steady_ms")) for a, b in both]
+        first = [(a["ttft_ms"], b["ttft_ms"]) for a, b in both]
+        shown = f"{times[0][0]:.2f}, {times[0][1]:.2f}" if len(both) == 1 and all(times[0]) else "–"
+        yield (
+            f"{host}: {model}",
+            workload,
+            f"{ours} / {peer}",
+            str(len(both)),
+            shown,
+            _range(_ratios(times)),
+            _range(_ratios(steady)),
+            _range(_ratios(first)),
+        )
+
+
+def _server_case(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> tuple[str, ...]:
+    workload = re.sub(r"\[\d+\]$", "", ours["workload"])
+    options = ours["options"]
+    if workload in ("few-shot", "rollouts") or workload.startswith("agents"):
+        workload += f", {ours['prefix']:,} × {ours['branches']}"
+    elif workload == "beams":
+        workload += f" on {ours['prefix']:,}"
+    if drafts := re.search(r"\(drafts ([^)]*)\)|--speculative-algorithm (\w+)", options):
+        workload += f", drafts {drafts[1] or drafts[2]}"
+    elif "--speculative-config" in options:
+        workload += ", drafts"
+    if cache := re.search(r"--kv-cache-dtype (\S+)", options):
+        workload += f", {cache[1]}"
+    model = re.sub(r", (dummy|random) weights|, bfloat16", "", ours["model"])
+    if (tp := ours.get("tp", 1)) > 1:
+        model += f", {tp} GPUs"
+    policy = f" {ours['policy']}" if ours.get("policy") else ""
+    return ours["host"], model, workload, f"{ours['backend']}{policy}", peer["backend"]
+
+
+def _time_per_token(row: Mapping[str, Any]) -> float | None:
+    """Milliseconds; of rollouts, whose answers differ in length, the whole time by the tokens."""
+    if row["tpot_ms"] is not None:
+        return float(row["tpot_ms"])
+    if (total := row["detail"].get("total_s")) is None:
+        return None
+    return float(1000 * total / row["detail"]["tokens"])
+
+
+def _load_lines(run: Run) -> Iterator[Line]:
+    for row in run.rows:
+        gaps = (f"{row['itl_ms'][name]:.1f}" for name in ("mean", "p50", "p95", "p99"))
+        yield row["host"], row["backend"], row["load"], str(row["rate"]), *gaps
+
+
+def _kernel_lines(run: Run) -> Iterator[Line]:
+    """Ours over each peer, one line for each set, heads and types."""
+    for name, rows in run.content.items():
+        if not isinstance(rows, list) or not rows or "us" not in rows[0]:
+            continue
+        groups = _grouped(rows, lambda row: (row.get("set", "–"), row["heads"], _types(row)))
+        for (of_set, heads, types), group in groups.items():
+            peers = dict.fromkeys(peer for row in group for peer in row["us"] if peer != "deft")
+            shown = _means((row["us"] for row in group), {peer: ("deft", peer) for peer in peers})
+            yield (
+                of_set if name == "rows" else f"{of_set}, {name}",
+                heads,
+                types,
+                str(len(group)),
+                shown,
+            )
+
+
+def _means(rows: Iterable[Mapping[str, Any]], pairs: Mapping[str, tuple[str, str]]) -> str:
+    """Mean ratio and range of each named pair of methods."""
+    times = list(rows)
+    shown = []
+    for name, (above, below) in pairs.items():
+        if ratios := _ratios((row.get(above), row.get(below)) for row in times):
+            shown.append(f"`{name}` {_mean(ratios):.2f} ({_range(ratios)})")
+    return ", ".join(shown)
+
+
+def _types(row: Mapping[str, Any]) -> str:
+    query, cache = row["dtype"], row.get("kv_dtype", row["dtype"])
+    return query if query == cache else f"{query}, {cache} cache"
+
+
+def _policy_lines(run: Run) -> Iterator[Line]:
+    for (planner, heads), rows in _grouped(run.rows, lambda r: (r["planner"], r["heads"])).items():
+        means = [
+            _mean(_ratios((row["us"].get(policy), row["us"].get("auto")) for row in rows))
+            for policy in POLICIES[1:]
+        ]
+        slower = [
+            value
+            for row in rows
+            if (value := row["us"]["auto"] / min(filter(None, row["us"].values()))) > 1.02
+        ]
+        worst = f"{len(slower)} of {len(rows)}" + (
+            f", at worst {max(slower):.2f}" if slower else ""
+        )
+        yield planner, heads, *(f"{mean:.2f}" for mean in means), worst
+
+
+def _paper_lines(run: Run) -> Iterator[Line]:
+    """Methods over `auto`, or over the first method where `auto` was not timed."""
+    place = str(run.header.get("place", "–"))
+    for heads, rows in _grouped(
+        (row for row in run.rows if "us" in row or "step_ms" in row), lambda row: row["heads"]
+    ).items():
+        times = [row.get("us") or row["step_ms"] for row in rows]
+        methods = list(dict.fromkeys(method for of_row in times for method in of_row))
+        base = "auto" if "auto" in methods else methods[0]
+        shown = _means(times, {method: (method, base) for method in methods if method != base})
+        yield place, heads, str(len(rows)), f"`{base}`", shown
+
+
+def _latent_lines(run: Run) -> Iterator[Line]:
+    rows = [row for row in run.rows if row["us"].get("deft")]
+    for (tokens, heads), group in _grouped(
+        rows, lambda row: (row["query_tokens"], row["heads"])
+    ).items():
+        columns = [
+            _range(
+                _ratios(
+                    (row["us"]["deft"], row["us"].get(peer))
+                    for row in group
+                    if bool(row["shared"]) == shared
+                )
+            )
+            for peer in ("host", "flashinfer")
+            for shared in (True, False)
+        ]
+        yield str(heads), str(tokens), str(len(group)), *columns
+
+
+def _plan_lines(run: Run) -> Iterator[Line]:
+    """Microseconds of a plan, by policy and number of requests."""
+    rows = [row for row in run.rows if "plan_us" in row]
+    policy = run.header.get("policy", "auto")
+    for name, group in _grouped(rows, lambda row: row.get("policy", policy)).items():
+        sizes = _grouped(group, lambda row: row["requests"])
+        times = ([row["plan_us"] for row in sizes.get(size, [])] for size in PLANNED)
+        yield f"`{name}`", *(_range(of_size, 1) for of_size in times)
+
+
+def _start_lines(run: Run) -> Iterator[Line]:
+    for row in run.rows:
+        if row["seconds"] is not None:
+            yield (
+                row["host"],
+                str(row["tp"]),
+                row["backend"],
+                row["cache"],
+                f"{row['seconds']:.1f}",
+            )
+
+
+def _answer_lines(run: Run) -> Iterator[Line]:
+    """Tokens compared with the host's own, the controls by themselves."""
+    compared = [(row, answers) for row in run.rows if (answers := _answers(row)) is not None]
+    groups = _grouped(compared, lambda pair: (_host(run, pair[0]), _is_control(pair[0])))
+    for (host, control), group in groups.items():
+        names = dict.fromkeys(_variant(row) for row, _ in group)
+        tokens, ties, wrong = (sum(answers[index] for _, answers in group) for index in range(3))
+        who = "the host against itself" if control else "tree attention"
+        yield host, who, ", ".join(names) or "–", f"{tokens:,}", f"{ties:,}", str(wrong)
+
+
+def _host(run: Run, row: Mapping[str, Any]) -> str:
+    if "host" in row:
+        return str(row["host"])
+    server = row.get("server", "")
+    versions = row.get("versions") or _first(run.header, "versions") or {}
+    vllm = "vLLM" in server or "FLASH_ATTN" in server or "sglang" not in versions
+    return "vllm" if vllm and "SGLang" not in server else "sglang"
+
+
+def _variant(row: Mapping[str, Any]) -> str:
+    if "architecture" in row:
+        return "on a GPU" if row["device"] == "gpu" else "on a CPU"
+    name = row.get("variant") or row.get("algorithm") or ""
+    return str(name).removesuffix("-control").removesuffix("-twin")
+
+
+def _is_control(row: Mapping[str, Any]) -> bool:
+    """Whether no side of the comparison decoded with this plugin."""
+    other = row.get("backend") not in (None, *OURS)
+    return (
+        other or bool(row.get("control")) or str(row.get("variant")).endswith(("-control", "-twin"))
+    )
+
+
+def _answers(row: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Tokens compared, tokens that differ by a tie, and wrong tokens; None if none were."""
+    if "wrong" in row and ("tokens" in row or "checked_tokens" in row):
+        return row.get("checked_tokens", row.get("tokens")), row.get("ties", 0), row["wrong"]
+    if "tokens_checked" in row:
+        return row["tokens_checked"], row["ties"], row["tokens_wrong"]
+    found = [numbers for part in row.values() if isinstance(part, dict) for numbers in _parts(part)]
+    if not found:
+        return None
+    tokens, ties, wrong = (sum(column) for column in zip(*found, strict=True))
+    return tokens, ties, wrong
+
+
+def _parts(part: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    if "wrong" in part and "tokens" in part:
+        yield part["tokens"], part.get("ties", 0), part["wrong"]
+    else:
+        for value in part.values():
+            if isinstance(value, dict):
+                yield from _parts(value)
+
+
+SECTIONS = (
+    Section(
+        "Servers, end to end",
+        "e2e-.*|papers-servers-.*",
+        (
+            "host: model",
+            "workload",
+            "backends",
+            "cases",
+            "ms per token",
+            "ratio",
+            "steady",
+            "first token",
+        ),
+        _server_lines,
+    ),
+    Section(
+        "Servers under load",
+        "load-.*",
+        ("host", "backend", "load", "requests/s", "gap: mean ms", "p50", "p95", "p99"),
+        _load_lines,
+    ),
+    Section(
+        "Kernels, over each peer's time",
+        "kernel-.*|verify-.*",
+        ("set", "heads", "types", "cases", "mean (range)"),
+        _kernel_lines,
+    ),
+    Section(
+        "MLA kernels, over each peer's time",
+        "mla-.*",
+        (
+            "heads",
+            "query tokens",
+            "cases",
+            "host: shared",
+            "nothing shared",
+            "FlashInfer: shared",
+            "nothing shared",
+        ),
+        _latent_lines,
+    ),
+    Section(
+        "Policies, over `auto`'s time",
+        "policies-.*",
+        (
+            "planner",
+            "heads",
+            *(f"`{name}`" for name in POLICIES[1:]),
+            "`auto` above 1.02 of the fastest",
+        ),
+        _policy_lines,
+    ),
+    Section(
+        "The papers' tables",
+        "papers-(?!servers).*",
+        ("table or figure", "heads", "cases", "base", "time over the base's: mean (range)"),
+        _paper_lines,
+    ),
+    Section(
+        "Planning on the device, microseconds a plan",
+        "planning-.*",
+        ("policy", *(f"{size:,} requests" for size in PLANNED)),
+        _plan_lines,
+    ),
+    Section(
+        "Starts, seconds to the first answer",
+        "start-.*",
+        ("host", "ranks", "backend", "kernel caches", "seconds"),
+        _start_lines,
+    ),
+    Section(
+        "Answers compared with the host's",
+        "variants-.*|soak-.*|speculation-.*|models|real-model-.*",
+        ("host", "who", "variants", "tokens", "ties", "wrong"),
+        _answer_lines,
+    ),
+)
+
+
+def results(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail if the page is out of date.")
+    ] = False,
+) -> None:
+    """Write docs/results/tables.md from the records beside it."""
+    page = draw_page(FOLDER)
+    if not check:
+        PAGE.write_text(page, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
+        raise RowsError(f"{PAGE} is out of date; run: python -m benchmarks results")
