@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 240.0
 """Longest time of a request; a longer one counts as a hang."""
 
-EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
+EAGER = {"DEFT_MIN_BATCH": "1"}
 _FLAGS = {
     "sglang": ("--max-running-requests", "32", "--max-total-tokens", "8192"),
     "vllm": ("--max-num-seqs", "32", "--block-size", "32", "--max-model-len", "1024"),

@@ -44,8 +44,7 @@ TURNS: tuple[Case, ...] = (
 
 CPU_CASES: tuple[Case, ...] = ((4, 96, 3), (4, 96, 8))
 CPU_SETTINGS = {
-    "DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0",
-    "DEFT_MIN_SAVED_MS": "0",
+    "DEFT_MIN_BATCH": "1",
 }  # fmt: skip
 """Small batches go through tree attention, too: these runs check results, not times."""
 

@@ -86,14 +86,14 @@ class Place:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         found |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        found |= {"DEFT_MIN_SAVED_MS": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        found |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
         if self.gpu:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             found["CUDA_VISIBLE_DEVICES"] = shown[gpu_index] if shown[0] else str(gpu_index)
             return found
         found |= {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
-        found |= {"VLLM_CPU_KVCACHE_SPACE": "1", "DEFT_MIN_SHARE": "1"}
-        found |= {"DEFT_MIN_SHARED_TOKENS": "0", "DEFT_PLANNER": "host"}  # quick to interpret
+        found |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        found |= {"DEFT_PLANNER": "host"}  # quick to interpret
         if self.host == "sglang" and not has_nvidia_driver():
             paths = [str(ensure_driver_stub()), os.environ.get("LD_LIBRARY_PATH", "")]
             found["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)

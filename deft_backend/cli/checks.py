@@ -13,7 +13,13 @@ from deft_backend.hosts.common.tested_versions import TestedVersions, tries_othe
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
-from deft_backend.settings.config import VARIABLES, Settings, SettingsError, unknown_settings
+from deft_backend.settings.config import (
+    VARIABLES,
+    Settings,
+    SettingsError,
+    removed_settings,
+    unknown_settings,
+)
 from deft_backend.settings.installed import installed_version
 from deft_backend.settings.version import VERSION
 from deft_backend.tools.servers.driver_stub import (
@@ -187,6 +193,8 @@ def check_settings() -> Iterator[Check]:
             later = variable.field == "fallback_backend"
             text = f"{value}; the server checks it when it starts" if later else value
             yield Check(variable.name, "note" if later else "ok", text)
+    for name, reason in removed_settings(os.environ).items():
+        yield Check(name, "problem", reason, f"unset {name}")
     for name, hint in unknown_settings(os.environ):
         yield Check(name, "note", f"set, but no such setting exists; {hint}", f"unset {name}")
     yield from _state_folder()

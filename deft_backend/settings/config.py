@@ -110,25 +110,9 @@ class Settings:
         "step's CUDA graph. `auto`: the device planner on Hopper GPUs (not for `deft-flatten`) and "
         "in every vLLM server; otherwise the host planner.",
     )  # fmt: skip
-    min_share: float = _setting(
-        1.1, _number(float, 1),
-        "Smallest share F_s: tokens attended to, divided by tokens stored. If a batch shares "
-        "less, the host's kernel decodes it.",
-    )  # fmt: skip
     min_batch: int = _setting(
         2, _number(int, 1),
         "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
-    )  # fmt: skip
-    min_shared_tokens: int = _setting(
-        64, _number(int, 0),
-        "KV tokens that tree attention must save in a step. If it saves fewer, the host's "
-        "kernel decodes the batch.",
-    )  # fmt: skip
-    min_saved_ms: float = _setting(
-        0.5, _number(float, 0),
-        "On a GPU: milliseconds of KV reads that tree attention must save in a step, over all "
-        "layers, at the bandwidth in the cost table. If it saves less, the host's kernel "
-        "decodes the batch.",
     )  # fmt: skip
     max_batch: int = _setting(
         2048, _number(int, 1, 4096),
@@ -197,11 +181,12 @@ class Settings:
 
         - `env`: variables by name; default: the process's environment.
 
-        Raises SettingsError with a line for each variable whose value is not allowed.
+        Raises SettingsError with a line for each variable that was removed or whose value is not
+        allowed.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
-        wrong: list[str] = []
+        wrong = list(removed_settings(env).values())
         for variable in VARIABLES:
             text = env.get(variable.name, "").strip()
             if not text:  # unset and empty mean the same: the default
@@ -218,7 +203,25 @@ class Settings:
 VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fields(Settings))
 """Every environment variable that the package reads."""
 
+_EVERY_BATCH = "tree attention decodes every batch of DEFT_MIN_BATCH requests or more"
+
+REMOVED = {
+    "DEFT_MIN_SHARE": _EVERY_BATCH,
+    "DEFT_MIN_SHARED_TOKENS": _EVERY_BATCH,
+    "DEFT_MIN_SAVED_MS": _EVERY_BATCH,
+}
+"""Variables of earlier versions, each with what replaced it."""
+
 _warned: set[str] = set()
+
+
+def removed_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Each variable of `env` that was removed, with the reason why a server refuses it."""
+    return {
+        name: f"{name} was removed: {instead}; unset it"
+        for name, instead in REMOVED.items()
+        if env.get(name, "").strip()
+    }
 
 
 def warn_unknown(env: Mapping[str, str] | None = None) -> None:
@@ -233,6 +236,6 @@ def unknown_settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each ``DEFT_*`` variable that does not exist, with a hint at the closest known name."""
     known = [variable.name for variable in VARIABLES]
     for name in sorted(env):
-        if name.startswith("DEFT_") and name not in known:
+        if name.startswith("DEFT_") and name not in known and name not in REMOVED:
             close = difflib.get_close_matches(name, known, n=1)
             yield name, f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

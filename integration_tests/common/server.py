@@ -34,7 +34,7 @@ TROUBLE = re.compile(
 )
 
 # The tests are small, so small batches and short prefixes must also go through the kernels.
-EAGER = {"DEFT_MIN_BATCH": "1", "DEFT_MIN_SHARE": "1", "DEFT_MIN_SHARED_TOKENS": "0"}
+EAGER = {"DEFT_MIN_BATCH": "1"}
 
 
 def cores_of_two_ranks():

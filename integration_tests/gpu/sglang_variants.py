@@ -12,7 +12,7 @@ COMMON = (
 )  # fmt: skip
 
 DEVICE = {"DEFT_PLANNER": "device"}
-HOST = {"DEFT_PLANNER": "host", "DEFT_MIN_SAVED_MS": "0"}
+HOST = {"DEFT_PLANNER": "host"}
 
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("fa3"),

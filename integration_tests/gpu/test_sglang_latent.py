@@ -27,7 +27,7 @@ def checked(name, shape, ranks, folder, *flags, fewest):
         pytest.skip(f"this server needs {ranks} GPUs")
     of = replace(VARIANTS["two-ranks"] if ranks == 2 else Variant("deft"), against="host")
     # The prompts are short: take every batch that shares something.
-    settings = {"DEFT_MLA": "1", "DEFT_MIN_SAVED_MS": "0"}
+    settings = {"DEFT_MLA": "1"}
     ours = replace(of, flags=(*of.flags, *flags), settings=settings)
     host = replace(of, backend="fa3", settings={})
     fleet = Fleet("sglang", COMMON, {"host": host}, {name: ours})

@@ -38,7 +38,7 @@ def fleet(name, ranks, flags, settings):
     host = replace(of, backend="FLASH_ATTN_MLA", settings={**of.settings, **settings})
     control = replace(host, flags=(*of.flags, *flags))
     # The prompts are short: take every batch that shares something.
-    asked = {"DEFT_MLA": "1", "DEFT_MIN_SAVED_MS": "0"}
+    asked = {"DEFT_MLA": "1"}
     ours = replace(control, backend="deft", settings={**host.settings, **asked})
     return Fleet("vllm", COMMON, {"host": host, CONTROL: control}, {name: ours})
 

@@ -8,7 +8,13 @@ import pytest
 
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import config
-from deft_backend.settings.config import VARIABLES, Settings, SettingsError, warn_unknown
+from deft_backend.settings.config import (
+    REMOVED,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    warn_unknown,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -34,8 +40,6 @@ def test_every_field_has_a_variable():
     ("name", "value", "field", "parsed"),
     [
         ("DEFT_POLICY", "fasttree", "policy", "fasttree"),
-        ("DEFT_MIN_SHARE", "1.5", "min_share", 1.5),
-        ("DEFT_MIN_SHARED_TOKENS", "0", "min_shared_tokens", 0),
         ("DEFT_MAX_BATCH", "4096", "max_batch", 4096),
         ("DEFT_SHORT_EXTENDS", "32", "short_extends", 32),
         ("DEFT_FALLBACK_BACKEND", "triton", "fallback_backend", "triton"),
@@ -52,12 +56,8 @@ def test_values(name, value, field, parsed):
     ("name", "value", "expected"),
     [
         ("DEFT_POLICY", "fastest", "one of flash-decoding, "),
-        ("DEFT_MIN_SHARE", "0.9", "a number of 1 or more"),
-        ("DEFT_MIN_SHARE", "nan", "a number of 1 or more"),
-        ("DEFT_MIN_SHARE", "inf", "a number of 1 or more"),
         ("DEFT_MIN_BATCH", "0", "an integer of 1 or more"),
         ("DEFT_MIN_BATCH", "2.5", "an integer of 1 or more"),
-        ("DEFT_MIN_SHARED_TOKENS", "-1", "an integer of 0 or more"),
         ("DEFT_MAX_BATCH", "4097", "an integer from 1 to 4096"),
         ("DEFT_VERIFY", "maybe", "1 (or true, yes, on) or 0 (or false, no, off)"),
         ("DEFT_STATE_DIR", __file__, "a directory, existing or to be made"),
@@ -67,6 +67,21 @@ def test_errors_name_variable_value_and_what_is_allowed(name, value, expected):
     with pytest.raises(SettingsError) as raised:
         Settings.from_env({name: value})
     assert str(raised.value).startswith(f"{name} is {value!r}; expected {expected}")
+
+
+def test_removed_variables_name_what_replaced_them(caplog, monkeypatch):
+    monkeypatch.setattr(config, "_warned", set())
+    removed = dict.fromkeys(REMOVED, "1")
+    env = {**removed, "DEFT_MIN_BATCH": "0"}
+    with pytest.raises(SettingsError) as raised:
+        Settings.from_env(env)
+    *lines, last = str(raised.value).splitlines()
+    assert lines == [f"{name} was removed: {text}; unset it" for name, text in REMOVED.items()]
+    assert last.startswith("DEFT_MIN_BATCH is '0'")
+    warn_unknown(removed)  # the error has said it
+    assert not caplog.records
+    assert not {v.name for v in VARIABLES} & set(REMOVED)
+    assert Settings.from_env(dict.fromkeys(REMOVED, " ")) == Settings()
 
 
 def test_unknown_variables_are_said_once(caplog, monkeypatch):

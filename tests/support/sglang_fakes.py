@@ -17,7 +17,7 @@ from deft_backend.telemetry.state import ServerState
 
 RADIX_CACHE = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
 
-EAGER = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0)
+EAGER = Settings(min_batch=1)
 
 
 def assert_same_forest(ours, theirs):

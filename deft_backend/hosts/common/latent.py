@@ -13,7 +13,7 @@ from deft_backend.attention import (
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import ranks_cache
-from deft_backend.hosts.common.limits import Unsupported, refuse_if, shares_too_little
+from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.hosts.common.warm_up import (
     compile_for_server,
@@ -64,14 +64,15 @@ def checked_latent_attention(
 
 
 def gains_too_little(
-    attention: LatentAttention, forest: PrefixForest, settings: Settings, num_layers: int
+    attention: LatentAttention, forest: PrefixForest, num_layers: int
 ) -> str | None:
     """Why the host's kernel computes a batch of a server with so many layers, or None.
 
-    DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
+    The costs are a GPU's. On the CPU, a batch that shares something goes through tree attention.
     """
-    reason = shares_too_little(forest, settings)
-    priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
-    if reason is None and priced and not attention.gains(forest, num_layers):
+    priced = attention.device.type == "cuda"
+    if forest.tokens_attended == forest.tokens_stored:
+        return "shares nothing"
+    if priced and not attention.gains(forest, num_layers):
         return "shares too little to be faster"
-    return reason
+    return None

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from deft_backend.settings.config import Settings, warn_unknown
-
-if TYPE_CHECKING:  # registration imports this file, and must not import Numba
-    from deft_backend.forest import PrefixForest
 
 MLA_IS_OFF = (
     "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
@@ -39,15 +34,6 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
         return f"batch larger than the {planned} requests that a plan holds"
     if requests < settings.min_batch:
         return f"batch smaller than DEFT_MIN_BATCH={settings.min_batch}"
-    return None
-
-
-def shares_too_little(forest: PrefixForest, settings: Settings) -> str | None:
-    """Why the thresholds on sharing leave a batch to the host's kernel, or None."""
-    if forest.share < settings.min_share:
-        return f"shares less than DEFT_MIN_SHARE={settings.min_share:g}"
-    if forest.tokens_attended - forest.tokens_stored < settings.min_shared_tokens:
-        return f"saves fewer than DEFT_MIN_SHARED_TOKENS={settings.min_shared_tokens}"
     return None
 
 

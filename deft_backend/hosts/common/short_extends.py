@@ -19,6 +19,7 @@ from deft_backend.shapes.kernel_limits import TILE_HEIGHTS
 
 MOST_REQUESTS = 256  # of the largest batch, which plans and workspace are sized for
 SMALLEST_SIZE = 4  # plans are made for few numbers of tokens: each compiles kernels of its own
+MIN_SAVED_TOKENS, MIN_SAVED_MS = 64, 0.5  # of a step
 LESS_MEMORY = 4  # the workspace may take this part of what a verification's may take
 
 
@@ -56,15 +57,11 @@ class ShortExtends:
         - `stored`: the same, with each shared token counted once.
         """
         read = max(stored, attended / requests_in_tile(self.attention, size))
-        if attended < self.settings.min_share * read:
-            return False
         saved = attended - read
-        if saved < max(1, self.settings.min_shared_tokens):
-            return False
-        if self.attention.device.type != "cuda":
-            return True
+        if saved < MIN_SAVED_TOKENS or self.attention.device.type != "cuda":
+            return saved >= MIN_SAVED_TOKENS
         milliseconds = self.attention.target.costs.transfer_ms(saved * self.token_bytes)
-        return milliseconds >= self.settings.min_saved_ms
+        return milliseconds >= MIN_SAVED_MS
 
     def warm_up(self, tensors: StepTensors) -> None:
         """Compile the kernels of every size; raises Unsupported if their check fails here."""

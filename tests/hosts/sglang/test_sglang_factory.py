@@ -126,8 +126,6 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
         ({"verify": True}, "cpu", True, "cross-check failed"),
         ({"verify": True}, "cpu", False, None),
         ({}, "cpu", True, None),
-        ({"min_saved_ms": 1.0}, "cpu", False, None),
-        ({"min_saved_ms": 1.0}, "cuda", False, "saves less than DEFT_MIN_SAVED_MS=1"),
     ],
 )
 def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason, monkeypatch):
@@ -145,7 +143,7 @@ def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason
     attention = small_attention(max_batch=4)
     monkeypatch.setattr(attention, "device", torch.device(device))
     own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
-    settings = Settings(min_batch=1, min_share=1.0, min_shared_tokens=0, **changes)
+    settings = Settings(min_batch=1, **changes)
     with ExitStack() as undo:
         layers = tree_layers(own, attention, make_state())
         steps = factory._host_planned(runner, layers, settings, undo)

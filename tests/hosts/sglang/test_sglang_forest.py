@@ -2,22 +2,17 @@
 
 import itertools
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from deft_backend.attention.recorded_results import COMPILED
-from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.common.planner_choice import SGLANG_ADAPTER, selects_device_planner
 from deft_backend.hosts.sglang.prefixes.page_table import disagreement
 from deft_backend.hosts.sglang.prefixes.prefix_source import key_of, tree_reader
 from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource, TreeError
 from deft_backend.hosts.sglang.step.decode_plan import DecodePlanner
-from deft_backend.kernels import Gpu
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings.config import Settings
@@ -236,9 +231,6 @@ def test_leaves_that_grew_much_are_balanced_anew(private, growth):
     [
         (Settings(min_batch=3), "batch smaller than DEFT_MIN_BATCH=3"),
         (Settings(max_batch=1), "batch larger than DEFT_MAX_BATCH=1"),
-        (Settings(min_share=1.9), "shares less than DEFT_MIN_SHARE=1.9"),
-        (Settings(min_share=1.0, min_shared_tokens=5), "saves fewer than DEFT_MIN_SHARED_TOKENS=5"),
-        (Settings(min_share=1.5, min_shared_tokens=4), None),
     ],
 )
 def test_thresholds(settings, reason):
@@ -247,35 +239,6 @@ def test_thresholds(settings, reason):
     planner, attention = make_planner(settings)
     assert step(planner, requests, lens).host_reason == reason
     assert len(attention.forests) == (reason is None)
-
-
-@pytest.mark.parametrize("gpu", COMPILED.values())
-def test_on_other_gpus_the_host_decodes_what_shares_nothing(gpu):
-    """The host planner plans there, and the thresholds as they come refuse the batch."""
-    capability = Gpu.named(gpu).capability
-    assert not selects_device_planner(Settings(), SGLANG_ADAPTER, capability)
-    requests, _, lens = requests_of([[1, 2, 3, 4], [5, 6, 7, 8]], Tree())
-    planner, attention = make_planner(Settings())
-    assert step(planner, requests, lens).host_reason == "shares less than DEFT_MIN_SHARE=1.1"
-    assert not attention.forests
-
-
-@pytest.mark.parametrize(
-    ("least", "slower", "refused"),
-    [(1.01, 1, True), (0.99, 1, False), (1.5, 2, False), (1.5, 1, True), (2.01, 2, True)],
-)
-def test_on_a_gpu_the_gain_must_be_worth_it(least, slower, refused):
-    """The KV reads saved must take this GPU's memory longer than the least gain."""
-    requests, _, lens = requests_of([[1] * 1001, [1] * 1001], Tree())
-    state, shipped = make_state(), default_cost_model()
-    least_gain = least * shipped.transfer_ms(1000 * state.token_bytes * state.num_layers)
-    measured = replace(shipped, bandwidth_gb_s=shipped.bandwidth_gb_s / slower)
-    costs = measured if slower > 1 else None
-    planner = DecodePlanner(
-        FakeAttention(), tree_source(), EAGER, state, least_gain_ms=least_gain, costs=costs
-    )
-    reason = f"saves less than DEFT_MIN_SAVED_MS={least_gain:g}" if refused else None
-    assert step(planner, requests, lens).host_reason == reason
 
 
 def test_a_plan_that_fails_verification_is_not_used(caplog):

@@ -256,7 +256,7 @@ def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
 
     attention = SimpleNamespace(query_tokens=DRAFTED, device=torch.device("cuda"), gains=asks)
     observer = BatchObserver("runner", verifies=True)
-    sharing = LatentSharing(attention, observer, Settings(), 27)
+    sharing = LatentSharing(attention, observer, 27)
 
     def said(requests, kind="verify", cache=RADIX_CACHE):
         batch = make_batch(kind, table, [1, 2], lens, rids=list(requests))
@@ -271,7 +271,7 @@ def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
     gains.answer = True
     assert said(requests[::-1]) is None
     assert said(requests, "decode") == "batch without requests"
-    assert said(requests[:1]) == "shares less than DEFT_MIN_SHARE=1.1"
+    assert said(requests[:1]) == "shares nothing"
     attention.gains = raising(ValueError("planted"))
     assert said(requests) == "planning failed"
     assert said(list(requests)) == "planning failed"

@@ -126,8 +126,7 @@ def _decided(steps: Steps, settings: Settings) -> tuple[object, ...]:
     """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
     return (
         type(steps).__name__, steps.layers.attention.capacity.max_batch, settings.policy,
-        settings.min_share, settings.min_batch, settings.min_shared_tokens, settings.min_saved_ms,
-        tuple(steps.layers.division.tree),
+        settings.min_batch, tuple(steps.layers.division.tree),
     )  # fmt: skip
 
 
@@ -203,8 +202,7 @@ def _latent_steps(
     layers = LatentLayers(host, attention, state, division, model_asks=model_asks(runner))
     if tokens > 1:
         return _device_planned(runner, layers, settings, undo, latent=True)
-    # DEFT_MIN_SAVED_MS=0 takes every batch that shares something. The costs are a GPU's.
-    priced = settings.min_saved_ms > 0 and attention.device.type == "cuda"
+    priced = attention.device.type == "cuda"  # the costs are a GPU's
     loses = partial(attention.loses, num_layers=len(division.tree)) if priced else None
     return _host_planned(runner, layers, settings, undo, loses)
 
@@ -233,7 +231,7 @@ def _device_planned(
         observer = BatchObserver(runner, verifies=True)
         undo.callback(observe_batch.install(observer.observe))
         planned: Any = attention
-        steps.sharing = LatentSharing(planned, observer, settings, len(layers.division.tree))
+        steps.sharing = LatentSharing(planned, observer, len(layers.division.tree))
         if _has_graphs(runner):
             undo.callback(tree_graphs.install(runner, steps))
     _install_fence(runner, steps, undo)
@@ -245,13 +243,9 @@ def _host_planned(
     loses: Callable[[Plan, PrefixForest], bool] | None = None,
 ) -> HostPlannedSteps:  # fmt: skip
     attention, page_table = layers.attention, layers.page_table
-
-    # With costs of the attention itself, time of reads says nothing more.
-    timed = attention.device.type == "cuda" and loses is None
     planner = DecodePlanner(
         attention, PrefixSource(page_table), settings, layers.state,
         partial(disagreement, page_table=page_table) if settings.verify else None,
-        least_gain_ms=settings.min_saved_ms if timed else 0.0, costs=attention.target.costs,
         loses=loses,
     )  # fmt: skip
     observer = BatchObserver(runner)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from deft_backend.attention import TreeAttention
 from deft_backend.compile.clock import COMPILING
-from deft_backend.costs.cost_model import CostModel, default_cost_model
 from deft_backend.forest import Int32Array, PrefixForest
-from deft_backend.hosts.common.limits import refused, shares_too_little
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.prefixes.prefix_source import Key, PrefixSource, key_of
 from deft_backend.planner import Plan
 from deft_backend.settings.config import Settings
@@ -117,9 +116,6 @@ class DecodePlanner:
     settings: Settings
     state: ServerState
     cross_check: CrossCheck | None = None
-    # Milliseconds of KV reads that a plan must save in a step; 0 for no minimum.
-    least_gain_ms: float = 0.0
-    costs: CostModel | None = None  # gives the time of reads; default: the shipped cost model
     # Whether the host's kernel is faster than a plan, by the costs of the attention.
     loses: Callable[[Plan, PrefixForest], bool] | None = None
     current: BatchDecision | None = None
@@ -159,9 +155,6 @@ class DecodePlanner:
         """Plan a batch; what a decision keeps of the plan, or why the host decodes the batch."""
         began, compiled = time.perf_counter(), COMPILING.seconds
         forest = self.source.forest(observed.tree_cache, requests, seq_lens)
-        reason = self._too_little(forest)
-        if reason is not None:
-            return reason
         check = self.cross_check
         wrong = None if check is None else check(forest, observed.table_rows)
         if wrong is not None:
@@ -185,13 +178,3 @@ class DecodePlanner:
             forest.tokens_attended,
         )  # fmt: skip
         return loaded, plan.num_open
-
-    def _too_little(self, forest: PrefixForest) -> str | None:
-        reason = shares_too_little(forest, self.settings)
-        if reason is None and self.least_gain_ms > 0.0:
-            saved = forest.tokens_attended - forest.tokens_stored
-            costs, state = self.costs or default_cost_model(), self.state
-            milliseconds = costs.transfer_ms(saved * state.token_bytes * state.num_layers)
-            if milliseconds < self.least_gain_ms:
-                return f"saves less than DEFT_MIN_SAVED_MS={self.least_gain_ms:g}"
-        return reason

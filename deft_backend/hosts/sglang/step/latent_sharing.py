@@ -12,7 +12,6 @@ from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.latent import gains_too_little
 from deft_backend.hosts.sglang.prefixes.prefix_source import CachedTree, Key, key_of
 from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, Observed
-from deft_backend.settings.config import Settings
 
 FAILED = "planning failed"
 
@@ -27,7 +26,6 @@ class LatentSharing:
 
     attention: LatentAttention
     observer: BatchObserver  # of verifications
-    settings: Settings
     num_layers: int
     _tree: CachedTree = field(
         default_factory=lambda: CachedTree("the host verifies all chains", bigrams=True)
@@ -59,4 +57,4 @@ class LatentSharing:
         forest = self._tree.forest(observed.tree_cache, observed.requests, lens)
         if forest is None:
             return "unreadable prefix cache"
-        return gains_too_little(self.attention, forest, self.settings, self.num_layers)
+        return gains_too_little(self.attention, forest, self.num_layers)

@@ -61,7 +61,7 @@ class LatentSharing(CachedPrefixes):
             row[: len(each)] = each
         size = self._block_tokens
         forest = forest_from_page_tables(tables, lens * size, size, check=False)
-        return gains_too_little(self._attention, forest, self._settings, self._num_layers)
+        return gains_too_little(self._attention, forest, self._num_layers)
 
 
 @dataclass(eq=False)
