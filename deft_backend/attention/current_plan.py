@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from deft_backend.attention.current_device import device_as_current
-from deft_backend.forest import PrefixForest, forest_of_blocks
+from deft_backend.forest import PrefixForest, forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import (
     DevicePlan,
     Plan,
@@ -16,7 +18,7 @@ from deft_backend.planner import (
     check_capacity,
     plan_forest,
 )
-from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.planner.on_device import DevicePlanner, new_counters
 from deft_backend.policies import Grouping, Policy, Target
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
@@ -26,11 +28,12 @@ class PlannedBatch:
     """The batch of the plan on the device."""
 
     requests: int = 0  # requests that the plan covers; 0 for an empty plan
-    # Whether the device planner made the plan. If so, the CPU knows nothing else of it.
-    on_device: bool = False
+    # Whether the plan was made from rows of a page table, which it keeps for each of its ranges.
+    from_rows: bool = False
     blocks: QueryBlocks = ONE_TOKEN  # the query blocks of a request
-    # Of the host planner's plan: its forest, with a query for each query block, the plan, and the
-    # groups behind it; no groups if the plan was made elsewhere.
+    # None for a plan of the device planner, of which the CPU knows nothing: the plan's forest, with
+    # a query for each query block, the plan, and the groups behind it. No groups if the plan was
+    # made elsewhere.
     forest: PrefixForest | None = None
     plan: Plan | None = None
     grouping: Grouping | None = None
@@ -54,8 +57,19 @@ class PlanHolder:
 
     @property
     def planned_on_device(self) -> bool:
-        """Whether the device planner made the plan."""
-        return self._current.batch.on_device
+        """Whether `plan_batch` or `plan_on_device` made the plan."""
+        return self._current.batch.from_rows
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """[4] int64 in CPU memory: counts of the plans of `plan_batch` and `plan_on_device`.
+
+        They only grow: plans; tokens of context in them, which decoding query by query reads;
+        tokens that their items load; nanoseconds of planning. The device planner writes them some
+        time after each plan. On a GPU the first use makes the device planner, and raises
+        PolicyError if it cannot plan for this attention.
+        """
+        return self._current.counters
 
     @property
     def device_planner(self) -> DevicePlanner:
@@ -103,12 +117,18 @@ class CurrentPlan:
         self._overlapped = overlapped
         self._interpreted = interpreted
         self._device_planner: DevicePlanner | None = None
+        self._counters = new_counters(device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory: the arrays, and the device planner's memory if it is used."""
         planner = self._device_planner.num_bytes if self._device_planner is not None else 0
         return self.arrays.num_bytes + planner
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """The counts of both planners; see :attr:`PlanHolder.counters`."""
+        return self._counters if self._interpreted else self.device_planner.counters
 
     @property
     def device_planner(self) -> DevicePlanner:
@@ -120,6 +140,7 @@ class CurrentPlan:
             self._device_planner = DevicePlanner(
                 self.target, self.policy, self.arrays, self._device, self._page_size,
                 overlapped=self._overlapped, interpreted=self._interpreted,
+                counters=self._counters,
             )  # fmt: skip
         return self._device_planner
 
@@ -162,7 +183,33 @@ class CurrentPlan:
                 )  # fmt: skip
             else:
                 self.arrays.clear()
-        self.batch = PlannedBatch(requests=len(seq_lens), on_device=True, blocks=blocks)
+        self.batch = PlannedBatch(requests=len(seq_lens), from_rows=True, blocks=blocks)
+
+    def plan_rows(
+        self,
+        page_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        plan: Callable[[PrefixForest], Plan],
+    ) -> None:
+        """Replace the plan by the CPU's for these rows of a page table in CPU memory; count it.
+
+        `plan` makes the plan of a forest current. Afterwards it serves whatever a plan of the
+        device planner serves.
+        """
+        began = time.perf_counter_ns()
+        lens = seq_lens.numpy()
+        columns = -(-int(lens.max(initial=0)) // self._page_size)
+        table = page_table.numpy()[:, :columns][table_rows.numpy()]
+        # Page tables of hosts need no check. vLLM keeps both copies of a page computed twice, and
+        # later requests may hold either; equal page ids still mean equal tokens before them.
+        found = plan(forest_from_page_tables(table, lens, self._page_size, check=False))
+        requests = torch.from_numpy(found.segment_request)
+        self.arrays["segment_table"][: len(requests)] = table_rows[requests]
+        self.batch = replace(self.batch, from_rows=True)
+        counts = (1, int(lens.sum()), found.loaded_tokens(lens), time.perf_counter_ns() - began)
+        if len(lens):  # as the device planner, which has nothing to launch
+            self._counters += torch.tensor(counts)
 
     def use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks = ONE_TOKEN) -> None:
         """Replace the plan by the given one; it must cover the batch of `forest`.

@@ -166,6 +166,28 @@ class LatentAttention(PlanHolder):
             spent += LEAVES_NS
         return bool(saved <= MARGIN * spent)
 
+    def plan_batch(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        query_tokens: int | None = None,
+    ) -> None:
+        """Plan a batch from its page table and lay it out, as servers do in every step.
+
+        See :meth:`TreeAttention.plan_batch <deft_backend.TreeAttention.plan_batch>`; `query_tokens`
+        must be the attention's.
+        """
+        if not self.interpreted:
+            self.plan_on_device(
+                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
+            )
+            return
+        rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
+        self._current.plan_rows(page_table, rows, seq_lens, self.plan)
+        self.lay_out(seq_lens, table_rows=rows)
+
     def plan_on_device(
         self,
         page_table: torch.Tensor,
@@ -174,23 +196,27 @@ class LatentAttention(PlanHolder):
         table_rows: torch.Tensor | None = None,
         query_tokens: int | None = None,
     ) -> None:
-        """Plan a batch on the device and lay it out, by launches on the current stream.
-
-        The CPU waits for nothing and does not learn the plan. A CUDA graph that holds these
-        launches plans the batch of each replay. The parameters are those of
-        :meth:`TreeAttention.plan_on_device <deft_backend.TreeAttention.plan_on_device>`;
-        `query_tokens` must be the attention's.
-        """
-        if query_tokens not in (None, self.query_tokens):
-            raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
-        rows = self._rows_of(seq_lens, table_rows)
-        check_batch(page_table, seq_lens, rows, self.device)
+        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
+        rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
         room = self._room(len(seq_lens))
         self._current.plan_on_device(
             page_table, rows, seq_lens, self._blocks, self.target,
             limits=(room.max_entries, room.max_items),
         )  # fmt: skip
         self.lay_out(seq_lens, table_rows=rows)
+
+    def _checked_rows(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table_rows: torch.Tensor | None,
+        query_tokens: int | None,
+    ) -> torch.Tensor:
+        if query_tokens not in (None, self.query_tokens):
+            raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
+        rows = self._rows_of(seq_lens, table_rows)
+        check_batch(page_table, seq_lens, rows, self.device)
+        return rows
 
     def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
         """Write the calls of the kernel for a step; needed in each step of a host plan.
@@ -208,7 +234,7 @@ class LatentAttention(PlanHolder):
         with device_as_current(self.device):
             self._launches.lay_out(
                 self._laid_out, seq_lens, rows, self.query_tokens,
-                by_segment=self._current.batch.on_device,
+                by_segment=self._current.batch.from_rows,
             )  # fmt: skip
 
     def run(

@@ -41,11 +41,10 @@ class RunInputs:
         static_launch: bool,
     ) -> torch.Tensor:
         """A tensor for the output: zeros where the kernels may leave a row as it is."""
-        # A CUDA graph may be replayed for fewer requests than it was captured for. Only device
-        # plans cover padding requests. With other plans, their outputs must not be stale memory.
-        covered = query_start is None and (
-            not static_launch or (planned.on_device and requests <= planned.requests)
-        )
+        # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from page
+        # tables cover padding requests. With other plans, their outputs must not be stale memory.
+        covered = query_start is None and requests <= planned.requests
+        covered = covered and (planned.from_rows or not static_launch)
         return torch.empty_like(q) if covered else torch.zeros_like(q)
 
     def first_rows(self, page_table: torch.Tensor, requests: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -28,10 +29,10 @@ from deft_backend.shapes.query_blocks import QueryBlocks
 class TreeAttention(PlanHolder):
     """Attention of decode and verification over a batch that shares prefixes: plan, then run.
 
-    :meth:`plan` runs on the CPU whenever the batch's composition changes. :meth:`plan_on_device`
-    makes the plan from the page table in a few launches. It is cheap enough for every step, and a
-    CUDA graph can hold it. :meth:`run` launches the attention kernels. Sequences may grow between
-    plan and run, because leaves have no fixed end.
+    :meth:`plan` plans a forest on the CPU, whenever the batch's composition changes.
+    :meth:`plan_batch` plans from the page table, in every step: on a GPU by a few launches, which a
+    CUDA graph can hold. :meth:`run` launches the attention kernels. Sequences may grow between plan
+    and run, because leaves have no fixed end.
 
     In decode each request has one query token. To verify a draft, it has several: the last tokens
     of its sequence, which form a chain or a tree. Then `query_tokens` says how many at most.
@@ -223,7 +224,7 @@ class TreeAttention(PlanHolder):
         shape = self._shape_of(query_tokens)
         return self._current.plan_on_host(forest, shape.blocks, shape.target)
 
-    def plan_on_device(
+    def plan_batch(
         self,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -231,10 +232,12 @@ class TreeAttention(PlanHolder):
         table_rows: torch.Tensor | None = None,
         query_tokens: int = 1,
     ) -> None:
-        """Plan a batch on the device, by launches on the current stream.
+        """Plan a batch from its page table, as servers do in every step.
 
-        The CPU waits for nothing and does not learn the plan: `last_plan` is None. A CUDA graph
-        that holds these launches plans the batch of each replay.
+        On a GPU the device planner does, by launches on the current stream. The CPU waits for
+        nothing and does not learn the plan: `last_plan` is None. A CUDA graph that holds these
+        launches plans the batch of each replay. On the CPU :meth:`plan` does. Each call adds to
+        `counters`.
 
         Parameters
         ----------
@@ -255,8 +258,41 @@ class TreeAttention(PlanHolder):
         PolicyError
             If the device planner does not know the policy, or its `max_batch` is too large for the
             device planner.
+        ForestError
+            On the CPU, if a request has more pages than the page table has columns.
         """
+        if not self.interpreted:
+            self.plan_on_device(
+                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
+            )
+            return
+        rows = self._table_rows(page_table, seq_lens, table_rows, self._shape_of(query_tokens))
+        self._current.plan_rows(
+            page_table, rows, seq_lens, partial(self.plan, query_tokens=query_tokens)
+        )
+
+    def plan_on_device(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        query_tokens: int = 1,
+    ) -> None:
+        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
         shape = self._shape_of(query_tokens)
+        rows = self._table_rows(page_table, seq_lens, table_rows, shape)
+        self._current.plan_on_device(page_table, rows, seq_lens, shape.blocks, shape.target)
+
+    def _table_rows(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table_rows: torch.Tensor | None,
+        shape: QueryShape,
+    ) -> torch.Tensor:
+        """Each request's row of the page table; raises AttentionError for a batch that does not
+        fit."""
         batch = len(seq_lens)
         if batch * shape.blocks.blocks > self.capacity.max_batch:
             raise AttentionError(
@@ -266,7 +302,7 @@ class TreeAttention(PlanHolder):
         if table_rows is None:
             table_rows = self._inputs.first_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
-        self._current.plan_on_device(page_table, table_rows, seq_lens, shape.blocks, shape.target)
+        return table_rows
 
     def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.
@@ -324,8 +360,8 @@ class TreeAttention(PlanHolder):
         seq_lens : [B] int32 or int64
             Current tokens of each request, its query tokens included.
         table_rows : [B] int, optional
-            Row of the page table of each request; default: row ``b`` for request ``b``. A plan made
-            on the device keeps its own rows and ignores these.
+            Row of the page table of each request; default: row ``b`` for request ``b``. A plan of
+            :meth:`plan_batch` keeps its own rows and ignores these.
         query_start : [B + 1] int32, optional
             Where in `q` each request's query tokens begin, if their numbers differ: request ``r``
             has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the device knows these
@@ -348,7 +384,7 @@ class TreeAttention(PlanHolder):
             Where the result goes.
         static_launch : bool
             Launch every kernel that a batch of this size may need. A CUDA graph that serves later
-            plans needs this; a plan made on the device always gets it.
+            plans needs this; a plan of the device planner always gets it.
 
         Returns
         -------
@@ -361,11 +397,10 @@ class TreeAttention(PlanHolder):
             finite and above 0.
         """
         planned = self._current.batch
-        static_launch = static_launch or planned.on_device
         query_tokens = planned.blocks.query_tokens
         inputs = self._inputs
         given = len(seq_lens) if query_start is not None else len(q) // query_tokens
-        requests = requests_to_run(planned, given, static_launch)
+        requests = requests_to_run(planned, given, static_launch or planned.from_rows)
         rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
             out = inputs.new_output(q, requests, query_start, planned, static_launch)
@@ -379,12 +414,12 @@ class TreeAttention(PlanHolder):
         if requests == 0 or rows == 0:
             return out
         inputs.put_scales_together(step)
-        # The device planner records each segment's row of the page table. The host planner records
-        # the segment's request, which is the same number where row b belongs to request b.
-        by_segment = planned.on_device or table_rows is None
+        # Plans from rows of a page table hold each segment's row. Others hold its request, which is
+        # the same number where row b belongs to request b.
+        by_segment = planned.from_rows or table_rows is None
         if by_segment:
             step.table_rows = self._current.arrays[
-                "segment_table" if planned.on_device else "segment_request"
+                "segment_table" if planned.from_rows else "segment_request"
             ]
         config = self._shapes[query_tokens].config
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of

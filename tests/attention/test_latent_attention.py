@@ -51,7 +51,7 @@ def expected(q_nope, q_rope, cache, table, lens):
     return reference_attention(q, keys, values, table, lens, sm_scale=SCALE)[..., :value]
 
 
-def check(batch, heads, query_tokens, *, on_device, grow=0, padding=0):
+def check(batch, heads, query_tokens, *, how, grow=0, padding=0):
     """Plan, grow, lay out, run a layer of poisoned memory, and compare with float64."""
     kernel = Counted()
     requests = len(batch.seq_lens)
@@ -63,8 +63,10 @@ def check(batch, heads, query_tokens, *, on_device, grow=0, padding=0):
     table = torch.from_numpy(batch.page_tables)
     # The query tokens follow what the requests share.
     lens = torch.from_numpy(batch.seq_lens) + query_tokens
-    if on_device:
-        attention.plan_on_device(table, lens + grow)
+    if how != "forest":
+        plan = attention.plan_batch if how == "batch" else attention.plan_on_device
+        plan(table, lens + grow)
+        assert attention.counters[:2].tolist() == [1, int((lens + grow).sum())]
     else:
         planned = Batch(batch.page_tables, lens.numpy(), batch.page_size)
         attention.plan(planned.forest())
@@ -90,14 +92,13 @@ def check(batch, heads, query_tokens, *, on_device, grow=0, padding=0):
 @settings(max_examples=10)
 @given(
     batch=batches(), heads=st.sampled_from([1, 5, 8, 20, 32]), tokens=st.sampled_from([1, 1, 3]),
-    on_device=st.booleans(), grow=st.integers(0, 20), padding=st.integers(0, 3),
+    how=st.sampled_from(["forest", "batch", "device"]), grow=st.integers(0, 20),
+    padding=st.integers(0, 3),
 )  # fmt: skip
-def test_equals_attention_request_by_request(batch, heads, tokens, on_device, grow, padding):
+def test_equals_attention_request_by_request(batch, heads, tokens, how, grow, padding):
     if heads * tokens <= 32:
-        check(
-            batch, heads, tokens, on_device=on_device, grow=grow,
-            padding=0 if on_device else padding,
-        )  # fmt: skip
+        padding = padding if how == "forest" else 0
+        check(batch, heads, tokens, how=how, grow=grow, padding=padding)
 
 
 def flash_attention():

@@ -98,6 +98,16 @@ class Counters(NamedTuple):
     began: Pointer  # [1] int64: the GPU's clock when planning began
 
 
+def new_counters(device: torch.device) -> torch.Tensor:
+    """[4] int64 in CPU memory, 0: plans; tokens of context in them, which decoding query by query
+    reads; tokens that their items load; nanoseconds of planning.
+
+    The GPU's clock gives the time of the device planner, and its kernels do not count it on the
+    CPU.
+    """
+    return torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 class Costs(NamedTuple):
     """Nanoseconds of an item and of one of its tokens, by tile shape, and of a partial result."""
 

@@ -19,7 +19,7 @@ from deft_backend.planner.on_device import (
     sort_rows,
     write_plan,
 )
-from deft_backend.planner.on_device.arrays import Scratch
+from deft_backend.planner.on_device.arrays import Scratch, new_counters
 from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
@@ -70,9 +70,8 @@ class DevicePlanner:
       dependent launch).
     - `interpreted`: whether Triton's interpreter runs the kernels; default: on the CPU.
 
-    The device writes `counters` [4] int64 in CPU memory, some time after each plan: plans; tokens
-    of context in them, which decoding query by query reads; tokens that their items load;
-    nanoseconds of planning, by the GPU's clock (0 on the CPU).
+    The device writes `counters` [4] int64 in CPU memory (:func:`new_counters`), some time after
+    each plan. Default: counters of its own.
 
     Raises PolicyError if the device planner does not know the policy's rules, or the cost table was
     measured for other tile shapes. Also if the plan is larger than :func:`largest_batch`, or too
@@ -82,6 +81,7 @@ class DevicePlanner:
     def __init__(
         self, target: Target, policy: Policy, plan: DevicePlan, device: torch.device,
         page_size: int, *, overlapped: bool, interpreted: bool | None = None,
+        counters: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         capacity = plan.capacity
         if capacity.max_batch > largest_batch():
@@ -113,7 +113,7 @@ class DevicePlanner:
         self._overlapped = overlapped
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
         size = self._size_for(capacity.max_batch)
-        self.counters = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.counters = new_counters(device) if counters is None else counters
         self._scratch = Scratch.allocate(size, self._work(size).num_chunks(), self.counters, device)
 
     @property

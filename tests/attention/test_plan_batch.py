@@ -1,0 +1,64 @@
+"""`plan_batch` on the CPU: the reference serves whatever a plan of the device planner serves."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.random_batches import random_batch
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.policies import POLICY_NAMES
+from tests.support.attention_checks import tree_attention
+
+
+def padded_batch(seed, query_tokens):
+    """Page table with its rows in another order, table rows and lengths; one request is padding."""
+    made = random_batch(seed, 7, 2, longest=60, spare=query_tokens)
+    rows = torch.from_numpy(np.random.default_rng(seed).permutation(9))
+    table = torch.zeros(9, made.page_table.shape[1], dtype=torch.int32)
+    table[rows[:7]] = torch.from_numpy(made.page_table)
+    lens = torch.from_numpy(np.append(made.seq_lens + query_tokens, 0))
+    return table, rows[:8], lens, made.num_pages
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("query_tokens", [1, 3])
+def test_equals_the_device_planner(policy, query_tokens):
+    """Outputs, with every kernel launched or only those with items, and counters."""
+    reference, device = (
+        tree_attention(page_size=2, max_batch=10, policy=policy, query_tokens=query_tokens)
+        for _ in range(2)
+    )
+    for seed in range(2):
+        table, rows, lens, pages = padded_batch(seed, query_tokens)
+        given = {"table_rows": rows, "query_tokens": query_tokens}
+        reference.plan_batch(table, lens, **given)
+        device.plan_on_device(table, lens, **given)
+        assert reference.counters[:3].tolist() == device.counters[:3].tolist()
+        generator = torch.Generator().manual_seed(seed)
+        k_cache, v_cache = torch.randn(2, pages, 2, 2, 64, generator=generator)
+        # A graph may hold more requests than the plan.
+        q = torch.randn(9 * query_tokens, 4, 64, generator=generator)
+        want = reference_attention(q[: 8 * query_tokens], k_cache, v_cache, table[rows], lens)
+        for static_launch in (False, True):
+            for requests in (8, 9):
+                reference.poison_workspace()
+                out = reference.run(
+                    q[: requests * query_tokens], k_cache, v_cache, table,
+                    torch.cat([lens, torch.ones(1).long()])[:requests],
+                    table_rows=torch.cat([rows, rows[:1]])[:requests],
+                    static_launch=static_launch,
+                )  # fmt: skip
+                assert relative_error(out[: len(want)], want) < 2e-6
+                assert not out[len(want) :].any()
+    assert reference.counters[0] == 2
+    assert reference.counters[3] > 0
+
+
+def test_a_batch_of_no_requests():
+    attention = tree_attention(max_batch=4)
+    attention.plan_batch(torch.zeros(0, 3).int(), torch.zeros(0).int())
+    assert attention.counters[:3].tolist() == [0, 0, 0]
+    caches = torch.zeros(2, 1, 2, 64)
+    assert attention.run(
+        torch.zeros(0, 4, 64), *caches, torch.zeros(0, 3).int(), torch.zeros(0).int()
+    ).shape == (0, 4, 64)
