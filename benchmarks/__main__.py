@@ -14,16 +14,12 @@ from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
 from benchmarks.commands.kernel_check import kernel_check
 from benchmarks.commands.mla import mla
 from benchmarks.commands.papers import papers
-from benchmarks.commands.planning import planning_device, planning_host
 from benchmarks.commands.policies import policies
 from benchmarks.commands.real_model import real_model
-from benchmarks.commands.replicas import replicas
-from benchmarks.commands.sharing import sharing
-from benchmarks.commands.short_extends import short_extends
 from benchmarks.commands.soak import soak
 from benchmarks.commands.start import start
-from benchmarks.commands.step_hooks import step_hooks
 from benchmarks.commands.zoo import zoo
+from benchmarks.planning import planning
 from benchmarks.results import results
 from benchmarks.row_files import RowsError
 from deft_backend.cli.errors import help_of, reported
@@ -50,8 +46,7 @@ def without_traceback(command: Callable[..., None]) -> Callable[..., None]:
 
 for command in (
     kernel, kernel_merge, kernel_plot, kernel_check, policies, mla, papers, fuzz, faults, soak, e2e,
-    e2e_merge, start, sharing, replicas, real_model, planning_host, planning_device, step_hooks,
-    short_extends, zoo, results,
+    e2e_merge, start, real_model, planning, zoo, results,
 ):  # fmt: skip
     app.command(help=help_of(command))(without_traceback(command))
 

@@ -4,8 +4,6 @@ import pytest
 
 from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_rows import by_case, make_row, merged, read_rows, replaced
-from benchmarks.e2e.where_sharing_pays import RESULTS, recorded_cases, table
-from benchmarks.e2e.where_sharing_pays import draw as draw_sharing
 from benchmarks.row_files import RowsError, write_rows
 
 HEADER = {
@@ -187,11 +185,3 @@ def test_traffic_is_held_to_its_tokens():
         "same --out"
     )
     assert only([unchecked]) == (said, None)
-
-
-def test_the_page_on_sharing_holds_the_recorded_figures(tmp_path):
-    cases = recorded_cases()
-    page = (RESULTS.parent / "where-sharing-pays.md").read_text()
-    assert table(cases) in page
-    pytest.importorskip("matplotlib")
-    assert draw_sharing(cases, tmp_path / "plot.svg").stat().st_size > 5_000

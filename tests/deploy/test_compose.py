@@ -1,13 +1,9 @@
-"""The compose file, and its router before two real servers."""
+"""The compose file: every replica is a service of its own, which the router knows."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-
-from benchmarks.replicas import Trace, measure
-from deft_backend.tools.servers.command import installed_hosts
 
 yaml = pytest.importorskip("yaml")
 
@@ -30,18 +26,3 @@ def test_the_router_knows_every_replica():
     for name in replicas:
         assert (ROOT / "deploy" / "docker" / "sglang.Dockerfile").is_file()
         assert services[name]["image"].startswith("deft-sglang:")
-
-
-@pytest.mark.rare
-def test_a_router_by_prefix_keeps_the_saving_of_one_server():
-    host = installed_hosts()[0]
-    program = f"{host}-router"
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is missing: `pip install {program}`")
-    trace = Trace(prefixes=6, branches=4, together=8)
-    model = str(ROOT / "models" / "tiny-llama")
-    rows = list(measure(host, program, ["round_robin", "cache_aware"], model, trace))
-    alone, in_turns, by_prefix = (row["read_share"] for row in rows)
-    assert by_prefix < in_turns
-    assert by_prefix == pytest.approx(alone, abs=0.1)
-    assert all(steps for steps in rows[2]["steps_tree"]), "one replica got no request"

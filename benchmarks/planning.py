@@ -1,32 +1,41 @@
-"""``python -m benchmarks planning-device``: time of the device planner and of its plans' attention.
+"""``python -m benchmarks planning``: time of a plan on the device, and of its attention.
 
-The batches are those of :mod:`benchmarks.planning.host_planning`, beam searches, and some that
-share nothing.
+The batches share 65,536 tokens through a tree of four levels, are beam searches, or share nothing.
 Times are medians in microseconds of CUDA graphs, with the L2 cache flushed before each replay.
-``kernels_us`` times each of the planner's kernels alone; inside a graph they overlap. ``error``
-compares the attention's output with the output of a plan in which each request reads all of its KV.
-It is the largest difference divided by the largest output.
+``kernels_us`` times each of the planner's kernels alone; inside a graph they overlap. ``error`` is
+the largest difference to a plan in which each request reads all of its KV, over the largest output.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import typer
 from torch._C._autograd import DeviceType
 
-from benchmarks.planning.host_planning import FAN_OUTS, PAGE_SIZES, PREFIX_TOKENS, ragged_batch
 from benchmarks.row_files import write_rows
 from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.cli.errors import fail, reported
 from deft_backend.files.provenance import provenance
+from deft_backend.policies import PolicyError
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+
+FAN_OUTS = {64: (4, 4, 4), 256: (4, 8, 8), 1024: (8, 8, 16)}
+"""Children of each node of the first three levels, by requests."""
+
+PREFIX_TOKENS = 65536
+
+OWN_TOKENS = 512
+"""Most tokens of a request behind its prefix."""
 
 UNSHARED = ((1, 65536), (32, 2048), (256, 4096), (2048, 256))
 """Requests, and tokens of each."""
@@ -52,10 +61,34 @@ class Tables:
 
 
 def shared(requests: int, page_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Tables:
-    """Requests on a tree of four shared levels, shuffled."""
-    batch = ragged_batch(FAN_OUTS[requests], page_size, True, prefix_tokens)
-    table = np.maximum(batch.page_tables, 0)
-    return Tables(f"{prefix_tokens} tokens in 4 levels", table, batch.seq_lens, page_size)
+    """Requests on a tree of three shared levels with `prefix_tokens` on each path, shuffled.
+
+    A shared node takes 50 to 100 % of an even part of its path's remaining tokens, in whole pages.
+    """
+    draw = np.random.default_rng(0)
+    levels = len(FAN_OUTS[requests])
+    pages = 0
+    rows: list[npt.NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)]
+    for lacking, children in zip(range(levels, 0, -1), (1, *FAN_OUTS[requests][:-1]), strict=True):
+        below = []
+        for above in (row for row in rows for _ in range(children)):
+            even = (prefix_tokens - len(above) * page_size) / lacking
+            part = even if lacking == 1 else even * draw.uniform(0.5, 1.0)
+            held = max(1, int(part) // page_size)
+            below.append(np.append(above, np.arange(pages, pages + held, dtype=np.int32)))
+            pages += held
+        rows = below
+    rows = [row for row in rows for _ in range(FAN_OUTS[requests][-1])]
+    own = draw.integers(1, OWN_TOKENS + 1, size=requests)
+    table = np.zeros((requests, prefix_tokens // page_size + OWN_TOKENS), dtype=np.int32)
+    lens = np.zeros(requests, dtype=np.int32)
+    for at, row in zip(draw.permutation(requests), rows, strict=True):
+        held = -(-int(own[at]) // page_size)
+        table[at, : len(row)] = row
+        table[at, len(row) : len(row) + held] = np.arange(pages, pages + held)
+        lens[at] = len(row) * page_size + own[at]
+        pages += held
+    return Tables(f"{prefix_tokens} tokens in {levels + 1} levels", table, lens, page_size)
 
 
 def beams(width: int, prompt: int, steps: int = BEAM_STEPS) -> Tables:
@@ -99,10 +132,15 @@ def measure(tables: Tables, policy: str, device: torch.device, budget: Budget) -
 
     def attention(policy: str) -> TreeAttention:
         return TreeAttention(
-            num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=dim,
-            dtype=torch.float16, device=device, page_size=tables.page_size, max_batch=batch,
+            num_query_heads=query_heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            dtype=torch.float16,
+            device=device,
+            page_size=tables.page_size,
+            max_batch=batch,
             policy=policy,
-        )  # fmt: skip
+        )
 
     def timed(tree: TreeAttention) -> tuple[float, torch.Tensor]:
         def run() -> torch.Tensor:
@@ -158,52 +196,29 @@ def kernel_times(replay: Callable[[], None], repeats: int = 20) -> dict[str, flo
     return {name: round(median(found), 2) for name, found in times.items()}
 
 
-def measure_batches(
-    out: Path,
-    policy: str,
-    launch_ms: int,
-    only: str = "",
-    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+def planning(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    policy: Annotated[str, typer.Option(help="Policy to plan with.")] = "auto",
+    launch_ms: Annotated[
+        int, typer.Option(help="Milliseconds that each figure is repeated for.", min=1)
+    ] = 40,
+    only: Annotated[
+        str, typer.Option(help="Measure only batches whose name holds this, such as beams.")
+    ] = "",
 ) -> None:
-    """Time the device planner on batches with and without sharing, and write the rows.
-
-    Parameters
-    ----------
-    out : Path
-        JSON file to write.
-    policy : str
-        The policy to plan with.
-    launch_ms : int
-        Milliseconds of repetitions for each figure.
-    only : str
-        Measure only batches whose name holds this.
-    on_row : callable
-        Called with each row when it is measured.
-
-    Raises
-    ------
-    PolicyError
-        If the device planner does not know the policy.
-    RowsError
-        If `out` cannot be written.
-    """
-    device = torch.device("cuda")
-    rows = []
-    batches = [shared(requests, page) for page in PAGE_SIZES for requests in FAN_OUTS]
+    """Time plans on this GPU: one row for each batch."""
+    if not torch.cuda.is_available():
+        raise fail("planning needs an NVIDIA GPU, and torch finds none")
+    batches = [shared(requests, page) for page in (1, 16) for requests in FAN_OUTS]
     batches += [beams(width, prompt) for width, prompt in BEAMS]
     batches += [unshared(requests, tokens, 16) for requests, tokens in UNSHARED]
+    rows = []
     for tables in batches:
-        if only not in tables.name:
-            continue
-        row = measure(tables, policy, device, Budget(launch_ms=launch_ms))
-        rows.append(row)
-        on_row(row)
-        torch.cuda.empty_cache()
-    header = {
-        **provenance(),
-        "policy": policy,
-        "heads": "32/8",
-        "head_dim": 128,
-        "fan_outs": list(FAN_OUTS.values()),
-    }
+        if only in tables.name:
+            with reported(PolicyError):
+                row = measure(tables, policy, torch.device("cuda"), Budget(launch_ms=launch_ms))
+            rows.append(row)
+            typer.echo(json.dumps(row))
+            torch.cuda.empty_cache()
+    header = {**provenance(), "policy": policy, "heads": "32/8", "head_dim": 128}
     write_rows(out, rows, header)

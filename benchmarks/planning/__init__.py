@@ -1,1 +1,0 @@
-"""Time of the planners: the host planner and the device planner."""

@@ -1,1 +1,0 @@
-"""The time that the plugin's hooks add to a replayed decode step."""
