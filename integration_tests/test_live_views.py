@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from arrival_traces import arrival_lines
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.plugins import ROOT
 from integration_tests.sglang_server import Ask
@@ -85,7 +86,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
         with decoding(server) as goes_on:
             found = until(whole, goes_on)
             panel = deft(server, "top", "--once")
-            saved = state()["saved"]  # the first reading may hold the first step alone
+            read = dict(state()["lines"])["KV read"]  # the first reading may hold one step alone
     finally:
         page.terminate()
         page.wait(20)
@@ -94,10 +95,9 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     shared = [node for node in batch["nodes"] if node[4] - node[3] == len(TOPICS)]
     # Other requests may have split the prefix: all six read each part.
     assert sum(node[2] for node in shared) > len(PREFIX) // 2
-    assert batch["stored"] < batch["attended"]
     assert found["status"] in ("decoding", "idle")  # on a slow machine
-    assert found["server"]["host"] == "sglang"
-    assert 0 < saved < 1
+    assert found["title"].startswith("SGLang ")
+    assert re.search(r"[1-9]\d? % saved", "".join(text for text, _ in read))
     assert f"{port} decoding" in panel or f"{port} idle" in panel
     assert max(map(len, panel.splitlines())) <= 80
     assert "library" not in json.dumps(found) + panel
@@ -108,13 +108,9 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
 def test_ab_replays_a_trace_on_two_running_servers(server, baseline, tmp_path):
     """Every answer of the trace is the same; too long requests are counted, on both alike."""
     trace = tmp_path / "trace.jsonl"
-    deft(
-        server, "trace", "--requests", "14", "--rate", "6", "--system-tokens", "1024",
-        "--documents", "2", "--document-tokens", "1500", "--own-tokens", "200",
-        "--answer-tokens", "60", "--seed", "4", "--out", str(trace),
-    )  # fmt: skip
+    lines = arrival_lines(14, blocks=3, own=200, answer=60, gap_ms=170.0)
     long = {"timestamp": 1, "input_length": 200_000, "output_length": 5, "hash_ids": [*range(391)]}
-    trace.write_text(json.dumps(long) + "\n" + trace.read_text())
+    trace.write_text("\n".join([json.dumps(long), *lines]))
     out = tmp_path / "out"
     printed = deft(
         server, "ab", "--urls", baseline.process.url, server.process.url, "--trace", str(trace),

@@ -160,8 +160,7 @@ def make_setup(
 
     from benchmarks.kernel.measure_case import DTYPES, Setup
     from deft_backend.kernels import HEAD_DIMS
-    from deft_backend.tools.tuning.ceilings import measure_ceilings
-    from deft_backend.tools.tuning.launch_clock import QUICK, Budget
+    from deft_backend.tools.tuning.launch_clock import QUICK, Budget, measure_ceilings
 
     if head_dim not in HEAD_DIMS:
         raise fail(f"--head-dim is {head_dim}; expected one of {', '.join(map(str, HEAD_DIMS))}")

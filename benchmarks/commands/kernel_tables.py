@@ -17,7 +17,7 @@ from benchmarks.kernel.kernel_rows import (
     speed_up,
 )
 from benchmarks.kernel.methods import OURS
-from deft_backend.tools.ab.units import MISSING
+from deft_backend.tools.ab.result import MISSING
 
 
 def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:

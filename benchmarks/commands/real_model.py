@@ -112,8 +112,7 @@ def _answers(
     from benchmarks.real_model.served import answers, sections
     from benchmarks.row_files import make_folder, write_rows
     from deft_backend.files.provenance import provenance
-    from deft_backend.tools.ab.progress import Progress
-    from deft_backend.tools.ab.sides import AbError
+    from deft_backend.tools.ab.sides import AbError, Progress
     from deft_backend.tools.harness.client import ServerError
     from deft_backend.tools.servers.command import HOST_NAMES, StartError
 

@@ -18,7 +18,7 @@ from benchmarks.commands.server_options import HostArguments
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.tools.ab.units import MISSING
+from deft_backend.tools.ab.result import MISSING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from rich.text import Text
 from benchmarks.e2e.backends import HOSTS
 from benchmarks.e2e.serving_bars import bars
 from benchmarks.e2e.serving_rows import Row, by_case, case_name, side_of
-from deft_backend.tools.ab.units import MISSING
+from deft_backend.tools.ab.result import MISSING
 
 
 def rows_table(rows: Sequence[Row]) -> Table:

@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks.e2e.drafts import ngram_arguments
 from deft_backend.tools.ab.comparison import compare
-from deft_backend.tools.ab.progress import Progress
-from deft_backend.tools.ab.sides import started_sides
+from deft_backend.tools.ab.sides import Progress, started_sides
 from deft_backend.tools.harness.workload import Request, Workload
 
 QUESTIONS = (

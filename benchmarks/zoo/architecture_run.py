@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.zoo.architectures import Architecture
 from benchmarks.zoo.engine_process import Job
 from benchmarks.zoo.place import Place
-from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import installed_version
 
 KEYS = (
     "host", "version", "architecture", "query_heads", "kv_heads", "head_dim", "kv_dtype",

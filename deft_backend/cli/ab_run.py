@@ -24,10 +24,9 @@ from deft_backend.cli.models import served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private, state_directory
 from deft_backend.tools.ab.comparison import both_answer, compare
-from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.report import notes, write_report
 from deft_backend.tools.ab.result import AbResult
-from deft_backend.tools.ab.sides import AbError, running_sides, started_sides
+from deft_backend.tools.ab.sides import AbError, Progress, running_sides, started_sides
 from deft_backend.tools.ab.tables import acceptance, differences, main_tables
 from deft_backend.tools.ab.verdict import verdict
 from deft_backend.tools.ab.workloads import (
@@ -50,9 +49,13 @@ from deft_backend.tools.servers.command import (
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.servers.model_files import ModelFilesError
-from deft_backend.tools.traces.arrivals import Arrival, is_arrival_trace, load_arrivals
 from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
-from deft_backend.tools.traces.trace_files import load_thought_trees
+from deft_backend.tools.traces.trace_files import (
+    Arrival,
+    is_arrival_trace,
+    load_arrivals,
+    load_thought_trees,
+)
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""

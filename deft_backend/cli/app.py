@@ -12,11 +12,9 @@ from deft_backend.cli.ab import ab
 from deft_backend.cli.doctor import doctor
 from deft_backend.cli.errors import fail, help_of, stderr
 from deft_backend.cli.explain import explain
-from deft_backend.cli.inspect import inspect
 from deft_backend.cli.serve import serve
-from deft_backend.cli.top import top
-from deft_backend.cli.trace import trace
 from deft_backend.cli.tune import tune
+from deft_backend.cli.views import inspect, top
 from deft_backend.cli.warm import warm
 from deft_backend.settings.version import VERSION
 
@@ -61,5 +59,5 @@ def main(
     """Tree attention for LLM servers: a decode step reads shared KV cache once."""
 
 
-for command in (serve, ab, trace, doctor, explain, top, inspect, tune, warm):
+for command in (serve, ab, doctor, explain, top, inspect, tune, warm):
     app.command(help=help_of(command))(command)

@@ -20,8 +20,7 @@ from deft_backend.settings.config import (
     removed_settings,
     unknown_settings,
 )
-from deft_backend.settings.installed import installed_version
-from deft_backend.settings.version import VERSION
+from deft_backend.settings.version import VERSION, installed_version
 from deft_backend.tools.servers.driver_stub import (
     DriverStubError,
     StubFolderError,

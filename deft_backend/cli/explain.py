@@ -47,8 +47,8 @@ def explain(
     from deft_backend.forest import ForestError
     from deft_backend.policies import PolicyError, get_policy
     from deft_backend.telemetry.state_reader import StateError
-    from deft_backend.tools.explain.drawing import render
-    from deft_backend.tools.explain.explanation import explain as explain_grouping
+    from deft_backend.tools.explain import explain as explain_grouping
+    from deft_backend.tools.explain import render
     from deft_backend.tools.traces.recorded_trees import TraceError
 
     if sum((trace is not None, tree is not None, server)) != 1:
@@ -123,7 +123,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
         shown_forest,
         state_file,
     )
-    from deft_backend.tools.explain.explanation import server_target
+    from deft_backend.tools.explain import server_target
 
     folder = state_directory(checked_settings())
     path = only_server(folder) if port is None else state_file(folder, port)
@@ -145,6 +145,6 @@ def _target(heads: str, dtype: str, head_dim: int) -> Target:
         raise fail(f"--heads is {heads!r}; expected query heads that are a multiple of KV heads")
     if dtype not in SHORT_DTYPES:
         raise fail(f"--dtype is {dtype!r}; expected one of {', '.join(SHORT_DTYPES)}")
-    from deft_backend.tools.explain.explanation import reference_target
+    from deft_backend.tools.explain import reference_target
 
     return reference_target(query_heads, kv_heads, head_dim, DTYPE_BYTES[SHORT_DTYPES[dtype]])

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM unwind a command, so that no server outlives it."""
+"""Ctrl-C, SIGTERM and a lost terminal unwind a command, so that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -19,25 +19,52 @@ _ENDING = b"\ninterrupted; ending what this command started\n"
 
 @contextmanager
 def unwound(console: Console, line: str) -> Iterator[FirstSignal]:
-    """Unwind the block at the first Ctrl-C or SIGTERM, then print `line` and exit.
+    """Unwind the block at the first Ctrl-C, SIGTERM or SIGHUP, then print `line` and exit.
 
-    The exit code is the shell's: 130 or 143. Later signals have no effect, so that none interrupts
-    the shutdown of a server: ``timeout`` sends two, and people press Ctrl-C twice. A block that
-    ends in spite of a signal, to report something, finds its number in what this yields.
+    The exit code is the shell's: 130, 143 or 129. Later signals have no effect, so that none
+    interrupts the shutdown of a server: ``timeout`` sends two, and people press Ctrl-C twice. A
+    block that ends in spite of a signal, to report something, finds its number in what this yields.
     """
     first = FirstSignal()
-    before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = _handled((signal.SIGINT, *_endings()), first)
     try:
         yield first
     except (KeyboardInterrupt, asyncio.CancelledError):
         if first.number is None:  # the error did not come from a signal
             raise
-        say(console, line)
+        with suppress(OSError):  # the terminal may be gone
+            say(console, line)
         raise typer.Exit(128 + first.number) from None
     finally:
         # Python restores its own handlers before the process ends.
         for number, handler in before.items():
             signal.signal(number, handler if first.number is None else signal.SIG_IGN)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave the block as an exit does, so that it restores the terminal."""
+    before = _handled(_endings(), _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _endings() -> tuple[int, ...]:
+    """SIGTERM, and SIGHUP unless ``nohup`` ignores it; Windows has no SIGHUP."""
+    hang_up = getattr(signal, "SIGHUP", None)
+    ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, hang_up)
+
+
+def _handled(numbers: tuple[int, ...], handler: Any) -> dict[int, Any]:
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _exit(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 class FirstSignal:
@@ -50,7 +77,8 @@ class FirstSignal:
         if self.number is not None:
             return
         self.number = number
-        os.write(2, _ENDING)
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, _ENDING)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
-from rich.table import Table
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say
@@ -120,7 +119,7 @@ def _show(key: TableKey, used: TableInUse) -> None:
 
 
 def _print(model: CostModel, console: Console) -> None:
-    tiles, weights = model.tiles, model.fasttree
+    tiles = model.tiles
     for shape, (item, token) in enumerate(zip(tiles.item_ns, tiles.token_ns, strict=True)):
         say(console, f"{TILE_NAMES[shape]}: {item:.4g} ns an item, {token:.4g} ns a token")
     say(
@@ -128,12 +127,3 @@ def _print(model: CostModel, console: Console) -> None:
         f"partial result: {tiles.partial_ns:.4g} ns; reduction: {tiles.reduce_ns:.4g} ns; "
         f"memory: {model.bandwidth_gb_s:.0f} GB/s; launch: {model.launch_ms * 1e3:.3g} us",
     )
-    fitted = f"alpha {weights.alpha:.3g}, beta {weights.beta:.3g}, gamma {weights.gamma:.3g}"
-    say(console, f"FastTree: {fitted}")
-    table = Table(title="C_est, microseconds: tokens by query vectors", title_justify="left")
-    table.add_column("tokens", justify="right")
-    for vectors in model.query_rows:
-        table.add_column(f"{vectors:g}", justify="right")
-    for tokens, times in zip(model.tokens, model.time_ms, strict=True):
-        table.add_row(f"{tokens:g}", *(f"{time * 1e3:.1f}" for time in times))
-    console.print(table)

@@ -25,8 +25,7 @@ from deft_backend.compile.source_digest import digest_of
 from deft_backend.files.folders import create_private
 from deft_backend.files.json_fields import FieldError, mapping, shown, text, within
 from deft_backend.files.private_files import read_private, read_private_json, write_private
-from deft_backend.settings.installed import installed_version
-from deft_backend.settings.version import VERSION
+from deft_backend.settings.version import VERSION, installed_version
 
 MANIFEST = "manifest.json"
 _KEPT = (".json", ".cubin")

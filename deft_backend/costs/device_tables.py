@@ -10,8 +10,7 @@ from deft_backend.costs.gpu_facts import gpu_facts
 from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import cost_model_for
 from deft_backend.files.folders import tables_directory
-from deft_backend.settings.installed import installed_version
-from deft_backend.settings.version import VERSION
+from deft_backend.settings.version import VERSION, installed_version
 
 
 def table_key(

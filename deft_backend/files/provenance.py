@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import installed_version
 
 PACKAGES = (
     "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",

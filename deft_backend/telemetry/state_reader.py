@@ -11,10 +11,8 @@ from typing import Any
 from deft_backend.files.json_fields import FieldError, mapping, number, shown, text, within
 from deft_backend.files.private_files import open_private, read_private_json
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import SCHEMA, Counters
-from deft_backend.telemetry.forest_json import forest_from_json
-from deft_backend.telemetry.server_description import ServerDescription, read_description
-from deft_backend.telemetry.shown_batch import answer_file, request_file
+from deft_backend.telemetry.counters import SCHEMA, Counters, ServerDescription, read_description
+from deft_backend.telemetry.shown_batch import answer_file, forest_from_json, request_file
 
 ANSWER_SECONDS = 20.0  # longest time in which a server on a busy machine shows its batch
 

@@ -26,7 +26,7 @@ from benchmarks.e2e.served_model import SHAPES, ModelError, write_model
 from benchmarks.e2e.served_workloads import Mixed, Together
 from benchmarks.e2e.serving_rows import by_case, make_row, read_rows
 from benchmarks.row_files import RowsError, write_rows
-from deft_backend.settings import installed as distributions
+from deft_backend.settings import version as distributions
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.process import ServerProcess
 

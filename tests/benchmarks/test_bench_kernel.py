@@ -25,10 +25,9 @@ from benchmarks.kernel.tree_workloads import (
     workloads_of,
 )
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import TraceError
-from deft_backend.tools.tuning.ceilings import Ceilings
-from deft_backend.tools.tuning.launch_clock import QUICK
+from deft_backend.tools.tuning.launch_clock import QUICK, Ceilings
 from thought_tree_files import dump_thought_trees
 
 CPU = torch.device("cpu")

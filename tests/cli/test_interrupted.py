@@ -127,7 +127,7 @@ main()
     [
         ("rich", True),
         ("deft_backend.cli.app", False),
-        ("deft_backend.tools.explain.explanation", False),
+        ("deft_backend.tools.explain", False),
     ],
 )
 def test_ctrl_c_while_a_command_imports(module, breaks):

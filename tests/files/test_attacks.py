@@ -15,12 +15,12 @@ from deft_backend.costs.cost_model import CostModel, CostModelError, default_cos
 from deft_backend.files.json_fields import shown
 from deft_backend.files.private_files import open_private, unsafe_folder, write_private
 from deft_backend.forest import build_forest, forest_from_page_tables
-from deft_backend.telemetry.forest_json import forest_as_json, forest_from_json
+from deft_backend.telemetry.shown_batch import forest_as_json, forest_from_json
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import BatchQuestion, StateError, read_state
 from deft_backend.tools.servers.driver_stub import DriverStubError, ensure_driver_stub
-from deft_backend.tools.traces.arrivals import load_arrivals
 from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.trace_files import load_arrivals
 from deft_backend.tools.watch.page_server import PageServer
 from sglang_fakes import make_state
 

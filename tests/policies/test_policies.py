@@ -31,7 +31,6 @@ from deft_backend.policies.grouping import GroupingBuilder, Segment
 from deft_backend.policies.makespan import longest_first, partial_results
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.scheduled_chunks import makespan
-from deft_backend.tools.tuning.fasttree_fit import context_padding_cost, pad, query_padding_cost
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
 PROGRAMS = {"num_programs": 16, "tile_programs": (16, 16, 16)}
@@ -218,15 +217,6 @@ def test_chunk_sizes_are_checked(policy):
 
 
 # --- FastTree -------------------------------------------------------------------------------------
-
-
-def test_padding_by_hand():
-    assert pad(16, 20) == 12  # the notes' own example
-    assert pad(16, 16) == pad(16, 32) == pad(16, 0) == 0
-    assert pad(16, 1) == 15
-    assert query_padding_cost(16, 20, 100, 128) == 12 * 100 * 128
-    assert context_padding_cost(64, 20, 40, 128) == 20 * 24 * 128
-    assert context_padding_cost(64, 20, 100, 128) == 0  # min(len, TS_c) = TS_c
 
 
 def test_fasttree_takes_the_cheaper_value_of_an_edge():

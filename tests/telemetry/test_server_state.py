@@ -10,9 +10,8 @@ import pytest
 from deft_backend.files.private_files import write_private
 from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry import reporting
 from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCounts
-from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
+from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter, report_counters
 from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
 from sglang_fakes import Tree, make_state, requests_of
@@ -129,7 +128,7 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
 def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(StateWriter, "start", raising(RuntimeError("no more threads")))
     settings = Settings(state_dir=tmp_path)
-    reporting.start(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
+    report_counters(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
     assert caplog.text.count("no more threads") == 1
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.kernel.case_inputs import Inputs
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
-from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import installed_version
 
 _HOPPER = 9
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.settings.config import Settings, SettingsError
-from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import installed_version
 
 
 @dataclass(frozen=True)

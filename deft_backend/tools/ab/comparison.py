@@ -7,16 +7,15 @@ from dataclasses import replace
 from deft_backend.files.provenance import provenance
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS, Agreement, agreement
-from deft_backend.tools.ab.progress import Progress
 from deft_backend.tools.ab.result import AbResult, SideRun, compare_sides
-from deft_backend.tools.ab.sides import RunningServer, Side
+from deft_backend.tools.ab.sides import Progress, RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
 from deft_backend.tools.harness.replay import Replayed, replay
 from deft_backend.tools.harness.server_counters import acceptance_length
 from deft_backend.tools.harness.workload import Workload
 from deft_backend.tools.servers.command import StartError
-from deft_backend.tools.traces.invented_text import passage
+from deft_backend.tools.traces.invented import passage
 
 _SAMPLE = passage(4000, "sample")
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from string import Template
 
 from deft_backend.files.private_files import write_private
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, milliseconds
 from deft_backend.tools.ab.tables import Table, further_tables, main_tables
-from deft_backend.tools.ab.units import milliseconds
 from deft_backend.tools.ab.verdict import paired_change, verdict
 
 _CPU_NOTE = (

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import Agreement
+from deft_backend.tools.harness.answers import ANSWERED, TOO_LONG
 from deft_backend.tools.harness.client import Offers
 from deft_backend.tools.harness.replay import Outcome, Replayed
-from deft_backend.tools.harness.streamed_request import ANSWERED, TOO_LONG
 from deft_backend.tools.harness.workload import Workload
 
 
@@ -208,3 +208,28 @@ def _outcome_json(o: Outcome) -> dict[str, Any]:
         "status": o.status, "detail": o.detail, "prompt_tokens": o.prompt_tokens,
         "arrivals": arrivals,
     }  # fmt: skip
+
+
+MISSING = "–"
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes as kB, MB or GB, decimal."""
+    if value is None:
+        return MISSING
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def milliseconds(value: float | None) -> str:
+    """Seconds as milliseconds."""
+    if value is None:
+        return MISSING
+    return f"{value * 1e3:,.0f} ms" if value >= 0.1 else f"{value * 1e3:.2f} ms"
+
+
+def percent(value: float | None) -> str:
+    """A share of one as a percentage, without a minus zero."""
+    return MISSING if value is None else f"{value * 100 + 0.0:.1f} %".replace("-0.0 %", "0.0 %")

@@ -4,10 +4,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload
-from deft_backend.tools.ab.units import milliseconds
-from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.streamed_request import CUT, SKIPPED, TOO_LONG
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, milliseconds
+from deft_backend.tools.harness.answers import CUT, SKIPPED, TOO_LONG, Answer
 
 LEAST = 0.05  # A smaller change of the time per token is no reason to switch
 

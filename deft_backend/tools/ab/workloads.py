@@ -15,12 +15,16 @@ from deft_backend.tools.harness.workload import (
     poisson,
     thought_requests,
 )
-from deft_backend.tools.traces.invented_text import passage, question
-from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.invented import (
+    ThoughtTreeShape,
+    generate_thought_tree,
+    passage,
+    question,
+)
 from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 if TYPE_CHECKING:
-    from deft_backend.tools.traces.arrivals import Arrival
+    from deft_backend.tools.traces.trace_files import Arrival
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
@@ -208,7 +212,7 @@ def trace_workload(
 
     Raises WorkloadError if the rate is impossible.
     """
-    from deft_backend.tools.traces.arrivals import shared_tokens  # it loads NumPy
+    from deft_backend.tools.traces.trace_files import shared_tokens  # it loads NumPy
 
     @lru_cache(maxsize=20_000)
     def block(id: int | str, characters: int) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.streamed_request import (
+from deft_backend.tools.harness.answers import (
     REFUSED,
     TOO_LONG,
+    Answer,
     NotAnswered,
     StreamReader,
     sent,

@@ -5,17 +5,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import ServerClient
-from deft_backend.tools.harness.streamed_request import (
+from deft_backend.tools.harness.answers import (
     ANSWERED,
     CUT,
     FAILED,
     LOST,
     SKIPPED,
     TOO_LONG,
+    Answer,
     NotAnswered,
 )
+from deft_backend.tools.harness.client import ServerClient
 from deft_backend.tools.harness.workload import Request, Workload
 
 _CHECKS = 3

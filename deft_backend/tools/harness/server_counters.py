@@ -18,7 +18,7 @@ from deft_backend.telemetry.state_reader import (
     running_servers,
     settled_counters,
 )
-from deft_backend.tools.servers.get_page import get_page
+from deft_backend.tools.servers.process import get_page
 
 _SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from deft_backend.hosts.vllm.versions import backend_name
-from deft_backend.settings.installed import installed_version
+from deft_backend.settings.version import installed_version
 from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 BACKEND = "deft"  # our name for the plugin; :data:`BACKEND_NAMES` has the hosts' names for it

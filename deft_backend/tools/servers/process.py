@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,6 @@ from pathlib import Path
 from deft_backend.files.folders import create_private
 from deft_backend.files.private_files import open_private
 from deft_backend.tools.servers.command import ServerCommand, StartError
-from deft_backend.tools.servers.get_page import get_page
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25
@@ -148,3 +149,16 @@ def _kill_tree(leader: int, members: list[int]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == leader:
                 os.kill(pid, signal.SIGKILL)
+
+
+def get_page(url: str, seconds: float = 10.0) -> str | None:
+    """What a server answers to a GET; None if it does not answer, or with another status than 200.
+
+    Proxies of the environment do not count: they cannot reach this machine's loopback interface.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=seconds) as response:
+            return str(response.read().decode(errors="replace")) if response.status == 200 else None
+    except (http.client.HTTPException, OSError, ValueError):
+        return None

@@ -12,15 +12,10 @@ from deft_backend.costs import CostModel
 from deft_backend.costs.table_key import TableKey
 from deft_backend.files.provenance import provenance
 from deft_backend.shapes.attention_shape import AttentionShape
-from deft_backend.tools.tuning.block_times import measure_block_times
-from deft_backend.tools.tuning.ceilings import measure_ceilings
-from deft_backend.tools.tuning.fasttree_fit import measure_coefficients
-from deft_backend.tools.tuning.grids import Grid
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, measure_ceilings
 from deft_backend.tools.tuning.machine import Launch, Machine, Work
-from deft_backend.tools.tuning.search import SearchResult, search
-from deft_backend.tools.tuning.tile_fit import measure_tile_costs, used_shapes
-from deft_backend.tools.tuning.trials import Trials
+from deft_backend.tools.tuning.search import SearchResult, Trials, search
+from deft_backend.tools.tuning.tile_fit import Grid, measure_tile_costs, used_shapes
 
 _BUDGET = Budget(launch_ms=20)
 
@@ -87,21 +82,10 @@ def measure(
         bandwidth = bandwidth_gb_s()
     with part("items of each tile shape, and partial results"):
         tiles, errors = measure_tile_costs(time_us, target, grid)
-    with part("FlashForge's cost table"):
-        times = measure_block_times(time_us, target, machine.num_sms, grid)
-    with part("FastTree's coefficients"):
-        fasttree, errors["FastTree"] = measure_coefficients(time_us, target, grid)
-    model = CostModel(
-        source=source_of(key),
-        head_dim=key.head_dim,
-        **times,
-        bandwidth_gb_s=float(np.round(bandwidth)),
-        fasttree=fasttree,
-        tiles=tiles,
-    )
+    # Costs that only the papers' policies read stay those of the table in use.
+    kept = replace(before, source=source_of(key), head_dim=key.head_dim)
+    model = replace(kept, bandwidth_gb_s=float(np.round(bandwidth)), tiles=tiles)
     with part("plans of whole batches"):
-        # Only what `auto` plans with can differ: its tile costs and the bandwidth.
-        kept = replace(model, tiles=before.tiles, bandwidth_gb_s=before.bandwidth_gb_s)
         best = search(Trials(machine, grid.trials), [kept, model])
     return Tuned(best.model, errors, seconds, best)
 

@@ -1,15 +1,44 @@
 """Fit TileCosts, the costs of items and partial results, to measured launches."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
 
+import numpy as np
+import numpy.typing as npt
+
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.policies import Target
 from deft_backend.shapes.kernel_limits import TILE_NAMES
-from deft_backend.tools.tuning.grids import Grid
-from deft_backend.tools.tuning.least_squares import fit_differences, fit_times
 from deft_backend.tools.tuning.machine import Work
 
 SMALLEST_NS = 1e-3  # least cost in nanoseconds: no fit may give 0
+
+UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")
+"""Batches that share nothing: requests, then tokens of each."""
+
+SHARED = (
+    "1,10 4000,400", "1,32 4000,1", "1,256 4000,1", "1,10,10 1000,200,100", "1,256 256,32",
+    "1,16,64 1024,256,32", "1,4,16,512 1024,256,128,32", "1,8 120000,512", "1,64 16384,64",
+    "1,128 4096,64", "1,6,48 2000,8000,200", "1,16,32,64,128,1024 256,128,64,16,16,16",
+    "1,2,4,8,16,32,64,128,1024 16,16,16,16,16,16,16,16,16",
+)  # fmt: skip
+"""Trees of the papers and of servers: nodes a level, then tokens of each node."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the measured launches."""
+
+    # Items of each tile shape: KV lengths, and items of a program.
+    tile_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
+    tile_rounds: tuple[int, ...] = (1, 2, 4)
+    # Partial results: the approximate number in a launch, and those of each query.
+    result_counts: tuple[int, ...] = (64, 512, 2048, 8192)
+    result_parts: tuple[int, ...] = (2, 8)
+    # Whole batches that two tables are compared on: nodes a level, then tokens of each node.
+    trials: tuple[str, ...] = UNSHARED + SHARED
 
 
 def used_shapes(target: Target) -> dict[int, int]:
@@ -74,3 +103,51 @@ def result_works(target: Target, grid: Grid) -> list[tuple[Work, Work]]:
 
 def _positive(value: float) -> float:
     return max(SMALLEST_NS, float(f"{value:.4g}"))
+
+
+def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray, float]:
+    """Coefficients of 0 or more that bring ``features @ coefficients`` closest to `times`.
+
+    The fit weighs relative errors: a launch of 10 µs counts as much as one of 1 ms.
+
+    - `features` [M, N], `times` [M] above 0
+
+    Returns the coefficients [N] float64, 0 for a term that the measurements contradict, and the
+    root of the mean squared relative error.
+    """
+    measured = np.asarray(times, dtype=np.float64)
+    matrix = np.asarray(features, dtype=np.float64) / measured[:, None]
+    ones = np.ones(len(measured))
+    return _non_negative(matrix, ones)
+
+
+def fit_differences(
+    features: npt.ArrayLike, differences: npt.ArrayLike, scale: npt.ArrayLike
+) -> tuple[FloatArray, float]:
+    """Like :func:`fit_times`, for differences of times; `scale` holds the times themselves."""
+    of = np.asarray(scale, dtype=np.float64)
+    matrix = np.asarray(features, dtype=np.float64) / of[:, None]
+    return _non_negative(matrix, np.asarray(differences, dtype=np.float64) / of)
+
+
+def _non_negative(matrix: FloatArray, goal: FloatArray) -> tuple[FloatArray, float]:
+    """The best solution without a negative coefficient, over all sets of columns.
+
+    This is the constrained optimum: on its own columns it equals the unconstrained optimum. A few
+    columns have few sets.
+    """
+    size = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(size > 0.0, size, 1.0)
+    best: FloatArray = np.zeros(matrix.shape[1])
+    least = float(np.linalg.norm(goal))
+    for count in range(1, matrix.shape[1] + 1):
+        for columns in combinations(range(matrix.shape[1]), count):
+            chosen = list(columns)
+            solution, *_ = np.linalg.lstsq(scaled[:, chosen], goal, rcond=None)
+            error = float(np.linalg.norm(scaled[:, chosen] @ solution - goal))
+            if (solution >= 0.0).all() and error < least * (1.0 - 1e-9):
+                least = error
+                best = np.zeros(matrix.shape[1])
+                best[chosen] = solution
+    coefficients: FloatArray = best / np.where(size > 0.0, size, 1.0)
+    return coefficients, least / float(np.sqrt(len(goal)))

@@ -1,12 +1,23 @@
 """The engines that decode on this machine, and what each of them is doing."""
 
+from __future__ import annotations
+
 import re
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deft_backend.forest import PrefixForest
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state_reader import StateError, StateReading, process_runs, read_state
+from deft_backend.telemetry.state_reader import (
+    BatchQuestion,
+    StateError,
+    StateReading,
+    process_runs,
+    read_state,
+)
 
 DECODING, IDLE, SILENT, ENDED, UNREADABLE = "decoding", "idle", "silent", "ended", "unreadable"
 
@@ -29,7 +40,8 @@ class Engine:
     dp: int | None  # its data-parallel rank; None if the server has one engine
     path: Path  # the state file of its first process
     status: str  # one of the names above
-    # Seconds since its last decode step, or since the first reading of a server that did none.
+    # Seconds since its last decode step, or since the first reading of a server that did none. Of a
+    # server that is silent or has ended: seconds since its writer's last sign of life.
     since: float
     reading: StateReading | None  # of its first process; None if it is unreadable
     counters: Counters  # steps of the first process; bytes of all its processes
@@ -91,17 +103,132 @@ def _engine(port: int, dp: int | None, paths: list[Path], now: float) -> Engine:
             kv_bytes_query_guided=counters.kv_bytes_query_guided
             + other.counters.kv_bytes_query_guided,
         )
-    since = max(0.0, now - reading.updated)
-    return Engine(
-        port, dp, first, _status(reading, since, now), since, reading, counters, processes
-    )
+    status, since = _status(reading, now)
+    return Engine(port, dp, first, status, since, reading, counters, processes)
 
 
-def _status(reading: StateReading, since: float, now: float) -> str:
-    silent = now - reading.sign_of_life
+def _status(reading: StateReading, now: float) -> tuple[str, float]:
+    """The status, and the seconds since the moment that :attr:`Engine.since` names."""
+    silent, resting = (max(0.0, now - at) for at in (reading.sign_of_life, reading.updated))
     # A server in a container may have a process id that means nothing here.
-    if silent > SILENT_SECONDS:
-        return SILENT if process_runs(reading.pid) else ENDED
-    if not process_runs(reading.pid) and silent > IDLE_SECONDS:
-        return ENDED
-    return DECODING if since < IDLE_SECONDS and reading.counters.decode_steps else IDLE
+    runs = process_runs(reading.pid)
+    if silent > (SILENT_SECONDS if runs else IDLE_SECONDS):
+        return SILENT if runs else ENDED, silent
+    decodes = resting < IDLE_SECONDS and reading.counters.decode_steps
+    return DECODING if decodes else IDLE, resting
+
+
+_PATIENCE = 20.0  # seconds after which a question without an answer is asked again
+
+
+@dataclass(frozen=True)
+class ShownBatch:
+    """A batch, or why there is none to show."""
+
+    forest: PrefixForest | None = None
+    rids: Sequence[str] = ()  # the host's names of its requests, if known
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The counts of the last `seconds` seconds."""
+
+    counters: Counters
+    seconds: float
+
+    @property
+    def steps_a_second(self) -> float:
+        return self.counters.decode_steps / self.seconds if self.seconds else 0.0
+
+
+class Rate:
+    """Keeps readings of one engine, and subtracts the oldest of the last seconds from the newest.
+
+    Counters that went down belong to another server on the same port, so counting starts again. It
+    also starts again after a pause: what happened minutes ago is not "now".
+    """
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self._seconds = seconds
+        self._readings: deque[tuple[float, int, Counters]] = deque()
+
+    def add(self, now: float, pid: int, counters: Counters) -> Stretch | None:
+        """The stretch up to this reading; None at the first one, and at the first after a pause."""
+        readings = self._readings
+        if readings:
+            at, writer, last = readings[-1]
+            another = writer != pid or last.decode_steps > counters.decode_steps
+            if another or now - at > 2 * self._seconds:
+                readings.clear()
+        readings.append((now, pid, counters))
+        while len(readings) > 2 and now - readings[1][0] >= self._seconds:
+            readings.popleft()
+        began, _, before = readings[0]
+        return Stretch(counters - before, now - began) if now > began else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine at one time."""
+
+    engine: Engine
+    batch: ShownBatch
+    now: Stretch | None
+
+
+class Follower:
+    """Follows the last batch and the counts of one engine, between two looks.
+
+    With the host planner, the batch is in the state file. With the device planner, the follower
+    asks the server, at most every `seconds`, and only after further decode steps.
+
+    - `recent`: the seconds that a rate is about.
+    """
+
+    def __init__(self, seconds: float, recent: float = 5.0) -> None:
+        self._seconds = seconds
+        self._rate = Rate(recent)
+        self._shown = ShownBatch(problem="no batch has gone through tree attention yet")
+        self._question: BatchQuestion | None = None
+        self._asked_at = float("-inf")
+        self._asked_steps = -1
+
+    def look(self, engine: Engine, wait: float = 0.0) -> Row:
+        """The engine now; waits at most `wait` seconds for a server that was just asked."""
+        reading = engine.reading
+        if reading is None:
+            return Row(engine, ShownBatch(problem=engine.problem), None)
+        if reading.forest is not None:
+            self._shown = ShownBatch(reading.forest, reading.rids)
+        elif reading.counters.steps_tree:
+            end = time.monotonic() + wait
+            self._follow(engine, reading.counters.steps_tree)
+            while self._question is not None and time.monotonic() < end:
+                time.sleep(0.05)
+                self._follow(engine, reading.counters.steps_tree)
+        now = self._rate.add(time.monotonic(), reading.pid, engine.counters)
+        return Row(engine, self._shown, now if engine.runs else None)
+
+    def close(self) -> None:
+        """Take back a question that is still open."""
+        if self._question is not None:
+            self._question.withdraw()
+            self._question = None
+
+    def _follow(self, engine: Engine, steps: int) -> None:
+        now = time.monotonic()
+        try:
+            forest = None if self._question is None else self._question.answer()
+            if forest is not None:
+                self._shown, self._question = ShownBatch(forest), None
+            pause = self._seconds if self._question is None else _PATIENCE
+            if now - self._asked_at >= pause and steps != self._asked_steps and engine.runs:
+                self.close()
+                self._asked_at, self._asked_steps = now, steps
+                self._question = BatchQuestion(engine.path)
+                if self._shown.forest is None:
+                    self._shown = ShownBatch(problem="the server has not shown its batch yet")
+        except StateError as error:
+            self._question = None
+            self._shown = ShownBatch(problem=str(error).split(": ", 1)[-1])

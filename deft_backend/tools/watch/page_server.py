@@ -1,16 +1,24 @@
-"""Serves the page of `deft inspect` and its data: read-only, for browsers on this machine."""
+"""The page of `deft inspect` and its data: read-only, for browsers on this machine."""
 
 import base64
 import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest
+from deft_backend.tools.watch import figures
+from deft_backend.tools.watch.engines import Engine, Follower, find_engines
 
 _IDLE_SECONDS = 20.0  # close a connection that sends nothing for this long
 
@@ -134,3 +142,96 @@ class _Handler(BaseHTTPRequestHandler):
 def _number(asked: Mapping[str, list[str]], name: str, default: int) -> int:
     text = asked.get(name, [""])[0]
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else default
+
+
+_ASK_SECONDS = 2.0  # between two questions for the batch of a server with the device planner
+
+_PREFIXES = 8  # shared prefixes that the page lists
+
+
+class Inspector:
+    """Looks at the server on one port, for any number of threads.
+
+    - `folder`: the folder of the state files.
+    - `port`: the server's.
+    """
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self._port = port
+        self._lock = threading.Lock()
+        self._engines: dict[Path, _Followed] = {}
+
+    def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
+        """The data of one engine.
+
+        - `engine`: which of the server's engines, if it has several.
+        - `known`: the serial number of the batch that the asker has; that batch is not sent again.
+        """
+        with self._lock:
+            present = find_engines(self._folder, self._port)
+            names = [each.name for each in present]
+            base: dict[str, Any] = {"port": self._port, "engines": names}
+            if not present:
+                said = "no server has written a state file for this port"
+                gone = {"status": "missing", "said": said, "title": "", "problem": said}
+                return {**base, **gone, "lines": [], "batch": None}
+            chosen = present[min(max(engine, 0), len(names) - 1)]
+            followed = self._engines.setdefault(chosen.path, _Followed())
+            return {**base, **followed.state(chosen, known)}
+
+    def close(self) -> None:
+        with self._lock:
+            for followed in self._engines.values():
+                followed.close()
+
+
+class _Followed(Follower):
+    """One engine with its last batch."""
+
+    def __init__(self) -> None:
+        super().__init__(_ASK_SECONDS)
+        self._serial = 0
+        self._batch: dict[str, Any] | None = None
+
+    def state(self, engine: Engine, known: int) -> dict[str, Any]:
+        row = self.look(engine)
+        content: dict[str, Any] = {
+            "status": engine.status,
+            "said": figures.status(engine),
+            "title": figures.title(engine),
+            "problem": engine.problem or row.batch.problem,
+            "lines": [],
+            "batch": None,
+        }
+        if engine.reading is None:
+            return content
+        content["lines"] = list(figures.lines(row))
+        if row.batch.forest is None:
+            self._batch = None
+            return content
+        batch = batch_json(row.batch.forest, row.batch.rids)
+        if batch != self._batch:
+            self._batch = batch
+            self._serial += 1
+        news = {} if known == self._serial else batch
+        content["batch"] = {"serial": self._serial, **news}
+        return content
+
+
+def batch_json(forest: PrefixForest, rids: Sequence[str]) -> dict[str, Any]:
+    """A forest, with the host's names of its requests if they are known."""
+    named = len(rids) == forest.batch_size
+    ranges = (forest.start, forest.length, forest.query_begin, forest.query_end)
+    return {
+        "requests": [
+            {"name": str(rids[at]) if named else f"#{at}", "tokens": tokens}
+            for at, tokens in enumerate(forest.seq_lens.tolist())
+        ],
+        "order": forest.order.tolist(),
+        "nodes": np.stack((forest.parent, *ranges), axis=1).tolist() if forest.num_nodes else [],
+        "prefixes": [
+            {**prefix._asdict(), "saved": prefix.saved}
+            for prefix in figures.shared_prefixes(forest)[:_PREFIXES]
+        ],
+    }

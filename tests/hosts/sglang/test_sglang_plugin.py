@@ -7,7 +7,7 @@ import pytest
 
 from deft_backend.hosts.common.planner_choice import SGLANG_ADAPTER, selects_device_planner
 from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
-from deft_backend.settings import installed
+from deft_backend.settings import version as distributions
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
 
@@ -273,7 +273,7 @@ def test_verification_is_planned_on_the_device(changes, tokens, on_device, caplo
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
 ):
-    monkeypatch.setattr(installed, "version", lambda name: version)
+    monkeypatch.setattr(distributions, "version", lambda name: version)
     made = make_arguments()
     assert served(arguments, made) is None
     assert made.attention_backend == "torch_native"

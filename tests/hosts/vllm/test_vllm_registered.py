@@ -24,7 +24,7 @@ from deft_backend.hosts.vllm.report.observe import observed_backend, original_ba
 from deft_backend.hosts.vllm.start import registered
 from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-from deft_backend.settings import installed
+from deft_backend.settings import version as distributions
 from vllm_fakes import (
     DIM,
     HEADS,
@@ -398,7 +398,7 @@ def test_a_cpu_server_without_a_member_is_left_alone(asked, lacking, monkeypatch
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1"])
 def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplog):
-    monkeypatch.setattr(installed, "version", lambda name: version)
+    monkeypatch.setattr(distributions, "version", lambda name: version)
     reason = f"tested with vLLM {versions.VLLM} and this is {version}"
     left_alone(reason, monkeypatch, caplog)
     # The CPU's only backend, for every request. Servers that do not ask hear nothing.

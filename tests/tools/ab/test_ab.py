@@ -16,10 +16,12 @@ import pytest
 from rich.console import Console
 
 import commands
+from arrival_traces import arrival_lines
 from fake_completions import Fake, serving
 from sglang_fakes import make_state
 
 pytest.importorskip("matplotlib")
+
 
 from deft_backend.cli.ab_run import print_result
 from deft_backend.telemetry.counters import Counters
@@ -27,16 +29,14 @@ from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.report import write_report
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun
-from deft_backend.tools.ab.units import megabytes, percent
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, megabytes, percent
 from deft_backend.tools.ab.verdict import paired_change, verdict
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError, base_url
 from deft_backend.tools.harness.replay import Outcome, Replayed, replay
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Request, Workload
-from deft_backend.tools.traces.arrivals import Arrival, dump_arrivals
-from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
+from deft_backend.tools.traces.trace_files import load_arrivals
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
@@ -104,8 +104,8 @@ def test_two_equal_servers(tmp_path):
 
 def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
     trace = tmp_path / "t.jsonl"
-    arrivals = make_arrivals(TraceShape(12, 40.0, 600, 2, 800, 60, 6, seed=2))[:11]
-    trace.write_text("\n".join(dump_arrivals(arrivals)))
+    trace.write_text("\n".join(arrival_lines(11)))
+    arrivals = load_arrivals(trace)
     fits = sorted(a.input_length + a.output_length for a in arrivals)[8]
     with serving(Fake()) as a, serving(Fake(context=fits)) as b:
         data, printed = ab(tmp_path, "--urls", a.url, b.url, "--trace", str(trace), "--speed", "2")
@@ -242,9 +242,9 @@ def test_pieces_of_another_form_are_a_failed_request(piece):
 
 def test_bad_input(tmp_path):
     arrivals = tmp_path / "arrivals.jsonl"
-    arrivals.write_text("\n".join(dump_arrivals(make_arrivals(TraceShape(requests=2)))))
+    arrivals.write_text("\n".join(arrival_lines(2)))
     blocks = tmp_path / "blocks.jsonl"
-    blocks.write_text(next(iter(dump_arrivals([Arrival(0, 20 * 512, 1, tuple(range(20)))]))))
+    blocks.write_text(arrival_lines(1, blocks=19, own=0)[0])
     with serving(Fake()) as a, serving(Fake(listed=["made-up"])) as odd:
         trace = ["--urls", a.url, a.url, "--trace", str(arrivals)]
         long = ["--urls", a.url, a.url, "--trace", str(blocks)]

@@ -21,7 +21,7 @@ from deft_backend.tools.ab.workloads import (
     unshared,
 )
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError
-from deft_backend.tools.traces.invented_text import passage, question
+from deft_backend.tools.traces.invented import passage, question
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, lay_out
 
 SMALL = Sizes(4, 300, 8)

@@ -1,26 +1,21 @@
-"""Traces of arrivals in Mooncake's format: read, checked, scaled, made, and turned into prompts."""
+"""Traces of arrivals in Mooncake's format: read, checked, scaled, and turned into prompts."""
 
-import itertools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from deft_backend.cli.app import app
 from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import WorkloadError, poisson
-from deft_backend.tools.traces.arrivals import (
+from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.trace_files import (
     BLOCK_TOKENS,
     Arrival,
-    dump_arrivals,
     is_arrival_trace,
     load_arrivals,
     shared_tokens,
 )
-from deft_backend.tools.traces.made_arrivals import TraceShape, make_arrivals
-from deft_backend.tools.traces.recorded_trees import TraceError
 
 LINE = {
     "timestamp": 27482, "input_length": 1055, "output_length": 52, "hash_ids": [46, 47, 2353],
@@ -82,62 +77,6 @@ def test_the_two_kinds_of_traces_are_told_apart(tmp_path):
     other = tmp_path / "trace.txt"
     other.write_text(json.dumps(LINE))
     assert is_arrival_trace(other)
-
-
-@given(
-    st.integers(1, 40), st.integers(0, 3), st.integers(0, 2000), st.floats(1, 4), st.integers(0, 4)
-)
-def test_made_traces_are_traces_of_that_shape(requests, documents, system, turns, forks):
-    shape = TraceShape(requests, 3.0, system, documents, 700, 50, 20, turns, 7, forks)
-    arrivals = make_arrivals(shape)
-    assert arrivals == make_arrivals(shape)
-    assert len(arrivals) == requests
-    for arrival in arrivals:
-        assert len(arrival.hash_ids) == -(-arrival.input_length // BLOCK_TOKENS)
-        full = min(system // BLOCK_TOKENS, len(arrival.hash_ids))
-        assert arrival.hash_ids[:full] == arrivals[0].hash_ids[:full]
-    # An id also stands for the text before it: it always has the same place and predecessor.
-    before = {}
-    for arrival in arrivals:
-        for last, id in zip((-1, *arrival.hash_ids), arrival.hash_ids, strict=False):
-            assert before.setdefault(id, last) == last
-
-
-def test_sub_agents_fork_from_a_history_and_the_next_turn_holds_their_answers():
-    arrivals = make_arrivals(TraceShape(400, 2.0, 512, 2, 2048, 3000, 100, 6.0, 3, forks=3))
-    together = [
-        list(group) for _, group in itertools.groupby(arrivals, lambda each: each.timestamp)
-    ]
-    forks = [group for group in together if len(group) == 3]
-    assert len(forks) > 20
-    assert {len(group) for group in together} <= {1, 2, 3}  # the last group may be cut
-    returns = 0
-    for group in forks:
-        columns = zip(*(each.hash_ids for each in group), strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
-        assert shared >= min(len(each.hash_ids) for each in group) - 1 - 8 * 3000 // BLOCK_TOKENS
-        history = group[0].hash_ids[:shared]
-        answers = sum(each.output_length for each in group)
-        later = [each for each in arrivals if each.timestamp > group[0].timestamp
-                 and each.hash_ids[: len(history)] == history]  # fmt: skip
-        for each in later[:1]:
-            returns += 1
-            assert each.input_length > len(history) * BLOCK_TOKENS + answers
-    assert returns > 20
-
-
-def test_a_made_trace_can_be_read_back(tmp_path):
-    path = tmp_path / "made.jsonl"
-    result = CliRunner().invoke(app, ["trace", "--requests", "25", "--out", str(path)])
-    assert result.exit_code == 0
-    made = make_arrivals(TraceShape(requests=25))
-    found = load_arrivals(path)
-    assert [a.hash_ids for a in found] == [a.hash_ids for a in made]
-    assert [a.timestamp for a in found] == [round(a.timestamp) for a in made]
-    assert "25 requests" in result.stderr
-    printed = CliRunner().invoke(app, ["trace", "--requests", "2"])
-    assert printed.stdout.splitlines() == list(dump_arrivals(make_arrivals(TraceShape(requests=2))))
-    assert CliRunner().invoke(app, ["trace", "--rate", "0"]).exit_code == 2
 
 
 @given(st.integers(1, 3000), st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.tools.traces.invented_tree import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import ROOT, TraceError
 from deft_backend.tools.traces.trace_files import load_thought_trees, load_token_tree, load_trace
 from deft_backend.tools.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest

@@ -11,8 +11,7 @@ from browser import CHROMIUM, DRIVER, MISSING, browser
 from commands import run
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.tools.watch.page_server import PageServer, page
-from deft_backend.tools.watch.snapshot import Inspector
+from deft_backend.tools.watch.page_server import Inspector, PageServer, page
 from sglang_fakes import make_state
 
 SECRET = "the text of a prompt"
@@ -67,7 +66,13 @@ def test_the_data(served):
     assert content["engines"] == ["1"]
     assert [request["name"] for request in batch["requests"]] == ["a", "b", "c", "d"]
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
-    assert batch["stored"] == 512 + 128 + 4 * 20
+    words = {name: "".join(text for text, _ in parts) for name, parts in content["lines"]}
+    assert words["batch"].startswith("4 requests · share 3.3: ")
+    assert words["batch"].endswith("2,384 tokens attended to, 720 stored")
+    assert words["steps"].startswith("1 of 1 through tree attention (100 %)")
+    assert batch["prefixes"][0] == {
+        "node": 0, "start": 0, "tokens": 512, "readers": 4, "saved": 3 * 512,
+    }  # fmt: skip
     again = json.loads(served.get(f"/state.json?known={batch['serial']}").read())
     assert again["batch"] == {"serial": batch["serial"]}
     served.decode(["a", "b"])
@@ -162,7 +167,7 @@ def test_the_page_in_a_browser(served, tab):
     assert whole["height"] == pytest.approx(2 * half["height"], rel=0.01)
     assert len({whole["fill"], half["fill"], alone["fill"]}) == 3
     assert tab.text("#status").split()[0] in ("decoding", "idle")  # on a slow machine
-    assert "4 requests" in tab.text("#batch")
+    assert "4 requests" in tab.text("#lines")
 
     tab.click("rect[data-node='0']")
     assert "512 tokens, shared by 4 requests" in tab.text("#detail")
@@ -180,13 +185,13 @@ def test_the_page_in_a_browser(served, tab):
 
     # Requests join and end: the chosen block stays, and the focus with it.
     served.decode(["x", "a", "b", "y", "z", "d"])
-    tab.until(lambda: "6 requests" in tab.text("#batch"))
+    tab.until(lambda: "6 requests" in tab.text("#lines"))
     assert "128 tokens, shared by 3 requests" in tab.text("#detail")
     assert "x · 660" in tab.text("#detail")
     tab.press("left")
     assert "512 tokens, shared by 6 requests" in tab.text("#detail")
     served.decode(["p", "q"])
-    tab.until(lambda: "2 requests" in tab.text("#batch"))
+    tab.until(lambda: "2 requests" in tab.text("#lines"))
     assert "The block that you chose is gone" in tab.text("#detail")
 
     light = tab.run("return getComputedStyle(document.body).backgroundColor")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -16,15 +17,19 @@ from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Counters, DraftCounts
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.tools.watch.batches import (
+from deft_backend.tools.watch.engines import (
+    DECODING,
+    ENDED,
+    IDLE,
+    SILENT,
+    UNREADABLE,
     Follower,
     Rate,
     Row,
-    SharedPrefix,
     ShownBatch,
-    shared_prefixes,
+    find_engines,
 )
-from deft_backend.tools.watch.engines import DECODING, ENDED, IDLE, SILENT, UNREADABLE, find_engines
+from deft_backend.tools.watch.figures import SharedPrefix, shared_prefixes
 from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
 
@@ -104,7 +109,7 @@ def test_ranks_add_their_bytes_but_not_their_steps(tmp_path):
 
 
 def test_shared_prefixes_are_sorted_by_what_they_save():
-    assert shared_prefixes(FOREST) == [SharedPrefix(2, 0, 40, 3), SharedPrefix(2, 40, 20, 2)]
+    assert shared_prefixes(FOREST) == [SharedPrefix(0, 0, 40, 3), SharedPrefix(1, 40, 20, 2)]
     assert [prefix.saved for prefix in shared_prefixes(FOREST)] == [80, 20]
 
 
@@ -118,6 +123,29 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     assert now.steps_a_second == (20 * 20 - 15 * 15) / 5
     assert rate.add(21.0, 1, Counters(decode_steps=3)) is None
     assert rate.add(22.0, 2, Counters(decode_steps=30)) is None
+    assert rate.add(200.0, 2, Counters(decode_steps=90)) is None  # minutes ago is not now
+    later = rate.add(201.0, 2, Counters(decode_steps=93))
+    assert later is not None
+    assert (later.counters.decode_steps, later.seconds) == (3, 1.0)
+
+
+def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
+    """The file's last sign of life counts, not the last change of a counter."""
+    state, writer = decoding(tmp_path)
+    follower = Follower(seconds=0.0)
+    (engine,) = find_engines(tmp_path)
+    follower.look(engine)
+    state.pid = dead_pid()
+    state.count_tree(FOREST.tokens_attended, FOREST.tokens_stored, 2)
+    writer.look()
+    content = json.loads(writer.path.read_text())
+    writer.path.write_text(json.dumps({**content, "updated": time.time() - 88}))
+    os.utime(writer.path, (0, time.time() - 10))
+    (engine,) = find_engines(tmp_path)
+    assert engine.status == ENDED
+    assert engine.since == pytest.approx(10, abs=3)
+    assert follower.look(engine).now is None
+    assert "7: ended 1" in shown(tmp_path, "--once")[1]
 
 
 def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):

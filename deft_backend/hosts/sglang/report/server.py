@@ -8,9 +8,8 @@ from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.start.layers import planned_shape
 from deft_backend.hosts.sglang.versions import SGLANG, ranks, resolved
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
-from deft_backend.telemetry.state import ServerState
+from deft_backend.telemetry.state import ServerState, report_counters
 
 
 def state_of(
@@ -36,7 +35,7 @@ def state_of(
 def start_reporting(state: ServerState, runner: Any, settings: Settings) -> None:
     """Report the counters from now on; the log line follows the host's own decode line."""
     args, place = resolved(runner.server_args), ranks(runner)
-    reporting.start(
+    report_counters(
         state, settings,
         pp_rank=place.pp_rank if getattr(args, "pp_size", 1) > 1 else None,
         dp_rank=(place.dp_rank or 0) if getattr(args, "dp_size", 1) > 1 else None,

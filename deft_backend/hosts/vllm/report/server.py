@@ -17,10 +17,9 @@ from deft_backend.hosts.vllm.start.division import attending_layers
 from deft_backend.hosts.vllm.start.layers import Layer
 from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry import reporting
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
-from deft_backend.telemetry.state import ServerState
+from deft_backend.telemetry.state import ServerState, report_counters
 from deft_patches.vllm import observe_steps
 
 logger = logging.getLogger("deft_backend")
@@ -159,7 +158,7 @@ def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None
 
     stages = place.pipeline_parallel_size
     seconds = max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
-    reporting.start(
+    report_counters(
         state,
         settings,
         pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,

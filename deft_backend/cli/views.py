@@ -1,0 +1,118 @@
+"""`deft top` and `deft inspect`: what servers on this machine do, in the terminal or on a page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+from deft_backend.cli.errors import checked_settings, fail, reported, say
+from deft_backend.cli.interrupted import ended_by_signals
+from deft_backend.files.folders import state_directory
+
+if TYPE_CHECKING:
+    from deft_backend.tools.watch.engines import Follower, Row
+
+RECENT = 3600.0  # seconds for which an ended server stays in the view
+
+_ASK_SECONDS = 5.0  # between two questions for the batch of a server with the device planner
+_FIRST_ANSWER = 3.0
+
+
+def top(
+    port: Annotated[
+        int | None,
+        Argument(metavar="[PORT]", min=1, max=65535, help="Only the server on this port."),
+    ] = None,
+    once: Annotated[bool, Option("--once", help="Print once and end, for scripts.")] = False,
+    interval: Annotated[float, Option(min=0.1, max=86400, help="Seconds between looks.")] = 1.0,
+) -> None:
+    """Show what every server on this machine decodes, reads and saves.
+
+    Outside a terminal, every look is printed below the one before. With --once, the exit code is 1
+    if no server runs.
+    """
+    from rich.live import Live
+
+    from deft_backend.tools.watch.top_view import view
+
+    folder = state_directory(checked_settings())
+    known: dict[Path, Follower] = {}
+    console = Console()
+    try:
+        with ended_by_signals():
+            if once:
+                rows = _rows(folder, port, known, interval, wait=_FIRST_ANSWER)
+                console.print(view(rows, str(folder), live=False, port=port))
+                raise typer.Exit(0 if any(row.engine.runs for row in rows) else 1)
+            with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+                while True:
+                    rows = _rows(folder, port, known, interval)
+                    shown = view(rows, str(folder), live=True, port=port)
+                    if console.is_terminal:
+                        live.update(shown, refresh=True)
+                    else:
+                        console.print(shown)
+                    time.sleep(interval)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for follower in known.values():
+            follower.close()
+
+
+def inspect(
+    server: Annotated[int | None, Option(help="The server's port; default: the only one.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="The page's port; 0: a free one.")] = 8765,
+) -> None:
+    """Show on a page which requests share what, live. It only reads, and shows no text."""
+    from deft_backend.telemetry.state_reader import StateError, only_server
+    from deft_backend.tools.watch.engines import find_engines
+    from deft_backend.tools.watch.page_server import Inspector, PageServer
+
+    folder = state_directory(checked_settings())
+    with reported(StateError):
+        if server is None:
+            server = int(only_server(folder).name.split("-")[0])
+        elif not find_engines(folder, server):
+            raise StateError(
+                f"there is no state file of a server on port {server} in {folder}; is a server "
+                "with the plugin running on that port, under the same DEFT_CACHE_DIR?"
+            )
+    inspector = Inspector(folder, server)
+    try:
+        page = PageServer(port, inspector.state)
+    except OSError as error:
+        raise fail(
+            f"cannot listen on port {port}: {error}; choose another --port, or 0 for a free one"
+        ) from None
+    console = Console()
+    say(console, f"the forest of the server on port {server}: {page.url}")
+    say(console, "Ctrl-C ends the page; the server goes on")
+    try:
+        with ended_by_signals():
+            page.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        inspector.close()
+        page.server_close()
+
+
+def _rows(
+    folder: Path, port: int | None, known: dict[Path, Follower], interval: float, wait: float = 0.0
+) -> list[Row]:
+    """All running engines, and those that ended recently; `known` is kept between two looks."""
+    from deft_backend.tools.watch.engines import ENDED, Follower, find_engines
+
+    rows = []
+    for engine in find_engines(folder, port):
+        if engine.status == ENDED and engine.since > RECENT:
+            continue
+        follower = known.setdefault(engine.path, Follower(_ASK_SECONDS, max(5.0, interval)))
+        rows.append(follower.look(engine, wait))
+    return rows

@@ -1,1 +1,0 @@
-"""Explain a plan: its groups, and the bytes that it moves."""

@@ -1,0 +1,163 @@
+"""The figures of an engine in words, computed once for `deft top` and for `deft inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from deft_backend.forest import PrefixForest
+from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.decode_log import counted, size, time_of_a_plan
+from deft_backend.tools.watch.engines import ENDED, IDLE, SILENT, Engine, Row, ShownBatch, Stretch
+
+REASONS = 3  # reasons of steps on the host's kernel that a line shows
+
+_HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}
+
+STRONG, GOOD, NOW, DIM, WARN, PLAIN = "strong", "good", "now", "dim", "warn", ""
+"""What a part of a line is; each view has its own colours for them."""
+
+Part = tuple[str, str]  # a text, and one of the names above
+
+
+class Line(NamedTuple):
+    """One line about an engine."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+
+class SharedPrefix(NamedTuple):
+    """A node that several requests attend to; `saved` counts the tokens that are not read again."""
+
+    node: int
+    start: int
+    tokens: int
+    readers: int
+
+    @property
+    def saved(self) -> int:
+        return self.tokens * (self.readers - 1)
+
+
+def shared_prefixes(forest: PrefixForest | None) -> list[SharedPrefix]:
+    """The nodes with several readers, sorted by what they save, most first."""
+    if forest is None:
+        return []
+    columns = (forest.start, forest.length, forest.num_queries)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    prefixes = [SharedPrefix(node, *row) for node, row in enumerate(rows)]
+    return sorted((p for p in prefixes if p.readers > 1 and p.tokens), key=lambda p: -p.saved)
+
+
+def title(engine: Engine) -> str:
+    """The host, its backend and its device; empty if the state file is unreadable."""
+    reading = engine.reading
+    if reading is None:
+        return ""
+    name = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
+    parts = [name, f"{reading.backend}, policy {reading.policy}", reading.device]
+    if engine.processes > 1:
+        parts.append(counted(engine.processes, "process", "processes"))
+    return " · ".join(parts)
+
+
+def status(engine: Engine) -> str:
+    """What the engine does, and for how long."""
+    if engine.status == IDLE:
+        return f"idle for {lasting(engine.since)}"
+    if engine.status == ENDED:
+        return f"ended {lasting(engine.since)} ago"
+    return engine.status
+
+
+def lines(row: Row) -> Iterator[Line]:
+    """The figures of an engine whose state file is readable."""
+    engine, counters = row.engine, row.engine.counters
+    if engine.status == SILENT and engine.reading is not None:
+        said = f"process {engine.reading.pid} hangs, is stopped, or is another program"
+        yield Line("silent", ((f"no sign of life for {lasting(engine.since)}: {said}", WARN),))
+    yield Line("steps", _steps(counters, row.now))
+    if counters.steps_host:
+        yield Line("by the host", ((_reasons(counters.steps_host), PLAIN),))
+    yield Line("KV read", _reads(counters, row.now))
+    yield Line("batch", (_batch(row.batch),))
+    if each := time_of_a_plan(counters):
+        yield Line("planning", ((f"{counted(counters.plans, 'plan')}, {each} each", PLAIN),))
+    if counters.compile_seconds >= 0.1:
+        said = f"{counters.compile_seconds:,.1f} s since the start"
+        yield Line("compiling", ((said, PLAIN),))
+    if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
+        yield Line("verified", _verified(counters, row.now))
+
+
+def _steps(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
+    every, tree = counters.decode_steps, counters.steps_tree
+    if not every:
+        return (("no request has been decoded yet", PLAIN),)
+    said = f" of {every:,} through tree attention ({percent(tree / every)})"
+    parts = [(f"{tree:,}", STRONG), (said, PLAIN)]
+    if now is not None and now.counters.decode_steps:
+        parts.append((f" · now {now.steps_a_second:,.1f} steps/s", NOW))
+    return tuple(parts)
+
+
+def _reads(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
+    saved = counters.saved
+    read, guided = counters.kv_bytes_read, counters.kv_bytes_query_guided
+    if saved is None:
+        said = f"{size(read)} of contexts that hold {size(guided)}" if read else "nothing yet"
+        return ((said, PLAIN),)
+    style = GOOD if saved >= 0.005 else PLAIN
+    parts = [
+        (f"{size(read)} instead of {size(guided)} · ", PLAIN),
+        (f"{percent(saved)} saved", style),
+    ]
+    if now is not None and now.counters.saved is not None:
+        parts.append((f" · now {percent(now.counters.saved)}", NOW))
+    return tuple(parts)
+
+
+def _verified(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
+    parts = [(counted(counters.verified_tokens, "query token"), PLAIN)]
+    if counters.acceptance_length is not None:
+        parts.append((f" · acceptance length {counters.acceptance_length:.2f}", PLAIN))
+    if now is not None and now.counters.acceptance_length is not None:
+        parts.append((f" · now {now.counters.acceptance_length:.2f}", NOW))
+    return tuple(parts)
+
+
+def _reasons(steps: Mapping[str, int]) -> str:
+    ordered = sorted(steps.items(), key=lambda item: -item[1])
+    parts = [f"{count:,} × {reason}" for reason, count in ordered[:REASONS]]
+    if len(ordered) > REASONS:
+        parts.append(f"{sum(n for _, n in ordered[REASONS:]):,} × {len(ordered) - REASONS} others")
+    return "; ".join(parts)
+
+
+def _batch(batch: ShownBatch) -> Part:
+    forest = batch.forest
+    if forest is None:
+        return batch.problem, DIM
+    said = (
+        f"{counted(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
+        f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
+    )
+    return said, PLAIN
+
+
+def lasting(seconds: float) -> str:
+    """A time in one unit.
+
+    >>> lasting(3), lasting(200), lasting(9000), lasting(400000)
+    ('3 s', '3 min', '2 h', '5 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def percent(part: float) -> str:
+    """A share of one as a percentage."""
+    return f"{100 * part:.0f} %"
