@@ -54,9 +54,9 @@ def ended_by_signals() -> Iterator[None]:
 
 def _endings() -> tuple[int, ...]:
     """SIGTERM, and SIGHUP unless ``nohup`` ignores it; Windows has no SIGHUP."""
-    hang_up = getattr(signal, "SIGHUP", None)
-    ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
-    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, hang_up)
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [int(getattr(signal, name)) for name in names]
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 def _handled(numbers: tuple[int, ...], handler: Any) -> dict[int, Any]:
