@@ -148,7 +148,7 @@ async def _with_margins(
             margin = difference.margin
             if margin is None and at < MARGINS and request.after is None and answer is not None:
                 known = _complete(answer, difference.position)
-                prompt = request.text() + "".join(answer.tokens[:known])
+                prompt = f"{request.own_part()}{''.join(answer.tokens[:known])}"
                 ahead = difference.position - known
                 margins = [await server.margin(prompt, ahead) for server in (client, other)]
                 margin = max((m for m in margins if m is not None), default=None)

@@ -128,11 +128,12 @@ def _broken(error: Exception) -> Exception:
 
 
 class StreamReader:
-    """Collects the pieces of a stream; `ended`: the server said that it is complete."""
+    """Collects the pieces of a stream in `answer`; `ended`: the server said that it is complete."""
 
-    def __init__(self, on_tokens: Callable[[int], None]) -> None:
+    def __init__(self, on_tokens: Callable[[int], None], answer: Answer) -> None:
         self._sent = time.perf_counter()
-        self._answer = Answer(sent=self._sent)
+        self.answer = answer
+        self.answer.sent = self._sent
         self._on_tokens = on_tokens
         self._prompt: int | None = None
         self._completion: int | None = None
@@ -145,7 +146,7 @@ class StreamReader:
         usage = content.get("usage") or {}
         self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
         self._completion = _whole(usage.get("completion_tokens"), self._completion)
-        answer = self._answer
+        answer = self.answer
         for choice in content.get("choices") or []:
             self.ended |= choice.get("finish_reason") is not None
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""
@@ -168,7 +169,7 @@ class StreamReader:
 
     def end(self, tokens: int) -> tuple[Answer, int | None]:
         """The answer; raises if the stream ended without a token, or in the middle."""
-        arrivals = self._answer.arrivals
+        arrivals = self.answer.arrivals
         if not self.ended and len(arrivals) < tokens:
             said = f"the stream ended after {len(arrivals)} of {tokens} tokens"
             raise NotAnswered(LOST, f"{said}, without an end mark")
@@ -178,8 +179,20 @@ class StreamReader:
         # time.
         missing = (self._completion or 0) - len(arrivals)
         arrivals.extend([arrivals[-1]] * max(0, missing))
-        return self._answer, self._prompt
+        return self.answer, self._prompt
 
 
 def _whole(value: Any, before: int | None) -> int | None:
     return before if value is None else int(value)
+
+
+def whole_answer(choice: Mapping[str, Any]) -> Answer:
+    """The answer of one choice of a completion that was not streamed."""
+    likely = choice.get("logprobs") or {}
+    return Answer(
+        ids=list(choice.get("token_ids") or []),
+        tokens=list(likely.get("tokens") or []),
+        text=choice.get("text") or "",
+        logprobs=list(likely.get("token_logprobs") or []),
+        top=list(likely.get("top_logprobs") or []),
+    )

@@ -6,19 +6,22 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from deft_backend.tools.harness.answers import (
+    FAILED,
     REFUSED,
     TOO_LONG,
     Answer,
     NotAnswered,
     StreamReader,
     sent,
+    whole_answer,
 )
+from deft_backend.tools.harness.workload import Prompt
 
 if TYPE_CHECKING:
     import aiohttp
@@ -69,10 +72,19 @@ class ServerClient:
     - `url`: the server, without ``/v1``.
     - `seconds`: time limit of one request.
     - `logprobs`: ask for the log-probabilities of the two likeliest tokens of every step.
+    - `fields`: further fields of every completion, such as SGLang's ``lora_path``.
     """
 
-    def __init__(self, url: str, *, seconds: float = 900.0, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        seconds: float = 900.0,
+        logprobs: bool = False,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         self.url = url
+        self._fields = dict(fields or {})
         self.logprobs = logprobs
         self.exact_lengths = True
         self.model = ""
@@ -124,26 +136,78 @@ class ServerClient:
         return True
 
     async def ask(
-        self, prompt: str, tokens: int, on_tokens: Callable[[int], None] = lambda count: None
+        self,
+        prompt: Prompt,
+        tokens: int,
+        on_tokens: Callable[[int], None] = lambda count: None,
+        *,
+        temperature: float = 0.0,
+        leave_after: int | None = None,
+        into: Answer | None = None,
     ) -> tuple[Answer, int | None]:
-        """A greedy answer of `tokens` tokens, and the prompt's tokens by the server's count.
+        """A streamed answer of `tokens` tokens, and the prompt's tokens by the server's count.
+
+        - `leave_after`: hang up after this many tokens; the server then aborts the request.
+        - `into`: gets the tokens as they arrive, so it holds what came before a request was lost.
 
         Raises NotAnswered.
         """
         body = {
-            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
-            "stream": True, **(_HOSTS_FIELDS if self.exact_lengths else _OPENAIS_FIELDS),
+            **self._body(prompt, tokens), "stream": True, "temperature": temperature,
+            **(_HOSTS_FIELDS if self.exact_lengths else _OPENAIS_FIELDS),
         }  # fmt: skip
         if self.logprobs:
             body["logprobs"] = 2
-        reader = StreamReader(on_tokens)
+        reader = StreamReader(on_tokens, Answer() if into is None else into)
         async with sent(self._open(), f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
                     reader.ended = True
                 elif line.startswith(b"data: "):
                     reader.take(json.loads(line[6:]))
+                    if leave_after is not None and len(reader.answer.arrivals) >= leave_after:
+                        response.close()
+                        return reader.answer, None
         return reader.end(tokens)
+
+    async def batch(
+        self, prompts: Sequence[Prompt], tokens: int, *, likeliest: int = 0
+    ) -> list[Answer]:
+        """Greedy answers of `tokens` tokens to several prompts in one request, not streamed.
+
+        - `likeliest`: ask for the log-probabilities of this many tokens of every step.
+
+        Raises NotAnswered.
+        """
+        body = {
+            **self._body(prompts[0], tokens), "ignore_eos": True, "return_token_ids": True,
+            "prompt": [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts],
+        }  # fmt: skip
+        if likeliest:
+            body |= {"logprobs": likeliest, "return_tokens_as_token_ids": True}
+        content = await self.post("/v1/completions", body)
+        choices = sorted(content["choices"], key=lambda choice: int(choice["index"]))
+        answers = [whole_answer(choice) for choice in choices]
+        found = sorted({len(answer.ids) for answer in answers})
+        if len(answers) != len(prompts) or found != [tokens]:
+            raise NotAnswered(
+                FAILED,
+                f"asked for {len(prompts)} answers of {tokens} tokens, got {len(answers)} of "
+                f"{found}; do prompt and answer fit the model's context and the KV cache?",
+            )
+        return answers
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON, if any, that one of the server's paths answers; raises NotAnswered."""
+        async with sent(self._open(), f"{self.url}{path}", {**body, **self._fields}) as response:
+            content = await response.read()
+            return json.loads(content) if content.startswith((b"{", b"[")) else None
+
+    def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        return {
+            "model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": tokens, "temperature": 0.0, **self._fields,
+        }  # fmt: skip
 
     async def margin(self, prompt: str, ahead: int = 0) -> float | None:
         """Log-probability of the likeliest token minus the second one's; None if unknown.
@@ -177,9 +241,7 @@ class ServerClient:
             return None
 
     async def _whole(self, prompt: str, tokens: int, **fields: Any) -> Any:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
-        async with sent(self._open(), f"{self.url}/v1/completions", body | fields) as response:
-            return json.loads(await response.read())
+        return await self.post("/v1/completions", self._body(prompt, tokens) | fields)
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server lists under ``/v1/models``.

@@ -16,7 +16,7 @@ from deft_backend.tools.harness.answers import (
     NotAnswered,
 )
 from deft_backend.tools.harness.client import ServerClient
-from deft_backend.tools.harness.workload import Request, Workload
+from deft_backend.tools.harness.workload import Prompt, Request, Workload
 
 _CHECKS = 3
 """How often the run asks a server that lost a request, before it takes the server for dead."""
@@ -75,21 +75,22 @@ class _Run:
     died: str = ""
     stopped: bool = False
     checking: asyncio.Task[None] | None = None
-    ended: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
+    ended: dict[str, asyncio.Future[tuple[Prompt, Answer] | None]] = field(default_factory=dict)
 
     async def all(self) -> Replayed:
         requests = self.workload.requests
         tasks: list[asyncio.Task[Outcome]] = []
         try:
             for prompt in self.workload.warm:
-                assert isinstance(prompt, str)
                 try:
                     await self.client.ask(prompt, 1)
                 except NotAnswered as error:
                     await self._check(error)
             self.began = time.perf_counter()
             loop = asyncio.get_running_loop()
-            parents = {request.after for request in requests if request.after is not None}
+            parents = {
+                name for r in requests for name in (r.after, *r.returned) if name is not None
+            }
             self.ended = {name: loop.create_future() for name in parents}
             tasks = [asyncio.create_task(self._one(request)) for request in requests]
             await asyncio.gather(*tasks)
@@ -115,14 +116,13 @@ class _Run:
 
     async def _one(self, request: Request) -> Outcome:
         sent: float | None = None
-        text: str | None = None
+        ended: tuple[Prompt, Answer] | None = None
         try:
             if request.after is None:
                 await asyncio.sleep(request.at - (time.perf_counter() - self.began))
-                prompt: str | None = request.text()
+                prompt: Prompt | None = request.own_part()
             else:
-                earlier = await asyncio.shield(self.ended[request.after])
-                prompt = None if earlier is None else earlier + request.text()
+                prompt = await self._continued(request, request.after)
             if prompt is None:
                 why = f"it continues {request.after}, which has no answer"
                 return self._lost(request, SKIPPED, why)
@@ -133,8 +133,11 @@ class _Run:
                 why = f"{tokens:,} tokens, and the context holds {self.context:,}"
                 return self._lost(request, TOO_LONG, why)
             sent = time.perf_counter() - self.began
-            answer, counted = await self.client.ask(prompt, request.max_tokens, self.on_tokens)
-            text = prompt + answer.text
+            answer, counted = await self.client.ask(
+                prompt, request.max_tokens, self.on_tokens, temperature=request.temperature
+            )
+            answer.request = request.name
+            ended = prompt, answer
         except NotAnswered as error:
             if error.status in (LOST, FAILED):
                 await self._check(error)
@@ -146,10 +149,23 @@ class _Run:
         finally:
             future = self.ended.get(request.name)
             if future is not None and not future.done():
-                future.set_result(text)
+                future.set_result(ended)
         return Outcome(
             request.name, request.at, sent, ANSWERED, "", request.max_tokens, answer, counted
         )
+
+    async def _continued(self, request: Request, after: str) -> Prompt | None:
+        """The prompt behind earlier answers; None if one of them is missing."""
+        found = [await asyncio.shield(self.ended[name]) for name in (after, *request.returned)]
+        earlier = [pair for pair in found if pair is not None]
+        if len(earlier) < len(found):
+            return None
+        before, own = earlier[0][0], request.own_part()
+        if isinstance(before, str):
+            assert isinstance(own, str)
+            return before + "".join(answer.text for _, answer in earlier) + own
+        assert isinstance(own, tuple)
+        return (*before, *(id for _, answer in earlier for id in answer.ids), *own)
 
     def _lost(
         self, request: Request, status: str, detail: str, sent: float | None = None

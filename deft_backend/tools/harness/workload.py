@@ -29,6 +29,10 @@ class Request:
     after: str | None = None
     at: float = 0.0  # seconds from the start until it is sent
     prompt_tokens: int | None = None  # tokens that the prompt should have
+    # Names of requests whose answers stand between that answer and the request's own part: what
+    # sub-agents found stands before an agent's next turn.
+    returned: tuple[str, ...] = ()
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -36,11 +40,9 @@ class Request:
                 f"{self.name} asks for {self.max_tokens} tokens; expected 1 or more"
             )
 
-    def text(self) -> str:
-        """The prompt, which must be text."""
-        if isinstance(self.prompt, tuple):
-            raise TypeError(f"{self.name} has token ids; expected text")
-        return self.prompt if isinstance(self.prompt, str) else self.prompt()
+    def own_part(self) -> Prompt:
+        """The prompt, or the part of it behind an earlier request's answer."""
+        return self.prompt if isinstance(self.prompt, str | tuple) else self.prompt()
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class Workload:
         for request in self.requests:
             if request.name in known:
                 raise WorkloadError(f"two requests are called {request.name!r}")
-            if request.after is not None and request.after not in known:
-                raise WorkloadError(f"{request.name!r} comes after unknown {request.after!r}")
+            for earlier in (request.after, *request.returned):
+                if earlier is not None and earlier not in known:
+                    raise WorkloadError(f"{request.name!r} comes after unknown {earlier!r}")
             known.add(request.name)
 
     @property

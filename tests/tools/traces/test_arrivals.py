@@ -98,7 +98,7 @@ def test_equal_ids_share_text_and_nothing_else_does():
     ]
     traffic = trace_workload(arrivals, name="x", characters_a_token=4.0, speed=2.0)
     assert [request.at for request in traffic.requests] == [0.0, 0.25, 1.0, 1.0, 1.0]
-    texts = [request.text() for request in traffic.requests]
+    texts = [request.own_part() for request in traffic.requests]
     assert [len(text) for text in texts] == [4 * arrival.input_length for arrival in arrivals]
     block = 512 * 4
     assert texts[0].startswith(texts[1])
@@ -107,7 +107,7 @@ def test_equal_ids_share_text_and_nothing_else_does():
         assert first[block : block + 8] != second[block : block + 8]
     assert shared_tokens(arrivals) == 512 + 512 + 76 + 512 + 512 + 512
     other = trace_workload(arrivals, name="x", characters_a_token=4.0, seed=1)
-    assert other.requests[0].text()[:8] != texts[0][:8]
+    assert other.requests[0].own_part()[:8] != texts[0][:8]
 
 
 def test_poisson_arrivals_have_the_rate_and_repeat():
