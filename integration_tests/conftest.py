@@ -11,7 +11,7 @@ from integration_tests.sglang_server import GROUPS, Group, running
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory):
-    """The host's own backend, observed."""
+    """The host's own backend."""
     with running(None, Group(), tmp_path_factory.mktemp("baseline")) as server:
         yield server
 

@@ -23,8 +23,8 @@ DEFT = (sys.executable, "-m", "deft_backend")
 
 
 def environment(server):
-    folder = server.process.command.environment["DEFT_STATE_DIR"]
-    return {**os.environ, "DEFT_STATE_DIR": folder, "COLUMNS": "80"}
+    folder = server.process.command.environment["DEFT_CACHE_DIR"]
+    return {**os.environ, "DEFT_CACHE_DIR": folder, "COLUMNS": "80"}
 
 
 def deft(server, *arguments):

@@ -63,7 +63,6 @@ def test_as_many_drafts_are_accepted(server, host):
     assert counted["verified_drafts"] - before["verified_drafts"] == verified
     assert counted["accepted_tokens"] - before["accepted_tokens"] == accepted
     assert verified < accepted  # the draft model is made for this
-    assert host.state()["steps_host"]["observed"] > 0
 
 
 def drafts(server, prompt):

@@ -18,12 +18,8 @@ def test_a_wrong_setting_stops_the_server(tmp_path):
 
 
 @pytest.mark.xdist_group(process_of("default"))
-def test_another_backend_is_left_alone_and_observed(baseline):
-    """The baseline runs the host's own backend; its steps are counted query by query."""
+def test_another_backend_is_left_alone(baseline):
+    """The baseline runs the host's own backend."""
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
-    state = baseline.state()
-    assert state["backend"] != "deft"
-    assert state["steps_tree"] == 0
-    assert set(state["steps_host"]) == {"observed"}
-    assert state["kv_bytes_read"] == state["kv_bytes_query_guided"] > 0
+    assert baseline.is_left_alone()
     assert not baseline.trouble()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 
 from benchmarks.e2e.served_model import Model
 from deft_backend.hosts.windows import TESTED
@@ -135,11 +134,11 @@ class Launch:
         shown = [mark for mark, applies in marks.items() if applies]
         return " ".join([*shown, *filter(None, [self.drafts_label]), *self.options])
 
-    def command(self, backend: str, state: Path) -> ServerCommand:
-        """The command of a server on a free port, with the state folder `state`."""
+    def command(self, backend: str) -> ServerCommand:
+        """The command of a server on a free port."""
         host, model = self.host.name, self.model
         options: list[str] = []
-        environment = {"DEFT_STATE_DIR": str(state)}
+        environment: dict[str, str] = {}
         if host == "sglang" and not self.tokenizer:
             options.append("--skip-tokenizer-init")
         if host == "vllm" and "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ:

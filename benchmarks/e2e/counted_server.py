@@ -1,15 +1,16 @@
-"""A host server with its own state folder, and the plugin's counters from that folder."""
+"""A host server and the plugin's counters of it."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.state_reader import settled_counters, state_file
+from deft_backend.telemetry.state_reader import running_here, settled_counters
 from deft_backend.tools.servers.command import ServerCommand
 from deft_backend.tools.servers.process import ServerProcess
 
@@ -17,7 +18,7 @@ from deft_backend.tools.servers.process import ServerProcess
 class CountedServer:
     """Context manager around a server; inside the block it answers requests.
 
-    - `command`: makes the server's command for a state folder, its ``DEFT_STATE_DIR``.
+    - `command`: makes the server's command.
     - `log`: receives the server's output.
     - `timeout`: seconds until the server must answer.
     - `on_start`: called with the command before the server starts. It returns a function. While the
@@ -31,7 +32,7 @@ class CountedServer:
 
     def __init__(
         self,
-        command: Callable[[Path], ServerCommand],
+        command: Callable[[], ServerCommand],
         log: Path,
         *,
         timeout: float = 600.0,
@@ -45,10 +46,7 @@ class CountedServer:
 
     def __enter__(self) -> CountedServer:
         with ExitStack() as opened:
-            self._folder = Path(
-                opened.enter_context(tempfile.TemporaryDirectory(prefix="deft-state-"))
-            )
-            command = self._make_command(self._folder)
+            command = self._make_command()
             progress = self._on_start(command) if self._on_start else None
             process = ServerProcess(command, self._log, timeout=self._timeout, progress=progress)
             self.process = opened.enter_context(process)
@@ -76,5 +74,5 @@ class CountedServer:
 
         Raises StateError if the file cannot be read, or the counters still move after 10 s.
         """
-        path = state_file(self._folder, self.command.port)
-        return settled_counters(path) if path.is_file() else None
+        path = running_here(state_directory(Settings.from_env()), self.command.port)
+        return None if path is None else settled_counters(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import time
@@ -17,6 +18,7 @@ import psutil
 
 from benchmarks.faults.reference import Ids, Reference, draw_prompts
 from benchmarks.faults.tested_server import Judged, TestedServer, start
+from deft_backend.telemetry.counters import Place, StateName
 
 TOKENS = 12
 LONG_TOKENS = 100
@@ -256,16 +258,15 @@ def spoil(cache: Path, port: int) -> list[str]:
     elsewhere = cache / "elsewhere.json"
     elsewhere.write_text("not yours")
     for rank in range(2):
-        (servers / f"{port}-tp{rank}.json").symlink_to(elsewhere)
-    (servers / f"{port}-tp0.batch.json").write_text("[" * 5000)
-    (servers / f"{port}-tp0.wanted").write_text("")
+        name = StateName(port, rank, None, None, Place.here(), os.getpid())
+        (servers / name.file_name).symlink_to(elsewhere)
     for number, text in enumerate(("", "{", '{"format": 99}', "\x00\xff", "[" * 50_000)):
         (tables / f"gpu-{number}.json").write_text(text, encoding="latin-1")
     manifest = {"format": 1, "package": "0.0.1", "kernels": {"../..": {"x.json": "0"}}}
     (kernels / "manifest.json").write_text(json.dumps(manifest)[:-9])
     (kernels / "manifest.json").chmod(0o666)
     return [
-        "the state file is a link", "an answer file is damaged", "five cost tables are damaged",
+        "a state file is a link", "five cost tables are damaged",
         "the kernel folder is damaged and writable for others",
     ]  # fmt: skip
 

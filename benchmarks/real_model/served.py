@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.drafts import ngram_arguments
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import Settings
 from deft_backend.tools.ab.comparison import compare
 from deft_backend.tools.ab.sides import Progress, started_sides
 from deft_backend.tools.harness.workload import Request, Workload
@@ -56,9 +58,15 @@ def answers(
     """
     speculation = ngram_arguments(host, drafts) if drafts else []
     sides = started_sides(
-        str(model), host, logs, progress, policy=None, baseline=None,
+        str(model),
+        host,
+        logs,
+        state_directory(Settings.from_env()),
+        progress,
+        policy=None,
+        baseline=None,
         host_arguments=[*speculation, *options],
-    )  # fmt: skip
+    )
     if control:
         sides = sides[0], replace(sides[0], name="host again")
     result = compare(sides, lambda offers: [workload], None, progress, exact=True)

@@ -20,7 +20,7 @@ def start(
     jobs: Sequence[Path], place: Place, folder: Path, gpu_index: int = 0
 ) -> subprocess.Popen[bytes]:
     """Start a process that does the jobs, one after the other."""
-    environment = {**place.environment(gpu_index), "DEFT_STATE_DIR": str(folder / "state")}
+    environment = {**place.environment(gpu_index), "DEFT_CACHE_DIR": str(folder / "cache")}
     with (folder / "worker.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.zoo.engine_process", *map(str, jobs)], cwd=ROOT,

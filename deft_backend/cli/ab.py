@@ -85,9 +85,23 @@ def ab(
             raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
     run_asked(
         AbOptions(
-            urls=urls, model=model, revision=revision, host=host, workloads=workload or (),
-            rate=rate, sizes=(branches, prefix_tokens, max_tokens), quick=quick, trace=trace,
-            index=index, scale=scale, speed=speed, seed=seed, policy=policy, baseline=baseline,
-            extra=extra, out=out, exact=exact,
+            urls=urls,
+            model=model,
+            revision=revision,
+            host=host,
+            workloads=workload or (),
+            rate=rate,
+            sizes=(branches, prefix_tokens, max_tokens),
+            quick=quick,
+            trace=trace,
+            index=index,
+            scale=scale,
+            speed=speed,
+            seed=seed,
+            policy=policy,
+            baseline=baseline,
+            extra=extra,
+            out=out,
+            exact=exact,
         )
-    )  # fmt: skip
+    )

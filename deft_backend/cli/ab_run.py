@@ -124,9 +124,12 @@ class AbOptions:
 
     def _check_servers_that_run(self) -> None:
         given = {
-            "--revision": self.revision, "--host": self.host, "--policy": self.policy,
-            "--baseline": self.baseline, "host options behind '--'": self.extra or None,
-        }  # fmt: skip
+            "--revision": self.revision,
+            "--host": self.host,
+            "--policy": self.policy,
+            "--baseline": self.baseline,
+            "host options behind '--'": self.extra or None,
+        }
         for name, value in given.items():
             if value is not None:
                 raise fail(
@@ -173,9 +176,13 @@ def asked_workloads(asked: AbOptions, *, on_gpu: bool) -> Callable[[Offers], lis
         if asked.arrivals is None:
             return workloads
         replayed = trace_workload(
-            arrivals, name=asked.arrivals.name, characters_a_token=ratio,
-            speed=asked.speed or 1.0, rate=asked.rate, seed=asked.seed,
-        )  # fmt: skip
+            arrivals,
+            name=asked.arrivals.name,
+            characters_a_token=ratio,
+            speed=asked.speed or 1.0,
+            rate=asked.rate,
+            seed=asked.seed,
+        )
         return [*workloads, replayed]
 
     return build
@@ -212,8 +219,8 @@ def run_asked(asked: AbOptions) -> None:
     problems = (WorkloadError, TraceError, ServerError, ModelFilesError)
     with reported(*problems), Progress(console) as progress:
         asked.check()
+        state_folder = state_directory(settings)
         if asked.urls is not None:
-            state_folder = state_directory(settings)
             urls = base_url(asked.urls[0]), base_url(asked.urls[1])
             on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
             build = asked_workloads(asked, on_gpu=on_gpu)
@@ -224,9 +231,15 @@ def run_asked(asked: AbOptions) -> None:
             name, host, extra, on_gpu = _server(asked)
             build = asked_workloads(asked, on_gpu=on_gpu)
             sides = started_sides(
-                name, host, folder, progress, policy=asked.policy, baseline=asked.baseline,
+                name,
+                host,
+                folder,
+                state_folder,
+                progress,
+                policy=asked.policy,
+                baseline=asked.baseline,
                 host_arguments=extra,
-            )  # fmt: skip
+            )
             say(console, f"deft ab · {name}")
         make_report_folder(folder)
         with (
@@ -249,8 +262,9 @@ def run_asked(asked: AbOptions) -> None:
 def print_result(result: AbResult, console: Console) -> None:
     """Print the tables, the notes about them, and the verdict."""
     for title, (first, *figures), rows, _ in main_tables(result):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1),
-                      pad_edge=False)  # fmt: skip
+        table = Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+        )
         table.add_column(first, no_wrap=True)
         for name in figures:
             table.add_column(name, justify="right", overflow="fold")  # no figure is cut

@@ -163,12 +163,16 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "heads": f"{shape.query_heads}/{shape.kv_heads}", "head_dim": shape.head_dim,
-            "dtype": dtype_name(shape.dtype), "kv": dtype_name(shape.kv_dtype),
-            "case": str(outcome.case), "error": outcome.error, "failure": outcome.failure,
+            "heads": f"{shape.query_heads}/{shape.kv_heads}",
+            "head_dim": shape.head_dim,
+            "dtype": dtype_name(shape.dtype),
+            "kv": dtype_name(shape.kv_dtype),
+            "case": str(outcome.case),
+            "error": outcome.error,
+            "failure": outcome.failure,
         }
         for shape, outcome in check_shapes(run, device, until)
-    ]  # fmt: skip
+    ]
 
 
 def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
@@ -201,9 +205,12 @@ def _print_check(console: Console, ran: list[dict[str, Any]]) -> None:
 
 
 def _print(
-    sections: dict[str, list[Check]], kernels: list[dict[str, Any]], ran: list[dict[str, Any]],
-    works: bool, every: bool,
-) -> None:  # fmt: skip
+    sections: dict[str, list[Check]],
+    kernels: list[dict[str, Any]],
+    ran: list[dict[str, Any]],
+    works: bool,
+    every: bool,
+) -> None:
     console = Console()
     for title, checks in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None)

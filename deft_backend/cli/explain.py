@@ -118,15 +118,14 @@ def _described(
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
     from deft_backend.telemetry.state_reader import (
         StateError,
-        only_server,
         read_state,
+        server_file,
         shown_forest,
-        state_file,
     )
     from deft_backend.tools.explain import server_target
 
     folder = state_directory(checked_settings())
-    path = only_server(folder) if port is None else state_file(folder, port)
+    path = server_file(folder, port)
     state = read_state(path)
     forest = state.forest
     if forest is None and not state.counters.steps_tree:

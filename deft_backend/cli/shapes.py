@@ -88,9 +88,14 @@ def check_one_shape(heads: str | None, head_dim: int | None) -> None:
 
 
 def chosen_shape(
-    model: str | None, revision: str | None, heads: str | None, head_dim: int | None,
-    dtype: str | None, *, default_dtype: str,
-) -> HeadShape:  # fmt: skip
+    model: str | None,
+    revision: str | None,
+    heads: str | None,
+    head_dim: int | None,
+    dtype: str | None,
+    *,
+    default_dtype: str,
+) -> HeadShape:
     """The attention that a command's options name: a model's, or one of these heads."""
     check_dtype(dtype)
     if model is None and revision is None:
@@ -139,10 +144,12 @@ def latent_heads(model: ChosenModel) -> LatentHeads | None:
         if not config.get("kv_lora_rank"):
             return None
         return LatentHeads(
-            int(config["num_attention_heads"]), int(config["kv_lora_rank"]),
-            int(config["qk_rope_head_dim"]), _dtype_of(model, config),
+            int(config["num_attention_heads"]),
+            int(config["kv_lora_rank"]),
+            int(config["qk_rope_head_dim"]),
+            _dtype_of(model, config),
             sparse=bool(config.get("index_topk")),
-        )  # fmt: skip
+        )
 
     return _from_config(model, "the attention's shape", read)
 

@@ -38,13 +38,14 @@ def top(
     """
     from rich.live import Live
 
+    from deft_backend.telemetry.state_reader import StateError
     from deft_backend.tools.watch.top_view import view
 
     folder = state_directory(checked_settings())
     known: dict[Path, Follower] = {}
     console = Console()
     try:
-        with ended_by_signals():
+        with ended_by_signals(), reported(StateError):
             if once:
                 rows = _rows(folder, port, known, interval, wait=_FIRST_ANSWER)
                 console.print(view(rows, str(folder), live=False, port=port))
@@ -70,19 +71,12 @@ def inspect(
     port: Annotated[int, Option(min=0, max=65535, help="The page's port; 0: a free one.")] = 8765,
 ) -> None:
     """Show on a page which requests share what, live. It only reads, and shows no text."""
-    from deft_backend.telemetry.state_reader import StateError, only_server
-    from deft_backend.tools.watch.engines import find_engines
+    from deft_backend.telemetry.state_reader import StateError, server_file
     from deft_backend.tools.watch.page_server import Inspector, PageServer
 
     folder = state_directory(checked_settings())
     with reported(StateError):
-        if server is None:
-            server = int(only_server(folder).name.split("-")[0])
-        elif not find_engines(folder, server):
-            raise StateError(
-                f"there is no state file of a server on port {server} in {folder}; is a server "
-                "with the plugin running on that port, under the same DEFT_CACHE_DIR?"
-            )
+        server = int(server_file(folder, server).name.split("-")[0])
     inspector = Inspector(folder, server)
     try:
         page = PageServer(port, inspector.state)

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 _PAGE_SIZES = {"sglang": 1, "vllm": 16}  # on a GPU, unless the host's arguments say otherwise
 
 _KV_CACHES = {
-    "sglang": ("auto", "fp8_e4m3", "fp8_e5m2"), "vllm": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
-}  # fmt: skip
+    "sglang": ("auto", "fp8_e4m3", "fp8_e5m2"),
+    "vllm": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+}
 """KV caches that the kernels read, in each host's own words."""
 
 
@@ -107,9 +108,15 @@ def warm(
         check_one_shape(heads, head_dim)
         latent = latent._replace(dtype=_served_dtype(latent.dtype, dtype))
         described = described_latent(
-            latent, settings, host=host, page_size=page_size, max_batch=max_batch,
-            tensor_parallel=tensor_parallel, kv_cache_dtype=kv_cache_dtype, drafts=drafts,
-        )  # fmt: skip
+            latent,
+            settings,
+            host=host,
+            page_size=page_size,
+            max_batch=max_batch,
+            tensor_parallel=tensor_parallel,
+            kv_cache_dtype=kv_cache_dtype,
+            drafts=drafts,
+        )
         text = latent_text(described)
     else:
         shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
@@ -131,9 +138,14 @@ def _served_dtype(held: str, asked: str | None) -> str:
 
 
 def _described(
-    host: str, shape: HeadShape, page_size: int, max_batch: int, kv_cache_dtype: str,
-    drafts: Drafts | None, layers: ModelLayers,
-) -> DescribedServer:  # fmt: skip
+    host: str,
+    shape: HeadShape,
+    page_size: int,
+    max_batch: int,
+    kv_cache_dtype: str,
+    drafts: Drafts | None,
+    layers: ModelLayers,
+) -> DescribedServer:
     import torch
 
     from deft_backend.hosts.common.described_server import DescribedServer
@@ -144,11 +156,15 @@ def _described(
     # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
     sinks = torch.bfloat16 if host == "sglang" else getattr(torch, shape.dtype)
     return DescribedServer(
-        host, *shape[:3], getattr(torch, shape.dtype), page_size, max_batch,
+        host,
+        *shape[:3],
+        getattr(torch, shape.dtype),
+        page_size,
+        max_batch,
         kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
         drafts=drafts,
         layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
-    )  # fmt: skip
+    )
 
 
 def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
@@ -208,9 +224,14 @@ def _gpu(target: str | None) -> Gpu:
 
 
 def _fill(
-    folder: Path, out: Path | None, described: DescribedServer | DescribedLatentServer, text: str,
-    target: str | None, threads: int | None, settings: Settings,
-) -> None:  # fmt: skip
+    folder: Path,
+    out: Path | None,
+    described: DescribedServer | DescribedLatentServer,
+    text: str,
+    target: str | None,
+    threads: int | None,
+    settings: Settings,
+) -> None:
     """Compile for a server and write the folder."""
     from triton import knobs
 
@@ -247,8 +268,9 @@ def _text(described: DescribedServer) -> str:
     """The server, for the line about its kernels."""
     parts = [
         f"heads {described.num_query_heads}/{described.num_kv_heads} of {described.head_dim}",
-        dtype_name(described.dtype), f"pages of {described.page_size} on {described.host}",
-    ]  # fmt: skip
+        dtype_name(described.dtype),
+        f"pages of {described.page_size} on {described.host}",
+    ]
     if described.kv_dtype is not None:
         parts.append(f"KV cache in {dtype_name(described.kv_dtype)}")
     if described.drafts is not None:
@@ -261,9 +283,16 @@ def _text(described: DescribedServer) -> str:
 
 
 def described_latent(
-    latent: LatentHeads, settings: Settings, *, host: str, page_size: int, max_batch: int,
-    tensor_parallel: int, kv_cache_dtype: str, drafts: Drafts | None,
-) -> DescribedLatentServer:  # fmt: skip
+    latent: LatentHeads,
+    settings: Settings,
+    *,
+    host: str,
+    page_size: int,
+    max_batch: int,
+    tensor_parallel: int,
+    kv_cache_dtype: str,
+    drafts: Drafts | None,
+) -> DescribedLatentServer:
     """The server of an MLA model; fails if such a server would leave it to the host."""
     if not settings.mla:
         raise fail(
@@ -299,9 +328,13 @@ def described_latent(
     from deft_backend.hosts.common.described_latent import DescribedLatentServer
 
     return DescribedLatentServer(
-        host, latent.query_heads // tensor_parallel, getattr(torch, latent.dtype), page_size,
-        max_batch, 1 if drafts is None else drafts.query_tokens,
-    )  # fmt: skip
+        host,
+        latent.query_heads // tensor_parallel,
+        getattr(torch, latent.dtype),
+        page_size,
+        max_batch,
+        1 if drafts is None else drafts.query_tokens,
+    )
 
 
 def latent_text(described: DescribedLatentServer) -> str:

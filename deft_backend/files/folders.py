@@ -21,8 +21,8 @@ def cache_directory() -> Path:
 
 
 def state_directory(settings: Settings) -> Path:
-    """The folder of servers' state files: ``DEFT_STATE_DIR``, else `servers` in the cache."""
-    return settings.state_dir or _cache_directory(settings) / "servers"
+    """The folder of servers' state files: `servers` in the cache folder."""
+    return _cache_directory(settings) / "servers"
 
 
 def tables_directory() -> Path:

@@ -11,8 +11,15 @@ from pathlib import Path
 from deft_backend.settings.version import installed_version
 
 PACKAGES = (
-    "deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy", "numba",
-)  # fmt: skip
+    "deft-backend",
+    "torch",
+    "triton",
+    "sglang",
+    "vllm",
+    "flashinfer-python",
+    "numpy",
+    "numba",
+)
 
 
 def provenance() -> dict[str, object]:
@@ -29,10 +36,17 @@ def provenance() -> dict[str, object]:
 def driver() -> str | None:
     """Version of the NVIDIA driver, or None without one."""
     try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, check=True, timeout=30,
-        ).stdout.splitlines()[0].strip()  # fmt: skip
+        return (
+            subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=30,
+            )
+            .stdout.splitlines()[0]
+            .strip()
+        )
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 

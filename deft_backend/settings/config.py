@@ -104,76 +104,78 @@ class Settings:
 
     policy: str = _setting(AUTO, _one_of(POLICY_NAMES), "The rule that groups queries and KV.")
     planner: str = _setting(
-        "auto", _one_of(PLANNERS),
+        "auto",
+        _one_of(PLANNERS),
         "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
         "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
         "step's CUDA graph. `auto`: the device planner on Hopper GPUs (not for `deft-flatten`) and "
         "in every vLLM server; otherwise the host planner.",
-    )  # fmt: skip
+    )
     min_batch: int = _setting(
-        2, _number(int, 1),
+        2,
+        _number(int, 1),
         "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
-    )  # fmt: skip
+    )
     max_batch: int = _setting(
-        2048, _number(int, 1, 4096),
+        2048,
+        _number(int, 1, 4096),
         "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
         "The host's kernel decodes larger batches.",
-    )  # fmt: skip
+    )
     short_extends: int = _setting(
-        0, _number(int, 0, 32),
+        0,
+        _number(int, 0, 32),
         "Most new tokens of a request in a short extend; 0: the host's kernel computes all of "
         "them. If every request of a batch computes at most so many tokens behind a cached prefix, "
         "and the batch shares enough, tree attention computes it. GQA groups of many query heads "
         "lower the number.",
-    )  # fmt: skip
+    )
     mla: bool = _setting(
-        False, _SWITCH,
+        False,
+        _SWITCH,
         "Try tree attention for MLA models on Hopper; it saves time behind long prefixes. "
         "Otherwise they decode on the host's backend.",
-    )  # fmt: skip
+    )
     fallback_backend: str | None = _setting(
-        None, (str, "the name of one of the host's attention backends"),
+        None,
+        (str, "the name of one of the host's attention backends"),
         "The host's backend that runs everything that tree attention does not cover. Unset: the "
         "host chooses it.",
-    )  # fmt: skip
+    )
     log: str = _setting(
-        "info", _one_of(LOG_LEVELS),
+        "info",
+        _one_of(LOG_LEVELS),
         "What the log shows. `quiet`: warnings. `info`: also the set-up and lines about "
         "decoding. `debug`: also every plan.",
-    )  # fmt: skip
+    )
     verify: bool = _setting(
-        False, _SWITCH,
+        False,
+        _SWITCH,
         "Check tree attention while the server runs, which synchronises with the device. SGLang: "
         "compare every plan with the page tables, and decode the batch of a wrong plan with the "
         "host's kernel. vLLM: compare every step with the host's result, and decode with the "
         "host's kernel after a difference. The log shows an error.",
-    )  # fmt: skip
-    observe: bool = _setting(
-        False, _SWITCH,
-        "Count decode steps and KV bytes of a server that runs another attention backend.",
-    )  # fmt: skip
+    )
     untested_host: bool = _setting(
-        False, _SWITCH,
+        False,
+        _SWITCH,
         "Try tree attention on a version of SGLang or vLLM outside the window, if it has every "
         "member that the plugin uses. Otherwise such a host decodes without tree attention.",
-    )  # fmt: skip
-    state_dir: Path | None = _setting(
-        None, _DIRECTORY,
-        "Where servers write their state files for `deft explain`, `ab`, `top` and `inspect`. "
-        "Unset: `servers` in the cache folder.",
-    )  # fmt: skip
+    )
     cache_dir: Path | None = _setting(
-        None, _DIRECTORY,
+        None,
+        _DIRECTORY,
         "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
         "kernels of `deft warm` (`kernels`) and of servers (`triton`), servers' state (`servers`) "
         "and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the user's cache "
         "folder, `$XDG_CACHE_HOME` or `~/.cache`.",
-    )  # fmt: skip
+    )
     kernel_cache: Path | None = _setting(
-        None, _DIRECTORY,
+        None,
+        _DIRECTORY,
         "The folder of compiled kernels that `deft warm` filled. Servers only read it. Unset: "
         "`kernels` in the cache folder.",
-    )  # fmt: skip
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -206,6 +208,8 @@ VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fi
 _EVERY_BATCH = "tree attention decodes every batch of DEFT_MIN_BATCH requests or more"
 
 REMOVED = {
+    "DEFT_OBSERVE": "`deft ab` computes what the host's kernel reads from the requests' lengths",
+    "DEFT_STATE_DIR": "state files are in `servers` in the cache folder; set DEFT_CACHE_DIR",
     "DEFT_MIN_SHARE": _EVERY_BATCH,
     "DEFT_MIN_SHARED_TOKENS": _EVERY_BATCH,
     "DEFT_MIN_SAVED_MS": _EVERY_BATCH,

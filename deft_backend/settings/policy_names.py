@@ -13,6 +13,12 @@ FLASHFORGE = "flashforge"
 AUTO = "auto"
 
 POLICY_NAMES: tuple[str, ...] = (
-    FLASH_DECODING, DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE, AUTO,
-)  # fmt: skip
+    FLASH_DECODING,
+    DEFT_NODE,
+    DEFT_NODE_CHUNK,
+    DEFT_FLATTEN,
+    FASTTREE,
+    FLASHFORGE,
+    AUTO,
+)
 """The names by which users select a policy of :data:`deft_backend.policies.POLICIES`."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,3 +198,82 @@ def read_description(content: Mapping[str, Any]) -> dict[str, Any]:
     return {
         each.name: each.metadata["reader"](content, each.name) for each in fields(ServerDescription)
     }
+
+
+_UNSAFE = re.compile("[^A-Za-z0-9._-]")
+_NAME = re.compile(
+    r"(?P<port>[0-9]{1,5})-tp(?P<tp>[0-9]{1,9})(?:-pp(?P<pp>[0-9]{1,9}))?(?:-dp(?P<dp>[0-9]{1,9}))?"
+    r"@(?P<machine>[A-Za-z0-9._-]{1,64})-(?P<namespace>[0-9]{1,20})-(?P<pid>[0-9]{1,10})\.json"
+)
+
+
+class Place(NamedTuple):
+    """Where a process id means something."""
+
+    machine: str  # the host name, which a container has of its own
+    namespace: int  # of process ids; 0 if the system does not tell
+
+    @classmethod
+    @cache
+    def here(cls) -> Place:
+        """The place of this process."""
+        machine = _UNSAFE.sub("_", socket.gethostname())[:64] or "_"
+        try:
+            return cls(machine, os.stat("/proc/self/ns/pid").st_ino)
+        except OSError:
+            return cls(machine, 0)
+
+
+class StateName(NamedTuple):
+    """The name of a state file: servers that share a folder never write the same one."""
+
+    port: int
+    tp: int
+    pp: int | None
+    dp: int | None
+    place: Place
+    pid: int
+
+    @property
+    def file_name(self) -> str:
+        """The file's name, such as ``30000-tp0@node-4026531836-1234.json``."""
+        ranks = "".join(f"-{name[:2]}{rank}" for name, rank in self.labels.items())
+        return f"{self.port}{ranks}@{self.place.machine}-{self.place.namespace}-{self.pid}.json"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The ranks, as labels of metrics."""
+        ranks = {"tp_rank": self.tp, "pp_rank": self.pp, "dp_rank": self.dp}
+        return {name: str(rank) for name, rank in ranks.items() if rank is not None}
+
+    @classmethod
+    def parse(cls, file_name: str) -> StateName | None:
+        """The parts of a state file's name; None for any other file.
+
+        >>> name = StateName.parse("30000-tp12-pp1-dp0@x-tp7.lan-0-1.json")
+        >>> name.labels, name.place.machine
+        ({'tp_rank': '12', 'pp_rank': '1', 'dp_rank': '0'}, 'x-tp7.lan')
+        """
+        match = _NAME.fullmatch(file_name)
+        if match is None:
+            return None
+        pp, dp = (None if match[kind] is None else int(match[kind]) for kind in ("pp", "dp"))
+        place = Place(match["machine"], int(match["namespace"]))
+        return cls(int(match["port"]), int(match["tp"]), pp, dp, place, int(match["pid"]))
+
+
+def process_runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    if pid < 1:  # 0 and below name groups of processes
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's process
+        return True
+    except (OSError, OverflowError):
+        return False
+    try:
+        # Bytes: a program may call itself anything, also what is no UTF-8.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except (OSError, IndexError):  # no /proc here, or it has just ended
+        return True

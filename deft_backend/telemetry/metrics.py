@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deft_backend.files.private_files import read_private_json
-from deft_backend.telemetry.counters import SCHEMA, Counters
+from deft_backend.telemetry.counters import SCHEMA, Counters, Place, StateName
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -94,15 +93,6 @@ def samples(counters: Counters) -> Iterator[Sample]:
         yield Sample(HOST_STEPS, (reason,), steps)
     for field, metric in FIGURES.items():
         yield Sample(metric, (), getattr(counters, field))
-
-
-def rank_labels(path: Path) -> dict[str, str]:
-    """The ranks of a state file's process, as labels.
-
-    >>> rank_labels(Path("/x-tp7/30000-tp12-pp1-dp0.json"))
-    {'tp_rank': '12', 'pp_rank': '1', 'dp_rank': '0'}
-    """
-    return {f"{kind}_rank": rank for kind, rank in re.findall(r"-(tp|pp|dp)(\d+)", path.stem)}
 
 
 def page_of_files() -> bool:
@@ -186,15 +176,17 @@ class StateCollector:
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
-        """A family for each metric that has series, with the series of every process."""
+        """A family for each metric that has series, with the series of every process.
+
+        It never raises: an error here would cost the host its whole page.
+        """
         families = _families()
-        for path in sorted(self._directory.glob(f"{self._port}-tp*.json")):
-            counters = _living(path)
+        for name, path in _files(self._directory, self._port):
+            counters = _living(name, path)
             if counters is None:
                 continue
-            ranks = rank_labels(path)
             for metric, values, value in samples(counters):
-                labels = {**dict(zip(metric.labels, values, strict=True)), **ranks}
+                labels = {**dict(zip(metric.labels, values, strict=True)), **name.labels}
                 families[metric].add_sample(metric.series, labels, value)
         return [family for family in families.values() if family.samples]
 
@@ -226,11 +218,21 @@ def _families() -> dict[Metric, CounterMetricFamily]:
     return {metric: CounterMetricFamily(metric.name, metric.meaning) for metric in metrics}
 
 
-def _living(path: Path) -> Counters | None:
+def _files(folder: Path, port: int) -> list[tuple[StateName, Path]]:
+    """The state files of this server's processes; none if the folder cannot be read."""
+    try:
+        names = [StateName.parse(name) for name in sorted(os.listdir(folder))]
+    except OSError:
+        return []
+    own = [n for n in names if n is not None and (n.port, n.place) == (port, Place.here())]
+    return [(name, folder / name.file_name) for name in own]
+
+
+def _living(name: StateName, path: Path) -> Counters | None:
     """The counters in a state file of this schema, if the process that wrote it still runs."""
     try:
         content: dict[str, Any] = read_private_json(path)
-        if content["schema"] != SCHEMA or not _wrote(content["pid"], content["updated"]):
+        if content["schema"] != SCHEMA or not _wrote(name.pid, content["updated"]):
             return None
         return Counters.from_json(content)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ from deft_backend.telemetry.counters import (
     Counters,
     DeviceCounters,
     DraftCounts,
+    Place,
     ServerDescription,
+    StateName,
+    process_runs,
 )
 from deft_backend.telemetry.decode_log import DecodeLog
-from deft_backend.telemetry.metrics import publisher, rank_labels
+from deft_backend.telemetry.metrics import publisher
 from deft_backend.telemetry.shown_batch import (
     Batch,
     answer,
@@ -41,6 +45,8 @@ logger = logging.getLogger(__name__)
 INTERVAL = 0.25  # seconds between two looks of the writer
 
 RETRY_SECONDS = 60.0  # until the writer tries again, if it could not write: a disk may be mended
+
+KEPT_SECONDS = 7 * 86400.0  # a file without a sign of life for this long is deleted
 
 MOST_NAME = 64  # characters of a request's name that the file holds
 
@@ -158,14 +164,21 @@ class StateWriter:
 
     If the file cannot be written, the log says so once, and the writer tries again later.
 
-    - `path`: the file, ``<port>-tp<rank><suffix>.json``.
+    - `pp_rank`, `dp_rank`: ranks of this process, if the server has several, for the file's name.
     - `listeners`: called with the counters at every look, on the writer's thread: metrics, the log.
       Add them before :meth:`start`. If one raises, the log says so and the writer drops it.
     """
 
-    def __init__(self, state: ServerState, directory: Path, suffix: str = "") -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        directory: Path,
+        pp_rank: int | None = None,
+        dp_rank: int | None = None,
+    ) -> None:
         self.state = state
-        self.path = directory / f"{state.port}-tp{state.rank}{suffix}.json"
+        self.name = StateName(state.port, state.rank, pp_rank, dp_rank, Place.here(), state.pid)
+        self.path = directory / self.name.file_name
         self.listeners: list[Callable[[Counters], None]] = []
         self._seen: Counters | None = None
         self._lock = threading.Lock()
@@ -173,6 +186,7 @@ class StateWriter:
 
     def start(self) -> None:
         """Look once now, then in the background until the process ends."""
+        self._remove_old()
         self.look()
         threading.Thread(target=self._run, name="deft-state", daemon=True).start()
         atexit.register(self.look)
@@ -193,9 +207,30 @@ class StateWriter:
                     self.listeners.remove(listener)
                     logger.warning(
                         "deft: showing the counters in the log or in /metrics failed (%r) and "
-                        "ends. Decoding goes on", error,
-                    )  # fmt: skip
+                        "ends. Decoding goes on",
+                        error,
+                    )
                     logger.debug("deft: reporting failed", exc_info=True)
+
+    def _remove_old(self) -> None:
+        """Delete the files that earlier servers left behind: nobody else ever does.
+
+        Those are files of this port and rank whose process has ended, and all files without a sign
+        of life for :data:`KEPT_SECONDS`.
+        """
+        now = time.time()
+        with suppress(OSError):
+            for entry in os.listdir(self.path.parent):
+                name = StateName.parse(entry)
+                path = self.path.parent / entry
+                if name is None or name == self.name:
+                    continue
+                with suppress(OSError):
+                    same = name._replace(pid=self.name.pid) == self.name
+                    old = now - path.lstat().st_mtime > KEPT_SECONDS
+                    if old or (same and not process_runs(name.pid)):
+                        for file in (path, request_file(path), answer_file(path)):
+                            file.unlink(missing_ok=True)
 
     def _write(self, counters: Counters) -> None:
         if self._waits:
@@ -209,8 +244,10 @@ class StateWriter:
             if self._failed_at is None:
                 logger.warning(
                     "deft: cannot write the server's state file: %s; the server goes on without it "
-                    "and tries again every %.0f s", error, RETRY_SECONDS,
-                )  # fmt: skip
+                    "and tries again every %.0f s",
+                    error,
+                    RETRY_SECONDS,
+                )
             self._failed_at = time.monotonic()
             return
         if self._failed_at is not None:
@@ -272,10 +309,8 @@ def report_counters(
     - `publishes`: whether the host makes its ``/metrics`` from values that its processes publish.
     """
     try:
-        ranks = {"pp": pp_rank, "dp": dp_rank}
-        suffix = "".join(f"-{kind}{rank}" for kind, rank in ranks.items() if rank is not None)
-        writer = StateWriter(state, state_directory(settings), suffix)
-        publish = publisher(rank_labels(writer.path)) if publishes else None
+        writer = StateWriter(state, state_directory(settings), pp_rank, dp_rank)
+        publish = publisher(writer.name.labels) if publishes else None
         if publish is not None:
             writer.listeners.append(publish)
         if log is not None and LOG_LEVELS[settings.log] <= logging.INFO:
@@ -284,6 +319,7 @@ def report_counters(
     except Exception as error:
         logger.warning(
             "deft: the server's counters cannot be reported (%r). Decoding goes on; `deft top` and "
-            "/metrics do not show it", error,
-        )  # fmt: skip
+            "/metrics do not show it",
+            error,
+        )
         logger.debug("deft: reporting failed", exc_info=True)

@@ -1,22 +1,33 @@
 """Read the state file of a running server: its counters and its last forest."""
 
 import os
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deft_backend.files.json_fields import FieldError, mapping, number, shown, text, within
 from deft_backend.files.private_files import open_private, read_private_json
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import SCHEMA, Counters, ServerDescription, read_description
+from deft_backend.telemetry.counters import (
+    SCHEMA,
+    Counters,
+    Place,
+    ServerDescription,
+    StateName,
+    process_runs,
+    read_description,
+)
 from deft_backend.telemetry.shown_batch import answer_file, forest_from_json, request_file
 
 ANSWER_SECONDS = 20.0  # longest time in which a server on a busy machine shows its batch
 
 SETTLE_SECONDS = 0.7  # after this time the file has all counters: it is written four times a second
+
+
+SILENT_SECONDS = 15.0
+"""A writer without a sign of life for this long hangs, or another program has its process id."""
 
 
 class StateError(ValueError):
@@ -35,70 +46,84 @@ class StateReading(ServerDescription):
     sign_of_life: float  # when the writer last wrote or touched the file
 
 
-def state_file(folder: Path, port: int) -> Path:
-    """The state file of the first process of the server on `port`; a running server's, if any."""
-    files = _first_ranks(folder, port)
-    running = [path for path in files if _writes_on(path)]
-    return next(iter(running or files), folder / f"{port}-tp0.json")
+class StateFile(NamedTuple):
+    """A state file in the folder of servers' state."""
+
+    name: StateName
+    path: Path
+    seen: float  # its writer's last sign of life, in seconds since the epoch
+
+    @property
+    def lives(self) -> bool:
+        """Whether its writer runs. Elsewhere a process id means nothing: the file's age tells."""
+        if self.name.place == Place.here():
+            return process_runs(self.name.pid)
+        return time.time() - self.seen < SILENT_SECONDS
 
 
-def running_servers(folder: Path) -> dict[int, Path]:
-    """Ports of running servers, with the files of their first processes."""
-    alive: dict[int, Path] = {}
-    for path in _first_ranks(folder):
-        if _writes_on(path):
-            alive.setdefault(int(path.name.split("-")[0]), path)
-    return alive
+def state_files(folder: Path, port: int | None = None) -> list[StateFile]:
+    """The state files in a folder, by port and rank; those of running processes first.
+
+    Raises StateError if the folder cannot be read. A folder that does not exist holds none.
+    """
+    try:
+        entries = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StateError(
+            f"cannot read the folder of servers' state {folder}: {error.strerror or error}; set "
+            "DEFT_CACHE_DIR as for the server, to a folder that you may read"
+        ) from None
+    found = []
+    for entry in entries:
+        name = StateName.parse(entry)
+        if name is not None and port in (None, name.port):
+            with suppress(OSError):  # it may have been deleted
+                found.append(StateFile(name, folder / entry, (folder / entry).lstat().st_mtime))
+    found.sort(key=_order)
+    return found
 
 
-def only_server(folder: Path) -> Path:
-    """The state file of the only running server; raises StateError if none or several run."""
-    servers = running_servers(folder)
+def _order(file: StateFile) -> tuple[Any, ...]:
+    name = file.name
+    here = name.place == Place.here()
+    return name.port, name.dp or 0, name.pp or 0, name.tp, not file.lives, not here, -file.seen
+
+
+def running_here(folder: Path, port: int) -> Path | None:
+    """The state file of the first process of the server that runs on a port of this machine."""
+    files = [file for file in state_files(folder, port) if file.name.place == Place.here()]
+    return next((file.path for file in files if file.lives), None)
+
+
+def server_file(folder: Path, port: int | None = None) -> Path:
+    """The state file of the first process of a server: of the only running one, or on a port.
+
+    Raises StateError if there is none, or if several run and none is named.
+    """
+    files = state_files(folder, port)
+    if port is not None:
+        if not files:
+            raise StateError(
+                f"there is no state file of a server on port {port} in {folder}; is a server with "
+                "the plugin running on that port, under the same DEFT_CACHE_DIR?"
+            )
+        return files[0].path
+    servers = {(file.name.port, file.name.place): file for file in reversed(files) if file.lives}
     if not servers:
         raise StateError(
             f"no server with the plugin is running, according to {folder}; start one with "
-            "'deft serve', or set DEFT_STATE_DIR as for the server"
+            "'deft serve', or set DEFT_CACHE_DIR as for the server"
         )
     if len(servers) > 1:
+        ports = " or ".join(sorted({str(number) for number, _ in servers}, key=int))
         raise StateError(
             f"{len(servers)} servers with the plugin are running, according to {folder}; expected "
-            f"one. Name its port: --server {' or '.join(map(str, servers))}"
+            f"one. Name its port: --server {ports}"
         )
-    (path,) = servers.values()
-    return path
-
-
-def _first_ranks(folder: Path, port: int | None = None) -> list[Path]:
-    """State files of first tensor-parallel ranks, the first pipeline and data ranks' first."""
-    name = re.compile(rf"({port or '[0-9]+'})-tp0((?:-(?:pp|dp)[0-9]+)*)\.json")
-    matches = [name.fullmatch(path.name) for path in folder.glob("*.json")]
-    named = [match for match in matches if match is not None]
-    named.sort(key=lambda match: (int(match[1]), [int(n) for n in re.findall("[0-9]+", match[2])]))
-    return [folder / match.string for match in named]
-
-
-def _writes_on(path: Path) -> bool:
-    """Whether the process that wrote a state file still runs."""
-    try:
-        return process_runs(int(read_private_json(path)["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def process_runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    if pid < 1:  # 0 and below name groups of processes
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # another user's process
-        return True
-    except (OSError, OverflowError):
-        return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):  # no /proc here, or it has just ended
-        return True
+    (file,) = servers.values()
+    return file.path
 
 
 def read_state(path: Path) -> StateReading:
@@ -109,7 +134,7 @@ def read_state(path: Path) -> StateReading:
     except FileNotFoundError:
         raise StateError(
             f"there is no state file {path}; is a server with the plugin running on that port, "
-            "under the same DEFT_STATE_DIR?"
+            "under the same DEFT_CACHE_DIR?"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"no JSON: {error}"

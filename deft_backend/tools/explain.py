@@ -174,9 +174,13 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
         for node in touched(*ranged):
             readers[node][group] = None
     columns = (
-        forest.parent, forest.request, forest.start, forest.length, forest.num_queries,
+        forest.parent,
+        forest.request,
+        forest.start,
+        forest.length,
+        forest.num_queries,
         forest.is_leaf,
-    )  # fmt: skip
+    )
     rows = zip(*(column.tolist() for column in columns), map(tuple, readers), strict=True)
     return tuple(NodeFacts(*row) for row in rows)
 

@@ -81,15 +81,24 @@ class Server:
     def state(self, rank="tp0"):
         """The settled state file of one of the server's ranks."""
         time.sleep(0.8)  # three rounds of the writer
-        port = self.process.command.port
-        return json.loads((self._state_dir / f"{port}-{rank}.json").read_text())
+        return json.loads(_state_path(self._state_dir, self.process.command, rank).read_text())
+
+    def is_left_alone(self):
+        """Whether nothing of ours shows in a server that does not ask for us.
+
+        No state file, no line in the log, and no series in ``/metrics``.
+        """
+        with self.open("metrics") as response:
+            page = response.read().decode()
+        lines = [line for line in self.log.splitlines() if "deft:" in line]
+        return not (self._state_dir.exists() or lines or "deft_" in page)
 
     def explain(self):
         """The JSON that ``deft explain --server`` prints about the last batch."""
         command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
         done = subprocess.run(
             [*command, str(self.process.command.port)], capture_output=True, text=True, timeout=120,
-            env={**os.environ, "DEFT_STATE_DIR": str(self._state_dir)}, check=False,
+            env={**os.environ, "DEFT_CACHE_DIR": str(self._state_dir.parent)}, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -154,6 +163,11 @@ async def complete(client, ask):
     return found
 
 
+def _state_path(folder, command, rank):
+    """The state file of one of a server's ranks; None without one."""
+    return next(iter(sorted(folder.glob(f"{command.port}-{rank}@*.json"))), None)
+
+
 class Reference:
     """The answers of the host's own backend; each is requested once."""
 
@@ -175,10 +189,9 @@ def state_settings(backend, folder, *plugins):
     """
     return {
         "OMP_NUM_THREADS": "1",
-        "DEFT_STATE_DIR": str(folder / "state"),
+        "DEFT_CACHE_DIR": str(folder / "cache"),
         "DEFT_VERIFY": "1",
         "DEFT_LOG": "debug",
-        "DEFT_OBSERVE": "0" if backend == "deft" else "1",
         **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
     }
 
@@ -188,10 +201,10 @@ def started(command, folder):
     """A server for a `with` block; its decode steps then count in :class:`StepTotal`."""
     with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
         try:
-            yield Server(process, folder / "state")
+            yield Server(process, folder / "cache" / "servers")
         finally:
-            path = folder / "state" / f"{command.port}-tp0.json"
-            if path.is_file():
+            path = _state_path(folder / "cache" / "servers", command, "tp0")
+            if path is not None:
                 state = json.loads(path.read_text())
                 StepTotal.tree_steps += state["steps_tree"]
                 StepTotal.device = state["device"]

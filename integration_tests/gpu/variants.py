@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from deft_backend.files.folders import state_directory
+from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import (
     DEFT_FLATTEN,
     DEFT_NODE,
@@ -120,14 +122,13 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
     flags = [*fleet.common, *variant.flags]
     if variant.lora:
         flags += [*_LORA[fleet.host], *(f"{name}={adapters / name}" for name in ADAPTERS)]
-    state = folder / name / "state"
     command = server_command(
         model.path, free_port(), host=fleet.host, backend=variant.backend, host_arguments=flags,
         gpu=True,
         environment={
-            "CUDA_VISIBLE_DEVICES": gpus, "DEFT_STATE_DIR": str(state), **variant.settings,
+            "CUDA_VISIBLE_DEVICES": gpus, **variant.settings,
         },
     )  # fmt: skip
     process = ServerProcess(command, folder / name / "server.log", timeout=START_SECONDS)
     stack.enter_context(process)
-    return Server(process, state)
+    return Server(process, state_directory(Settings.from_env()))

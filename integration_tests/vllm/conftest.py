@@ -25,7 +25,7 @@ def adapter(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory, adapter):
-    """The host's own backend, observed."""
+    """The host's own backend."""
     folder = tmp_path_factory.mktemp("baseline")
     with running(None, GROUPS["default"], folder, adapter) as server:
         yield server

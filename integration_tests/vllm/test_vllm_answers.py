@@ -149,13 +149,8 @@ def test_without_prefix_caching_nothing_is_shared(server, reference):
 
 
 def test_the_hosts_own_backend_is_left_alone(baseline):
-    """A server that does not ask for the plugin; it is only observed."""
+    """A server that does not ask for the plugin."""
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
-    state = baseline.state()
-    assert state["backend"] == "CPU_ATTN"
-    assert set(state["steps_host"]) == {"observed"}
-    assert state["steps_tree"] == 0
-    assert state["kv_bytes_read"] == state["kv_bytes_query_guided"] > 0
     assert not [line for line in baseline.trouble() if "deft" in line]
     assert "in place of CPU_ATTN" not in baseline.log
 

@@ -38,9 +38,9 @@ def test_a_backend_finds_the_caches_of_its_first_start(tmp_path, monkeypatch):
     seen = []
     command = FakeLaunch.command
 
-    def record(self, backend, state):
+    def record(self, backend):
         seen.append((backend, {name: self.environment[name] for name in CACHES}))
-        return command(self, backend, state)
+        return command(self, backend)
 
     monkeypatch.setattr(FakeLaunch, "command", record)
     starts(tmp_path, ["right", "tie"], first="tie")

@@ -28,6 +28,7 @@ from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.servers.driver_stub import DriverStubError, StubFolderError
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
+from state_files import state_path
 from thought_tree_files import dump_thought_trees
 
 FOREST = build_forest([0, 1], [100], [110, 120])
@@ -268,10 +269,11 @@ def state(**changes):
 
 
 def test_explain_reads_a_running_server(tmp_path):
-    (tmp_path / "31234-tp0.json").write_text(json.dumps(state()))
-    (tmp_path / "31235-tp0.json").write_text(json.dumps(state(pid=2**22 + 1)))  # no such process
+    state_path(tmp_path / "servers", 31234).write_text(json.dumps(state()))
+    ended = state_path(tmp_path / "servers", 31235, pid=2**22 + 1)  # no such process
+    ended.write_text(json.dumps(state()))
     for arguments in (["--server", "31234"], ["--server"]):
-        code, out, _ = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        code, out, _ = run("explain", *arguments, "--json", DEFT_CACHE_DIR=str(tmp_path))
         assert code == 0
         content = json.loads(out)
         assert content["policy"] == "deft-node"
@@ -292,24 +294,26 @@ def test_explain_reads_a_running_server(tmp_path):
 )
 def test_explain_names_what_is_wrong_with_a_state_file(content, said, tmp_path, monkeypatch):
     monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 1.0)
+    path = state_path(tmp_path / "servers", 31234)
     if content is not None:
-        (tmp_path / "31234-tp0.json").write_text(json.dumps(content))
-    err = refused("explain", "--server", "31234", DEFT_STATE_DIR=str(tmp_path))
+        path.write_text(json.dumps(content))
+    err = refused("explain", "--server", "31234", DEFT_CACHE_DIR=str(tmp_path))
     assert said in err
-    assert "31234-tp0.json" in err
+    assert str(path if content is not None else path.parent) in err
 
 
-@pytest.mark.parametrize("suffix", ["-pp0", "-dp0", "-pp0-dp0", "-dp1"])
-def test_explain_finds_the_first_of_several_processes(suffix, tmp_path):
-    later = state(policy="flash-decoding", pid=os.getppid())
-    (tmp_path / "31234-tp0-pp2-dp3.json").write_text(json.dumps(later))
-    (tmp_path / f"31234-tp0{suffix}.json").write_text(json.dumps(state()))
-    (tmp_path / f"31234-tp0{suffix}.batch.json").write_text("{}")
-    (tmp_path / "31234-tp1.json").write_text(json.dumps(later))
-    ended = state(pid=2**22 + 1)
-    (tmp_path / "31234-tp0.json").write_text(json.dumps(ended))
+@pytest.mark.parametrize("ranks", [{"pp": 0}, {"dp": 0}, {"pp": 0, "dp": 0}, {"dp": 1}])
+def test_explain_finds_the_first_of_several_processes(ranks, tmp_path):
+    folder = tmp_path / "servers"
+    later = json.dumps(state(policy="flash-decoding"))
+    state_path(folder, 31234, pp=2, dp=3, pid=os.getppid()).write_text(later)
+    first = state_path(folder, 31234, **ranks)
+    first.write_text(json.dumps(state()))
+    first.with_suffix(".batch.json").write_text("{}")
+    state_path(folder, 31234, tp=1, **ranks, pid=os.getppid()).write_text(later)
+    state_path(folder, 31234, pid=2**22 + 1).write_text(json.dumps(state(policy="fasttree")))
     for arguments in (["--server", "31234"], ["--server"]):
-        code, out, err = run("explain", *arguments, "--json", DEFT_STATE_DIR=str(tmp_path))
+        code, out, err = run("explain", *arguments, "--json", DEFT_CACHE_DIR=str(tmp_path))
         assert (code, err) == (0, "")
         assert json.loads(out)["policy"] == "deft-node"
 
@@ -319,7 +323,7 @@ def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     """The drawn groups are those of the planner that decodes."""
     from deft_backend.tools.explain import server_target
 
-    path = tmp_path / "31234-tp0.json"
+    path = state_path(tmp_path, 31234)
     size = getattr(torch, dtype).itemsize
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=size)))
     attention = TreeAttention(
@@ -370,12 +374,12 @@ def test_a_locale_without_our_signs():
 
 def test_no_running_server_is_said(tmp_path):
     assert "no server with the plugin" in refused(
-        "explain", "--server", DEFT_STATE_DIR=str(tmp_path)
+        "explain", "--server", DEFT_CACHE_DIR=str(tmp_path)
     )
 
 
 def test_counters_are_read_at_rest_and_subtracted(tmp_path):
-    path = tmp_path / "1-tp0.json"
+    path = state_path(tmp_path)
     with pytest.raises(StateError):
         settled_counters(path, timeout=0.0)
     path.write_text(json.dumps(state()))
@@ -420,15 +424,15 @@ def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
 
 
 def test_doctor_finds_bad_settings():
-    wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_STATE_DIR": "~nobody-there/x"}
+    wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_CACHE_DIR": "~nobody-there/x"}
     code, out, _ = run("doctor", "--json", **wrong)
     assert code == 1
     found = {check["subject"]: check for check in json.loads(out)["settings"]}
-    kinds = {"DEFT_POLICY": "problem", "DEFT_POLCY": "note", "DEFT_STATE_DIR": "problem"}
+    kinds = {"DEFT_POLICY": "problem", "DEFT_POLCY": "note", "DEFT_CACHE_DIR": "problem"}
     assert {name: found[name]["status"] for name in kinds} == kinds
     assert "'best'" in found["DEFT_POLICY"]["state"]
     assert "no such setting exists; did you mean DEFT_POLICY?" in found["DEFT_POLCY"]["state"]
-    assert "'~nobody-there/x'; expected a directory" in found["DEFT_STATE_DIR"]["state"]
+    assert "'~nobody-there/x'; expected a directory" in found["DEFT_CACHE_DIR"]["state"]
 
 
 @pytest.mark.parametrize(

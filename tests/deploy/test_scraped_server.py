@@ -38,7 +38,7 @@ def test_the_dashboard_shows_a_real_server(tmp_path):
     host = installed_hosts()[0]
     command = server_command(
         MODEL, free_port(), host=host,
-        environment={"DEFT_STATE_DIR": str(tmp_path / "states")},
+        environment={"DEFT_CACHE_DIR": str(tmp_path / "cache")},
         host_arguments=["--enable-metrics"] if host == "sglang" else [],
     )  # fmt: skip
     queries = dashboard_queries()

@@ -23,6 +23,7 @@ from deft_backend.tools.traces.recorded_trees import TraceError
 from deft_backend.tools.traces.trace_files import load_arrivals
 from deft_backend.tools.watch.page_server import PageServer
 from sglang_fakes import make_state
+from state_files import state_path
 
 HERE = Origin.of("sm_90")
 FOREST = build_forest([2, 0, 1, 3], [8, 4, 0], [9, 12, 8, 3], 4)
@@ -168,9 +169,9 @@ def test_names_that_clients_choose_do_no_harm(tmp_path):
 
 
 def test_a_question_follows_no_link(tmp_path):
-    state = tmp_path / "1-tp0.json"
+    state = state_path(tmp_path)
     outside = tmp_path / "outside"
-    (tmp_path / "1-tp0.wanted").symlink_to(outside)
+    state.with_suffix(".wanted").symlink_to(outside)
     with pytest.raises(StateError, match="cannot ask"):
         BatchQuestion(state)
     assert not outside.exists()

@@ -38,11 +38,6 @@ def test_every_folder_follows_the_cache_folder(monkeypatch):
             assert driver_stub_directory() == cache / "driver-stub" / "1"
 
 
-def test_the_state_has_a_setting_of_its_own():
-    chosen = Settings.from_env({"DEFT_STATE_DIR": "/d", "DEFT_CACHE_DIR": "/c"})
-    assert state_directory(chosen) == Path("/d")
-
-
 def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
     # Another setting that is wrong is not read.
     monkeypatch.setenv("DEFT_POLICY", "best")

@@ -45,7 +45,7 @@ def test_every_field_has_a_variable():
         ("DEFT_FALLBACK_BACKEND", "triton", "fallback_backend", "triton"),
         ("DEFT_VERIFY", "true", "verify", True),
         ("DEFT_VERIFY", "No", "verify", False),
-        ("DEFT_STATE_DIR", "/somewhere/new", "state_dir", Path("/somewhere/new")),
+        ("DEFT_CACHE_DIR", "/somewhere/new", "cache_dir", Path("/somewhere/new")),
     ],
 )
 def test_values(name, value, field, parsed):
@@ -60,7 +60,7 @@ def test_values(name, value, field, parsed):
         ("DEFT_MIN_BATCH", "2.5", "an integer of 1 or more"),
         ("DEFT_MAX_BATCH", "4097", "an integer from 1 to 4096"),
         ("DEFT_VERIFY", "maybe", "1 (or true, yes, on) or 0 (or false, no, off)"),
-        ("DEFT_STATE_DIR", __file__, "a directory, existing or to be made"),
+        ("DEFT_CACHE_DIR", __file__, "a directory, existing or to be made"),
     ],
 )
 def test_errors_name_variable_value_and_what_is_allowed(name, value, expected):

@@ -225,7 +225,7 @@ class FakeHost:
 class FakeLaunch(Launch):
     """Starts the script below instead of a host; the backend's name selects its behaviour."""
 
-    def command(self, backend, state):
+    def command(self, backend):
         port = free_port()
         arguments = (sys.executable, __file__, str(port), self.host.name, backend)
         return ServerCommand(arguments, {}, port, on_gpu=False)

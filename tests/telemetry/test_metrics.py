@@ -13,11 +13,12 @@ import pytest
 from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import metrics
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Counters, Place
 from deft_backend.telemetry.decode_log import DecodeLog, describe
 from deft_backend.telemetry.metrics import publisher, register_states
 from deft_backend.telemetry.state import StateWriter
 from sglang_fakes import make_state
+from state_files import state_path
 
 client = pytest.importorskip("prometheus_client")
 
@@ -38,7 +39,7 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 if mode == "beside":  # the host has counters of its own in the process
     from prometheus_client import Counter
     Counter("theirs", "of the host").inc(3)
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Counters, Place
 publish = metrics.publisher(json.loads(ranks))
 for reading in json.loads(readings):
     publish(Counters(**reading))
@@ -133,14 +134,15 @@ def test_what_cannot_be_published_costs_one_line(what, monkeypatch, caplog, tmp_
     assert said in caplog.text
 
 
-def write(folder, rank, suffix="", **changes):
+def write(folder, rank, **changes):
     """The state file of a rank of the server on port 1, after `rank + 1` tree steps."""
     state = make_state()
     state.rank = rank
     for _ in range(rank + 1):
         state.count_tree(tokens=10, loaded=4, tree_layers=2)
     state.count_host("small", tokens=5)
-    writer = StateWriter(state, folder, suffix)
+    state.pid = changes.pop("pid", state.pid)
+    writer = StateWriter(state, folder)
     writer.look()
     if changes:
         content = json.loads(writer.path.read_text())
@@ -161,8 +163,11 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     write(tmp_path / "states", 3, updated=1.0)  # at that time, an earlier process had the id
     write(tmp_path / "states", 4, schema=1)
     write(tmp_path / "states", 5, steps_host=None)
-    (tmp_path / "states" / "1-tp6.json").write_text("{")
-    (tmp_path / "states" / "11-tp0.json").write_text(writer.path.read_text())
+    state_path(tmp_path / "states", tp=6).write_text("{")
+    state_path(tmp_path / "states", port=11).write_text(writer.path.read_text())
+    # A server in another container has the same port, process id and home.
+    elsewhere = state_path(tmp_path / "states", tp=7, place=Place("container", 7))
+    elsewhere.write_text(writer.path.read_text())
 
     token = 2 * 2 * 64 * 4 * 2  # of make_state, both layers
     found = {}
@@ -275,7 +280,7 @@ def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_p
     runner = SimpleNamespace(server_args=arguments, ps=place)
     state = make_state()
     state.rank = rank
-    start_reporting(state, runner, Settings(state_dir=tmp_path, log=level))
+    start_reporting(state, runner, Settings(cache_dir=tmp_path, log=level))
     (writer,) = started
     assert [type(listener) for listener in writer.listeners] == listening
-    assert writer.path == tmp_path / f"1-tp{rank}-pp0-dp1.json"
+    assert writer.path == state_path(tmp_path / "servers", tp=rank, pp=0, dp=1)

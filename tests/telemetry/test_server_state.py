@@ -15,6 +15,7 @@ from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter, report_coun
 from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
 from sglang_fakes import Tree, make_state, requests_of
+from state_files import state_path
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
 LAYERS = 2
@@ -23,9 +24,9 @@ LAYERS = 2
 def test_state_file(tmp_path):
     """The file is written atomically, and only after a change; the test checks its content."""
     state = make_state()
-    writer = StateWriter(state, tmp_path / "made", "-pp1")
+    writer = StateWriter(state, tmp_path / "made", pp_rank=1)
     writer.look()
-    assert writer.path.name == "1-tp0-pp1.json"
+    assert writer.path == state_path(tmp_path / "made", pp=1)
     first = writer.path.read_text()
     assert json.loads(first)["forest"] is None
     writer.look()
@@ -85,7 +86,7 @@ def test_numbers_of_a_server_have_limits(tmp_path, names, lowest, highest):
                 read_state(path)
 
 
-@pytest.mark.parametrize("path", ["1-tp0.json", "1-tp0.wanted"])
+@pytest.mark.parametrize("path", ["state", "wanted"])
 def test_a_folder_that_cannot_be_used_is_said_once(path, tmp_path, caplog, monkeypatch):
     """Even the check for a question is refused in a folder of another user."""
     refused = raising(PermissionError(13, "Permission denied"))
@@ -93,7 +94,7 @@ def test_a_folder_that_cannot_be_used_is_said_once(path, tmp_path, caplog, monke
     writer = StateWriter(state, tmp_path)
     heard = []
     writer.listeners.append(heard.append)
-    if path.endswith("wanted"):
+    if path == "wanted":
         monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr("deft_backend.telemetry.state.write_private", refused)
     writer.look()
@@ -127,7 +128,7 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
 
 def test_reporting_that_fails_costs_a_line(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(StateWriter, "start", raising(RuntimeError("no more threads")))
-    settings = Settings(state_dir=tmp_path)
+    settings = Settings(cache_dir=tmp_path)
     report_counters(make_state(), settings, pp_rank=None, dp_rank=None, log=None, publishes=False)
     assert caplog.text.count("no more threads") == 1
 

@@ -38,12 +38,6 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
 
 
 def observing() -> bool:
-    """Whether servers with another backend count their steps (``DEFT_OBSERVE``).
-
-    In these servers invalid settings mean no. The log names settings that do not exist.
-    """
+    """Log settings that do not exist; servers with another backend count nothing."""
     warn_unknown()
-    try:
-        return Settings.from_env().observe
-    except ValueError:
-        return False
+    return False

@@ -80,9 +80,13 @@ def agreement(
             differ.add(name)
             differences.append(_difference(name, one, other, at))
     return Agreement(
-        equal + len(differences), equal, tuple(differences), not_compared, tokens,
+        equal + len(differences),
+        equal,
+        tuple(differences),
+        not_compared,
+        tokens,
         max(gaps, default=None),
-    )  # fmt: skip
+    )
 
 
 def _difference(name: str, one: Answer, other: Answer, at: int) -> Difference:

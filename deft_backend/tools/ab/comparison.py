@@ -76,9 +76,14 @@ def compare(
 
 
 async def _run_side(
-    server: RunningServer, name: str, workloads: Callable[[Offers], Sequence[Workload]],
-    model: str | None, first: SideRun | None, progress: Progress, exact: bool,
-) -> SideRun:  # fmt: skip
+    server: RunningServer,
+    name: str,
+    workloads: Callable[[Offers], Sequence[Workload]],
+    model: str | None,
+    first: SideRun | None,
+    progress: Progress,
+    exact: bool,
+) -> SideRun:
     """Send all workloads to one server.
 
     - `workloads`: makes the workloads for what the server offers.
@@ -127,10 +132,17 @@ async def _run_side(
     if eight_bits or (first is not None and first.eight_bits):
         agreements = [replace(compared, close=CLOSE * EIGHT_BITS) for compared in agreements]
     return SideRun(
-        name, server.url, offers, tuple(runs), tuple(counted), tuple(agreements),
+        name,
+        server.url,
+        offers,
+        tuple(runs),
+        tuple(counted),
+        tuple(agreements),
         *((state.device, state.backend, state.policy) if state else ("", "", "")),
-        eight_bits, server.command, await asyncio.to_thread(acceptance_length, server.url),
-    )  # fmt: skip
+        eight_bits,
+        server.command,
+        await asyncio.to_thread(acceptance_length, server.url),
+    )
 
 
 async def _with_margins(

@@ -31,9 +31,11 @@ def write_report(result: AbResult, folder: Path, command: str) -> tuple[Path, Pa
     """Write ``report.html`` and ``results.json`` into `folder`; returns both paths."""
     page, data = folder / "report.html", folder / "results.json"
     content = {
-        **result.to_json(), "verdict": verdict(result), "command": command,
+        **result.to_json(),
+        "verdict": verdict(result),
+        "command": command,
         "tpot_change": {w.name: paired_change(w) for w in result.workloads},
-    }  # fmt: skip
+    }
     write_private(data, json.dumps(content) + "\n")
     write_private(page, _page(result, command))
     return page, data
@@ -120,9 +122,11 @@ def _time_plot(w: ComparedWorkload, names: tuple[str, str]) -> str:
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(9.0, 2.7), layout="constrained")
         for axes, times, title in zip(
-            figure.subplots(1, 2), (ttft, tpot), ("time to first token", "time per output token"),
+            figure.subplots(1, 2),
+            (ttft, tpot),
+            ("time to first token", "time per output token"),
             strict=True,
-        ):  # fmt: skip
+        ):
             for side, name, colour in zip(times, names, _COLOURS, strict=True):
                 if side:
                     axes.ecdf(side, color=colour, label=name, linewidth=1.8)

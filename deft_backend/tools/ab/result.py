@@ -110,6 +110,34 @@ class ComparedWorkload:
         read, guided = counted.kv_bytes_read, counted.kv_bytes_query_guided
         return KvRead(guided / steps, read / steps, counted.saved)
 
+    def host_kv_bytes(self) -> float | None:
+        """KV bytes that the first server's kernel read, if it reads each context in every step.
+
+        The second server's counters tell the bytes of a token of context. None without them, or if
+        a server does not tell the lengths of its prompts.
+        """
+        counted = self.counters[1]
+        theirs, ours = (contexts(run) for run in self.runs)
+        if counted is None or not theirs or not ours:
+            return None
+        return counted.kv_bytes_query_guided * theirs / ours
+
+
+def contexts(run: Replayed) -> int | None:
+    """Tokens of context over all decode steps of a run's answers; None if a length is unknown.
+
+    A prompt of ``p`` tokens and an answer of ``n`` have ``n - 1`` steps, on ``p + 1`` to
+    ``p + n - 1`` tokens.
+    """
+    total = 0
+    for outcome in run.outcomes:
+        if outcome.answer is not None:
+            if outcome.prompt_tokens is None:
+                return None
+            tokens = len(outcome.answer.arrivals)
+            total += (tokens - 1) * outcome.prompt_tokens + tokens * (tokens - 1) // 2
+    return total
+
 
 @dataclass(frozen=True)
 class AbResult:
@@ -153,20 +181,32 @@ class AbResult:
             "exact": self.exact,
             "interrupted": self.interrupted,
             "sides": [
-                {"name": s.name, "url": s.url, "device": s.device, "backend": s.backend,
-                 "policy": s.policy, "command": s.command,
-                 "acceptance_length": s.acceptance_length, **asdict(s.offers)}
+                {
+                    "name": s.name,
+                    "url": s.url,
+                    "device": s.device,
+                    "backend": s.backend,
+                    "policy": s.policy,
+                    "command": s.command,
+                    "acceptance_length": s.acceptance_length,
+                    **asdict(s.offers),
+                }
                 for s in self.sides
             ],
             "workloads": [_workload_json(w) for w in self.workloads],
             "provenance": dict(self.provenance),
-        }  # fmt: skip
+        }
 
 
 def compare_sides(
-    names: tuple[str, str], sides: Sequence[SideRun], workloads: Sequence[Workload],
-    *, interrupted: bool, provenance: Mapping[str, object], exact: bool = False,
-) -> AbResult:  # fmt: skip
+    names: tuple[str, str],
+    sides: Sequence[SideRun],
+    workloads: Sequence[Workload],
+    *,
+    interrupted: bool,
+    provenance: Mapping[str, object],
+    exact: bool = False,
+) -> AbResult:
     """The result of both runs; of an interrupted comparison, the part that ran."""
     empty = Replayed((), 0.0, interrupted=interrupted)
     compared = []
@@ -181,33 +221,44 @@ def compare_sides(
         agreed = sides[1].agreements if len(sides) > 1 else ()
         compared.append(
             ComparedWorkload(
-                workload.name, workload.description, workload.arrivals, (runs[0], runs[1]),
-                (counts[0], counts[1]), agreed[at] if at < len(agreed) else Agreement(0, 0),
+                workload.name,
+                workload.description,
+                workload.arrivals,
+                (runs[0], runs[1]),
+                (counts[0], counts[1]),
+                agreed[at] if at < len(agreed) else Agreement(0, 0),
             )
-        )  # fmt: skip
+        )
     return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
 
 
 def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
     reads = [w.kv_read(side) for side in (0, 1)]
     return {
-        "workload": w.name, "description": w.description, "arrivals": w.arrivals,
+        "workload": w.name,
+        "description": w.description,
+        "arrivals": w.arrivals,
         "figures": [asdict(f) for f in w.figures],
         "counters": [None if c is None else c.as_json() for c in w.counters],
         "kv_bytes_a_step": [r and r._asdict() for r in reads],
+        "host_kv_bytes": w.host_kv_bytes(),
         "agreement": asdict(w.agreement),
         "died": [run.died for run in w.runs],
         "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],
-    }  # fmt: skip
+    }
 
 
 def _outcome_json(o: Outcome) -> dict[str, Any]:
     arrivals = [] if o.answer is None else [round(at, 5) for at in o.answer.arrivals]
     return {
-        "name": o.name, "due": round(o.at, 4), "sent": round(o.sent, 4),
-        "status": o.status, "detail": o.detail, "prompt_tokens": o.prompt_tokens,
+        "name": o.name,
+        "due": round(o.at, 4),
+        "sent": round(o.sent, 4),
+        "status": o.status,
+        "detail": o.detail,
+        "prompt_tokens": o.prompt_tokens,
         "arrivals": arrivals,
-    }  # fmt: skip
+    }
 
 
 MISSING = "–"

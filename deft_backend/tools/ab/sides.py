@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich import progress as bars
 from rich.console import Console
@@ -82,31 +81,47 @@ def running_sides(urls: tuple[str, str], folder: Path, progress: Progress) -> tu
 
 
 def started_sides(
-    model: str, host: str, logs: Path, progress: Progress, *, policy: str | None,
-    baseline: str | None, host_arguments: Sequence[str],
-) -> tuple[Side, Side]:  # fmt: skip
-    """The host with its own backend, and with the plugin; each runs while it is measured."""
+    model: str,
+    host: str,
+    logs: Path,
+    folder: Path,
+    progress: Progress,
+    *,
+    policy: str | None,
+    baseline: str | None,
+    host_arguments: Sequence[str],
+) -> tuple[Side, Side]:
+    """The host with its own backend, and with the plugin; each runs while it is measured.
 
-    def command(side: str, state_folder: str) -> ServerCommand:
-        observe: Mapping[str, str] = {"DEFT_OBSERVE": "1"} if side == "host" else {}
+    - `logs`: receives the servers' logs.
+    - `folder`: holds the state files of servers on this machine.
+    """
+
+    def command(side: str) -> ServerCommand:
         return server_command(
-            model, free_port(), host=host, backend=baseline if side == "host" else BACKEND,
-            policy=policy if side == "deft" else None, host_arguments=host_arguments,
-            environment={"DEFT_STATE_DIR": state_folder, **observe},
-        )  # fmt: skip
+            model,
+            free_port(),
+            host=host,
+            backend=baseline if side == "host" else BACKEND,
+            policy=policy if side == "deft" else None,
+            host_arguments=host_arguments,
+        )
 
     @contextmanager
     def opened(side: str) -> Iterator[RunningServer]:
         log = logs / f"{side}.log"
-        with TemporaryDirectory(prefix="deft-state-") as state_folder:
-            started = command(side, state_folder)
-            answers = progress.starting(side, started)
-            with ServerProcess(started, log) as server:
-                answers()
-                yield RunningServer(
-                    server.url, Path(state_folder), started.shell(), log, server.check_alive,
-                    BACKEND_NAMES[host] if side == "deft" else "",
-                )  # fmt: skip
+        started = command(side)
+        answers = progress.starting(side, started)
+        with ServerProcess(started, log) as server:
+            answers()
+            yield RunningServer(
+                server.url,
+                folder,
+                started.shell(),
+                log,
+                server.check_alive,
+                BACKEND_NAMES[host] if side == "deft" else "",
+            )
 
     return Side("host", partial(opened, "host")), Side("deft", partial(opened, "deft"))
 

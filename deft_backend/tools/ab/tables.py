@@ -32,9 +32,16 @@ def further_tables(result: AbResult) -> list[Table]:
     tables = (
         Table(
             "Do the tokens agree?",
-            ("workload", "answers compared", "the same", "near ties",
-             "different where a server was sure", "different, not checked", "not comparable",
-             "largest log-probability gap"),
+            (
+                "workload",
+                "answers compared",
+                "the same",
+                "near ties",
+                "different where a server was sure",
+                "different, not checked",
+                "not comparable",
+                "largest log-probability gap",
+            ),
             [_agreement(w) for w in result.workloads],
             f"Near tie: the two likeliest tokens were less than {close:g} apart (log-probability), "
             "so the rounding of two correct kernels can decide. The first "
@@ -42,14 +49,31 @@ def further_tables(result: AbResult) -> list[Table]:
             "continues a different answer.",
         ),
         Table("Answers that differ", ("workload", "request", "difference"), differences(result)),
-        Table("Decode steps on the host's kernel", ("workload", "server", "steps, by reason"),
-              list(_host_steps(result))),
-        Table("Requests without an answer", ("workload", "server", "request", "", "detail"),
-              list(_lost(result)), f"The first {_DETAILS} of each server."),
-        Table("Workloads", ("workload", "requests", "arrivals"),
-              [[w.name, w.description, w.arrivals] for w in result.workloads]),
+        Table(
+            "KV read for all answers",
+            ("workload", *result.names),
+            list(_whole_reads(result)),
+            f"{result.names[0]}: from the requests' lengths, if its kernel reads each context in "
+            f"every step. {result.names[1]}: from the plugin's counters.",
+        ),
+        Table(
+            "Decode steps on the host's kernel",
+            ("workload", "server", "steps, by reason"),
+            list(_host_steps(result)),
+        ),
+        Table(
+            "Requests without an answer",
+            ("workload", "server", "request", "", "detail"),
+            list(_lost(result)),
+            f"The first {_DETAILS} of each server.",
+        ),
+        Table(
+            "Workloads",
+            ("workload", "requests", "arrivals"),
+            [[w.name, w.description, w.arrivals] for w in result.workloads],
+        ),
         Table("Servers and environment", ("", ""), list(_servers(result))),
-    )  # fmt: skip
+    )
     return [table for table in tables if table.rows]
 
 
@@ -89,25 +113,41 @@ def acceptance(result: AbResult) -> str:
 
 def _reads(result: AbResult, side: int) -> Table:
     """KV reads of one side: the steps of two servers hold different requests."""
-    columns = ("workload", "query by query", result.names[side], "saved", "tree steps",
-               "answers alike")  # fmt: skip
+    columns = (
+        "workload",
+        "query by query",
+        result.names[side],
+        "saved",
+        "tree steps",
+        "answers alike",
+    )
     rows = []
     for w in result.workloads:
         read, counted = w.kv_read(side), w.counters[side]
-        rows.append([
-            w.name,
-            megabytes(read.query_by_query if read else None),
-            megabytes(read.read if read else None),
-            percent(read.saved if read else None),
-            f"{counted.steps_tree} of {counted.decode_steps}" if counted else MISSING,
-            f"{w.agreement.equal} of {w.agreement.compared}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                w.name,
+                megabytes(read.query_by_query if read else None),
+                megabytes(read.read if read else None),
+                percent(read.saved if read else None),
+                f"{counted.steps_tree} of {counted.decode_steps}" if counted else MISSING,
+                f"{w.agreement.equal} of {w.agreement.compared}",
+            ]
+        )
     note = (
         "KV read: bytes of KV cache that a decode step reads, over all layers, on average, from "
         "the plugin's counters. query by query: what the same steps would read if every query read "
         "its whole context."
     )
     return Table("KV read per decode step, and agreement", columns, rows, note)
+
+
+def _whole_reads(result: AbResult) -> Iterator[list[str]]:
+    if counted_side(result) == 1:
+        for w in result.workloads:
+            host, counted = w.host_kv_bytes(), w.counters[1]
+            if host is not None and counted is not None:
+                yield [w.name, megabytes(host), megabytes(counted.kv_bytes_read)]
 
 
 def _times(result: AbResult) -> Table:
@@ -117,12 +157,16 @@ def _times(result: AbResult) -> Table:
         change = paired_change(w)
         for side, f in enumerate(w.figures):
             times = (f.ttft, f.tpot, f.tpot_p95)
-            rows.append([
-                "" if side else w.name, result.names[side], f"{f.answered}/{f.requests}",
-                *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
-                f"{100 * change[0]:+.1f} %" if side and change else "",
-                MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    "" if side else w.name,
+                    result.names[side],
+                    f"{f.answered}/{f.requests}",
+                    *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
+                    f"{100 * change[0]:+.1f} %" if side and change else "",
+                    MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
+                ]
+            )
     note = (
         "TTFT, TPOT: time to the first token and per later token, medians over answers. 95 %: of "
         "TPOT. change: the median, over requests that both servers answered, of how TPOT changes."
@@ -135,9 +179,13 @@ def _agreement(w: ComparedWorkload) -> list[str]:
     a = w.agreement
     checked = sum(d.margin is not None for d in a.differences)
     numbers = (
-        a.compared, a.equal, checked - a.unexplained, a.unexplained, len(a.differences) - checked,
+        a.compared,
+        a.equal,
+        checked - a.unexplained,
+        a.unexplained,
+        len(a.differences) - checked,
         a.not_compared,
-    )  # fmt: skip
+    )
     gap = MISSING if a.largest_gap is None else f"{a.largest_gap:.2g}"
     return [w.name, *(f"{number:,}" for number in numbers), gap]
 

@@ -173,9 +173,13 @@ def make_workloads(
     characters = max(1, round(sizes.prefix_tokens * characters_a_token))
     if tree is None:
         shape = ThoughtTreeShape(
-            width=max(1, min(count, 8) // 2), keep=2, prompt_tokens=sizes.prefix_tokens,
-            shortest=max(1, answer // 2), longest=answer, characters_a_token=characters_a_token,
-        )  # fmt: skip
+            width=max(1, min(count, 8) // 2),
+            keep=2,
+            prompt_tokens=sizes.prefix_tokens,
+            shortest=max(1, answer // 2),
+            longest=answer,
+            characters_a_token=characters_a_token,
+        )
         tree, scale = generate_thought_tree(shape), 1.0
     documents = 2 if count > 1 else 1
     makers: dict[str, Callable[[], Workload]] = {
@@ -240,10 +244,13 @@ def trace_workload(
         (),
         tuple(
             Request(
-                f"request {at}", partial(prompt, at, arrival), arrival.output_length, at=due,
+                f"request {at}",
+                partial(prompt, at, arrival),
+                arrival.output_length,
+                at=due,
                 prompt_tokens=arrival.input_length,
             )
             for at, (due, arrival) in enumerate(zip(times, arrivals, strict=True))
         ),
         said,
-    )  # fmt: skip
+    )

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 _OPENAIS_FIELDS: Mapping[str, Any] = {"stream_options": {"include_usage": True}}
 
 _HOSTS_FIELDS: Mapping[str, Any] = {
-    "ignore_eos": True, "return_token_ids": True,
+    "ignore_eos": True,
+    "return_token_ids": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}  # fmt: skip
+}
 """Fields that SGLang and vLLM take; the client falls back to OpenAI's own."""
 
 
@@ -153,9 +154,11 @@ class ServerClient:
         Raises NotAnswered.
         """
         body = {
-            **self._body(prompt, tokens), "stream": True, "temperature": temperature,
+            **self._body(prompt, tokens),
+            "stream": True,
+            "temperature": temperature,
             **(_HOSTS_FIELDS if self.exact_lengths else _OPENAIS_FIELDS),
-        }  # fmt: skip
+        }
         if self.logprobs:
             body["logprobs"] = 2
         reader = StreamReader(on_tokens, Answer() if into is None else into)
@@ -180,9 +183,11 @@ class ServerClient:
         Raises NotAnswered.
         """
         body = {
-            **self._body(prompts[0], tokens), "ignore_eos": True, "return_token_ids": True,
+            **self._body(prompts[0], tokens),
+            "ignore_eos": True,
+            "return_token_ids": True,
             "prompt": [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts],
-        }  # fmt: skip
+        }
         if likeliest:
             body |= {"logprobs": likeliest, "return_tokens_as_token_ids": True}
         content = await self.post("/v1/completions", body)
@@ -205,9 +210,12 @@ class ServerClient:
 
     def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
         return {
-            "model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": tokens, "temperature": 0.0, **self._fields,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            **self._fields,
+        }
 
     async def margin(self, prompt: str, ahead: int = 0) -> float | None:
         """Log-probability of the likeliest token minus the second one's; None if unknown.

@@ -15,7 +15,7 @@ from deft_backend.telemetry.state_reader import (
     StateError,
     StateReading,
     read_state,
-    running_servers,
+    running_here,
     settled_counters,
 )
 from deft_backend.tools.servers.process import get_page
@@ -67,9 +67,10 @@ class ServerCounters:
     def _file(self) -> Path | None:
         end = time.monotonic() + self._wait_seconds
         while self._local:
-            path = running_servers(self._folder).get(self._port)
-            if path is not None:
-                return path
+            with suppress(StateError):  # a folder of another user
+                path = running_here(self._folder, self._port)
+                if path is not None:
+                    return path
             if time.monotonic() > end:
                 self._local = False  # it has none: do not wait again
             else:
@@ -91,10 +92,11 @@ def counters_of_page(page: str) -> Counters | None:
         return None
     tree, host = total[STEPS.series, "tree"], total[STEPS.series, "host"]
     figures: dict[str, Any] = {
-        field: total[metric.series, ""] if field.endswith("_seconds")
+        field: total[metric.series, ""]
+        if field.endswith("_seconds")
         else int(total[metric.series, ""])
         for field, metric in FIGURES.items()
-    }  # fmt: skip
+    }
     return Counters(
         decode_steps=int(tree + host),
         steps_tree=int(tree),

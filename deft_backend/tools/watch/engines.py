@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Counters, Place
 from deft_backend.telemetry.state_reader import (
+    SILENT_SECONDS,
     BatchQuestion,
     StateError,
+    StateFile,
     StateReading,
-    process_runs,
     read_state,
+    state_files,
 )
 
 DECODING, IDLE, SILENT, ENDED, UNREADABLE = "decoding", "idle", "silent", "ended", "unreadable"
@@ -24,19 +25,13 @@ DECODING, IDLE, SILENT, ENDED, UNREADABLE = "decoding", "idle", "silent", "ended
 IDLE_SECONDS = 5.0
 """An engine without a decode step for this long is idle. Its writer looks four times a second."""
 
-SILENT_SECONDS = 15.0
-"""A writer without a sign of life for this long hangs, or another program has its process id."""
-
-_NAME = re.compile(
-    r"(?P<port>[0-9]+)-tp(?P<tp>[0-9]+)(?:-pp(?P<pp>[0-9]+))?(?:-dp(?P<dp>[0-9]+))?\.json"
-)
-
 
 @dataclass(frozen=True)
 class Engine:
     """The processes of a server that decode one batch together."""
 
     port: int
+    place: Place
     dp: int | None  # its data-parallel rank; None if the server has one engine
     path: Path  # the state file of its first process
     status: str  # one of the names above
@@ -50,8 +45,9 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The port, with the data-parallel rank if there are several."""
-        return f"{self.port}" if self.dp is None else f"{self.port} dp{self.dp}"
+        """The port, with the data-parallel rank if there are several, and where it is elsewhere."""
+        where = "" if self.place == Place.here() else f" on {self.place.machine}"
+        return f"{self.port}" + ("" if self.dp is None else f" dp{self.dp}") + where
 
     @property
     def runs(self) -> bool:
@@ -67,53 +63,45 @@ def find_engines(folder: Path, port: int | None = None, now: float | None = None
     - `now`: seconds since the epoch; default: the clock.
     """
     now = time.time() if now is None else now
-    groups: dict[tuple[int, int], list[tuple[tuple[int, int], Path]]] = {}
-    for path in folder.glob("*.json"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or (port is not None and int(match["port"]) != port):
-            continue
-        key = (int(match["port"]), -1 if match["dp"] is None else int(match["dp"]))
-        groups.setdefault(key, []).append(((int(match["pp"] or 0), int(match["tp"])), path))
-    engines = []
-    for (number, dp), files in sorted(groups.items()):
-        paths = [path for _, path in sorted(files)]
-        engines.append(_engine(number, None if dp < 0 else dp, paths, now))
-    return engines
+    groups: dict[tuple[int, int | None, Place], dict[tuple[int | None, int], StateFile]] = {}
+    for file in state_files(folder, port):  # the newest file of each rank comes first
+        ranks = groups.setdefault((file.name.port, file.name.dp, file.name.place), {})
+        ranks.setdefault((file.name.pp, file.name.tp), file)
+    return [_engine(*key, list(ranks.values()), now) for key, ranks in groups.items()]
 
 
-def _engine(port: int, dp: int | None, paths: list[Path], now: float) -> Engine:
-    first = paths[0]
+def _engine(
+    port: int, dp: int | None, place: Place, files: Sequence[StateFile], now: float
+) -> Engine:
+    first, *others = files
+    known = port, place, dp, first.path
     try:
-        reading = read_state(first)
+        reading = read_state(first.path)
     except StateError as error:
-        return Engine(port, dp, first, UNREADABLE, 0.0, None, Counters(), len(paths), str(error))
+        return Engine(*known, UNREADABLE, 0.0, None, Counters(), len(files), str(error))
     counters, processes = reading.counters, 1
-    for path in paths[1:]:
+    for file in others:
+        if file.lives != first.lives:  # an earlier server may have left the file of a rank behind
+            continue
         try:
-            other = read_state(path)
+            other = read_state(file.path).counters
         except StateError:
             continue
-        # An earlier server may have left the file of a rank behind.
-        if process_runs(other.pid) != process_runs(reading.pid):
-            continue
         processes += 1
-        counters = replace(
-            counters,
-            kv_bytes_read=counters.kv_bytes_read + other.counters.kv_bytes_read,
-            kv_bytes_query_guided=counters.kv_bytes_query_guided
-            + other.counters.kv_bytes_query_guided,
-        )
-    status, since = _status(reading, now)
-    return Engine(port, dp, first, status, since, reading, counters, processes)
+        guided = counters.kv_bytes_query_guided + other.kv_bytes_query_guided
+        read = counters.kv_bytes_read + other.kv_bytes_read
+        counters = replace(counters, kv_bytes_read=read, kv_bytes_query_guided=guided)
+    status, since = _status(reading, first.lives, now)
+    return Engine(*known, status, since, reading, counters, processes)
 
 
-def _status(reading: StateReading, now: float) -> tuple[str, float]:
+def _status(reading: StateReading, lives: bool, now: float) -> tuple[str, float]:
     """The status, and the seconds since the moment that :attr:`Engine.since` names."""
     silent, resting = (max(0.0, now - at) for at in (reading.sign_of_life, reading.updated))
-    # A server in a container may have a process id that means nothing here.
-    runs = process_runs(reading.pid)
-    if silent > (SILENT_SECONDS if runs else IDLE_SECONDS):
-        return SILENT if runs else ENDED, silent
+    if not lives:
+        return ENDED, silent
+    if silent > SILENT_SECONDS:
+        return SILENT, silent
     decodes = resting < IDLE_SECONDS and reading.counters.decode_steps
     return DECODING if decodes else IDLE, resting
 

@@ -106,8 +106,11 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         if is_loopback(self.headers.get("Host")):
             return True
-        self._send(403, b"the Host header names another machine; open the address that "
-                        b"'deft inspect' printed\n")  # fmt: skip
+        self._send(
+            403,
+            b"the Host header names another machine; open the address that "
+            b"'deft inspect' printed\n",
+        )
         return False
 
     def do_GET(self) -> None:
@@ -128,11 +131,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
-            "Content-Security-Policy": content_policy(), "X-Content-Type-Options": "nosniff",
-            "Cross-Origin-Resource-Policy": "same-origin", "Referrer-Policy": "no-referrer",
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": content_policy(),
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
             "Connection": "close",
-        }  # fmt: skip
+        }
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

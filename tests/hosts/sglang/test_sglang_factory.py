@@ -176,7 +176,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_PLANNER", planner)
     monkeypatch.setenv("DEFT_SHORT_EXTENDS", "4")
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)

@@ -31,7 +31,7 @@ def new_server(
     from deft_backend.hosts.vllm.report import server
     from deft_backend.hosts.vllm.start import factory, registered
 
-    monkeypatch.setenv("DEFT_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
     monkeypatch.setattr(server, "_tells_requests", lambda config: False)  # no worker runs
     monkeypatch.setattr(factory, "log", OnceLog())

@@ -12,6 +12,7 @@ from deft_backend.hosts.vllm import plugin
 from deft_backend.telemetry import metrics
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import StateWriter
+from state_files import state_path
 from vllm_fakes import Batch, Step, forget_collectors, state, tree_layers
 
 
@@ -70,7 +71,7 @@ def test_one_api_server_reads_the_state_files_of_its_port(writers, tmp_path):
     (writer,) = writers
     assert [type(listener) for listener in writer.listeners] == [DecodeLog]
     writer.look()
-    assert writer.path == tmp_path / "state" / "8123-tp0.json"
+    assert writer.path == state_path(tmp_path / "servers", 8123)
     written = json.loads(writer.path.read_text())
     assert page() == {
         of("decode_steps", kernel="tree"): 3,

@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -44,7 +43,7 @@ SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 def ab(folder, *arguments, code=0):
     found, *printed = commands.run(
         "ab", "--out", str(folder / "out"), *arguments, COLUMNS="100",
-        DEFT_STATE_DIR=str(folder / "state"),
+        DEFT_CACHE_DIR=str(folder / "cache"),
     )  # fmt: skip
     assert found == code, printed
     data = folder / "out" / "results.json"
@@ -458,7 +457,7 @@ def test_servers_of_its_own_run_one_after_the_other(tmp_path, monkeypatch, count
         def __init__(self, command, log):
             backend = dict(pairwise(command.arguments)).get("--attention-backend")
             started.append((backend, dict(command.environment)))
-            self.state_folder = Path(command.environment["DEFT_STATE_DIR"])
+            self.state_folder = tmp_path / "cache" / "servers"
             self._serving = serving(Fake())
             log.write_text("deft: these layers run through fa3\n")
 
@@ -486,7 +485,6 @@ def test_servers_of_its_own_run_one_after_the_other(tmp_path, monkeypatch, count
     data, printed = ab(tmp_path, *options, code=0 if counts else 2)
     (host, deft) = started
     assert (host[0], deft[0]) == (None, "deft")
-    assert host[1]["DEFT_OBSERVE"] == "1"
     assert "host's own backend" in printed
     if not counts:
         assert "log says 'deft: these layers run through fa3'. The log is" in printed

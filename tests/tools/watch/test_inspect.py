@@ -13,6 +13,7 @@ from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
 from sglang_fakes import make_state
+from state_files import state_path
 
 SECRET = "the text of a prompt"
 
@@ -86,7 +87,7 @@ def test_the_data(served):
 def test_a_server_that_comes_later_is_found(tmp_path):
     inspector = Inspector(tmp_path, 1)
     assert inspector.state()["status"] == "missing"
-    (tmp_path / "1-tp0.json").write_text('{"schema": 99}')
+    state_path(tmp_path).write_text('{"schema": 99}')
     assert Inspector(tmp_path, 1).state()["status"] == "unreadable"
     assert "schema 99" in Inspector(tmp_path, 1).state()["problem"]
 
@@ -128,13 +129,13 @@ def test_the_page_loads_nothing(served):
 
 def test_bad_input_is_refused_in_one_line(tmp_path):
     def refused(*arguments):
-        code, _, said = run("inspect", *arguments, DEFT_STATE_DIR=str(tmp_path))
+        code, _, said = run("inspect", *arguments, DEFT_CACHE_DIR=str(tmp_path))
         assert code == 2
         return said
 
     assert "no server with the plugin is running" in refused()
     assert "no state file of a server on port 5" in refused("--server", "5")
-    StateWriter(make_state(), tmp_path).look()
+    StateWriter(make_state(), tmp_path / "servers").look()
     with PageServer(0, lambda engine, known: {}) as other:
         taken = str(other.server_address[1])
         assert f"cannot listen on port {taken}" in refused("--port", taken)

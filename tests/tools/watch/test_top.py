@@ -14,9 +14,10 @@ from rich.console import Console
 from commands import run
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
-from deft_backend.telemetry.counters import Counters, DraftCounts
+from deft_backend.telemetry.counters import Counters, DraftCounts, Place
 from deft_backend.telemetry.shown_batch import Batch
-from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
+from deft_backend.telemetry.state_reader import running_here, server_file
 from deft_backend.tools.watch.engines import (
     DECODING,
     ENDED,
@@ -32,10 +33,17 @@ from deft_backend.tools.watch.engines import (
 from deft_backend.tools.watch.figures import SharedPrefix, shared_prefixes
 from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
+from state_files import state_path
 
 WRITTEN = 1_800_000_000.0
 
 FOREST = build_forest([2, 0, 1], [60, 40], [100, 90, 80])
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """The folder of servers' state, in a cache folder."""
+    return tmp_path / "servers"
 
 
 def decoding(folder, port=7, **fields):
@@ -51,7 +59,7 @@ def decoding(folder, port=7, **fields):
 
 
 def shown(folder, *arguments):
-    return run("top", *arguments, COLUMNS="80", DEFT_STATE_DIR=str(folder))[:2]
+    return run("top", *arguments, COLUMNS="80", DEFT_CACHE_DIR=str(folder.parent))[:2]
 
 
 def dead_pid():
@@ -68,7 +76,7 @@ def status(path, later=0.0):
 
 def test_the_states_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: WRITTEN)
-    state, writer = decoding(tmp_path)
+    _, writer = decoding(tmp_path)
     os.utime(writer.path, (0, WRITTEN))
     assert status(writer.path) == DECODING
     assert status(writer.path, later=10) == IDLE
@@ -76,14 +84,50 @@ def test_the_states_of_a_server(tmp_path, monkeypatch):
     os.utime(writer.path, (0, WRITTEN + 100))
     assert status(writer.path, later=100) == IDLE
 
-    state.pid = dead_pid()
-    state.count_host("x", 1)
-    writer.look()
-    os.utime(writer.path, (0, WRITTEN))
-    assert status(writer.path) == DECODING  # in a container, its process id means nothing here
-    assert status(writer.path, later=10) == ENDED
     writer.path.write_text("{")
     assert status(writer.path) == UNREADABLE
+    writer.path.unlink()
+
+    _, ended = decoding(tmp_path, pid=dead_pid())
+    os.utime(ended.path, (0, WRITTEN))
+    assert status(ended.path) == ENDED
+    # Elsewhere, its process id means nothing here: the file's age tells.
+    container = state_path(tmp_path, port=7, pid=1, place=Place("another-node", 7))
+    ended.path.rename(container)
+    assert status(container) == DECODING
+    monkeypatch.setattr(time, "time", lambda: WRITTEN + 100)
+    assert status(container, later=100) == ENDED
+
+
+def test_servers_of_one_port_and_one_home_are_told_apart(tmp_path):
+    """Two containers have a home in common: each server has its file, and each line its place."""
+    _, own = decoding(tmp_path)
+    state, other = decoding(tmp_path)
+    state.count_host("small", 10)
+    other.path = state_path(tmp_path, port=7, place=Place("another-node", 7))
+    other.look()
+    own.look()
+    here, there = find_engines(tmp_path)
+    assert (here.name, there.name) == ("7", "7 on another-node")
+    assert [engine.counters.decode_steps for engine in (here, there)] == [1, 2]
+    assert "7 on another-node decoding" in shown(tmp_path, "--once")[1]
+    assert running_here(tmp_path, 7) == server_file(tmp_path, 7) == own.path
+
+
+def test_a_writer_deletes_what_earlier_servers_of_its_port_left(tmp_path):
+    decoding(tmp_path, pid=dead_pid())
+    _, running = decoding(tmp_path, pid=os.getppid())
+    _, elsewhere = decoding(tmp_path)
+    elsewhere.path = elsewhere.path.rename(state_path(tmp_path, 7, place=Place("x", 1)))
+    _, forgotten = decoding(tmp_path, port=9, pid=os.getppid())
+    os.utime(forgotten.path, (0, time.time() - 2 * KEPT_SECONDS))
+    (tmp_path / "notes.json").write_text("{}")
+    state = make_state()
+    state.port = 7
+    writer = StateWriter(state, tmp_path)
+    writer.start()
+    kept = {writer.path.name, running.path.name, elsewhere.path.name, "notes.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_a_writer_without_news_shows_that_it_lives(tmp_path):
@@ -131,11 +175,13 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
 
 def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
     """The file's last sign of life counts, not the last change of a counter."""
-    state, writer = decoding(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    state, writer = decoding(tmp_path, pid=process.pid)
     follower = Follower(seconds=0.0)
     (engine,) = find_engines(tmp_path)
     follower.look(engine)
-    state.pid = dead_pid()
+    process.kill()
+    process.wait()
     state.count_tree(FOREST.tokens_attended, FOREST.tokens_stored, 2)
     writer.look()
     content = json.loads(writer.path.read_text())
@@ -170,10 +216,7 @@ def test_without_a_server_it_says_so(tmp_path):
     code, text = shown(tmp_path, "--once")
     assert code == 1
     assert "No server with the plugin is running" in text
-    state, writer = decoding(tmp_path)
-    state.pid = dead_pid()
-    state.count_host("x", 1)
-    writer.look()
+    _, writer = decoding(tmp_path, pid=dead_pid())
     os.utime(writer.path, (0, time.time() - 30))
     code, text = shown(tmp_path, "--once")
     assert code == 1
