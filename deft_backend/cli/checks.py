@@ -244,5 +244,5 @@ def _state_folder() -> Iterator[Check]:
     if os.access(base, os.W_OK):
         yield Check("state folder", "ok", str(folder))
     else:
-        remedy = "export DEFT_STATE_DIR=<a folder that you may write>"
+        remedy = "export DEFT_CACHE_DIR="$HOME/deft-cache", or another folder of yours"
         yield Check("state folder", "note", f"{folder} cannot be written", remedy)
