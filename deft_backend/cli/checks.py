@@ -34,7 +34,7 @@ Status = Literal["ok", "note", "problem"]
 
 _INSTALL = f"pip install deft_backend-{VERSION}-py3-none-any.whl (in a checkout: pip install .)"
 _COMPILER = "apt-get install gcc (or set CC)"
-_CACHE = "export DEFT_CACHE_DIR=<a folder that only you may write>"
+_CACHE = "export DEFT_CACHE_DIR=/tmp/deft-$(id -u)  # or any folder that only you may write"
 
 
 @dataclass(frozen=True)
@@ -244,5 +244,5 @@ def _state_folder() -> Iterator[Check]:
     if os.access(base, os.W_OK):
         yield Check("state folder", "ok", str(folder))
     else:
-        remedy = "export DEFT_CACHE_DIR="$HOME/deft-cache", or another folder of yours"
+        remedy = _CACHE
         yield Check("state folder", "note", f"{folder} cannot be written", remedy)
