@@ -61,16 +61,6 @@ GROUPS = {
     ),
     "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
     "no-radix": Group(("--disable-radix-cache",), EAGER),
-    "device-planner": Group(
-        settings={
-            **EAGER,
-            "DEFT_PLANNER": "device",
-            "DEFT_VERIFY": "0",
-            "DEFT_SHORT_EXTENDS": "16",
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "8",
-        }
-    ),
     # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
     "small-cache": Group(
         _SMALL_CACHE, {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
@@ -83,14 +73,7 @@ GROUPS = {
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     **{
-        group: Group(
-            settings={
-                **EAGER,
-                "DEFT_POLICY": group.removeprefix("policy-"),
-                "DEFT_PLANNER": "device",
-                "DEFT_VERIFY": "0",
-            }
-        )
+        group: Group(settings={**EAGER, "DEFT_POLICY": group.removeprefix("policy-")})
         for group in POLICY_GROUPS
     },
     "chain": _speculating(*_CHAIN),

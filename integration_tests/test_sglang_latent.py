@@ -69,7 +69,9 @@ def test_a_tree_of_requests(latent):
     """Two levels, several samples of a prompt, and requests that end one by one."""
     server, model, kind = latent
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
-    asks = [Ask(m + f"they found {t}", 4 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])]
+    asks = [
+        Ask(m + f"they found {t}", 12 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])
+    ]
     check(server, model, [*asks, Ask(PREFIX + "It said:", n=3), Ask("Alone, from the first word.")])
     chains = kind == "chains"
     states = [server.state(rank) for rank in ("tp0", "tp1")[: 1 + (kind == "two-ranks")]]

@@ -87,7 +87,7 @@ def hosts_kernel() -> tuple[str, LatentKernel, Callable[[LatentCall], torch.Tens
     try:
         import_module("vllm.vllm_flash_attn.flash_attn_interface")
     except ImportError:
-        from deft_backend.hosts.sglang.start.latent import sglang_latent_attention
+        from deft_backend.hosts.sglang.latent import sglang_latent_attention
 
         return "sglang", sglang_latent_attention, _sglang_decode
     from deft_backend.hosts.vllm.start.latent import vllm_latent_attention

@@ -12,7 +12,6 @@ from integration_tests.gpu.forest_traffic import answered, requests
 from integration_tests.gpu.variants import ADAPTERS
 
 TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
-LITTLE_SHARED = "shares less than DEFT_MIN_SHARE=1.1"
 
 MOSTLY = 0.9
 """Least share of equal tokens, not just ties, in a correct run."""
@@ -73,7 +72,7 @@ def check_steps(fleet, variant, ours):
     for state in states:
         assert state["steps_tree"] > 100
         assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
-        assert set(state["steps_host"]) <= {TOO_FEW, LITTLE_SHARED}
+        assert set(state["steps_host"]) <= {TOO_FEW}
         if variant not in {other.against for other in fleet.variants.values()}:
             assert state["steps_host"].get(TOO_FEW, 0) < 0.2 * state["steps_tree"]
 

@@ -11,9 +11,6 @@ COMMON = (
     "--mem-fraction-static", "0.5", "--max-total-tokens", "100000",
 )  # fmt: skip
 
-DEVICE = {"DEFT_PLANNER": "device"}
-HOST = {"DEFT_PLANNER": "host"}
-
 REFERENCES: Mapping[str, Variant] = {
     "host": Variant("fa3"),
     "host-float16": Variant("fa3", ("--dtype", "float16")),
@@ -22,28 +19,19 @@ REFERENCES: Mapping[str, Variant] = {
 
 VARIANTS: Mapping[str, Variant] = {
     "default": Variant("deft"),
-    "planned-on-the-host": Variant("deft", settings=HOST),
-    **{
-        f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name, **DEVICE})
-        for name in PAPERS
-    },
-    "float16": Variant("deft", ("--dtype", "float16"), DEVICE, "host-float16"),
-    "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512"), DEVICE),
-    "lora": Variant("deft", settings=DEVICE, against="host-lora", lora=True),
-    "memory-saver": Variant("deft", ("--enable-memory-saver",), DEVICE),
-    "hierarchical": Variant(
-        "deft", ("--enable-hierarchical-cache", "--hicache-ratio", "2"), settings=HOST
-    ),
+    **{f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS},
+    "float16": Variant("deft", ("--dtype", "float16"), against="host-float16"),
+    "pages-of-16": Variant("deft", ("--page-size", "16", "--chunked-prefill-size", "512")),
+    "lora": Variant("deft", against="host-lora", lora=True),
+    "memory-saver": Variant("deft", ("--enable-memory-saver",)),
+    "hierarchical": Variant("deft", ("--enable-hierarchical-cache", "--hicache-ratio", "2")),
     "two-ranks": Variant(
-        "deft", ("--tensor-parallel-size", "2"), DEVICE, "default", 2, states=("tp0", "tp1")
-    ),
-    "two-ranks-planned-on-the-host": Variant(
-        "deft", ("--tensor-parallel-size", "2"), HOST, "default", 2, states=("tp0", "tp1")
+        "deft", ("--tensor-parallel-size", "2"), {}, "default", 2, states=("tp0", "tp1")
     ),
     "two-stages": Variant(
         "deft",
         ("--pipeline-parallel-size", "2"),
-        DEVICE,
+        {},
         "default",
         2,
         states=("tp0-pp0", "tp0-pp1"),
@@ -52,7 +40,7 @@ VARIANTS: Mapping[str, Variant] = {
     "data-parallel": Variant(
         "deft",
         ("--tensor-parallel-size", "2", "--data-parallel-size", "2", "--enable-dp-attention"),
-        DEVICE,
+        {},
         "default",
         2,
         states=("tp0-dp0", "tp1-dp1"),

@@ -8,16 +8,10 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource
-from deft_backend.hosts.sglang.step.decode_plan import BatchObserver, DecodePlanner, Observed
-from deft_backend.planner import PlanCapacity, plan_forest
-from deft_backend.policies import Target, get_policy
-from deft_backend.settings.config import Settings
+from deft_backend.hosts.sglang.prefixes import Observed
 from deft_backend.telemetry.state import ServerState
 
 RADIX_CACHE = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
-
-EAGER = Settings(min_batch=1)
 
 
 def assert_same_forest(ours, theirs):
@@ -103,40 +97,12 @@ def requests_of(prompts, tree, private=1):
     return requests, table, np.array([len(slots) for _, slots in made])
 
 
-class FakeAttention:
-    """Plans on the host planner, and counts the plans."""
-
-    def __init__(self, policy="deft-node"):
-        self.policy = get_policy(policy)
-        self.forests = []
-
-    def plan(self, forest):
-        self.forests.append(forest)
-        target = Target(num_query_heads=4, num_kv_heads=2, head_dim=64)
-        return plan_forest(forest, self.policy, target, PlanCapacity.for_batch(64))[0]
-
-
 def make_state():
     return ServerState(
         port=1, rank=0, host="sglang", host_version="0", backend="deft", policy="auto",
         device="cpu", dtype="float32", num_layers=2, num_query_heads=4, num_kv_heads=2,
         head_dim=64, dtype_bytes=4,
     )  # fmt: skip
-
-
-def make_planner(settings=EAGER, check=None):
-    attention = FakeAttention()
-    return DecodePlanner(attention, tree_source(), settings, make_state(), check), attention
-
-
-def step(planner, requests, lens):
-    lens = np.asarray(lens)
-    return planner.step(observed(requests), lens, int(lens.sum()))
-
-
-def tree_source():
-    """For batches under a plain radix tree, where nothing reads the page table."""
-    return PrefixSource(torch.empty((0, 0), dtype=torch.int32))
 
 
 def observed(requests, tree_cache=None):
@@ -322,47 +288,22 @@ class FakeServer(SimpleNamespace):
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def host_planned(layers, table, requests, lens, **options):
-    """A server with the host planner; its batches are of all `requests`."""
-    from deft_backend.hosts.sglang.step.backend import surround
-    from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
-
-    observer = BatchObserver(runner := object())
-    source = PrefixSource(torch.from_numpy(table))
-    planner = DecodePlanner(layers.attention, source, EAGER, layers.state, **options)
-    steps = HostPlannedSteps(layers, planner, observer)
-
-    def batch(kind="decode", known=True):
-        rids = [request.rid for request in requests]
-        rows, cpu_lens = range(1, len(lens) + 1), torch.from_numpy(lens)
-        made = make_batch(kind, table, rows, lens, rids=rids, seq_lens_cpu=cpu_lens)
-        if known:
-            scheduled = SimpleNamespace(reqs=requests, tree_cache=RADIX_CACHE)
-            observer.observe(made, scheduled, runner)
-        return made
-
-    return FakeServer(
-        backend=surround(layers.host, steps), steps=steps, layers=layers, own=layers.host,
-        planner=planner, observer=observer, attention=layers.attention, state=layers.state,
-        pool=layers.pool, table=table, lens=lens, requests=requests, batch=batch,
-    )  # fmt: skip
-
-
 def tree_layers(host, attention, state, **options):
     """The layers of a model in which tree attention may run all; `host_layers`: but these."""
-    from deft_backend.hosts.sglang.step.tree_layers import TreeLayers
+    from deft_backend.hosts.sglang.tree_layers import TreeLayers
 
     division = Division({0: LayerShape(4, 2, 64)}, options.pop("host_layers", {}))
     return TreeLayers(host, attention, state, division, **options)
 
 
 def device_planned(host, attention, state, settings, **options):
-    """The backend that a server with the device planner gets."""
-    from deft_backend.hosts.sglang.step.backend import surround
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
+    """The backend that a server gets; `layers`: options of its layers."""
+    from deft_backend.hosts.sglang.backend import surround
+    from deft_backend.hosts.sglang.steps import TreeSteps
 
-    layers = tree_layers(host, attention, state, host_layers=options.pop("host_layers", {}))
-    return surround(host, DevicePlannedSteps(layers, settings, **options))
+    given = {"host_layers": options.pop("host_layers", {}), **options.pop("layers", {})}
+    layers = tree_layers(host, attention, state, **given)
+    return surround(host, TreeSteps(layers, settings, **options))
 
 
 def load_host():

@@ -29,7 +29,7 @@ READINGS = (
 )
 PUBLISH = """
 import json, os, sys
-import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.start.factory
+import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.factory
 import deft_backend.hosts.sglang.plugin
 assert "prometheus_client" not in sys.modules, "imported before the host can have set its mode"
 mode, folder, ranks, readings = sys.argv[1:]
@@ -266,7 +266,7 @@ def test_what_the_line_says():
     ],
 )
 def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path):
-    from deft_backend.hosts.sglang.report.server import start_reporting
+    from deft_backend.hosts.sglang.report import start_reporting
 
     metrics._value_class.cache_clear()
     metrics._value.cache_clear()

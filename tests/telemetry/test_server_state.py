@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deft_backend.files.private_files import write_private
-from deft_backend.hosts.sglang.prefixes.radix_trees import RadixTreeSource
+from deft_backend.hosts.sglang.prefixes import RadixTreeSource
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCounts
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter, report_counters

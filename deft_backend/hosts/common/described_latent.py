@@ -40,16 +40,13 @@ class DescribedLatentServer:
             raise AttentionError(
                 f"MLA needs a GPU of compute capability 9.0 (Hopper), and the target is {gpu.name}"
             )
-        vllm = self.host == "vllm"
-        on_device = vllm or self.query_tokens > 1
+        group = self.num_query_heads if self.host == "vllm" else 1
         largest = min(settings.max_batch, self.max_batch)
-        if on_device:
-            group = self.num_query_heads if vllm else 1
-            largest = planned_on_device(largest, self.query_tokens, group)
+        largest = planned_on_device(largest, self.query_tokens, group)
         attention = LatentAttention(
             num_query_heads=self.num_query_heads, dtype=self.dtype, device="cpu",
             kernel=plain_latent_attention, page_size=self.page_size, max_batch=largest,
             query_tokens=self.query_tokens, compiled_for=gpu,
         )  # fmt: skip
         integers = _INTEGERS[self.host]
-        return latent_variants(attention, (integers, integers), on_device=on_device)
+        return latent_variants(attention, (integers, integers), on_device=True)

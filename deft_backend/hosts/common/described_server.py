@@ -9,13 +9,7 @@ import torch
 
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
-from deft_backend.hosts.common.planner_choice import (
-    SGLANG_ADAPTER,
-    VLLM_ADAPTER,
-    Adapter,
-    planned_on_device,
-    selects_device_planner,
-)
+from deft_backend.hosts.common.planner_choice import planned_on_device
 from deft_backend.hosts.common.short_extends import extend_attention, sizes_of, tensors_of
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, step_variants
 from deft_backend.settings.config import Settings
@@ -48,27 +42,22 @@ class DescribedServer:
 
         Raises AttentionError if the kernels cannot run this attention on that GPU.
         """
-        adapter, tensors = _HOSTS[self.host]
-        query_tokens = self.query_tokens
-        on_device = selects_device_planner(
-            settings, adapter, gpu.capability, verifies=self.drafts is not None
-        )
+        tensors = _HOSTS[self.host](self)
+        group = max(1, self.num_query_heads // self.num_kv_heads)
         largest = min(settings.max_batch, self.max_batch)
-        if on_device:
-            group = max(1, self.num_query_heads // self.num_kv_heads)
-            largest = planned_on_device(largest, query_tokens, group)
         attention = TreeAttention(
             num_query_heads=self.num_query_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, dtype=self.dtype, kv_dtype=self.kv_dtype, device="cpu",
-            page_size=self.page_size, max_batch=largest, query_tokens=query_tokens,
-            policy=settings.policy, compiled_for=gpu,
+            page_size=self.page_size,
+            max_batch=planned_on_device(largest, self.query_tokens, group),
+            query_tokens=self.query_tokens, policy=settings.policy, compiled_for=gpu,
         )  # fmt: skip
         smallest = settings.min_batch
-        found = step_variants(attention, tensors(self), on_device=on_device, smallest=smallest)
+        found = step_variants(attention, tensors, on_device=True, smallest=smallest)
         extends = extend_attention(attention, settings, gpu)
-        if extends is not None:
+        if extends is not None and self.host == "vllm":
             for size in sizes_of(extends, settings):
-                steps = tensors_of(tensors(self), size)
+                steps = tensors_of(tensors, size)
                 found += step_variants(extends, steps, on_device=True, smallest=smallest)
         return list(dict.fromkeys(found))
 
@@ -105,7 +94,7 @@ def _vllm_tensors(server: DescribedServer) -> StepTensors:
     )  # fmt: skip
 
 
-_HOSTS: dict[str, tuple[Adapter, Callable[[DescribedServer], StepTensors]]] = {
-    "sglang": (SGLANG_ADAPTER, _sglang_tensors),
-    "vllm": (VLLM_ADAPTER, _vllm_tensors),
+_HOSTS: dict[str, Callable[[DescribedServer], StepTensors]] = {
+    "sglang": _sglang_tensors,
+    "vllm": _vllm_tensors,
 }

@@ -1,6 +1,11 @@
 """What an adapter does once and then remembers: give up after a failure, and log a line."""
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Callable
+
+import torch
 
 logger = logging.getLogger("deft_backend")
 
@@ -9,10 +14,12 @@ class FailureLatch:
     """The first failure of tree attention. From then on the host's kernel decodes every step.
 
     - `reason`: what the counters of steps give as the reason; None while tree attention works.
+    - `keeps_graphs`: tells whether the host goes on to replay CUDA graphs with tree attention.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.keeps_graphs: Callable[[], bool] = lambda: False
 
     def kernel_failed(self, error: Exception) -> None:
         """A kernel of tree attention raised `error`."""
@@ -22,15 +29,30 @@ class FailureLatch:
         """A launch of the device planner raised `error`; it would fail in every batch."""
         self.close("planning failed", "planning failed (%r)", error)
 
+    def results_differ(self, difference: float, tolerance: float) -> None:
+        """``DEFT_VERIFY`` found a difference; see :func:`differ`."""
+        self.close(
+            "kernel failed",
+            "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
+            "(tolerance %g)",
+            difference,
+            tolerance,
+        )
+
     def close(self, reason: str, message: str, *values: object) -> None:
         """Log the first failure and keep `reason`; later failures change and log nothing."""
         if self.reason is not None:
             return
         self.reason = reason
+        rest = "The host's kernel decodes from now on"
+        if self.keeps_graphs():
+            rest = (
+                "CUDA graphs that hold tree attention stay in use; the host's kernel decodes every "
+                "other step from now on"
+            )
         logger.error(
-            f"deft: {message}. The host's kernel decodes from now on; restart the server to use "
-            "tree attention again.", *values,
-        )  # fmt: skip
+            f"deft: {message}. {rest}; restart the server to use tree attention again.", *values
+        )
         logger.debug("deft: %s", reason, exc_info=True)
 
 
@@ -60,3 +82,25 @@ class OnceLog:
         kind = f"planning failed {type(error).__name__}"
         self.warn(f"planning failed ({error!r}). The host's kernel decodes such batches.", kind)
         logger.debug("deft: planning failed", exc_info=True)
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
+
+EIGHT_BITS = 3  # factor of the tolerance with a cache of 8 bits: the host may multiply in 8 bits
+
+SMALLEST = 1e-6  # the tolerance is relative to no smaller value: results of zero agree
+
+
+def differ(
+    ours: torch.Tensor, host: torch.Tensor, *, eight_bits: bool
+) -> tuple[float, float] | None:
+    """``DEFT_VERIFY``: the largest difference of two results and its tolerance; None if they agree.
+
+    - `ours`, `host`: of one shape and dtype. The CPU waits for the device.
+    - `eight_bits`: whether the KV cache has 8 bits.
+    """
+    tolerance = TOLERANCE[host.dtype] * (EIGHT_BITS if eight_bits else 1)
+    tolerance *= max(SMALLEST, float(host.abs().max()))
+    difference = float((ours.float() - host.float()).abs().max())
+    return None if difference <= tolerance else (difference, tolerance)

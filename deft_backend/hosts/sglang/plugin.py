@@ -4,9 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common.limits import observing
-from deft_backend.hosts.sglang import versions
-from deft_backend.hosts.sglang.start import arguments
+from deft_backend.hosts.sglang import arguments, versions
 
 logger = logging.getLogger("deft_backend")
 
@@ -58,15 +56,10 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def create_backend(runner: Any) -> Any:
         backend = create(runner)
-        decode = getattr(runner.server_args, arguments.HOST_DECODE, None)
-        if decode is None and observing():  # a server without tree attention
-            from deft_backend.hosts.sglang.report import observe
-
-            observe.install()
-        if decode != name:
+        if getattr(runner.server_args, arguments.HOST_DECODE, None) != name:
             return backend
         try:
-            from deft_backend.hosts.sglang.start.factory import wrap_backend
+            from deft_backend.hosts.sglang.factory import wrap_backend
         except Exception as error:  # on every rank: they run the same code
             logger.warning(
                 "deft: tree attention could not be loaded (%r); all attention runs through the "

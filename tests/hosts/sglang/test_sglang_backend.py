@@ -1,20 +1,25 @@
-"""The attention backend around a stand-in for the host's own backend: who decodes which step."""
+"""The attention backend around a stand-in for the host's own: eager steps, captures, replays."""
 
-import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from deft_backend.hosts.sglang.start.layers import unsupported_layer
-from deft_backend.hosts.sglang.step.decode_plan import BatchObserver
-from deft_backend.planner.encoding import ITEM_ORDER
+from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.versions import read_end
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.shown_batch import forest_of
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
+    FakeServer,
     MHATokenToKVPool,
+    SWAKVPool,
     Tree,
-    host_planned,
+    decode_attention,
+    device_planned,
+    make_batch,
     make_layer,
     make_state,
     mode,
@@ -22,30 +27,290 @@ from sglang_fakes import (
     recording_backend,
     requests_of,
     small_attention,
-    tree_layers,
 )
 
+PREFIX = list(range(10, 510))
+SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 
-def test_the_observer_knows_its_batch_by_the_list_of_ids():
-    runner, rids = object(), ["a", "b"]
-    observer = BatchObserver(runner)
 
-    def observe(kind, rids, runner):
-        batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
-        made = SimpleNamespace(forward_mode=mode(kind), rids=rids, req_pool_indices="rows")
-        observer.observe(made, batch, runner)
+@pytest.fixture
+def server(host):
+    """A backend over a host that records its calls; the host's graphs hold static tensors."""
+    _, table, lens = requests_of(SHARED, Tree())
+    calls, pool, attention, state = [], FakePool(520), small_attention(max_batch=4), make_state()
+    own = recording_backend(host, pool, table, calls)()
+    backend = device_planned(own, attention, state, Settings(min_batch=2))
 
-    def seen(rids):
-        return observer.of(SimpleNamespace(rids=rids))
+    def batch(kind="decode", size=2):
+        rows, lengths = [1, 2, 0, 0, 0, 0][:size], [*lens.tolist(), 1, 1, 1, 1][:size]
+        return make_batch(kind, table, rows, lengths)
 
-    observe("decode", rids, runner)
-    observe("decode", ["c"], object())  # another runner's batch
-    assert (seen(rids).requests, seen(rids).tree_cache) == (["ra", "rb"], "tree")
-    assert seen(rids).table_rows == "rows"
-    assert seen(["a", "b"]) is None  # equal, not the same
-    assert seen(None) is None
-    observe("extend", ["d"], runner)
-    assert seen(rids) is None
+    return FakeServer(
+        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
+        pool=pool, own=own, steps=backend.deft,
+    )  # fmt: skip
+
+
+def written(server, batch, layer_id=0):
+    """Whether the step's keys are in the cache."""
+    keys = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
+    return torch.equal(keys.flatten(), query(len(keys))[1].flatten())
+
+
+def test_an_eager_step_is_planned_from_the_page_table(server):
+    batch = server.batch()
+    server.close(server.step(batch), batch)
+    assert server.calls == []
+    shown = forest_of(server.state.batch)
+    assert (shown.batch_size, shown.tokens_stored) == (2, len(PREFIX) + 5)
+    assert written(server, batch)
+    # The thread that shows batches must not read a sleeping server's memory.
+    server.state.batch, server.steps.shows = None, False
+    server.backend.init_forward_metadata(server.batch())
+    assert server.state.batch is None
+
+
+def test_beams_read_their_new_parents_tokens(host):
+    """Between steps, the host copies the rows of surviving beams to other beams' rows."""
+    fork = pytest.importorskip("sglang.srt.beam_search.fork")
+
+    prompt, grown, rows = 8, 200, torch.tensor([1, 2, 3])
+    calls, pool = [], FakePool(2500)
+    table = np.zeros((4, prompt + 4 * grown), dtype=np.int32)
+    table[1, :prompt] = range(1, 1 + prompt)
+    own = recording_backend(host, pool, table, calls)()
+    pages = own.req_to_token_pool.req_to_token
+    backend = device_planned(own, small_attention(max_batch=4), make_state(), Settings(min_batch=2))
+    server = FakeServer(backend=backend, pool=pool, table=table)
+    fork.alias_members_prompt_kv(pages, rows[1:], 1, prompt)
+    for step, parents in enumerate(([0, 0, 1], [2, 2, 0], [0, 2, 2], [0, 1, 2])):
+        begin, length = prompt + step * grown, prompt + (step + 1) * grown
+        first = 20 + 3 * begin
+        pages[rows, begin:length] = torch.arange(first, first + 3 * grown).view(3, -1).int()
+        batch = make_batch("decode", table, rows, [length] * 3, rids=["leader"])
+        server.close(server.step(batch), batch)
+        fork.remap_kv_mapping(pages, rows, torch.tensor(parents), prompt, length)
+    assert calls == []
+
+
+def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
+    """Capture with a dummy batch padded to four; replay by hand over other rows and lengths."""
+    static, real = server.batch(size=4), server.batch(size=4)
+    static.seq_lens.fill_(1)
+    static.req_pool_indices.fill_(0)
+    server.capture(static)
+    assert server.state.batch is None  # the captured batch is not one of the server's
+
+    static.seq_lens.copy_(real.seq_lens)
+    static.req_pool_indices.copy_(real.req_pool_indices)
+    server.replay(SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens}))
+    assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
+    assert server.steps.replayed_tree(real)
+    assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
+    # The graph holds the planning, and the launches of one layer.
+    table = torch.from_numpy(server.table)
+    server.attention.plan_on_device(table, static.seq_lens, table_rows=static.req_pool_indices)
+    out = server.attention.run(
+        query(4)[0].view(4, 4, 64), server.pool.k, server.pool.v, table, static.seq_lens,
+        table_rows=static.req_pool_indices, sm_scale=0.125, static_launch=True,
+    )  # fmt: skip
+    server.close(out.view(4, -1), real)
+
+
+def test_small_large_and_other_batches_are_the_hosts(server):
+    for size in (1, 5):
+        server.step(server.batch(size=size))
+        for in_capture in (True, False):
+            batch = server.batch(size=size)
+            server.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+        assert not server.steps.replayed_tree(None)
+    server.step(server.batch("extend"))
+    assert server.calls == ["metadata", "decode", "capture", "replay"] * 2 + ["metadata", "extend"]
+    assert server.state.steps_host == {
+        "batch smaller than DEFT_MIN_BATCH=2": 2,
+        "batch larger than the 4 requests that a plan holds": 2,
+    }  # fmt: skip
+    assert server.state.counters().steps_tree == 0
+
+
+def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server):
+    server.capture(server.batch(), make_layer(sliding_window_size=8, layer_id=1))
+    assert server.calls == ["capture", "in graph", "decode"]
+    assert server.state.device_tree_layers == server.state.num_layers - 1
+    server.replay(server.batch())
+    assert server.calls[-1] == "replay"
+    assert server.steps.replayed_tree(None)
+
+
+def test_planning_that_fails_leaves_the_capture_to_the_host(server, monkeypatch, failures):
+    monkeypatch.setattr(server.attention, "plan_batch", raising(RuntimeError("out of resources")))
+    server.capture(server.batch())
+    server.replay(server.batch())
+    server.backend.init_forward_metadata(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "replay", "metadata"]
+    assert not server.steps.replayed_tree(None)
+    assert failures == [
+        "deft: planning failed (RuntimeError('out of resources')). The host's kernel decodes from "
+        "now on; restart the server to use tree attention again."
+    ]
+    failures.clear()
+    assert server.state.steps_host == {"planning failed": 2}
+
+
+def test_a_kernel_that_fails_leaves_the_capture_to_the_host(server, monkeypatch, failures):
+    monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
+    batch = server.batch()
+    server.capture(batch, make_layer(), make_layer(layer_id=1))
+    assert written(server, batch, 0)
+    assert written(server, batch, 1)
+    server.replay(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+    assert "a kernel failed" in failures.pop()
+    # The graph holds the host's kernel. It may also hold the launches before the failure.
+    assert server.state.steps_host == {"kernel failed": 1}
+    assert server.steps.replayed_tree(None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_keys_and_values_of_8_bits_are_divided_once(host, fails, monkeypatch, failures):
+    """The host's pool divides its arguments in place; after a failed kernel the host gets them."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=64, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
+
+    class Host(recording_backend(host, pool, table, [])):
+        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True):
+            if save_kv_cache:
+                location = KVWriteLoc(batch.out_cache_loc, None)
+                pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            return torch.zeros_like(q)
+
+    attention = small_attention(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=4)
+    backend = device_planned(Host(), attention, make_state(), Settings(min_batch=1))
+    batch = make_batch("decode", table, [0, 1], [5, 6])
+    backend.init_forward_metadata(batch)
+    if fails:
+        monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
+    k, v = (torch.full((2, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
+    q = torch.randn(2, 256).bfloat16()
+    out = backend.forward_decode(q, k, v, layer, batch)
+    assert out.any() != fails
+    assert ["a launch failed" in line for line in failures] == [True] * fails
+    failures.clear()
+    stored = (pool.get_key_buffer(0)[[4, 37]].float(), pool.get_value_buffer(0)[[4, 37]].float())
+    assert (stored[0] * 0.5 == 1.0).all()
+    assert (stored[1] * 0.25 == 2.0).all()
+
+
+def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, failures):
+    """A capture after a kernel has failed, as after new weights: the graphs are the host's."""
+    server.capture(server.batch())
+    server.replay(server.batch())
+    assert server.calls == ["capture", "in graph"]  # tree attention needs no metadata
+    with monkeypatch.context() as broken:
+        broken.setattr(server.attention, "run", raising(torch.OutOfMemoryError("out of memory")))
+        server.step(server.batch())
+    assert "out of memory" in failures.pop()
+    server.calls.clear()
+    server.capture(server.batch())
+    server.replay(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "replay"]
+    assert server.steps.replayed_tree(None)  # an earlier graph of the size may still exist
+    assert server.state.steps_host == {"kernel failed": 2}  # the eager step and the replay
+
+
+def test_the_device_counts_steps_but_not_those_of_captures(server):
+    def capture():
+        server.backend.init_forward_metadata_out_graph(warm, in_capture=True)
+        server.backend.init_forward_metadata_in_graph(warm)
+
+    warm = server.batch()
+    capture()
+    for _ in range(3):
+        server.backend.init_forward_metadata(server.batch())
+    counters = server.state.counters()
+    assert counters.steps_tree == 3
+    tokens = counters.kv_bytes_query_guided // (2 * server.state.token_bytes)
+    assert tokens == 3 * int(warm.seq_lens.sum())
+    assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+    for _ in range(2):  # the server has new weights and captures again
+        capture()
+    assert server.state.counters() == counters
+    server.backend.init_forward_metadata(server.batch())
+    assert server.state.counters().steps_tree == 4
+    assert server.state.counters().kv_bytes_read * 3 == counters.kv_bytes_read * 4
+
+
+def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server):
+    """The host asks before it names the graph that it replays."""
+    backend, decode = server.backend, mode("decode")
+    type(server.own).shared_read_ends = lambda self, mode: "the host's"
+    assert backend.shared_read_ends(decode) == "the host's"
+    backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
+    assert backend.shared_read_ends(decode) == read_end()
+    assert backend.shared_read_ends(mode("extend")) == "the host's"
+    # The host captures the size again, for itself: its earlier graph may still run.
+    server.steps.layers.failure.reason = "planning failed"
+    backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
+    assert backend.shared_read_ends(decode) == read_end()
+    server.replay(server.batch())
+    assert server.steps.replayed_tree(None)
+
+
+def test_a_capture_is_compiled_for_before_it_begins(server, caplog):
+    """Graphs' own tensors may have other dtypes than eager steps'."""
+    asked = []
+    server.steps.compile_for = lambda *dtypes: asked.append(dtypes)
+    batch = server.batch()
+    batch.seq_lens = batch.seq_lens.int()
+    server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    server.replay(batch)  # launches what is captured
+    server.backend.init_forward_metadata_out_graph(server.batch(size=1), in_capture=True)
+    assert asked == [(torch.int64, torch.int32)]
+    # Kernels that do not compile leave decode to the host.
+    server.calls.clear()
+    server.steps.compile_for = raising(RuntimeError("no assembler"))
+    server.capture(server.batch())
+    assert server.calls == ["capture", "in graph", "decode"]
+    assert "no assembler" in caplog.text
+    assert server.steps.layers.failure.reason == "kernels not compiled"
+
+
+def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
+    """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
+    pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
+    left = dict.fromkeys((0, 2), "a sliding window")
+    own = recording_backend(host, pool, server.table, server.calls)()
+    server.backend = device_planned(
+        own, server.attention, server.state, Settings(min_batch=2), host_layers=left
+    )
+    server.pool = SimpleNamespace(**dict(zip("kv", pool.full_kv_pool.buffers[1], strict=True)))
+    first, full, last = (
+        make_layer(layer_id=at, sliding_window_size=8 if at in left else -1) for at in range(3)
+    )
+    eager = server.batch()
+    server.backend.init_forward_metadata(eager)
+    server.forward(eager, first)
+    server.close(server.forward(eager, full), eager)
+    server.forward(eager, last)
+    assert server.calls == ["metadata", "decode", "decode"]
+    for layer_id in range(3):
+        keys = pool.get_key_buffer(layer_id)[eager.out_cache_loc]
+        assert torch.equal(keys.flatten(), query()[1].flatten())
+
+    server.calls.clear()
+    static = server.batch()
+    server.close(server.capture(static, first, last, full), static)
+    server.replay(server.batch())
+    assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
+    # The log has named these layers at the start; the counters leave them out.
+    assert "a sliding window" not in caplog.text
+    assert server.state.device_tree_layers is None
 
 
 @pytest.mark.parametrize(
@@ -71,53 +336,6 @@ def test_layers(changes, reason):
     assert found is None if reason is None else reason in str(found)
 
 
-KEYS = query()[1]  # of every step
-
-
-def layer_of(layer_id):
-    return make_layer(layer_id=layer_id)
-
-
-@pytest.fixture
-def server(host):
-    """A backend over a fake host backend that records its calls, with two requests that share."""
-    requests, table, lens = requests_of([[1, 2, 3, 4, 5], [1, 2, 3, 9]], Tree())
-    calls = []
-
-    class HostBackend(recording_backend(host, FakePool(), table, calls)):
-        needs_cpu_seq_lens = False
-        extra = "of the host"
-
-        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
-            calls.append("new buffers" if in_capture else "metadata out of graph")
-
-        def support_triton(self):
-            return False
-
-    layers = tree_layers(
-        HostBackend(), small_attention(max_batch=4, policy="deft-node"), make_state()
-    )
-    made = host_planned(layers, table, requests, lens)
-    made.calls = calls
-    return made
-
-
-def view_of(batch, **changes):
-    """What the host passes for the replay of a graph."""
-    view = {"forward_mode": batch.forward_mode, "out_cache_loc": batch.out_cache_loc}
-    return SimpleNamespace(**{**view, **changes})
-
-
-def test_a_shared_decode_batch_goes_through_the_tree(server):
-    batch = server.batch()
-    out = server.step(batch)
-    assert server.calls == []
-    server.close(out, batch)
-    assert server.pool.k[batch.out_cache_loc].flatten().tolist() == KEYS.flatten().tolist()
-    assert (server.state.counters().steps_tree, server.state.plans) == (1, 1)
-    assert server.state.counters().kv_bytes_read < server.state.counters().kv_bytes_query_guided
-
-
 def test_a_layers_sinks_scale_and_soft_cap_are_used(server):
     batch, sinks = server.batch(), torch.tensor([2.0, -1.0, 5.0, 0.5])
     server.backend.init_forward_metadata(batch)
@@ -135,9 +353,7 @@ def test_layers_that_are_left_to_the_host_get_its_metadata_once(server, caplog):
     server.backend.init_forward_metadata(batch)
     for layer_id in (1, 2):
         server.forward(batch, make_layer(sliding_window_size=8, layer_id=layer_id))
-        written = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
-        assert torch.equal(written.flatten(), KEYS.flatten())
-    assert server.state.counters().steps_tree == 0  # no layer has run through tree attention yet
+        assert written(server, batch, layer_id)
     server.forward(batch)
     assert server.calls == ["metadata", "decode", "decode"]
     assert caplog.text.count("layers with a sliding window decode through the host's") == 1
@@ -153,215 +369,98 @@ def test_arguments_that_are_not_known_are_handed_on(server, change):
     assert server.calls == ["metadata", "decode"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("extend", None), ("unknown", "batch without requests"), ("padded", "padded batch"),
-        ("padded lengths", "padded batch"), ("no lengths", None), ("beams", "beam search"),
-    ],
-)  # fmt: skip
-def test_other_batches_are_handed_on(server, kind, reason):
-    decodes = kind != "extend"
-    batch = server.batch("decode" if decodes else "extend", known=kind != "unknown")
-    if kind in ("padded", "beams"):
-        batch.batch_size = 4
-    if kind == "beams":  # they have rows of the batch, and only their leader has a request
-        server.requests[0].beam_group = object()
-    if kind == "padded lengths":
-        batch.seq_lens_cpu = torch.cat((batch.seq_lens_cpu, torch.ones(2, dtype=torch.int64)))
-    if kind == "no lengths":
-        batch.seq_lens_cpu = None
-    server.step(batch)
-    assert server.calls == ["metadata", "decode" if decodes else "extend"]
-    assert server.state.counters().steps_tree == 0
-    assert server.state.steps_host == ({} if reason is None else {reason: 1})
-
-
-def test_a_batch_is_decided_and_counted_once(server):
-    """The host asks before it chooses its graph; a following eager step uses the same answer."""
-    for steps in (1, 2):
-        each = server.batch()
-        assert server.steps.takes(each)
-        assert server.steps.takes(each)
-        server.backend.init_forward_metadata(each)
-        assert server.state.counters().steps_tree == steps - 1  # no layer has run yet
-        for layer_id in range(2):
-            server.forward(each, make_layer(layer_id=layer_id))
-        assert server.state.counters().steps_tree == steps
-    other = server.batch(known=False)
-    assert not server.steps.takes(other)
-    server.backend.init_forward_metadata(other)
-    assert server.state.counters().steps_tree == 2
-    assert sum(server.state.steps_host.values()) == 1
-
-
-def test_graphs_launch_every_kernel_over_whatever_plan_is_there(server):
-    """Capture under an empty plan, with a batch of another size; then replay by hand."""
-    shared = server.batch()
-    assert server.steps.takes(shared)  # the step is decided and planned before the host captures
-    server.steps.capture_tree(True)
-    assert not server.capture(server.batch(known=False)).any()
-    server.steps.capture_tree(False)
-    # The step's plan is restored: the graph's launches now compute its attention.
-    server.replay(view_of(shared))
-    # Neither the second capture nor the replay needs new buffers or metadata of the host.
-    assert server.calls == ["metadata out of graph", "in graph"]
-    assert server.state.counters().steps_tree == 1
-    out = server.attention.run(
-        query()[0].view(2, 4, 64), *(server.pool.k, server.pool.v), torch.from_numpy(server.table),
-        shared.seq_lens, table_rows=shared.req_pool_indices, sm_scale=0.125, static_launch=True,
-    )  # fmt: skip
-    server.close(out.view(2, -1), shared)
-    # A replay of another batch, or of a prefill, does not belong to the decision.
-    server.calls.clear()
-    for change in ({"out_cache_loc": torch.zeros(2)}, {"forward_mode": mode("extend")}):
-        server.replay(view_of(shared, **change))
-    assert server.calls == ["metadata out of graph"] * 2
-    assert server.state.counters().steps_tree == 1
-
-
-def test_the_second_capture_of_a_size_leaves_the_hosts_buffers_to_its_own_graph(
-    server, monkeypatch
-):
-    """A host's backend may make new buffers for each capture, and fill only the newest."""
-    from deft_patches.sglang import tree_graphs
-
-    def capture(runner, size, forward, stream, label):
-        server.calls.append(f"graph {label}")
-        batch = server.batch(known=False)
-        server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-
-    model = SimpleNamespace()
-    monkeypatch.setattr(tree_graphs, "_controllers", {id(model): server.steps})
-    tree_graphs._capture_one_shape(capture, SimpleNamespace(model_runner=model), 2, None)
-    assert server.calls == ["graph None", "new buffers", "graph deft", "metadata out of graph"]
-
-
-def test_the_host_is_told_until_when_page_tables_are_read(server, host):
-    """Tree attention answers "until the end"; otherwise the host's own backend answers. The host
-    asks after it has chosen the graph. Without a decision the answer is the safe one."""
-    from deft_backend.hosts.sglang.versions import read_end
-
-    backend, decode, extend = server.backend, mode("decode"), mode("extend")
-    type(server.own).shared_read_ends = lambda self, mode: ("the host's", mode)
-    assert backend.shared_read_ends(decode) == read_end()
-    assert backend.shared_read_ends(extend) == ("the host's", extend)
-    assert server.steps.takes(server.batch())
-    assert backend.shared_read_ends(decode) == read_end()
-    assert not server.steps.takes(server.batch(known=False))
-    assert backend.shared_read_ends(decode) == ("the host's", decode)
-    ends = getattr(host, "SharedReadEnds", None)
-    assert read_end() == (None if ends is None else ends.UNKNOWN)
-
-
-def test_a_batch_that_is_padded_after_it_was_decided_on_is_the_hosts(server):
-    """Ranks of data-parallel attention agree on a size between graph and eager step."""
-    batch = server.batch()
-    assert server.steps.takes(batch)
-    batch.batch_size = 4
-    server.step(batch)
-    assert server.calls == ["metadata", "decode"]
-    assert (server.state.counters().steps_tree, server.state.steps_host) == (0, {"padded batch": 1})
+def test_each_decode_step_is_counted_by_what_its_plan_loads(server):
     server.step(server.batch())
-    assert server.calls == ["metadata", "decode"]  # tree attention continues with the next batch
+    counters = server.state.counters()
+    assert (counters.steps_tree, counters.plans, counters.steps_host) == (1, 1, {})
+    assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
 
 
-def test_a_graph_with_a_layer_of_the_host_gets_the_hosts_metadata(server):
-    """Also if tree attention cannot run one call of a layer, but the layer in general."""
-    shared, captured = server.batch(), server.batch(known=False)
-    assert server.steps.takes(shared)
-    server.steps.capture_tree(True)
-    server.capture(captured)
-    server.forward(captured, q_rope=torch.zeros(4))
-    server.steps.capture_tree(False)
-    server.replay(view_of(shared))
-    assert server.calls == ["metadata out of graph", "in graph", "decode", "metadata out of graph"]
-
-
-def test_planning_that_fails_costs_a_line(server, failures, monkeypatch):
-    monkeypatch.setattr(server.attention, "plan", raising(ValueError("no room")))
-    batch = server.batch()
-    for _ in range(2):
-        server.step(batch)
-    assert server.calls == ["metadata", "decode"] * 2
-    assert failures == [
-        "deft: planning failed (ValueError('no room')). The host's kernel decodes such batches."
-    ]
-    failures.clear()
-    assert server.state.steps_host == {"planning failed": 2}
-
-
-def test_a_kernel_that_fails_is_not_tried_again(server, failures, monkeypatch):
+def test_a_step_whose_kernel_fails_is_the_hosts_step(server, failures, monkeypatch):
+    """It is planned, and so counted, before its first layer fails; the step before it counts."""
+    server.step(server.batch())
+    before = server.state.counters()
     monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
     batch = server.batch()
-    server.step(batch, *map(layer_of, range(2)))
-    for layer_id in range(2):
-        written = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
-        assert torch.equal(written.flatten(), KEYS.flatten())
+    server.step(batch, make_layer(), make_layer(layer_id=1))
+    assert written(server, batch, 0)
+    assert written(server, batch, 1)
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["metadata", "decode", "decode", "metadata"]
-    assert "a kernel failed (RuntimeError('out of resources'))" in failures.pop()
-    assert (server.state.counters().steps_tree, server.state.steps_host) == (
-        0,
-        {"kernel failed": 2},
-    )
+    assert failures == [
+        "deft: a kernel failed (RuntimeError('out of resources')). The host's kernel decodes from "
+        "now on; restart the server to use tree attention again."
+    ]
+    failures.clear()
+    grown = server.state.counters() - before
+    assert (grown.steps_tree, grown.steps_host) == (0, {"kernel failed": 2})
+    assert grown.kv_bytes_read == grown.kv_bytes_query_guided
 
 
-def test_a_failure_of_one_rank_leaves_the_choice_of_graphs(server, failures, monkeypatch):
-    """All ranks must replay the same set: graphs hold collectives."""
-    with monkeypatch.context() as patch:
-        patch.setattr(server.attention, "run", raising(RuntimeError("out of memory")))
+def test_a_failure_says_that_captured_graphs_stay_in_use(server, failures, monkeypatch):
+    server.capture(server.batch())
+    with monkeypatch.context() as broken:
+        broken.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
         server.step(server.batch())
-    assert "a kernel failed" in failures.pop()
-    batch = server.batch()
-    assert server.steps.takes(batch)
-    server.replay(view_of(batch))
-    assert server.calls == ["metadata", "decode"]  # no layer of the graph reads the host's metadata
-    assert (server.state.counters().steps_tree, server.state.steps_host) == (
-        1,
-        {"kernel failed": 1},
+    assert failures == [
+        "deft: a kernel failed (RuntimeError('out of resources')). CUDA graphs that hold tree "
+        "attention stay in use; the host's kernel decodes every other step from now on; restart "
+        "the server to use tree attention again."
+    ]
+    failures.clear()
+    steps = server.state.counters().steps_host
+    server.replay(server.batch())
+    assert server.state.counters().steps_host == steps  # the graph's own planner counts
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
+def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong):
+    """``DEFT_VERIFY``: after a difference the host's result is the output, and of later steps."""
+
+    def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True):
+        assert not save_kv_cache  # tree attention has written them
+        server.calls.append("decode")
+        rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        return decode_attention(server.pool, server.table, rows, lens, q).float() + wrong
+
+    type(server.own).forward_decode = forward_decode
+    del server.own.deft
+    server.backend = device_planned(
+        server.own, server.attention, server.state, Settings(min_batch=2), layers={"verify": True}
     )
-
-
-def test_a_failure_within_a_capture_leaves_the_graph_the_hosts_metadata(
-    server, failures, monkeypatch
-):
-    shared, captured = server.batch(), server.batch(known=False)
-    assert server.steps.takes(shared)
-    server.steps.capture_tree(True)
-    server.backend.init_forward_metadata_out_graph(captured, in_capture=True)
-    server.steps.layers.give_up(server.steps.layers.step, RuntimeError("planted"))
-    server.forward(captured)
-    server.steps.capture_tree(False)
-    assert "planted" in failures.pop()
-    server.calls.clear()
-    server.replay(view_of(shared))
-    assert server.calls == ["metadata out of graph"]
-
-
-def test_a_step_counts_once_if_a_later_layer_fails(server, failures, monkeypatch):
     batch = server.batch()
-    server.step(batch)
-    monkeypatch.setattr(server.attention, "run", None)
-    server.forward(batch, layer_of(1))
-    assert server.calls == ["metadata", "decode"]
-    assert (server.state.counters().steps_tree, server.state.steps_host) == (1, {})
-    assert "a kernel failed" in failures.pop()
+    out = server.step(batch)
+    if not wrong:
+        server.close(out, batch)
+        assert (server.state.counters().steps_tree, server.calls) == (1, ["metadata", "decode"])
+        return
+    assert (
+        torch.equal(out, forward_decode(server.own, query()[0], 0, 0, 0, batch, False))
+        or wrong != 0.5
+    )
+    assert "the results of tree attention and of the host's kernel differ by" in failures.pop()
+    counters = server.state.counters()
+    assert (counters.steps_tree, counters.steps_host) == (0, {"kernel failed": 1})
+    server.calls.clear()
+    server.backend.init_forward_metadata(server.batch())
+    assert server.calls == ["metadata"]
 
 
 def test_models_that_call_their_backend_find_its_metadata(server):
     """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
-    layers = tree_layers(server.own, server.attention, server.state, model_asks=True)
     del server.own.deft
-    asking = host_planned(layers, server.table, server.requests, server.lens)
-    batch = asking.batch()
-    assert asking.step(batch).any()
-    asking.forward(batch, make_layer(sliding_window_size=8, layer_id=1))
+    layers = {"model_asks": True}
+    server.backend = device_planned(
+        server.own, server.attention, server.state, Settings(min_batch=2), layers=layers
+    )
+    batch = server.batch()
+    assert server.step(batch).any()
+    server.forward(batch, make_layer(sliding_window_size=8, layer_id=1))
     assert server.calls == ["metadata", "decode"]
-    again = asking.batch()
-    assert asking.steps.takes(again)
-    asking.replay(view_of(again))
-    assert server.calls[2:] == ["metadata out of graph"]
+    server.capture(server.batch())
+    server.calls.clear()
+    server.replay(server.batch())
+    assert server.calls == ["replay"]
 
 
 def test_a_model_that_asks_meets_the_hosts_backend(server, host):
@@ -386,21 +485,20 @@ def test_a_model_that_asks_meets_the_hosts_backend(server, host):
     assert backend.tail_layer == 8
     del backend.tail_layer
     assert not hasattr(own, "tail_layer")
+    own.extra, kind.support_triton = "of the host", lambda self: False
     assert (backend.extra, backend.support_triton()) == ("of the host", False)
     with pytest.raises(AttributeError, match="no_such_member"):
         _ = backend.no_such_member
     with pytest.raises(NotImplementedError):  # the host's base class defines it
         backend.init_cuda_graph_state(1, 1)
-    assert backend.needs_cpu_seq_lens is True  # our own value: the forest needs them
-    server.steps.needs_cpu_seq_lens = False
-    assert backend.needs_cpu_seq_lens is False
-    own.needs_cpu_seq_lens = True
-    assert backend.needs_cpu_seq_lens is True  # the host's
+    for needed in (False, True):
+        own.needs_cpu_seq_lens = needed
+        assert backend.needs_cpu_seq_lens is needed
 
 
 def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server):
     """Shared attributes would hide ours: the host's kernel would run where we planned."""
-    from deft_backend.hosts.sglang.step.backend import surround
+    from deft_backend.hosts.sglang.backend import surround
 
     server.own.forward_decode = None
     with pytest.raises(RuntimeError, match="HostBackend sets forward_decode on its instances"):
@@ -409,9 +507,9 @@ def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server):
 
 def test_what_the_host_calls_of_itself_is_not_replaced(server):
     """The base class prepares an eager step by the two hooks of graphs."""
-    del type(server.own).__mro__[1].init_forward_metadata
-    server.backend.init_forward_metadata(server.batch(known=False))
-    assert server.calls == ["metadata out of graph", "in graph"]
+    del type(server.own).init_forward_metadata
+    server.backend.init_forward_metadata(server.batch(size=1))
+    assert server.calls == ["replay", "in graph"]
     assert sum(server.state.steps_host.values()) == 1
 
 
@@ -426,57 +524,15 @@ def make_runner(columns):
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(
-    ("max_batch", "policy", "reached"),
-    [(1, "auto", {0}), (20, "auto", {0, 1}), (40, "deft-flatten", {0, 1, 2})],
-)
-def test_warm_up_launches_every_set_of_tiles(monkeypatch, max_batch, policy, reached):
-    """Launch combinations are compiled in, so the warm-up must run all of them."""
-    from deft_backend.hosts.common.self_check import prepare_kernels
-    from deft_backend.hosts.sglang.start.warm_up import step_tensors
-    from deft_backend.settings.config import Settings
-
-    attention = small_attention(max_batch=max_batch, policy=policy)
-    assert attention.target.tile_queries == (4, 32, 32)
-    launched, calls, real = set(), [], attention.run
-
-    def run(q, k, v, table, lens, *, table_rows, out, k_scale, v_scale, logit_cap, **others):
-        assert others == {"sinks": None, "static_launch": False}
-        assert k_scale == v_scale == 1.0
-        assert not logit_cap
-        plan = attention.last_plan
-        assert plan is not None
-        shapes = tuple(s for s in sorted(ITEM_ORDER) if len(range(*plan.items_of(s))))
-        launched.add((shapes, len(plan.reduce_query) > 0))
-        calls.append((table.stride(0), table.dtype, lens.dtype, table_rows.dtype, len(q)))
-        if len(shapes) == 1:  # the others take too long in the interpreter
-            real(q, k, v, table, lens, table_rows=table_rows)
-
-    monkeypatch.setattr(attention, "run", run)
-    tensors = step_tensors(make_runner(70), ())
-    prepare_kernels(attention, tensors, Settings(min_batch=1), on_device=False)
-    fewest = {0: 1, 1: 5, 2: 1}
-    assert launched == {
-        (shapes, reduces)
-        for count in range(1, len(reached) + 1)
-        for shapes in itertools.combinations(sorted(reached), count)
-        for reduces in (False, True)
-        if sum(fewest[shape] for shape in shapes) <= max_batch
-    }
-    assert {call[:4] for call in calls} == {(70, torch.int32, torch.int64, torch.int64)}
-    assert max(call[4] for call in calls) <= max_batch
-
-
-@pytest.mark.usefixtures("host")
 def test_a_gpu_whose_check_fails_is_refused(monkeypatch):
     from deft_backend.hosts.common import self_check
     from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang.start.warm_up import step_tensors
+    from deft_backend.hosts.sglang.factory import _step_tensors
     from deft_backend.settings.config import Settings
 
     def start(reason):
         monkeypatch.setattr(self_check, "failed_self_check", lambda *given, **named: reason)
-        tensors = step_tensors(make_runner(500), ())
+        tensors = _step_tensors(make_runner(500), ())
         self_check.prepare_kernels(
             small_attention(max_batch=4), tensors, Settings(), on_device=True
         )
@@ -497,11 +553,12 @@ def test_scales_of_a_cache_of_eight_bits(server, scales):
         ran.update(named)
         return torch.zeros_like(q)
 
-    server.layers.attention = SimpleNamespace(
-        kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run,
-        num_query_heads=4, num_kv_heads=2, head_dim=64,
+    layers, ours = server.steps.layers, server.attention
+    layers.attention = SimpleNamespace(
+        kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run, max_batch=4,
+        counters=ours.counters, plan_batch=ours.plan_batch,
     )  # fmt: skip
-    server.layers.pool = SimpleNamespace(
+    layers.pool = SimpleNamespace(
         set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
         get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
     )  # fmt: skip

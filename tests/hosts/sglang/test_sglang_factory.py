@@ -1,25 +1,20 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
-from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from deft_backend.attention import LatentAttention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.start.layers import unsupported_model
+from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
     MHATokenToKVPool,
-    Tree,
     make_state,
-    observed,
-    requests_of,
-    small_attention,
-    tree_layers,
 )
 
 FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
@@ -27,35 +22,10 @@ FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 
 
 def test_the_draft_models_runner_keeps_the_hosts_backend(host):
-    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang import factory
 
     own = object()
     assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
-
-
-@pytest.mark.usefixtures("host")
-@pytest.mark.parametrize(
-    ("per_rank", "planner", "made"),
-    [(True, "host", False), (True, "device", True), (False, "host", True)],
-)
-def test_ranks_that_decode_for_themselves_need_the_devices_planner(
-    monkeypatch, per_rank, planner, made
-):
-    """Each rank would choose between two sets of graphs, and graphs hold collectives."""
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start import layers as model_layers
-    from deft_backend.settings.config import Settings
-
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "TreeAttention", raising(RuntimeError("made")))
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    runner = SimpleNamespace(
-        device="cpu", dtype=None, kv_cache_dtype=None, req_to_token_pool=SimpleNamespace(size=4),
-        server_args=SimpleNamespace(enable_dp_attention=per_rank),
-    )  # fmt: skip
-    said = "made" if made else "DP attention is not supported with the host planner"
-    with pytest.raises(RuntimeError, match=said):
-        factory._create(runner, object(), Settings(planner=planner), ExitStack())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +42,7 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     host, name, cache, scale, refused, monkeypatch
 ):
     """SGLang's torch backends write and read such a cache without its scales."""
-    from deft_backend.hosts.sglang.start import layers as model_layers
+    from deft_backend.hosts.sglang import layers as model_layers
 
     layers = [
         SimpleNamespace(k_scale=None, v_scale=None),
@@ -105,7 +75,7 @@ def test_model_runners_that_are_not_supported(changes, reason):
 
 def test_models_that_call_their_backend_are_found(host, monkeypatch):
     """By the source of their modules, because the call may import its function locally."""
-    from deft_backend.hosts.sglang.start import layers as model_layers
+    from deft_backend.hosts.sglang import layers as model_layers
 
     part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
     heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
@@ -121,47 +91,16 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "device", "wrong", "reason"),
-    [
-        ({"verify": True}, "cpu", True, "cross-check failed"),
-        ({"verify": True}, "cpu", False, None),
-        ({}, "cpu", True, None),
-    ],
-)
-def test_the_hosts_planner_has_what_was_set(host, changes, device, wrong, reason, monkeypatch):
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.settings.config import Settings
-
-    requests, table, lens = requests_of([[1, 2, 3], [1, 2, 4]], Tree())
-    table[1, 0] += 50 * wrong  # the tree claims to share tokens that are not shared
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(cuda_graph_config=graphs),
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.from_numpy(table)),
-        model=torch.nn.Linear(1, 1),
-    )
-    attention = small_attention(max_batch=4)
-    monkeypatch.setattr(attention, "device", torch.device(device))
-    own = SimpleNamespace(token_to_kv_pool=FakePool(64), req_to_token_pool=runner.req_to_token_pool)
-    settings = Settings(min_batch=1, **changes)
-    with ExitStack() as undo:
-        layers = tree_layers(own, attention, make_state())
-        steps = factory._host_planned(runner, layers, settings, undo)
-    seen = replace(observed(requests), table_rows=torch.tensor([1, 2]))
-    planned = steps.planner.step(seen, lens, int(lens.sum()))
-    assert planned.host_reason == reason
-
-
-@pytest.mark.parametrize(
     "at", ["nowhere", "no graphs", "fence", "graphs", "another rank", "no group", "differs"]
 )
-@pytest.mark.parametrize("planner", ["host", "device"])
+@pytest.mark.parametrize("latent", [False, True])
 def test_a_set_up_that_fails_leaves_nothing_behind(
-    host, at, planner, monkeypatch, caplog, tmp_path, failures
+    host, at, latent, monkeypatch, caplog, tmp_path, failures
 ):
     """The host's backend then runs alone on all ranks, with one set of graphs."""
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start import layers as model_layers
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import layers as model_layers
+    from deft_backend.hosts.sglang.latent import LatentLayers
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
     def reduced(flags, operation, group):
@@ -174,8 +113,6 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         flags.copy_(torch.minimum(flags, other))
 
     caplog.set_level("INFO", logger="deft_backend")
-    monkeypatch.setenv("DEFT_PLANNER", planner)
-    monkeypatch.setenv("DEFT_SHORT_EXTENDS", "4")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
@@ -191,7 +128,8 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     runner = SimpleNamespace(
         is_draft_worker=False,
         server_args=SimpleNamespace(
-            cuda_graph_config=graphs, decode_log_interval=40, enable_metrics=False
+            speculative_algorithm=None, cuda_graph_config=graphs, decode_log_interval=40,
+            enable_metrics=False,
         ),
         device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=table,
         model=torch.nn.Linear(1, 1),
@@ -204,10 +142,21 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
         (tree_graphs, "_controllers"),
     ):  # fmt: skip
         monkeypatch.setattr(patch, held, {})
+    if latent:
+        attention = LatentAttention(
+            num_query_heads=4,
+            dtype=torch.float32,
+            device="cpu",
+            kernel=plain_latent_attention,
+            max_batch=4,
+        )
+        layers = LatentLayers(own, attention, make_state(), FOUR_HEADS)
+        monkeypatch.setattr(factory, "is_latent", lambda runner: True)
+        monkeypatch.setattr(factory, "_latent_layers", lambda *given: layers)
     made = factory.wrap_backend(runner, "triton", own)
     fences = read_end() is None and has_graphs  # later versions ask the backend
-    unneeded = {("device", "graphs")} | (set() if fences else {(planner, "fence")})
-    works = at in ("nowhere", "no graphs") or (planner, at) in unneeded
+    unneeded = {"graphs": not latent, "fence": not fences}
+    works = unneeded.get(at, at in ("nowhere", "no graphs"))
     said = {
         "graphs": "('not here')", "fence": "('not here')", "no group": "its ranks cannot agree",
         "another rank": "another rank has no tree attention", "differs": "decode in different ways",
@@ -218,7 +167,6 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     assert (made is not own) == works
     assert hasattr(own, "deft") == works
     assert (id(runner) in page_table_fence._readers) == (works and fences)
-    assert (id(runner) in tree_graphs._controllers) == (works and planner == "host" and has_graphs)
-    # Short extends observe batches with every planner, and the host planner does as well.
-    assert len(observe_batch._observers) == {"host": 2, "device": 1}[planner] * works
+    assert (id(runner) in tree_graphs._controllers) == (works and latent and has_graphs)
+    assert len(observe_batch._observers) == (works and latent)
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.start.layers import (
+from deft_backend.hosts.sglang.layers import (
     FullCache,
     divide_layers,
     full_cache,
@@ -116,7 +116,7 @@ def test_every_rank_has_its_own_heads(heads, kv_heads):
 def warm_up_sees(runner, blocks):
     """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
     from deft_backend.hosts.common.warm_up import Drafts, LayerKind
-    from deft_backend.hosts.sglang.start.warm_up import step_tensors
+    from deft_backend.hosts.sglang.factory import _step_tensors as step_tensors
 
     blocks[0].attn.logit_cap = 30.0
     seen = SimpleNamespace(**{**vars(runner), "model": blocks})
@@ -137,9 +137,9 @@ def test_a_model_runner_is_divided_and_counted(host):
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from deft_backend.hosts.sglang.report.server import state_of
-    from deft_backend.hosts.sglang.start import factory
-    from deft_backend.hosts.sglang.start.layers import division_of
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang.layers import division_of
+    from deft_backend.hosts.sglang.report import state_of
     from deft_backend.hosts.sglang.versions import sinks_of_layers
 
     def layer(layer_id, window=-1):

@@ -17,7 +17,6 @@ from sglang_fakes import (
     RADIX_CACHE,
     FakeServer,
     Tree,
-    host_planned,
     make_batch,
     make_layer,
     make_state,
@@ -48,24 +47,37 @@ class MLATokenToKVPool:
         return self.buffers[layer_id]
 
 
-@pytest.fixture
-def server(host):
-    """A backend over a fake host backend that records its calls, with three requests that share."""
-    from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
+def latent_server(host, table, lens, slots=64, query_tokens=1):
+    """A backend over a fake host backend that records its calls."""
+    from deft_backend.hosts.sglang.backend import surround
+    from deft_backend.hosts.sglang.latent import LatentLayers
+    from deft_backend.hosts.sglang.step_inputs import Verification
+    from deft_backend.hosts.sglang.steps import TreeSteps
 
-    shared = list(range(1, 9))
-    requests, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
     calls = []
-    own = recording_backend(host, MLATokenToKVPool(), table, calls)()
+    own = recording_backend(host, MLATokenToKVPool(slots), table, calls)()
     attention = LatentAttention(
         num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
-        max_batch=4, value_dim=VALUE, rope_dim=ROPE,
+        max_batch=4, value_dim=VALUE, rope_dim=ROPE, query_tokens=query_tokens,
     )  # fmt: skip
     division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-    layers = LatentLayers(own, attention, make_state(), division, model_asks=False)
-    loses = SimpleNamespace(answer=False)
-    made = host_planned(layers, table, requests, lens, loses=lambda plan, forest: loses.answer)
-    made.calls, made.loses = calls, loses
+    layers = LatentLayers(own, attention, make_state(), division)
+    steps = TreeSteps(layers, Settings(min_batch=2), decodes=query_tokens == 1)
+    if query_tokens > 1:
+        steps.verification = Verification(query_tokens, attention.max_batch, attention.device)
+    return FakeServer(
+        backend=surround(own, steps), calls=calls, state=layers.state, layers=layers, steps=steps,
+        pool=own.token_to_kv_pool, table=table, lens=lens, attention=attention,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def server(host):
+    """Three requests that share."""
+    shared = list(range(1, 9))
+    _, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
+    made = latent_server(host, table, lens)
+    made.batch = lambda: make_batch("decode", table, [1, 2, 3], lens)
     return made
 
 
@@ -104,53 +116,12 @@ def test_layers_decode_over_the_plan(server, in_two):
     assert server.state.counters().steps_tree == 1
 
 
-def test_a_graph_lays_out_the_batch_of_its_replay(server):
-    """What the capture records computes later batches, whose requests have grown."""
-    steps = server.backend.deft
-    batch = server.batch()
-    steps.takes(batch)
-    steps.capture_tree(True)
-    captured = SimpleNamespace(**vars(server.batch()))
-    server.backend.init_forward_metadata_out_graph(captured, in_capture=True)
-    layer = make_layer(scaling=0.3, **LAYER)
-    q, k = queries(1)
-
-    def graph():
-        server.backend.init_forward_metadata_in_graph(captured)
-        return server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, captured)
-
-    assert not graph().isnan().any()
-    step = server.layers.step
-    steps.capture_tree(False)  # the plan is back
-    server.layers.step = step
-    torch.testing.assert_close(graph().double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
-    server.lens[:2] -= 1
-    torch.testing.assert_close(graph().double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
-    assert "decode" not in server.calls
-
-
 @pytest.fixture
 def verifying(host):
-    """A backend that verifies chains of two drafts, over a host backend that records its calls."""
-    from deft_backend.hosts.sglang.step.backend import surround
-    from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
-    from deft_backend.hosts.sglang.step.kinds import Verification
-    from deft_backend.hosts.sglang.step.latent_layers import LatentLayers
-
+    """Chains of two drafts of two requests."""
     prefix = list(range(1000, 3000))
     _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree(), private=1 + DRAFTED)
-    calls = []
-    own = recording_backend(host, MLATokenToKVPool(2100), table, calls)()
-    attention = LatentAttention(
-        num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
-        max_batch=4, value_dim=VALUE, rope_dim=ROPE, query_tokens=DRAFTED,
-    )  # fmt: skip
-    division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-    layers = LatentLayers(own, attention, make_state(), division, model_asks=False)
-    steps = DevicePlannedSteps(
-        layers, Settings(min_batch=2), decodes=False,
-        verification=Verification(DRAFTED, attention.max_batch, attention.device),
-    )  # fmt: skip
+    made = latent_server(host, table, lens, 2100, DRAFTED)
 
     def batch(kind="verify"):
         slots = torch.from_numpy(np.stack(
@@ -161,10 +132,8 @@ def verifying(host):
             spec_info=SimpleNamespace(topk=1, draft_token_num=DRAFTED),
         )  # fmt: skip
 
-    return FakeServer(
-        backend=surround(own, steps), calls=calls, batch=batch, state=layers.state,
-        pool=own.token_to_kv_pool, table=table, lens=lens,
-    )  # fmt: skip
+    made.batch = batch
+    return made
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -239,49 +208,72 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
     assert not steps.takes(verifying.batch("decode"))
 
 
-def test_the_radix_tree_and_the_costs_decide_for_chains(failures):
-    """Once for the requests of a batch, by the forest that the tree shows."""
-    from deft_backend.hosts.sglang.step.decode_plan import BatchObserver
-    from deft_backend.hosts.sglang.step.latent_sharing import LatentSharing
+@pytest.fixture
+def sharing():
+    """Asks about batches: `requests` of a prefix of 200 tokens; the costs say `answer`."""
+    from deft_backend.hosts.sglang.latent import LatentSharing
+    from deft_backend.hosts.sglang.prefixes import BatchObserver
 
     prefix = list(range(1000, 1200))
     requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree())
     for request, tokens in zip(requests, lens, strict=True):
         request.seqlen = int(tokens)
-    asked, gains = [], SimpleNamespace(answer=False)
+    asking = SimpleNamespace(requests=requests, lens=lens, asked=[], answer=False)
 
-    def asks(forest, num_layers):
-        asked.append((forest, num_layers))
-        return gains.answer
+    def gains(forest, num_layers):
+        asking.asked.append((forest, num_layers))
+        return asking.answer
 
-    attention = SimpleNamespace(query_tokens=DRAFTED, device=torch.device("cuda"), gains=asks)
-    observer = BatchObserver("runner", verifies=True)
-    sharing = LatentSharing(attention, observer, 27)
+    attention = SimpleNamespace(query_tokens=DRAFTED, device=torch.device("cuda"), gains=gains)
+    observer = BatchObserver("runner")
+    decides = LatentSharing(attention, observer, 27)
 
-    def said(requests, kind="verify", cache=RADIX_CACHE):
-        batch = make_batch(kind, table, [1, 2], lens, rids=list(requests))
+    def say(requests, cache=RADIX_CACHE):
+        """The answer for a new batch; the host asks twice about each."""
+        batch = make_batch("verify", table, [1, 2], lens, rids=list(requests))
         observer.observe(batch, SimpleNamespace(reqs=requests, tree_cache=cache), "runner")
-        return sharing.too_little(batch)
+        said = decides.too_little(batch)
+        assert decides.too_little(batch) == said
+        return said
 
-    assert said(requests) == said(list(requests)) == "shares too little to be faster"
-    ((forest, layers),) = asked
+    asking.attention, asking.say = attention, say
+    asking.settle = lambda *given: [say(*given) for _ in range(18)][-1]  # two answers
+    asking.unobserved = lambda: decides.too_little(SimpleNamespace(rids=["other"]))
+    return asking
+
+
+def test_the_costs_decide_once_when_the_requests_change(sharing):
+    """By the forest that the tree shows, and exactly eight batches later: all ranks alike."""
+    requests = sharing.requests
+    said = [sharing.say(requests) for _ in range(20)]
+    assert said == ["sharing not known yet"] * 8 + ["shares too little to be faster"] * 12
+    ((forest, layers),) = sharing.asked
     assert layers == 27
-    assert forest.tokens_attended - forest.tokens_stored == len(prefix)
-    assert forest.seq_lens.tolist() == [n + DRAFTED for n in lens]
-    gains.answer = True
-    assert said(requests[::-1]) is None
-    assert said(requests, "decode") == "batch without requests"
-    assert said(requests[:1]) == "shares nothing"
-    attention.gains = raising(ValueError("planted"))
-    assert said(requests) == "planning failed"
-    assert said(list(requests)) == "planning failed"
+    assert forest.tokens_attended - forest.tokens_stored == 200
+    assert forest.seq_lens.tolist() == [n + DRAFTED for n in sharing.lens]
+    sharing.answer = True
+    said = [sharing.say(requests[::-1]) for _ in range(10)]
+    assert said == ["shares too little to be faster"] * 8 + [None] * 2
+    # Requests that change in every batch are asked about again as soon as there is an answer.
+    for _ in range(20):
+        requests = requests[::-1]
+        assert sharing.say(requests) is None
+    assert len(sharing.asked) <= 5
+    assert sharing.settle(requests[:1]) == "shares nothing"
+    assert sharing.unobserved() == "batch without requests"
+
+
+def test_sharing_that_cannot_be_found_is_the_hosts(sharing, failures):
+    requests, gains = sharing.requests, sharing.attention.gains
+    sharing.attention.gains = raising(ValueError("planted"))
+    assert sharing.settle(requests) == "planning failed"
     assert "planted" in failures.pop()
-    assert said([object(), requests[0]]) == "planning failed"
+    assert sharing.settle([object(), requests[0]]) == "planning failed"
     assert "AttributeError" in failures.pop()
-    assert said(requests[::-1], cache=object()) == "unreadable prefix cache"
-    attention.gains = asks  # EAGLE's and MTP's caches hold bigrams
+    assert sharing.settle(requests[::-1], object()) == "unreadable prefix cache"
+    sharing.attention.gains, sharing.answer = gains, True  # EAGLE's caches hold bigrams
     of_bigrams = type("RadixCache", (), {**vars(type(RADIX_CACHE)), "is_eagle": True})()
-    assert said(requests, cache=of_bigrams) is None
+    assert sharing.settle(requests, of_bigrams) is None
 
 
 def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):
@@ -290,29 +282,12 @@ def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):
     assert verifying.calls == ["metadata"]
 
 
-def test_a_batch_whose_plan_loses_is_the_hosts(server):
-    server.loses.answer = True
-    server.backend.init_forward_metadata(server.batch())
-    assert server.calls == ["metadata"]
-    assert server.state.steps_host == {"shares too little to be faster": 1}
-
-
 def test_layers_of_another_shape_are_the_hosts(server):
     """Such as the layer of the same id with the model's own heads, which serves prefill."""
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
     server.forward(batch, make_layer(layer_id=2), save_kv_cache=False)
     assert server.calls == ["metadata", "decode"]
-
-
-def test_if_laying_out_fails_the_host_decodes(server, monkeypatch, failures):
-    monkeypatch.setattr(server.attention, "lay_out", raising(RuntimeError("planted")))
-    batch = server.batch()
-    server.backend.init_forward_metadata(batch)
-    q, k = queries(1)
-    server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], make_layer(**LAYER), batch)
-    assert server.calls == ["metadata", "decode"]
-    assert "a kernel failed (RuntimeError('planted'))" in failures.pop()
 
 
 def runner(**changes):
@@ -333,7 +308,7 @@ def runner(**changes):
 
 
 def test_a_model_runner_gets_latent_attention(host):
-    from deft_backend.hosts.sglang.start.latent import is_latent, latent_attention
+    from deft_backend.hosts.sglang.latent import is_latent, latent_attention
 
     assert is_latent(runner())
     attention, division = latent_attention(runner(), 4, 1, Settings())
@@ -343,7 +318,7 @@ def test_a_model_runner_gets_latent_attention(host):
 
 def test_a_model_runner_is_refused_unless_asked(host):
     from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang import factory
 
     made = runner(req_to_token_pool=SimpleNamespace(size=4))
     with pytest.raises(Unsupported, match="DEFT_MLA=1"):
@@ -362,7 +337,7 @@ def test_a_model_runner_is_refused_unless_asked(host):
 )
 def test_model_runners_that_are_refused(host, changes, reason):
     from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang.start.latent import latent_attention
+    from deft_backend.hosts.sglang.latent import latent_attention
 
     with pytest.raises(Unsupported, match=reason):
         latent_attention(runner(**changes), 4, 1, Settings())

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_backend.hosts.common.planner_choice import SGLANG_ADAPTER, selects_device_planner
 from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
 from deft_backend.settings import version as distributions
 from deft_backend.settings.config import SettingsError
@@ -55,8 +54,7 @@ def resolve_as_host(made):
 
 @pytest.fixture
 def arguments(host, monkeypatch):
-    from deft_backend.hosts.sglang import versions
-    from deft_backend.hosts.sglang.start import arguments
+    from deft_backend.hosts.sglang import arguments, versions
     from deft_backend.settings.config import VARIABLES
 
     def names(made):
@@ -78,25 +76,6 @@ def served(arguments, made):
     """Resolve as the host does; the backend that tree attention surrounds, or None."""
     arguments.resolve(resolve_as_host, made)
     return getattr(made, arguments.HOST_DECODE, None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes", "wanted"),
-    [
-        ({"DEFT_MLA": "1"}, MLA, True),
-        ({"DEFT_MLA": "0"}, MLA, False),
-        ({"DEFT_PLANNER": "host"}, {}, True),
-        ({"DEFT_PLANNER": "host"}, {"attention_backend": "triton"}, False),
-        ({}, {}, False),
-    ],
-)  # fmt: skip
-def test_the_host_planner_is_compiled_ahead(
-    arguments, monkeypatch, ahead, settings, changes, wanted
-):
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    served(arguments, make_arguments(**changes))
-    assert bool(ahead) == wanted
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
@@ -257,18 +236,6 @@ def test_what_a_server_verifies(arguments, changes, tokens, trees):
         assert drafts_trees(made) is trees
 
 
-@pytest.mark.parametrize(
-    ("changes", "tokens", "on_device"),
-    [({}, 1, False), ({}, 4, True), ({"planner": "host"}, 4, True), ({"verify": True}, 4, True)],
-)
-def test_verification_is_planned_on_the_device(changes, tokens, on_device, caplog):
-    from deft_backend.settings.config import Settings
-
-    planned = selects_device_planner(Settings(**changes), SGLANG_ADAPTER, None, verifies=tokens > 1)
-    assert planned is on_device
-    assert ("have no effect" in caplog.text) is bool(changes)
-
-
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
@@ -328,8 +295,7 @@ def test_arguments_made_before_the_plugin_was_there_are_told_so(host):
 def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     from sglang.srt.layers.attention import attention_registry as registry
 
-    from deft_backend.hosts.sglang import plugin
-    from deft_backend.hosts.sglang.start import factory
+    from deft_backend.hosts.sglang import factory, plugin
     from deft_patches.sglang import backend_names, resolve_arguments
 
     wrapped = []
@@ -353,32 +319,6 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
-
-
-@pytest.mark.parametrize(
-    ("observes", "mark", "observed"),
-    [("1", None, True), ("0", None, False), ("1", "theirs", False)],
-)
-def test_servers_without_tree_attention_are_observed_where_that_is_asked_for(
-    host, observes, mark, observed, monkeypatch
-):
-    """Only in the process that builds the backend, and in servers with another backend."""
-    from sglang.srt.layers.attention import attention_registry as registry
-
-    from deft_backend.hosts.sglang.plugin import surround_backends
-    from deft_backend.hosts.sglang.report import observe
-    from deft_backend.hosts.sglang.start import factory
-
-    installed = []
-    monkeypatch.setenv("DEFT_OBSERVE", observes)
-    monkeypatch.setattr(observe, "install", lambda: installed.append(True))
-    monkeypatch.setattr(factory, "wrap_backend", lambda runner, name, made: made)
-    monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
-    surround_backends()
-    arguments = SimpleNamespace() if mark is None else SimpleNamespace(_deft_host_decode=mark)
-    made = registry.ATTENTION_BACKENDS["theirs"](SimpleNamespace(server_args=arguments))
-    assert made == "their backend"
-    assert bool(installed) is observed
 
 
 def test_decode_graphs_of_resolved_arguments_are_turned_off(host, monkeypatch):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
@@ -63,7 +62,7 @@ NO_LINKS = SimpleNamespace(
 @pytest.fixture
 def server(host):
     """A backend over a host that records its calls."""
-    from deft_backend.hosts.sglang.step.kinds import Verification
+    from deft_backend.hosts.sglang.step_inputs import Verification
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
     calls, pool, state = [], FakePool(410), make_state()
@@ -256,73 +255,6 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     assert server.calls == ["metadata", "extend"] * 3
 
 
-@pytest.fixture
-def observe(host, monkeypatch):
-    """Takes a batch's kind and its fields, and shows it to the observer."""
-    from deft_backend.hosts.sglang.report import observe
-
-    observer = observe.Observer()
-    target, draft = (SimpleNamespace(
-        is_draft_worker=drafts, token_to_kv_pool=None, decode_attention_backend_str="theirs"
-    ) for drafts in (False, True))  # fmt: skip
-    requests = SimpleNamespace(reqs=[SimpleNamespace(seqlen=n) for n in (7, 5)])
-
-    def show(kind, tokens=10, lens=None, drafts=False):
-        batch = SimpleNamespace(forward_mode=mode(kind), seq_lens_sum=tokens, seq_lens_cpu=lens)
-        observer.observe(batch, requests, draft if drafts else target)
-
-    show.state, show.reported = make_state(), []
-    monkeypatch.setattr(observe, "state_of", lambda *given: show.state)
-    monkeypatch.setattr(observe, "start_reporting", lambda state, *_: show.reported.append(state))
-    monkeypatch.setattr(
-        observe, "division_of", lambda runner: Division({0: LayerShape(4, 2, 64)}, {})
-    )
-    return show
-
-
-def test_an_observed_server_counts_verifications(observe):
-    for kind, drafts in (("verify", False), ("decode", False), ("extend", False), ("decode", True)):
-        observe(kind, drafts=drafts)
-    assert observe.state.steps_host == {"observed": 2}
-
-
-def test_an_observed_server_that_lacks_a_member_counts_nothing(observe, monkeypatch, caplog):
-    from deft_backend.hosts.sglang.report import observe as module
-
-    monkeypatch.setattr(module.versions, "missing", lambda: "ForwardBatch has no rids")
-    module.install.__wrapped__()
-    assert "this SGLang lacks a member it needs (ForwardBatch has no rids)" in caplog.text
-
-
-def test_an_observed_batch_whose_lengths_only_the_device_has(observe, monkeypatch):
-    """A verification that is prepared before the CPU knows the one before it."""
-    counted = []
-    monkeypatch.setattr(observe.state, "count_host", lambda reason, tokens: counted.append(tokens))
-    for tokens, lens in ((30, None), (None, torch.tensor([4, 4])), (None, None)):
-        observe("verify", tokens, lens)
-    assert counted == [30, 8, 12]
-
-
-@pytest.mark.parametrize("readable", [True, False], ids=["heads of 80", "another cache"])
-def test_an_observed_server_counts_layers_that_no_kernel_of_ours_runs(
-    observe, readable, monkeypatch, caplog
-):
-    """If even their bytes are unknown, one line says so: no reader could use the state file."""
-    from deft_backend.hosts.sglang.report import observe as module
-
-    theirs = Division({}, {0: "head dimension 80 is not supported"})
-    all_layers = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 80)), {})
-    monkeypatch.setattr(
-        module, "division_of", lambda runner, refused=None: all_layers if refused else theirs
-    )
-    monkeypatch.setattr(module, "full_cache", lambda pool: object() if readable else "MLA")
-    for _ in range(2):
-        observe("decode")
-    assert [each.steps_host for each in observe.reported] == [{"observed": 2}] * readable
-    said = "DEFT_OBSERVE counts nothing in this server (head dimension 80 is not supported)"
-    assert caplog.text.count(said) == (not readable)
-
-
 def request(drafts=0, accepted=0):
     return SimpleNamespace(spec_verify_ct=drafts, spec_num_correct_drafts=accepted)
 
@@ -336,7 +268,7 @@ def accept(requests, *accepted):
 
 def test_accepted_drafts_are_the_growth_of_the_hosts_counts(host):
     """Requests join, leave and come back; results arrive before or after the next batch."""
-    from deft_backend.hosts.sglang.report.accepted import AcceptedDrafts
+    from deft_backend.hosts.sglang.report import AcceptedDrafts
 
     runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
     drafts = AcceptedDrafts(runner)

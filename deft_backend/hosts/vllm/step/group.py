@@ -13,20 +13,13 @@ from deft_backend.attention import TreeAttention
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.latches import FailureLatch, OnceLog
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.vllm.start.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step.step import LayerCall, TreeStep, context_tokens
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""For ``DEFT_VERIFY``: the largest difference allowed, relative to the largest value."""
-
-EIGHT_BITS = 3  # factor of the tolerance with a cache of 8 bits: the host may multiply in 8 bits
-
-SMALLEST = 1e-6  # the tolerance is relative to no smaller value: results of zero agree
 
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
@@ -208,18 +201,11 @@ class GroupAttention:
             return
         ours = out.clone()
         host()
-        eight_bits = self.kv_dtype.itemsize == 1
-        tolerance = TOLERANCE[out.dtype] * (EIGHT_BITS if eight_bits else 1)
-        tolerance *= max(SMALLEST, float(out.abs().max()))
-        difference = float((ours.float() - out.float()).abs().max())
-        if difference <= tolerance:
+        found = differ(ours, out, eight_bits=self.kv_dtype.itemsize == 1)
+        if found is None:
             out.copy_(ours)
-            return
-        self.failure.close(
-            "kernel failed",
-            "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
-            "(tolerance %g)", difference, tolerance,
-        )  # fmt: skip
+        else:
+            self.failure.results_differ(*found)
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.sglang.versions import draft_links
+
+Attention = TreeAttention | LatentAttention
 
 
 @dataclass(frozen=True)
@@ -18,21 +20,18 @@ class StepInputs:
 
     seq_lens: torch.Tensor  # [B]; tokens of each request, the step's included
     table_rows: torch.Tensor  # [B]; each request's row of the page table
-    query_tokens: int = 1  # of each request; in a short extend, the most of a request
+    query_tokens: int = 1  # of each request
     # [B, n, W] int64; of the query tokens of token trees; None for chains and for decode.
     ancestors: torch.Tensor | None = None
-    # [B + 1] int32; in a short extend, the first query token of each request
-    query_start: torch.Tensor | None = None
-    tokens: int | None = None  # in a short extend, the query tokens of all requests
 
     @property
     def rows(self) -> int:
         """Query tokens of all requests."""
-        return len(self.seq_lens) * self.query_tokens if self.tokens is None else self.tokens
+        return len(self.seq_lens) * self.query_tokens
 
-    def plan(self, attention: TreeAttention, page_table: torch.Tensor) -> None:
-        """Launch the planning of the step on the device."""
-        attention.plan_on_device(
+    def plan(self, attention: Attention, page_table: torch.Tensor) -> None:
+        """Launch the planning of the step."""
+        attention.plan_batch(
             page_table, self.seq_lens, table_rows=self.table_rows, query_tokens=self.query_tokens
         )
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common import planner_ahead
 from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
@@ -67,7 +66,7 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     if decode is None:  # placeholder model: the host resolves no backends for it
         return result
     try:
-        reason = unsupported(server_args, settings) or _sized_with_graphs(server_args)
+        reason = unsupported(server_args, settings) or _sized_with_graphs(server_args, settings)
     except Exception as error:
         reason = f"this SGLang is not supported ({error!r})"
     if reason is not None:
@@ -75,10 +74,8 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
         )
         return result
-    _keep_or_disable_decode_graphs(server_args)
+    _keep_or_disable_decode_graphs(server_args, settings)
     setattr(server_args, HOST_DECODE, decode)
-    if settings.planner == "host" or versions.uses_mla(server_args):
-        planner_ahead.start()
     return result
 
 
@@ -190,13 +187,13 @@ def _check_fallback(name: str | None) -> None:
         )
 
 
-def _sized_with_graphs(server_args: Any) -> str | None:
+def _sized_with_graphs(server_args: Any, settings: Settings) -> str | None:
     """Why this server needs decode graphs that cannot hold tree attention, or None."""
     sized = versions.is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
     if not sized or versions.resolved(server_args).device != "cuda":
         return None
     kind = versions.decode_graphs(server_args)
-    if kind == "disabled" or _not_in_graphs(kind) is None:
+    if kind == "disabled" or _not_in_graphs(kind, settings) is None:
         return None
     # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
     return (
@@ -205,15 +202,15 @@ def _sized_with_graphs(server_args: Any) -> str | None:
     )
 
 
-def _keep_or_disable_decode_graphs(server_args: Any) -> None:
-    """Turn decode graphs off if tree attention cannot be in them."""
+def _keep_or_disable_decode_graphs(server_args: Any, settings: Settings) -> None:
+    """Turn decode graphs off if tree attention cannot be in them, or is to be checked."""
     kind = versions.decode_graphs(server_args)
     if kind == "disabled":
         return
     if versions.resolved(server_args).device != "cuda":
         versions.disable_decode_graphs(server_args)
         return
-    reason = _not_in_graphs(kind)
+    reason = _not_in_graphs(kind, settings)
     if reason is not None:
         versions.disable_decode_graphs(server_args)
         logger.warning(
@@ -222,8 +219,10 @@ def _keep_or_disable_decode_graphs(server_args: Any) -> None:
         )
 
 
-def _not_in_graphs(kind: str) -> str | None:
+def _not_in_graphs(kind: str, settings: Settings) -> str | None:
     """Why tree attention cannot be in decode graphs of a kind, or None."""
+    if settings.verify:
+        return "DEFT_VERIFY compares every step with the host's kernel"
     if versions.is_set("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):  # 0.5.19 on
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH hides replays from the attention backend"
     return None if kind == "full" else f"decode graphs are of the kind {kind}, not full"

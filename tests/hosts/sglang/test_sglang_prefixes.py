@@ -1,5 +1,6 @@
-"""The forest of a batch from every kind of prefix cache, and from the page table."""
+"""The forest of a batch from every kind of radix tree; the page table gives the same."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -8,85 +9,136 @@ import pytest
 import torch
 
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.sglang.prefixes import page_table
-from deft_backend.hosts.sglang.prefixes.page_table import PageTableSource
-from deft_backend.hosts.sglang.prefixes.prefix_source import PrefixSource, tree_reader
-from deft_backend.hosts.sglang.prefixes.radix_trees import TreeError, UnifiedTreeSource
-from sglang_fakes import Tree, assert_same_forest, requests_of
+from deft_backend.hosts.sglang.prefixes import (
+    BatchObserver,
+    CachedTree,
+    RadixTreeSource,
+    TreeError,
+    UnifiedTreeSource,
+    key_of,
+    tree_reader,
+)
+from sglang_fakes import Tree, assert_same_forest, make_request, mode, requests_of
 
-UNKNOWN = type("SomeCache", (), {"__module__": "their.caches"})()
-
-
-def random_batch(seed):
-    """Prompts over a small alphabet share much; requests, page table and lengths."""
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
-    return requests_of(prompts, Tree(), private=draw.randint(1, 4))
+forest_of = RadixTreeSource().forest
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_page_table_gives_the_forest_of_an_unknown_cache(seed):
-    requests, table, lens = random_batch(seed)
-    ours = PrefixSource(torch.from_numpy(table)).forest(UNKNOWN, requests, lens)
-    assert_same_forest(ours, forest_from_page_tables(table[1:], lens))
+def test_tree_and_page_tables_agree(seed):
+    """Random prompts over a small alphabet split each other's nodes."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
+    requests, table, lens = requests_of(prompts, Tree())
+    ours, theirs = forest_of(requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
+    assert_same_forest(ours, theirs)
 
 
-def test_a_larger_batch_follows_a_smaller_one():
-    """The copy's memory is reused and grows; content of the previous batch is not read."""
-    source = PageTableSource(torch.zeros((40, 5000), dtype=torch.int32))
-    for seed in range(4):
-        requests, table, lens = random_batch(seed)
-        source._page_table = torch.from_numpy(table)
-        for count in (2, 12, 3):
-            ours = source.forest(requests[:count], lens[:count])
-            assert_same_forest(ours, forest_from_page_tables(table[1 : count + 1], lens[:count]))
+@pytest.mark.parametrize("seed", range(20))
+def test_cut_paths_give_the_forest_of_their_tokens(seed):
+    """The tree owns only a part of the requests' tokens, or all of them; nodes are cut apart."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
+    requests, table, lens = requests_of(prompts, Tree(), private=0)
+    lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
+    # The reference: a page of a node that is cut differs for each cut, and every other is private.
+    pages = np.arange(1 << 20, (1 << 20) + 16 * 20).reshape(16, 20)
+    for row, (request, length) in enumerate(zip(requests, lens, strict=True)):
+        request.cache_protected_len = draw.randint(0, length)
+        if draw.random() < 0.1:
+            request.last_node = None
+        node, ends = request.last_node, []
+        while node is not None and node.parent is not None:
+            ends = [0, *(len(node.key) + end for end in ends or [0])]
+            node = node.parent
+        left = min(request.cache_protected_len, length - 1)
+        for begin, end in itertools.pairwise(ends):
+            held = min(end, left)
+            pages[row, begin:held] = table[row + 1, begin:held] + 1000 * (end - held)
+    assert_same_forest(forest_of(requests, lens), forest_from_page_tables(pages, lens))
 
 
-def test_a_request_that_the_host_released_shares_nothing():
-    """Its row of the page table may be another request's."""
-    requests, table, lens = requests_of([[1, 2, 3, 4]] * 3, Tree())
-    source = PageTableSource(torch.from_numpy(table))
-    assert source.forest(requests, lens).num_queries[0] == 3
-    requests[1].req_pool_idx = None
-    forest = source.forest(requests, lens)
-    assert forest.tokens_stored == 5 + 4 + 1 + 1
-    shared = int(np.flatnonzero(forest.num_queries == 2)[0])
-    assert sorted(forest.queries(shared).tolist()) == [0, 2]
-    requests[2].req_pool_idx = None  # two such requests share nothing with each other either
-    assert source.forest(requests, lens).num_queries.tolist() == [1, 1, 1]
+def test_a_node_without_tokens_is_refused():
+    node, _ = Tree().insert([1, 2, 3])
+    node.key = []
+    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
+        forest_of([make_request(node, 3)], np.array([5]))
 
 
-def test_the_token_being_decoded_is_private_whatever_the_table_holds():
-    table = torch.arange(1, 7, dtype=torch.int32).repeat(3, 1)
-    requests = [SimpleNamespace(req_pool_idx=row, cache_protected_len=0) for row in (1, 2)]
-    forest = PageTableSource(table).forest(requests, np.array([6, 6]))
-    assert forest.length.tolist() == [5, 1, 1]
+def test_a_split_leaves_keys_as_they_are():
+    """A plan survives the split of a node: rows, ranges and keys stay."""
+    tree = Tree()
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree)
+    before, keys = forest_of(requests, lens), [key_of(r) for r in requests]
+    tree.insert([1, 2, 9])
+    assert requests[0].last_node.key == [3, 4]
+    assert [key_of(r) for r in requests] == keys
+    assert_same_forest(before, forest_of(requests, lens))
 
 
-def test_what_is_not_copied_is_not_shared(monkeypatch):
-    """Huge batches are compared only by the columns that fit the memory limit."""
-    requests, table, lens = requests_of([[*range(1, 30), 40], [*range(1, 30), 50]], Tree())
-    monkeypatch.setattr(page_table, "LIMIT", 20)
-    forest = PageTableSource(torch.from_numpy(table)).forest(requests, lens)
-    assert forest.length.tolist() == [10, 21, 21]
-    assert forest.tokens_attended == int(lens.sum())
+def test_requests_without_a_place_in_the_tree_are_private():
+    node, _ = Tree().insert([1, 2, 3])
+    freed = make_request(node, 3, row=None)
+    forest = forest_of([freed, make_request(node, 3), make_request(None, 3)], np.array([5, 5, 5]))
+    assert forest.tokens_stored == 15
 
 
-def test_a_tree_that_fails_is_given_up_for_the_page_table(caplog):
+@pytest.mark.parametrize(
+    ("name", "bigrams", "read"),
+    [
+        ("mem_cache.radix_cache.RadixCache", False, True),
+        ("mem_cache.radix_cache.RadixCache", True, False),  # keys are shorter than requests' tokens
+        ("mem_cache.chunk_cache.ChunkCache", False, True),
+        ("mem_cache.chunk_cache.SWAChunkCache", False, False),
+        ("mem_cache.hiradix_cache.HiRadixCache", False, False),
+        ("mem_cache.unified_radix_cache.UnifiedRadixCache", False, False),  # to 0.5.21
+        ("session.streaming_session.StreamingSession", False, False),
+    ],
+)
+def test_trees_that_are_read(name, bigrams, read):
+    module, _, name = f"sglang.srt.{name}".rpartition(".")
+    cache = type(name, (), {"__module__": module, "is_eagle": bigrams})()
+    assert (tree_reader(cache) is not None) == read
+    assert (tree_reader(cache, bigrams=True) is not None) == (read or bigrams)
+
+
+def test_a_tree_that_fails_is_given_up(caplog):
     """Once for each cache; another cache is tried again."""
     requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]], Tree())
     cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
-    source = PrefixSource(torch.from_numpy(table))
-    expected = forest_from_page_tables(table[1:], lens)
+    source = CachedTree("the host decodes")
     requests[0].last_node.key = []
     given = cache()
     for _ in range(2):
-        assert_same_forest(source.forest(given, requests, lens), expected)
+        assert source.forest(given, requests, lens) is None
     assert caplog.text.count("cannot be read") == 1
     requests[0].last_node.key = [4]
-    assert source.forest(cache(), requests, lens).tokens_stored == expected.tokens_stored
+    assert_same_forest(
+        source.forest(cache(), requests, lens), forest_from_page_tables(table[1:], lens)
+    )
     assert caplog.text.count("cannot be read") == 1
+    assert source.forest(object(), requests, lens) is None
+
+
+def test_the_observer_knows_its_batch_by_the_list_of_ids():
+    runner, rids = object(), ["a", "b"]
+    observer = BatchObserver(runner)
+
+    def observe(kind, rids, runner):
+        batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
+        made = SimpleNamespace(forward_mode=mode(kind), rids=rids)
+        observer.observe(made, batch, runner)
+
+    def seen(rids):
+        return observer.of(SimpleNamespace(rids=rids))
+
+    observe("decode", rids, runner)
+    observe("decode", ["c"], object())  # another runner's batch
+    assert (seen(rids).requests, seen(rids).tree_cache) == (["ra", "rb"], "tree")
+    assert seen(["a", "b"]) is None  # equal, not the same
+    assert seen(None) is None
+    observe("extend", ["d"], runner)
+    assert seen(rids) is None
 
 
 def part(node, start, end, held=None):
@@ -173,7 +225,6 @@ def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed)
     ours, theirs = tree.forest(requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
     assert_same_forest(ours, theirs)
-    assert_same_forest(PageTableSource(torch.from_numpy(table)).forest(requests, lens), theirs)
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
@@ -194,7 +245,7 @@ def test_what_the_unified_tree_does_not_own_is_private(unified, core):
     assert forest.length[shared].tolist() == [4]
 
 
-def test_trees_of_several_components_are_read_from_the_page_table(unified):
+def test_trees_of_several_components_are_not_read(unified):
     cache, *_ = unified("python", [[1, 2]])
     cache.tree_components = (*cache.tree_components, "sliding window")
     assert tree_reader(cache) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.common.latches import FailureLatch, OnceLog
-from deft_backend.hosts.sglang.start.layers import unsupported_layer
-from deft_backend.hosts.sglang.step.kinds import StepInputs
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
+from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.step_inputs import Attention, StepInputs
 from deft_backend.telemetry.state import ServerState
 
 
@@ -23,13 +24,10 @@ class TreeStep:
     batch: Any  # the host's batch; its identity tells whether a layer belongs to the step
     inputs: StepInputs | None  # None until a step that is planned in a graph is planned
     captured: bool = False  # whether the step is captured into a graph
-    # Whether to launch every kernel that any plan may need: the CPU does not know the plan.
-    static_launch: bool = True
     host_ready: bool = False  # whether the host's metadata belongs to the batch
     # Called once, after the first layer has run through tree attention.
     ran: Callable[[], None] | None = None
     failed: Callable[[], None] | None = None  # called if a kernel fails before `ran` is called
-    attention: TreeAttention | None = None  # a short extend's, with a plan of its own
 
 
 @dataclass
@@ -48,8 +46,8 @@ class LayerCall:
         return method(self.q, self.k, self.v, self.layer, batch, self.save_kv_cache, **self.others)
 
 
-class TreeLayers:
-    """Holds the host's backend, tree attention, and the step that runs now.
+class StepLayers(ABC):
+    """Holds the host's backend, an attention over plans, and the step that runs now.
 
     The host's metadata is made only if some layer needs the host's kernel. If a kernel fails, a log
     line gives the error and the host's kernel decodes from then on.
@@ -57,14 +55,22 @@ class TreeLayers:
     - `division`: the model's layers. The log has given the reasons for the host's layers.
     - `model_asks`: whether the model itself calls methods of its attention backend, which may read
       the host's metadata. Then the host makes the metadata in every step.
+    - `verify`: ``DEFT_VERIFY``: compare each layer with the host's kernel where no graph holds it.
     """
 
-    known_arguments: tuple[str, ...] = ("sinks",)
+    known_arguments: tuple[str, ...]
+    attention: Attention
 
     def __init__(
-        self, host: Any, attention: TreeAttention, state: ServerState,
-        division: Division[int, LayerShape], *, model_asks: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        host: Any,
+        attention: Attention,
+        state: ServerState,
+        division: Division[int, LayerShape],
+        *,
+        model_asks: bool = False,
+        verify: bool = False,
+    ) -> None:
         from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
         self._location = KVWriteLoc
@@ -79,7 +85,7 @@ class TreeLayers:
         self.step: TreeStep | None = None
         self.host_in_graphs = model_asks
         """Whether any layer in graphs with tree attention reads the host's metadata."""
-        self._model_asks = model_asks
+        self._model_asks, self._verify = model_asks, verify
         self._reasons: dict[int, str | None] = dict(division.host)
         self._left = 0  # layers that turned out to need the host's kernel
 
@@ -95,19 +101,8 @@ class TreeLayers:
             self._make_host_ready(step)
 
     def has_planned(self, forward_batch: Any) -> bool:
-        """Whether the plan on the device covers this batch.
-
-        In a prefill graph, layers get a padded copy of the batch, with the same list of lengths.
-        """
-        step = self.step
-        if step is None or forward_batch is step.batch:
-            return step is not None
-        lens = getattr(forward_batch, "extend_seq_lens_cpu", None)
-        return self.extends() and lens is not None and lens is step.batch.extend_seq_lens_cpu
-
-    def extends(self) -> bool:
-        """Whether the current step is a short extend."""
-        return self.step is not None and self.step.attention is not None
+        """Whether the plan on the device covers this batch."""
+        return self.step is not None and forward_batch is self.step.batch
 
     def run(self, call: LayerCall) -> Any:
         """Run a layer of the current step; the host's kernel runs it if it must."""
@@ -124,22 +119,40 @@ class TreeLayers:
         except Exception as error:
             self.give_up(step, error)
             return self._run_in_host(call, step)
+        if self._verify and not step.captured:
+            theirs = self._run_in_host(call, step)
+            if not self._agree(out, theirs, call, step):
+                return theirs
         if step.ran is not None:
             ran, step.ran, step.failed = step.ran, None, None
             ran()
         return out
 
-    def lay_out(self) -> None:
-        """Launch what a step repeats after its plan: nothing here."""
+    def give_up(self, step: TreeStep, error: Exception | None) -> None:
+        """The host's kernel runs the step's other layers, and all later steps.
 
-    def give_up(self, step: TreeStep, error: Exception) -> None:
-        """A launch failed: the host's kernel runs the step's other layers, and all later steps."""
-        self.failure.kernel_failed(error)
+        - `error`: of the launch that failed; None if the log has the reason.
+        """
         if step.failed is not None:
             step.failed()
+        if error is not None:
+            self.failure.kernel_failed(error)
         self.host_in_graphs |= step.captured
         self._make_host_ready(step)
         self.step = None
+
+    def _agree(
+        self, out: torch.Tensor, theirs: torch.Tensor, call: LayerCall, step: TreeStep
+    ) -> bool:
+        """Whether a layer's results agree with the host's; if not, the host's kernel goes on."""
+        assert step.inputs is not None
+        rows = step.inputs.rows
+        eight_bits = self.pool.get_key_buffer(call.layer.layer_id).dtype.itemsize == 1
+        found = differ(out[:rows], theirs.view(out.shape)[:rows], eight_bits=eight_bits)
+        if found is not None:
+            self.failure.results_differ(*found)
+            self.give_up(step, None)
+        return found is None
 
     def _run_in_host(self, call: LayerCall, step: TreeStep) -> Any:
         self.host_in_graphs |= step.captured
@@ -170,19 +183,37 @@ class TreeLayers:
             or self._unknown_argument(call) is not None
         )
 
-    def _host_reason(self, call: LayerCall) -> str | None:
-        attention = self.attention
-        planned = LayerShape(attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
-        reason = unsupported_layer(call.layer, planned) or self._unknown_argument(call)
-        if reason is None and (call.k is None or call.v is None):
-            reason = "keys and values of another layer"
-        return reason
-
     def _unknown_argument(self, call: LayerCall) -> str | None:
         """An argument that asks for what tree attention does not compute, or None."""
         given = sorted(name for name, value in call.others.items() if value is not None)
         unknown = [name for name in given if name not in self.known_arguments]
         return f"the argument {unknown[0]}" if unknown else None
+
+    @abstractmethod
+    def _host_reason(self, call: LayerCall) -> str | None:
+        """Why the host's kernel runs a layer, by its first call; None if tree attention does."""
+
+    @abstractmethod
+    def _write_kv(self, call: LayerCall, step: TreeStep) -> None:
+        """Write the keys and values of a step's tokens as the host does."""
+
+    @abstractmethod
+    def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
+        """The step's attention in one layer, as the host's kernel returns it."""
+
+
+class TreeLayers(StepLayers):
+    """The layers of a model with keys and values."""
+
+    known_arguments = ("sinks",)
+    attention: TreeAttention
+
+    def _host_reason(self, call: LayerCall) -> str | None:
+        planned = next(iter(self.division.tree.values()))
+        reason = unsupported_layer(call.layer, planned) or self._unknown_argument(call)
+        if reason is None and (call.k is None or call.v is None):
+            reason = "keys and values of another layer"
+        return reason
 
     def _scales(self, layer: Any) -> tuple[Any, ...]:
         """The scales of a layer's keys and values, if the cache has 8 bits."""
@@ -198,8 +229,6 @@ class TreeLayers:
             # reads these keys and values.
             k, v = k.clone(), v.clone()
         slots = step.batch.out_cache_loc
-        if len(k) > len(slots):  # padding of a prefill graph
-            k, v = k[: len(slots)], v[: len(slots)]
         self.pool.set_kv_buffer(call.layer, self._location(slots, None), k, v, *scales)
 
     def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
@@ -208,14 +237,20 @@ class TreeLayers:
         scales = self._scales(layer) or (1.0, 1.0)
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = (step.attention or self.attention).run(
-            q[: inputs.rows], self.pool.get_key_buffer(layer.layer_id),
-            self.pool.get_value_buffer(layer.layer_id), self.page_table, inputs.seq_lens,
-            table_rows=inputs.table_rows, query_start=inputs.query_start,
-            ancestors=inputs.ancestors, sm_scale=layer.scaling, logit_cap=layer.logit_cap or 0.0,
-            k_scale=k_scale, v_scale=v_scale, sinks=call.others.get("sinks"),
-            static_launch=step.static_launch,
-        )  # fmt: skip
+        out = self.attention.run(
+            q[: inputs.rows],
+            self.pool.get_key_buffer(layer.layer_id),
+            self.pool.get_value_buffer(layer.layer_id),
+            self.page_table,
+            inputs.seq_lens,
+            table_rows=inputs.table_rows,
+            ancestors=inputs.ancestors,
+            sm_scale=layer.scaling,
+            logit_cap=layer.logit_cap or 0.0,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=call.others.get("sinks"),
+        )
         return padded(out, len(q))
 
 

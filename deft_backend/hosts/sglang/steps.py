@@ -1,33 +1,34 @@
-"""Batches that the device planner plans from the page table in every step."""
+"""Which batches go through tree attention: they are planned from the page table in every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from deft_backend.hosts.common.limits import refused
-from deft_backend.hosts.sglang.step.extends import ExtendSteps
-from deft_backend.hosts.sglang.step.kinds import DECODE, StepKind, Verification
-from deft_backend.hosts.sglang.step.latent_sharing import LatentSharing
-from deft_backend.hosts.sglang.step.tree_layers import TreeLayers, TreeStep
+from deft_backend.hosts.sglang.latent import LatentSharing
+from deft_backend.hosts.sglang.step_inputs import DECODE, StepKind, Verification
+from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import DeviceCounts
 from deft_backend.telemetry.shown_batch import Batch
 
 
 @dataclass(eq=False)
-class DevicePlannedSteps:
+class TreeSteps:
     """Every batch of DEFT_MIN_BATCH requests or more decodes or verifies with tree attention.
 
-    Planning consists of launches only, which a graph records. So each step plans from the current
-    page table without work for the CPU. Unshared KV takes hardly longer than in the host's kernel,
-    so only the number of requests decides.
+    On a GPU, planning consists of launches only, which a graph records. So each step plans from the
+    current page table without work for the CPU. Unshared KV takes hardly longer than in the host's
+    kernel, so only the number of requests decides.
     """
 
-    layers: TreeLayers
+    layers: StepLayers
     settings: Settings
     verification: Verification | None = None  # for servers that speculate
     # Whether to keep the last batch, so that ``deft explain`` can show what it shares.
@@ -35,13 +36,10 @@ class DevicePlannedSteps:
     # Compiles the kernels for the dtypes of table rows and sequence lengths, if they are not
     # compiled. Called before a capture: nothing may be compiled within one.
     compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None
-    extends: ExtendSteps | None = None
     # Whether decode batches are planned. An attention for MLA has one number of query tokens.
     decodes: bool = True
-    # Leaves verifications that share too little to the host. The host then captures two sets of
-    # graphs, as for plans of the host planner.
+    # Leaves MLA batches that share too little to the host, which captures two sets of graphs.
     sharing: LatentSharing | None = None
-    needs_cpu_seq_lens: ClassVar[bool] = False
     # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
     # failed graph may hold it. Such a graph reads page tables while it runs.
     _tree_graphs: set[int] = field(default_factory=set)
@@ -52,7 +50,11 @@ class DevicePlannedSteps:
     _captures_tree: bool = False  # the host captures the second set of graphs
     _left: str | None = None  # why `sharing` left the last batch to the host
 
+    def __post_init__(self) -> None:
+        self.layers.failure.keeps_graphs = lambda: bool(self._tree_graphs)
+
     def begin(self, forward_batch: Any) -> None:
+        """An eager step begins: plan it, or have the host prepare it."""
         layers = self.layers
         layers.step = None
         kind = self._kind_of(forward_batch.forward_mode)
@@ -63,7 +65,12 @@ class DevicePlannedSteps:
             if reason is None:
                 kind.load(forward_batch)
                 step = TreeStep(
-                    forward_batch, None, ran=partial(self._count_verified, kind, forward_batch)
+                    forward_batch,
+                    None,
+                    ran=partial(self._count_verified, kind, forward_batch),
+                    failed=partial(
+                        self._count_failed, layers.state.on_device.read(), forward_batch
+                    ),
                 )
                 if self._planned(step, kind):
                     self._show(forward_batch)
@@ -73,11 +80,16 @@ class DevicePlannedSteps:
         layers.host.init_forward_metadata(forward_batch)
 
     def begin_capture(self, forward_batch: Any) -> None:
+        """The host captures a graph of this batch's size; for MLA, one of two.
+
+        If told of a second capture of a size, some backends (FlashInfer) make new buffers for it.
+        From then on they fill the new buffers, but their graph reads the old ones.
+        """
         layers = self.layers
         layers.step = None
         self._replayed_tree = False
         kind = self._kind_of(forward_batch.forward_mode)
-        in_capture = not self._captures_tree  # see HostPlannedSteps.begin_capture
+        in_capture = not self._captures_tree
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if kind is None:
             return
@@ -92,13 +104,16 @@ class DevicePlannedSteps:
         reason = self._refused(size) or kind.unsuitable(forward_batch, captured=True)
         if reason is None and self._compiled_for(forward_batch):
             layers.step = TreeStep(
-                forward_batch, None, captured=True, host_ready=True,
+                forward_batch,
+                None,
+                captured=True,
+                host_ready=True,
                 failed=partial(self._leave_graph, size),
-            )  # fmt: skip
+            )
             self._tree_graphs.add(size)
 
     def begin_replay(self, forward_batch: Any) -> None:
-        """Only captures have shown which graphs hold tree attention."""
+        """A graph is replayed. Only captures have shown which graphs hold tree attention."""
         layers = self.layers
         layers.step = None
         self._replayed_tree = False
@@ -122,6 +137,7 @@ class DevicePlannedSteps:
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
 
     def launch_planning(self, forward_batch: Any) -> None:
+        """Launch the planning of a captured step, so that its graph repeats it."""
         if self.layers.has_planned(forward_batch):
             kind = self._kind_of(forward_batch.forward_mode)
             assert self.layers.step is not None
@@ -134,7 +150,11 @@ class DevicePlannedSteps:
             self.verification.load_links(spec_info)
 
     def takes(self, forward_batch: Any) -> bool:
-        """Whether a batch replays the second set; the host asks before it chooses its graph."""
+        """Whether a batch replays the second set; the host asks before it chooses its graph.
+
+        A failure of one rank changes no answer: graphs hold collectives, so all ranks must replay
+        the same set.
+        """
         kind = self._kind_of(forward_batch.forward_mode)
         return kind is not None and self._too_little(forward_batch) is None
 
@@ -191,10 +211,10 @@ class DevicePlannedSteps:
             step.inputs = inputs = kind.inputs(step.batch)
             inputs.plan(layers.attention, layers.page_table)
         except Exception as error:
-            layers.failure.planning_failed(error)
-            layers.step = None
             if step.captured:
                 self._tree_graphs.discard(step.batch.batch_size)
+            layers.failure.planning_failed(error)
+            layers.step = None
             return False
         return True
 
@@ -211,26 +231,35 @@ class DevicePlannedSteps:
             self.layers.state.verified_tokens += requests * kind.query_tokens
 
     def _count_host(self, reason: str, forward_batch: Any) -> None:
-        """Count a step of the host's kernel; the device counts the steps of tree attention."""
+        """Count a step of the host's kernel; the planner counts the steps of tree attention."""
         tokens, lens = forward_batch.seq_lens_sum, forward_batch.seq_lens_cpu
         if tokens is None:
             tokens = 0 if lens is None else lens.sum()
         self.layers.state.count_host(reason, int(tokens))
 
+    def _count_failed(self, before: DeviceCounts, forward_batch: Any) -> None:
+        """A planned step's first layer failed: count the step as the host's, and not as planned."""
+        with suppress(RuntimeError):  # a broken device fails in the host's kernel as well
+            self._synchronize()  # the planner's kernels count some time after they are launched
+        self.layers.state.on_device.forget(before)
+        self._count_host("kernel failed", forward_batch)
+
     def _count_steps(self) -> None:
         """Count from the first step on, without the plans of warm-up and capture."""
         if not self._counting:
             self._counting = True
-            counters = self.layers.attention.device_planner.counters
-            self.layers.state.on_device.attach(counters.numpy())
+            self.layers.state.on_device.attach(self.layers.attention.counters.numpy())
         self._hold_counters(False)
 
     def _hold_counters(self, held: bool) -> None:
         """A server that has decoded counts no step while it captures again."""
         if self._counting and self._recaptures is not held:
             self._recaptures = held
-            device = self.layers.attention.device
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            self._synchronize()
             on_device = self.layers.state.on_device
             (on_device.hold if held else on_device.go_on)()
+
+    def _synchronize(self) -> None:
+        device = self.layers.attention.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

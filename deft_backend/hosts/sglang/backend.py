@@ -12,16 +12,11 @@ from collections.abc import Callable
 from types import new_class
 from typing import Any
 
-from deft_backend.hosts.sglang.step.device_planned import DevicePlannedSteps
-from deft_backend.hosts.sglang.step.host_planned import HostPlannedSteps
-from deft_backend.hosts.sglang.step.tree_layers import LayerCall
+from deft_backend.hosts.sglang.steps import TreeSteps
+from deft_backend.hosts.sglang.tree_layers import LayerCall
 from deft_backend.hosts.sglang.versions import read_end
 
 OWN_STATE = "deft"  # the attribute of the host's backend that holds everything of ours
-
-
-Steps = DevicePlannedSteps | HostPlannedSteps
-"""Decides which batches tree attention runs, and has them planned."""
 
 
 def _computing(name: str) -> Callable[..., Any]:
@@ -42,12 +37,10 @@ def _computing(name: str) -> Callable[..., Any]:
 class DeftAttentionBackend:
     """Methods that replace those of the host's class; :func:`surround` makes the instances."""
 
-    deft: Steps
+    deft: TreeSteps
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.deft.begin(forward_batch)
-        if self.deft.extends is not None:
-            self.deft.extends.begin(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         begin = self.deft.begin_capture if in_capture else self.deft.begin_replay
@@ -74,24 +67,12 @@ class DeftAttentionBackend:
         Tree attention reads a shared prefix through one request's row, in every layer. So the host
         must not write page tables before the forward ends.
         """
-        if self.deft.reads_during_forward(mode) or self.deft.layers.extends():
+        if self.deft.reads_during_forward(mode):
             return read_end()
         return self.deft.layers.host.shared_read_ends(mode)
 
-    def resolve_prefill_shared_read_ends(self, forward_batch: Any, **kwargs: Any) -> Any:
-        """The same for a prefill, whose host metadata is made (SGLang asks from 0.5.22 on)."""
-        if self.deft.layers.extends():
-            return read_end()
-        host = self.deft.layers.host
-        return host.resolve_prefill_shared_read_ends(forward_batch, **kwargs)
 
-    @property
-    def needs_cpu_seq_lens(self) -> bool:
-        """Whether the host must keep sequence lengths in CPU memory."""
-        return self.deft.needs_cpu_seq_lens or bool(self.deft.layers.host.needs_cpu_seq_lens)
-
-
-def surround(host: Any, steps: Steps) -> Any:
+def surround(host: Any, steps: TreeSteps) -> Any:
     """The host's backend with tree attention: a subclass of its class, with its attributes.
 
     The host's own object keeps its class. What it calls of itself is not replaced.

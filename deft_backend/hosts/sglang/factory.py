@@ -1,0 +1,271 @@
+"""Build the backend for a model runner, or log why the host's own backend runs instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.kernel_cache import ranks_cache
+from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported, refuse_if
+from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.ranks import same_on_all_ranks
+from deft_backend.hosts.common.self_check import prepare_kernels
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
+from deft_backend.hosts.sglang.arguments import NAME
+from deft_backend.hosts.sglang.backend import OWN_STATE, surround
+from deft_backend.hosts.sglang.latent import (
+    LatentLayers,
+    LatentSharing,
+    is_latent,
+    latent_attention,
+)
+from deft_backend.hosts.sglang.layers import (
+    device_of,
+    divided,
+    full_cache,
+    ignored_scales,
+    model_asks,
+    unsupported_model,
+)
+from deft_backend.hosts.sglang.prefixes import BatchObserver
+from deft_backend.hosts.sglang.report import AcceptedDrafts, start_reporting, state_of
+from deft_backend.hosts.sglang.step_inputs import Verification
+from deft_backend.hosts.sglang.steps import TreeSteps
+from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
+from deft_backend.hosts.sglang.versions import (
+    attention_layers,
+    decode_graphs,
+    draft_tokens,
+    drafts_trees,
+    read_end,
+    resolved,
+    sinks_of_layers,
+    tensor_parallel_group,
+)
+from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
+from deft_backend.settings.policy_names import AUTO
+from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
+
+logger = logging.getLogger("deft_backend")
+
+
+def wrap_backend(runner: Any, name: str, host: Any) -> Any:
+    """Put tree attention around the host's backend, or return that backend and log the reason.
+
+    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
+    different sets of graphs would wait for each other forever during the capture.
+
+    - `runner`: the host's model runner.
+    - `name`: the host's name for its backend.
+    - `host`: That backend.
+    """
+    if runner.is_draft_worker:
+        return host
+    with ExitStack() as undo:
+        made = None
+        try:
+            settings = Settings.from_env()
+            logger.setLevel(LOG_LEVELS[settings.log])
+            warn_unknown()
+            refuse_if(ignored_scales(runner, name))
+            made = _create(runner, host, settings, undo)
+        except Unsupported as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"tree attention could not be set up ({error!r})"
+            logger.debug("deft: set-up failed", exc_info=True)
+        try:
+            mine = None if made is None else _decided(made.deft, settings)
+            agreed = same_on_all_ranks(tensor_parallel_group(runner), mine)
+            if agreed is False:
+                reason = (
+                    "its ranks would decode in different ways (DEFT_POLICY, DEFT_MIN_BATCH or "
+                    "DEFT_MAX_BATCH differ, or their GPUs do)"
+                )
+            elif made is not None:
+                reason = "another rank has no tree attention"
+        except Exception as error:
+            agreed, reason = False, f"its ranks cannot agree on tree attention ({error!r})"
+        if not agreed:
+            logger.warning(
+                "deft: %s; all attention runs through the host's own backend (%s)", reason, name
+            )
+            return host
+        assert made is not None
+        undo.pop_all()  # the backend stays
+    layers = made.deft.layers
+    start_reporting(layers.state, runner, settings)
+    tokens = layers.attention.query_tokens
+    logger.info(
+        "deft: %s goes through tree attention (policy %s, workspace %.1f MiB); everything else%s "
+        "through %s",
+        "decode" if tokens == 1 else f"verification of {tokens} tokens a request",
+        settings.policy,
+        layers.attention.workspace_bytes / 2**20,
+        "" if made.deft.sharing is None else ", and batches that share too little,",
+        name,
+    )
+    division = layers.division.text()
+    if division is not None:
+        logger.info("deft: %s", division)
+    return made
+
+
+def _decided(steps: TreeSteps, settings: Settings) -> tuple[object, ...]:
+    """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
+    layers = steps.layers
+    return (
+        steps.sharing is None,
+        layers.attention.capacity.max_batch,
+        settings.policy,
+        settings.min_batch,
+        tuple(layers.division.tree),
+    )
+
+
+def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
+    """Build the backend; `undo` takes back its changes to the host."""
+    make = _latent_layers if is_latent(runner) else _tree_layers
+    # The host makes no larger batch than it has rows.
+    largest = min(settings.max_batch, runner.req_to_token_pool.size)
+    layers = make(runner, host, settings, largest)
+    steps = _steps(runner, layers, settings, undo)
+    undo.callback(vars(host).pop, OWN_STATE, None)
+    return surround(host, steps)
+
+
+def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
+    """The layers of a model with keys and values, and their attention, which is ready to run."""
+    refuse_if(unsupported_model(runner))
+    division, (heads, kv_heads, dim) = divided(runner)
+    query_tokens = draft_tokens(runner.server_args)
+    attention = TreeAttention(
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=runner.dtype,
+        kv_dtype=runner.kv_cache_dtype,
+        device=device_of(runner),
+        max_batch=planned_on_device(largest, query_tokens, heads // kv_heads),
+        query_tokens=query_tokens,
+        policy=settings.policy,
+    )
+    if attention.device.type == "cuda":
+        tensors = _step_tensors(runner, division.tree)
+        prepare_kernels(attention, tensors, settings, on_device=True)
+    return TreeLayers(
+        host,
+        attention,
+        state_of(runner, division, NAME, settings.policy),
+        division,
+        model_asks=model_asks(runner),
+        verify=settings.verify,
+    )
+
+
+def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
+    """The same of an MLA model."""
+    if not settings.mla:
+        raise Unsupported(MLA_IS_OFF)
+    if settings.policy != AUTO:
+        raise Unsupported("MLA takes plans of the policy auto; unset DEFT_POLICY")
+    tokens = draft_tokens(runner.server_args)
+    largest = planned_on_device(largest, tokens)
+    attention, division = latent_attention(runner, largest, tokens, settings)
+    return LatentLayers(
+        host,
+        attention,
+        state_of(runner, division, NAME, settings.policy, values_apart=False),
+        division,
+        model_asks=model_asks(runner),
+        verify=settings.verify,
+    )
+
+
+def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> TreeSteps:
+    attention, verification, latent = layers.attention, None, isinstance(layers, LatentLayers)
+    _ = attention.counters  # fail here, not in the first step
+    if attention.query_tokens > 1:
+        drafts = AcceptedDrafts(runner)
+        undo.callback(observe_batch.install(drafts.observe))
+        layers.state.read_drafts = drafts.read
+        verification = Verification(attention.query_tokens, attention.max_batch, attention.device)
+    steps = TreeSteps(
+        layers,
+        settings,
+        verification=verification,
+        # The thread that shows batches must not read a sleeping server's memory.
+        shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
+        decodes=not latent or verification is None,
+    )
+    has_graphs = decode_graphs(runner.server_args) != "disabled"
+    if isinstance(layers, LatentLayers):  # its kernels are compiled before the check at start
+        observer = BatchObserver(runner)
+        undo.callback(observe_batch.install(observer.observe))
+        steps.sharing = LatentSharing(layers.attention, observer, len(layers.division.tree))
+        if has_graphs:
+            # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
+            # some backends would prepare the buffers of the newest graph only.
+            undo.callback(tree_graphs.install(runner, steps))
+    elif isinstance(attention, TreeAttention):
+        steps.compile_for = _compiler_of(attention, runner, settings, layers.division.tree)
+    if read_end() is None and has_graphs:  # the host does not ask until when tables are read
+        undo.callback(page_table_fence.install(runner, steps.replayed_tree))
+    return steps
+
+
+def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
+    """The tensors of a step: their kinds are the same in graphs and in eager steps."""
+    cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
+    assert not isinstance(cache, str)
+    return StepTensors(
+        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype, drafts=_drafts(runner),
+        layers=_kinds(runner.model, layers),
+    )  # fmt: skip
+
+
+def _drafts(runner: Any) -> Drafts | None:
+    """What a model runner verifies, in every step."""
+    tokens = draft_tokens(runner.server_args)
+    if tokens == 1:
+        return None
+    return Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
+
+
+def _kinds(model: Any, layers: Collection[int]) -> list[LayerKind]:
+    """Each kind of some layers, as the model shows them."""
+    sinks = sinks_of_layers(model)
+    kinds = {
+        LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))
+        for layer in attention_layers(model)
+        if layer.layer_id in layers
+    }
+    return sorted(kinds or {LayerKind()}, key=str)
+
+
+def _compiler_of(
+    attention: TreeAttention, runner: Any, settings: Settings, layers: Collection[int]
+) -> Callable[[torch.dtype, torch.dtype], None] | None:
+    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
+    if attention.device.type != "cuda":
+        return None
+    known = _step_tensors(runner, layers)
+    done = {(known.rows_dtype, known.lens_dtype)}
+
+    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
+        if (rows, lens) in done:
+            return
+        done.add((rows, lens))
+        with ranks_cache(settings, attention.device) as shared:
+            warm_up_attention(
+                attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+                smallest=settings.min_batch, shared=shared,
+            )  # fmt: skip
+
+    return compile_for

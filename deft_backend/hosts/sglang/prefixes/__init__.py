@@ -1,1 +1,0 @@
-"""The forest of a batch, from the host's prefix caches or its page table."""

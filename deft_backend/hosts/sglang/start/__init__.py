@@ -1,1 +1,0 @@
-"""What happens once, when the server starts: arguments, checks, and the backend that is built."""
