@@ -1,7 +1,8 @@
 """One batch, all the way: the numbers of docs/walkthrough.md.
 
-``python -m examples.walkthrough`` prints them; ``--write`` writes them into the page. The kernels
-run on the CPU, in Triton's interpreter.
+``python -m examples.walkthrough`` prints them; ``--write`` writes them into the page. The device
+planner's launches and the kernels run on the CPU, in Triton's interpreter. The reference beside
+them makes the same plan in NumPy.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
-from deft_backend.planner import Plan, plan_forest
+from deft_backend.planner import DevicePlan, Plan, plan_forest
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
+from deft_backend.planner.on_device import DevicePlanner
+from deft_backend.planner.on_device.program_work import ProgramWork
 from deft_backend.policies import Grouping
 
 PAGE = Path(__file__).parent.parent / "docs" / "walkthrough.md"
@@ -28,22 +31,35 @@ PAGE = Path(__file__).parent.parent / "docs" / "walkthrough.md"
 PAGE_SIZE = 256
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
-SYSTEM_PROMPT = (3, 4, 5, 6, 7, 8, 9, 10)
-DOCUMENT = (11, 12, 13, 14)
+SYSTEM_PROMPT = (0, 1, 2, 3, 4, 5, 6, 7)
+DOCUMENT = (8, 9, 10, 11)
 REQUESTS: tuple[tuple[str, int, tuple[int, ...]], ...] = (
-    ("system prompt, document, a question", 3162, (*SYSTEM_PROMPT, *DOCUMENT, 15)),
-    ("a prompt of its own", 700, (0, 1, 2)),
-    ("system prompt, a question", 2348, (*SYSTEM_PROMPT, 16, 17)),
-    ("system prompt, document, another question", 3272, (*SYSTEM_PROMPT, *DOCUMENT, 18)),
-    ("system prompt, a short question", 2088, (*SYSTEM_PROMPT, 19)),
+    ("system prompt, a short question", 2088, (*SYSTEM_PROMPT, 16)),
+    ("a prompt of its own", 700, (17, 18, 19)),
+    ("system prompt, document, a question", 3162, (*SYSTEM_PROMPT, *DOCUMENT, 12)),
+    ("system prompt, a question", 2348, (*SYSTEM_PROMPT, 14, 15)),
+    ("system prompt, document, another question", 3272, (*SYSTEM_PROMPT, *DOCUMENT, 13)),
 )
 """The topic of each request, its tokens and its pages."""
 
-TABLE_ROWS = (4, 1, 0, 2, 5)
+TABLE_ROWS = (5, 1, 4, 0, 2)
 """Each request's row of the host's page table."""
 
 SMS, PROGRAMS = 2, 2
 """The plan is for a small GPU, because the chunks of a real one would not fit on a page."""
+
+PRICED = 5
+"""Lengths of chunks that the page shows."""
+
+
+class FullPlanner(DevicePlanner):
+    """The device planner with the 64 lengths of chunks that a GPU prices.
+
+    Interpreted, it would price four.
+    """
+
+    def _work(self, size: int) -> ProgramWork:
+        return replace(super()._work(size), candidates=ProgramWork.on_gpu(64).candidates)
 
 
 @dataclass(frozen=True)
@@ -77,20 +93,48 @@ class Tensors:
         )
 
 
+def read_plan(arrays: DevicePlan) -> Plan:
+    """The plan that the device planner wrote, cut to its counts."""
+    items = int(arrays["tile_ptr"][-1])
+    segments = int(arrays["item_segment_ptr"][items])
+    entries, merged = int(arrays["item_query_ptr"][items]), int(arrays["num_reduce"][0])
+    counts = {
+        "tile_ptr": len(arrays["tile_ptr"]),
+        "item_segment_ptr": items + 1,
+        "item_query_ptr": items + 1,
+        "segment_request": segments,
+        "segment_start": segments,
+        "segment_end": segments,
+        "segment_span": segments,
+        "entry_query": entries,
+        "entry_slot": entries,
+        "reduce_query": merged,
+        "reduce_ptr": merged + 1,
+    }
+    return Plan(**{name: arrays[name][:count].numpy().copy() for name, count in counts.items()})
+
+
 @dataclass(frozen=True)
 class Step:
-    """The batch at every stage of the data flow, and the steps of the page as text."""
+    """The batch at every stage of the data flow, and the steps of the page as text.
+
+    - `planner`: what the device planner's launches left in its arrays.
+    - `plan`: the plan that they wrote.
+    - `forest`, `grouping`, `reference_plan`: the same by the reference.
+    """
 
     tensors: Tensors
     attention: TreeAttention
+    planner: DevicePlanner
+    plan: Plan
     forest: PrefixForest
     grouping: Grouping
-    plan: Plan
+    reference_plan: Plan
     out: torch.Tensor
 
     @classmethod
     def run(cls) -> Step:
-        """Plan the batch and compute its attention."""
+        """Plan the batch with both planners, and compute its attention by the device's plan."""
         tensors = Tensors.make()
         attention = TreeAttention(
             num_query_heads=QUERY_HEADS,
@@ -102,15 +146,23 @@ class Step:
             max_batch=len(REQUESTS),
             policy="auto",
         )
-        by_request = tensors.page_table[tensors.table_rows.long()]
-        forest = forest_from_page_tables(by_request, tensors.seq_lens.numpy(), PAGE_SIZE)
         target = replace(
             attention.target,
             num_sms=SMS,
             num_programs=PROGRAMS,
             tile_programs=(PROGRAMS,) * len(attention.target.tile_programs),
         )
-        plan, grouping = plan_forest(forest, attention.policy, target, attention.capacity)
+        arrays = DevicePlan(attention.capacity, attention.device)
+        planner = FullPlanner(
+            target, attention.policy, arrays, attention.device, PAGE_SIZE, overlapped=False
+        )
+        planner.plan(tensors.page_table, tensors.table_rows, tensors.seq_lens)
+        plan = read_plan(arrays)
+
+        by_request = tensors.page_table[tensors.table_rows.long()]
+        forest = forest_from_page_tables(by_request, tensors.seq_lens.numpy(), PAGE_SIZE)
+        reference, grouping = plan_forest(forest, attention.policy, target, attention.capacity)
+
         attention.use(plan, forest)
         attention.poison_workspace()
         out = attention.run(
@@ -121,7 +173,7 @@ class Step:
             tensors.seq_lens,
             table_rows=tensors.table_rows,
         )
-        return cls(tensors, attention, forest, grouping, plan, out)
+        return cls(tensors, attention, planner, plan, forest, grouping, reference, out)
 
     @cached_property
     def reference(self) -> torch.Tensor:
@@ -135,7 +187,9 @@ class Step:
         steps = {
             "requests": self._requests(),
             "page-table": self._page_table(),
+            "order": self._order(),
             "forest": self._forest(),
+            "prices": self._prices(),
             "grouping": self._grouping(),
             "items": self._items(),
             "plan": self._plan(),
@@ -162,10 +216,16 @@ class Step:
             held = REQUESTS[owner[row]][2]
             yield f"{row:>3}  {owner[row]:>10}  {' '.join(f'{page:>2}' for page in held)}"
 
+    def _order(self) -> Iterator[str]:
+        scratch = self.planner._scratch
+        cut = scratch.nodes[0]
+        yield "place  request  tokens shared with the place before"
+        for place in range(len(REQUESTS)):
+            shared = f"{int(cut[place]):,}" if place else "-"
+            yield f"{place:>5}  {int(scratch.order[place]):>7}  {shared}"
+
     def _forest(self) -> Iterator[str]:
         forest = self.forest
-        yield f"forest order: {_numbers(forest.order)}"
-        yield ""
         yield "node  parent  positions      of request  queries"
         for node in range(forest.num_nodes):
             parent = int(forest.parent[node])
@@ -175,6 +235,17 @@ class Step:
             yield (
                 f"{node:>4}  {shown:>6}  {held}  {forest.request[node]:>10}  "
                 f"{_numbers(forest.queries(node))}{leaf}"
+            )
+
+    def _prices(self) -> Iterator[str]:
+        chunks, cost, tokens = self.planner._scratch.candidates
+        cost, tokens = cost.view(2, -1), tokens.view(2, -1)
+        yield "chunks of the    small tile:        large tile:"
+        yield "longest range    tokens     µs      tokens     µs"
+        for at in range(PRICED):
+            yield f"{int(chunks[at]):>13}  " + "  ".join(
+                f"{int(tokens[tile, at]):>8,} {float(cost[tile, at]) / 1000:>6.1f}  "
+                for tile in (0, 1)
             )
 
     def _grouping(self) -> Iterator[str]:
