@@ -17,7 +17,7 @@ from deft_backend.tools.traces.recorded_trees import MOST_TOKENS
 def ab(
     host_args: Annotated[
         list[str] | None,
-        Argument(metavar="[-- HOST OPTIONS]", help="Both servers get them unchanged."),
+        Argument(metavar="-- HOST OPTIONS", help="Both servers get them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,
@@ -74,8 +74,14 @@ def ab(
     """Compare two servers on the same requests: tokens, KV reads and times.
 
     The command starts a model's server without and then with the plugin, or takes two servers that
-    run (--urls). The exit code is 1 if a server lost a request or gave a wrong token; with --exact,
-    it is 1 if any token differs.
+    run (--urls) and sends them the key in OPENAI_API_KEY. It writes report.html and results.json.
+
+    A token is wrong if a server was sure of another one: its two likeliest tokens were 0.15 or more
+    apart in log-probability (0.45 with a KV cache of 8 bits). Otherwise rounding decides. The exit
+    code is 1 if a server lost a request or gave a wrong token; with --exact, if any token differs.
+
+    A trace of arrivals has a JSON object a line: timestamp in ms, input_length, output_length, and
+    hash_ids, one for each 512 tokens of the prompt; equal ids at the start mean an equal prefix.
     """
     from deft_backend.cli.ab_run import AbOptions, run_asked
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    port: Annotated[int | None, Argument(metavar="[PORT]", help="With --server: its port.")] = None,
+    port: Annotated[int | None, Argument(metavar="PORT", help="With --server: its port.")] = None,
     trace: Annotated[
         Path | None, Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
     ] = None,

@@ -46,7 +46,7 @@ def check_policy(policy: str | None) -> None:
 def serve(
     host_args: Annotated[
         list[str] | None,
-        Argument(metavar="[-- HOST OPTIONS]", help="The host server gets them unchanged."),
+        Argument(metavar="-- HOST OPTIONS", help="The host server gets them unchanged."),
     ] = None,
     model: ModelOption = None,
     revision: RevisionOption = None,

@@ -132,7 +132,7 @@ MODEL = "<model>"  # stands for the folder of a model
         (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
         (["explain", "--tree", "1,4 9,9", "--index", "2"], "--index belongs to --trace"),
         (["explain", "--server", "--heads", "8/8"], "--heads describes a tree or a trace"),
-        (["top", "70000"], "Invalid value for '[PORT]'"),
+        (["top", "70000"], "Invalid value for 'PORT'"),
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],
 )

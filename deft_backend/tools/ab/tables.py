@@ -119,7 +119,7 @@ def _reads(result: AbResult, side: int) -> Table:
         result.names[side],
         "saved",
         "tree steps",
-        "answers alike",
+        "same answers",
     )
     rows = []
     for w in result.workloads:
@@ -162,8 +162,8 @@ def _times(result: AbResult) -> Table:
                     "" if side else w.name,
                     result.names[side],
                     f"{f.answered}/{f.requests}",
-                    *(MISSING if t is None else f"{1e3 * t:,.1f}" for t in times),
-                    f"{100 * change[0]:+.1f} %" if side and change else "",
+                    *map(_milliseconds, times),
+                    _change(change[0]) if side and change else "",
                     MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
                 ]
             )
@@ -173,6 +173,16 @@ def _times(result: AbResult) -> Table:
     )
     columns = ("workload", "server", "answered", "TTFT ms", "TPOT ms", "95 %", "change", "tok/s")
     return Table(title, columns, rows, note)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return MISSING
+    return f"{1e3 * seconds:,.1f}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def _change(part: float) -> str:
+    return f"{100 * part:+.1f} %" if part < 1 else f"{100 * part:+,.0f} %"
 
 
 def _agreement(w: ComparedWorkload) -> list[str]:

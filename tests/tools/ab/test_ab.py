@@ -406,6 +406,26 @@ def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path
     assert read in page.read_text(encoding="utf-8")
 
 
+def test_no_word_of_a_table_is_broken_at_80_columns():
+    """With the longest names and the slow steps of a CPU, each row is one line."""
+    runs = side(0.9, ttft=71.2, count=320), side(5.7, ttft=98.7, count=320)
+    found = result(runs, device="cpu")
+    counters = Counters(4096, 4096, 60, {}, 13_380_000_000 * 4096, 99_990_000_000 * 4096)
+    workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
+    found = replace(found, workloads=(workload,), names=("host", "deft"))
+    console = Console(file=StringIO(), width=80, color_system=None)
+    print_result(found, console)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    for row in (
+        "workload query deft saved tree steps same answers",
+        "document-questions 99.99 GB 13.38 GB 86.6 % 4096 of 4096 320 of 320",
+        "workload server answered TTFT ms TPOT ms 95 % change tok/s",
+        "document-questions host 320/320 71,200 2,336 3,627 704",
+        "deft 320/320 98,700 14,792 22,971 +533 % 704",
+    ):
+        assert row in lines
+
+
 def test_answers_without_ids_are_compared_by_text():
     """The place of a difference is a piece: the margin is asked behind the pieces before it."""
 

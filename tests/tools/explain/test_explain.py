@@ -1,9 +1,9 @@
 """Explain's figures against the plan's own loads and the papers' tables."""
 
 import io
+import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -199,14 +199,18 @@ def test_render_of_an_empty_batch():
     assert "batch of 0" in _rendered(build_forest([], [], []))
 
 
-def test_the_documented_token_tree_is_drawn_as_documented(tmp_path):
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    trace, _, drawing = page.partition('```json\n{"Tree_Structure"')[2].partition("\n```")
+def test_a_token_tree_is_drawn(tmp_path):
+    """A prompt of forty characters counts as ten tokens; step 1 follows one accepted token."""
     path = tmp_path / "tokens.json"
-    path.write_text('{"Tree_Structure"' + trace)
+    record = {"prompt": "x" * 40, "Accept_length": [1, 2]}
+    path.write_text(json.dumps({"Tree_Structure": [[0], [1], [0, 0]], "Records": [record]}))
     code, printed, _ = run("explain", "--trace", str(path), COLUMNS="200")
     assert code == 0
-    expected = drawing.split("```\n")[1].splitlines()
-    found = [line.rstrip() for line in printed.splitlines()]
-    cut = expected.index("…")
-    assert found[:cut] == expected[:cut]
+    assert [line.rstrip() for line in printed.splitlines()][:6] == [
+        "tokens.json, record 0, step 1 · policy auto",
+        "batch of 4 · 15 tokens stored · 52 attended",
+        "└── 12 tokens 0–12 of request 0 · 4 queries · group 0 (1 request ends here)",
+        "    ├── 1 token 12–13 of request 1 · 2 queries · groups 2–3 (1 request ends here)",
+        "    │   └── 1 token 13–14 of request 3 · 1 query · group 3",
+        "    └── 1 token 12–13 of request 2 · 1 query · group 4",
+    ]
