@@ -70,7 +70,7 @@ integration: $(VENV)/.test
 
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/hosts/vllm \
-		tests/hosts/contract/test_host_contracts.py
+		tests/hosts/common/test_contract.py
 	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
@@ -92,8 +92,9 @@ smoke-vllm: $(VENV_VLLM_OLDEST)/.test
 package: $(VENV)/.test $(VENV_VLLM)/.test
 	.ci/package $(VENV) $(VENV_VLLM)
 
-contracts: $(VENV)/.demo
-	$(BIN)/python -m tools.host_matrix contracts
+contracts: $(VENV)/.demo $(VENV_VLLM)/.test
+	$(MATRIX) contracts --host sglang --environment $(VENV)
+	$(MATRIX) contracts --host vllm --environment $(VENV_VLLM)
 
 matrix:
 	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \

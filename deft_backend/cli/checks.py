@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from deft_backend.files.folders import state_directory
+from deft_backend.hosts.common.contract import version_key
 from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
-from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import (

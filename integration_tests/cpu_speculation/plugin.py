@@ -2,7 +2,7 @@
 
 import torch
 
-from deft_backend.hosts.contract.version_numbers import version_key
+from deft_backend.hosts.common.contract import version_key
 from deft_backend.settings.version import installed_version
 from integration_tests.cpu_speculation import attention, places, trees
 

@@ -29,13 +29,12 @@ MAY_IMPORT = {
     "kernels": ("planner",),
     "attention": ("forest", "costs", "policies", "planner", "kernels"),
     "telemetry": ("forest",),
-    "hosts/contract": (),
-    "hosts/common": ("hosts/contract", "forest", "policies", "planner", "attention"),
+    "hosts/common": ("forest", "policies", "planner", "attention"),
     "hosts/sglang": (
-        "hosts/common", "hosts/contract", "telemetry", "forest", "costs", "policies", "planner",
+        "hosts/common", "telemetry", "forest", "costs", "policies", "planner",
         "attention",
     ),
-    "hosts/vllm": ("hosts/common", "hosts/contract", "telemetry", "forest", "attention"),
+    "hosts/vllm": ("hosts/common", "telemetry", "forest", "attention"),
     "hosts": ("hosts/sglang", "hosts/vllm"),  # the supported versions of both
     "tools": (),
     "tools/servers": ("hosts/vllm",),  # the name to start vLLM with
@@ -49,7 +48,7 @@ MAY_IMPORT = {
     "tools/ab": ("tools/harness", "tools/servers", "tools/traces", "telemetry"),
     "cli": (
         "tools/ab", "tools/explain", "tools/harness", "tools/servers", "tools/traces",
-        "tools/tuning", "tools/watch", "hosts", "hosts/common", "hosts/contract", "hosts/sglang",
+        "tools/tuning", "tools/watch", "hosts", "hosts/common", "hosts/sglang",
         "hosts/vllm", "telemetry", "forest", "costs", "policies", "kernels", "attention",
     ),
     "__main__": ("cli",),
@@ -59,7 +58,7 @@ MAY_IMPORT = {
 # Rooms whose modules load without torch: servers that do not ask for us, the process that measures
 # servers and commands that need no tensor would otherwise take seconds longer to start.
 WITHOUT_TORCH = (
-    "", "__main__", "cli", "settings", "files", "policies", "telemetry", "hosts/contract", "hosts",
+    "", "__main__", "cli", "settings", "files", "policies", "telemetry", "hosts",
     "tools/ab", "tools/harness", "tools/servers", "tools/traces",
 )  # fmt: skip
 

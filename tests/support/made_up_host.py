@@ -7,25 +7,20 @@ from textwrap import dedent
 
 FILES = {
     "madeup/__init__.py": """
-        from typing import TYPE_CHECKING
-
         from madeup.engine.runner import Runner as EngineRunner
-        from madeup.kinds import *
 
-        if TYPE_CHECKING:
-            from madeup.engine.tree import Node
-
-        LAZY = {"LLM": ".engine.runner"}
+        LAZY = {"LLM": None}
 
         def __getattr__(name):
-            return LAZY[name]
+            try:
+                return LAZY[name]
+            except KeyError:
+                raise AttributeError(name)
     """,
     "madeup/kinds.py": """
         import enum
         from dataclasses import dataclass
         from typing import NamedTuple
-
-        import msgspec
 
 
         class Mode(enum.IntEnum):
@@ -43,32 +38,15 @@ FILES = {
                 return len(self.ids)
 
 
-        class Sealed(msgspec.Struct, kw_only=True):
-            port: int = 30000
-
-
-        class Config(Sealed):
-            name: str = ""
-
-
         class Pair(NamedTuple):
             left: int
             right: int = 0
-
-
-        try:
-            import fast
-        except ImportError:
-            FAST = False
-        else:
-            FAST = True
     """,
     "madeup/engine/__init__.py": "",
     "madeup/engine/base.py": """
-        from abc import ABC
+        class Base:
+            first: int
 
-
-        class Base(ABC):
             def __init__(self, config, *, device="cuda"):
                 self.config, self.device = config, device
 
@@ -79,23 +57,19 @@ FILES = {
             def make(cls, config):
                 cls.made = True
 
-            @staticmethod
-            def names(count, prefix):
-                count.outsider = prefix
+            build = make
     """,
     "madeup/engine/runner.py": """
-        from __future__ import annotations
-
-        from madeup.native import Core
         from . import base
         from .base import Base as _Base
         from ..kinds import Batch, Mode as RunMode
 
         DEFAULT_SIZE: int = 4
+        NOTHING = None
 
 
         class Runner(_Base):
-            limit = 3
+            limit = 0
 
             def __init__(self, config, pool_size=DEFAULT_SIZE, **extra):
                 super().__init__(config)
@@ -108,29 +82,16 @@ FILES = {
             def step(self, batch, overlap=False):
                 return batch
 
-            run = step
 
-
-        class Fast(base.Base):
-            pass
-
-
-        class Native(Core):
+        class Native(int):
             pass
 
 
         def launch(runner, /, port, *, host="localhost"):
             pass
-
-
-        start = launch
     """,
-    "madeup/engine/tree.py": """
-        class Node:
-            def __init__(self):
-                self.children = {}
-    """,
-    "madeup/native.cpython-311-x86_64-linux-gnu.so": "\0",
+    "madeup/native.py": "import madeup_extension_of_a_gpu",
+    "madeup/broken.py": "raise OSError('no GPU')",
 }
 
 

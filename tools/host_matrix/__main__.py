@@ -15,6 +15,8 @@ from tools.host_matrix.suite import PROCESSES, SUITES, run_suite
 from tools.host_matrix.version_choice import HOSTS, resolve, versions_in_window
 from tools.host_matrix.wheels import WheelError
 
+VERSIONS_TO_CHECK = "Such as 0.5.23; may be repeated. Default: the window, and the newest release."
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0 if every suite passed, 1 if one failed, 2 if there was no environment for one."""
@@ -52,13 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     contract = commands.add_parser("contracts", help="Check a host's wheels for what we use.")
-    contract.add_argument("--host", choices=HOSTS, help="One host only.")
-    contract.add_argument(
-        "--version", action="append", default=[],
-        help="Such as 0.5.23; may be repeated. Default: the window, and the newest release.",
-    )  # fmt: skip
-    contract.add_argument("--wheel", type=Path, help="Read this wheel; download none.")
-    contract.set_defaults(run=lambda given: contracts(given.host, given.version, given.wheel))
+    contract.add_argument("--host", choices=HOSTS, required=True)
+    contract.add_argument("--version", action="append", default=[], help=VERSIONS_TO_CHECK)
+    contract.add_argument("--wheel", type=Path, help="Check this wheel; download none.")
+    contract.add_argument("--environment", type=Path, help="It has the host's requirements.")
+    contract.set_defaults(run=_contracts)
     for command in (suite, run):
         command.add_argument(
             "--processes", type=int, default=PROCESSES, help="Groups of tests side by side."
@@ -74,11 +74,15 @@ def _environment(arguments: argparse.Namespace) -> int:
 
 
 def _suite(arguments: argparse.Namespace) -> int:
-    outcome = run_suite(
-        arguments.host, arguments.suite, arguments.environment.absolute(),
-        processes=arguments.processes,
-    )  # fmt: skip
+    environment = arguments.environment.absolute()
+    outcome = run_suite(arguments.host, arguments.suite, environment, processes=arguments.processes)
     return int(outcome.exit_code != 0)
+
+
+def _contracts(arguments: argparse.Namespace) -> int:
+    environment = arguments.environment
+    python = Path(sys.executable) if environment is None else python_of(environment.absolute())
+    return contracts(arguments.host, arguments.version, arguments.wheel, python)
 
 
 def _run(arguments: argparse.Namespace) -> int:

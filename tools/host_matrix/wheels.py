@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deft_backend.hosts.contract.version_numbers import matches
+from deft_backend.hosts.common.contract import matches
 
 # Hosts publish Linux wheels for some versions of Python. All of them hold the same source, so any
 # serves if none fits this machine.

@@ -8,7 +8,7 @@ same, and a changed meaning gives wrong output.
 import os
 from dataclasses import dataclass
 
-from deft_backend.hosts.contract.version_numbers import version_key
+from deft_backend.hosts.common.contract import version_key
 from deft_backend.settings.config import Settings, SettingsError
 from deft_backend.settings.version import installed_version
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.contract.check import Member, every
+from deft_backend.hosts.common.contract import Member, every
 
 _ARGS = "sglang.srt.server_args"
 _OVERRIDES = "sglang.srt.arg_groups.overrides"

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deft_backend.hosts.common.contract import first_missing
 from deft_backend.hosts.common.tested_versions import TestedVersions
-from deft_backend.hosts.contract import check_contract, installed_source
 from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
 
 if TYPE_CHECKING:
@@ -255,12 +255,8 @@ def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
 
 @functools.cache
 def missing() -> str | None:
-    """Which members of the contract this environment's SGLang lacks, in one line; or None."""
-    source, version = installed_source("sglang"), SGLANG.installed()
-    if source is None or version is None:
-        return None  # not installed as a distribution: there is no source to read
-    lacking = [p for p in check_contract(CONTRACT, source, version) if p.readable]
-    if not lacking:
-        return None
-    more = f" and {len(lacking) - 1} more (`make contracts` lists them)" if lacking[1:] else ""
-    return f"{lacking[0]}{more}"
+    """Which members of the contract this environment's SGLang lacks, in one line; or None.
+
+    Imports the modules of the contract: the launcher is about to import them too.
+    """
+    return first_missing(CONTRACT, SGLANG.installed())

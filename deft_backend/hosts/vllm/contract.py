@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from deft_backend.hosts.contract.check import Member, every
+from deft_backend.hosts.common.contract import Member, every
 
 OWN_NAME_SINCE = "0.32"  # the first version in which plugins may add backend names
 

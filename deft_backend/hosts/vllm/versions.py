@@ -16,9 +16,8 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from deft_backend.hosts.common.contract import first_missing, version_key
 from deft_backend.hosts.common.tested_versions import TestedVersions
-from deft_backend.hosts.contract import check_contract, installed_source
-from deft_backend.hosts.contract.version_numbers import version_key
 from deft_backend.hosts.vllm.contract import CONTRACT as CONTRACT
 from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 
@@ -46,16 +45,11 @@ def refuse() -> str | None:
 
 @cache
 def missing() -> str | None:
-    """Which members of the contract this vLLM lacks, in one line; or None. It takes a second."""
-    source = installed_source("vllm")
-    if source is None:
-        return "its source is not where Python finds the package"
-    problems = [each for each in check_contract(CONTRACT, source, VLLM.installed())
-                if each.readable]  # fmt: skip
-    if not problems:
-        return None
-    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}"
+    """Which members of the contract this vLLM lacks, in one line; or None.
+
+    Imports the modules of the contract. A worker on the CPU must have registered its kernels first.
+    """
+    return first_missing(CONTRACT, VLLM.installed())
 
 
 # Names of the backend

@@ -257,17 +257,17 @@ def test_this_host_has_what_we_use(host):
     assert versions.missing() is None
 
 
-def test_a_host_that_lacks_something_is_told_what(arguments, caplog, monkeypatch, tmp_path):
+def test_a_host_that_lacks_something_is_told_what(arguments, caplog, monkeypatch):
     """One line names the first member, and the number of others."""
+    from deft_backend.hosts.common.contract import Member
     from deft_backend.hosts.sglang import versions
 
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text("")
+    lacking = [Member("sglang.srt.of_the_test"), Member("sglang.srt.server_args", "of_the_test")]
     monkeypatch.undo()
-    monkeypatch.setattr(versions, "installed_source", lambda package: tmp_path)
+    monkeypatch.setattr(versions, "CONTRACT", lacking)
     versions.missing.cache_clear()
     try:
-        assert re.search(r"HookRegistry.*no such module.* and \d+ more", str(versions.missing()))
+        assert re.search(r"of_the_test: no such module and 1 more", str(versions.missing()))
         assert served(arguments, make_arguments()) is None
     finally:
         versions.missing.cache_clear()

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from deft_backend.hosts.contract import Member
+from deft_backend.hosts.common.contract import Member
 from deft_backend.hosts.vllm import plugin, versions
 from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
 from deft_backend.hosts.vllm.start import registered

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deft_backend.hosts.contract.version_numbers import matches, version_key
+from deft_backend.hosts.common.contract import matches, version_key
 from deft_backend.hosts.vllm import versions
 
 

@@ -1,0 +1,187 @@
+"""Check that a host has every member that we use, by importing the modules that define them.
+
+Each host's folder holds its table: ``CONTRACT`` in ``contract.py``. The check imports the host, so
+only a server that asks for our backend runs it.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from types import CodeType, FunctionType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a host that we read, call, wrap or override."""
+
+    module: str  # for example ``"sglang.srt.model_executor.forward_batch_info"``
+    # Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module.
+    name: str = ""
+    # Parameters that we pass by name, or that our override takes. For a class, the parameters of
+    # its constructor.
+    parameters: tuple[str, ...] = ()
+    # Versions that have the member, for example ``">=0.5.20,<0.5.23"``; empty for the whole window.
+    versions: str = ""
+    use: str = ""  # what we do with it: "read", "called", "wrapped", "overridden", and for what
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}" if self.name else self.module
+
+
+def every(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
+    """Members of one class, or of the module if `owner` is empty, without parameters."""
+    start = f"{owner}." if owner else ""
+    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A member that the host lacks, or defines differently from how we use it."""
+
+    member: Member
+    instead: str  # what the host has instead
+    # False if this machine cannot tell: a module that needs a GPU does not import, for example.
+    # Only a proven problem keeps tree attention off.
+    proven: bool = True
+
+    def __str__(self) -> str:
+        use = f" (our use: {self.member.use})" if self.member.use else ""
+        return f"{self.member}: {self.instead}{use}"
+
+
+def check_contract(contract: Iterable[Member], version: str) -> list[Problem]:
+    """The members of a contract that the importable host of a version lacks, in its order.
+
+    Raises ValueError if the version, or one of a member, is malformed.
+    """
+    wanted = (member for member in contract if matches(version, member.versions))
+    return [problem for member in wanted for problem in _problems(member)]
+
+
+def first_missing(contract: Iterable[Member], version: str | None) -> str | None:
+    """The first member that the host provably lacks, with its number of others; or None.
+
+    Without a version, nothing is known about the host, so nothing is missing.
+    """
+    if version is None:
+        return None
+    lacking = [problem for problem in check_contract(contract, version) if problem.proven]
+    if not lacking:
+        return None
+    more = f" and {len(lacking) - 1} more (`make contracts` lists them)" if lacking[1:] else ""
+    return f"{lacking[0]}{more}"
+
+
+def _problems(member: Member) -> Iterator[Problem]:
+    """The problems of one member: the first one only, except for parameters."""
+    try:
+        found: Any = import_module(member.module)
+    except Exception as error:  # a host's modules run any code
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        absent = lacking is not None and f"{member.module}.".startswith(f"{lacking}.")
+        yield Problem(member, "no such module" if absent else f"import fails ({error!r})", absent)
+        return
+    parts = member.name.split(".") if member.name else []
+    for depth, part in enumerate(parts):
+        owner, found = found, _member(found, part)
+        if found is _ABSENT:
+            known = sorted(_names(owner))
+            near = get_close_matches(part, known, n=2, cutoff=0.7)
+            instead = f"{'.'.join(parts[:depth]) or member.module} has no {part!r}"
+            yield Problem(member, instead + (f"; nearest: {', '.join(near)}" if near else ""))
+            return
+    if not member.parameters:
+        return
+    try:
+        taken = inspect.signature(found).parameters
+    except (TypeError, ValueError) as error:
+        yield Problem(member, f"its parameters are unknown ({error})", proven=False)
+        return
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    for parameter in member.parameters:
+        if parameter not in taken:
+            instead = f"no parameter {parameter!r}; it takes ({', '.join(taken)})"
+            yield Problem(member, instead, proven=not takes_any)
+
+
+_ABSENT, _OF_INSTANCES = object(), object()
+"""No such member; a field that only instances have, of which the class tells no more than the name.
+"""
+
+
+def _member(owner: Any, name: str) -> Any:
+    """What a module or class holds under a name, `_OF_INSTANCES` or `_ABSENT`."""
+    try:
+        return getattr(owner, name)
+    except Exception:  # modules and descriptors compute some values
+        return _OF_INSTANCES if name in _names(owner) else _ABSENT
+
+
+def _names(owner: Any) -> set[str]:
+    """Every name of a module or class, with the fields of the class's instances."""
+    names = set(dir(owner))
+    for base in inspect.getmro(owner) if isinstance(owner, type) else ():
+        names.update(inspect.get_annotations(base))
+        for member in vars(base).values():
+            function = getattr(member, "__func__", member)  # of class and static methods
+            if isinstance(function, FunctionType):
+                names.update(_assigned(getattr(inspect.unwrap(function), "__code__", None)))
+    return names
+
+
+def _assigned(code: CodeType | None) -> Iterator[str]:
+    """Attributes that a function, or a function inside it, assigns: mostly those of ``self``."""
+    if code is None:
+        return
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
+    for constant in code.co_consts:
+        yield from _assigned(constant if isinstance(constant, CodeType) else None)
+
+
+# Version numbers
+
+
+def version_key(text: str) -> tuple[int, int, int]:
+    """The first three numbers of a version, for comparison.
+
+    Pre-releases, post-releases and local builds count as the release that they belong to. Hosts cut
+    a branch before a pre-release, so its source is that of the release.
+
+    >>> version_key("0.5.17.post1+cu130") < version_key("0.5.18rc0")
+    True
+    >>> version_key("0.33") == version_key("0.33.0")
+    True
+
+    Raises ValueError if the text does not begin with a number.
+    """
+    begin = re.match(r"\s*v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", text)
+    if begin is None:
+        raise ValueError(f"{text!r} is not a version; expected for example 0.5.23")
+    first, second, third = (int(number or 0) for number in begin.groups())
+    return first, second, third
+
+
+def matches(version: str, specifier: str) -> bool:
+    """Whether a version satisfies clauses of ``>=`` and ``<``; none admits all versions.
+
+    >>> matches("0.5.20", ">=0.5.18,<0.5.23"), matches("0.5.23", ">=0.5.18,<0.5.23")
+    (True, False)
+
+    Raises ValueError if either is malformed.
+    """
+    for clause in filter(None, map(str.strip, specifier.split(","))):
+        if not clause.startswith((">=", "<")) or clause.startswith("<="):
+            raise ValueError(f"{clause!r} is not a version clause; expected for example >=0.5.18")
+        below = version_key(version) < version_key(clause.lstrip("<>="))
+        if below != clause.startswith("<"):
+            return False
+    return True
