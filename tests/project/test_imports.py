@@ -90,7 +90,9 @@ def room(name):
     ('', 'tools', 'forest')
     """
     parts = name.split(".")[1:]
-    nested = parts[:1] in (["hosts"], ["tools"]) and (PACKAGE / "/".join(parts[:2])).is_dir()
+    nested = parts[:1] == ["tools"] or (
+        parts[:1] == ["hosts"] and (PACKAGE / "/".join(parts[:2])).is_dir()
+    )
     return "/".join(parts[: 2 if nested else 1])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
+import sys
 from textwrap import dedent
 
 FILES = {
@@ -104,23 +104,10 @@ def write_host(folder, changes=None):
     return folder
 
 
-def write_wheel(folder, changes=None, *, version="1.0", tag="py3-none-any"):
-    """Write the package as a wheel of the distribution ``madeup``; its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"madeup-{version}-{tag}.whl"
-    described = f"madeup-{version}.dist-info"
-    about = {
-        "METADATA": f"Metadata-Version: 2.1\nName: madeup\nVersion: {version}\n"
-        "Requires-Dist: nothing-of-this-name\n",
-        "WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
-        "RECORD": "",
-    }
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, text in contents(changes).items():
-            wheel.writestr(name, text)
-        for name, text in about.items():
-            wheel.writestr(f"{described}/{name}", text)
-    return path
+def forget_host():
+    """Let the next import read the package anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "madeup"]:
+        del sys.modules[name]
 
 
 def contents(changes=None):

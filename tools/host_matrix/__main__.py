@@ -1,4 +1,4 @@
-"""``python -m tools.host_matrix``: check contracts, make environments, run suites, record rows."""
+"""``python -m tools.host_matrix``: make environments, check contracts, run suites, record rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deft_backend.hosts.windows import TESTED
-from tools.host_matrix.contracts import contracts
+from tools.host_matrix.contracts import run_contract
 from tools.host_matrix.environment import ROOT, NoEnvironmentError, create, python_of, remove
+from tools.host_matrix.releases import HOSTS, WheelError, resolve, versions_in_window
 from tools.host_matrix.rows import RECORD, put, row_of, version_of
 from tools.host_matrix.suite import PROCESSES, SUITES, run_suite
-from tools.host_matrix.version_choice import HOSTS, resolve, versions_in_window
-from tools.host_matrix.wheels import WheelError
-
-VERSIONS_TO_CHECK = "Such as 0.5.23; may be repeated. Default: the window, and the newest release."
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -52,13 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--environment", type=Path, help="Run in this one; it is kept.")
     run.add_argument("--keep", action="store_true", help="Keep the environments.")
     run.set_defaults(run=_run)
-
-    contract = commands.add_parser("contracts", help="Check a host's wheels for what we use.")
-    contract.add_argument("--host", choices=HOSTS, required=True)
-    contract.add_argument("--version", action="append", default=[], help=VERSIONS_TO_CHECK)
-    contract.add_argument("--wheel", type=Path, help="Check this wheel; download none.")
-    contract.add_argument("--environment", type=Path, help="It has the host's requirements.")
-    contract.set_defaults(run=_contracts)
     for command in (suite, run):
         command.add_argument(
             "--processes", type=int, default=PROCESSES, help="Groups of tests side by side."
@@ -77,12 +67,6 @@ def _suite(arguments: argparse.Namespace) -> int:
     environment = arguments.environment.absolute()
     outcome = run_suite(arguments.host, arguments.suite, environment, processes=arguments.processes)
     return int(outcome.exit_code != 0)
-
-
-def _contracts(arguments: argparse.Namespace) -> int:
-    environment = arguments.environment
-    python = Path(sys.executable) if environment is None else python_of(environment.absolute())
-    return contracts(arguments.host, arguments.version, arguments.wheel, python)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -113,6 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _record(host: str, suite: str, environment: Path, processes: int) -> int:
     if not python_of(environment).exists():
         raise NoEnvironmentError(f"{environment} is not a virtual environment; expected bin/python")
+    contract = run_contract(host, environment)
     in_window = TESTED[host].holds(version_of(host, environment))
     outcome = run_suite(host, suite, environment, in_window=in_window, processes=processes)
     if not outcome.passed + outcome.failed:
@@ -121,7 +106,7 @@ def _record(host: str, suite: str, environment: Path, processes: int) -> int:
     row = row_of(host, suite, environment, outcome)
     put(row)
     print(f"{RECORD.relative_to(ROOT)}: {row}", flush=True)
-    return int(outcome.exit_code != 0)
+    return max(contract, int(outcome.exit_code != 0))
 
 
 if __name__ == "__main__":

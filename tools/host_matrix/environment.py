@@ -12,8 +12,7 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-from tools.host_matrix.version_choice import DISTRIBUTIONS
-from tools.host_matrix.wheels import download_wheel
+from tools.host_matrix.releases import DISTRIBUTIONS, download_wheel
 
 ROOT = Path(__file__).parents[2]
 FREE_GB = {"sglang": 14, "vllm": 8}

@@ -10,8 +10,8 @@ from typing import Any
 
 from deft_backend.hosts.common.contract import version_key
 from tools.host_matrix.environment import ROOT, NoEnvironmentError, installed_versions
+from tools.host_matrix.releases import DISTRIBUTIONS
 from tools.host_matrix.suite import Outcome
-from tools.host_matrix.version_choice import DISTRIBUTIONS
 
 RECORD = ROOT / "docs" / "results" / "hosts.json"
 

@@ -75,7 +75,7 @@ def first_missing(contract: Iterable[Member], version: str | None) -> str | None
     lacking = [problem for problem in check_contract(contract, version) if problem.proven]
     if not lacking:
         return None
-    more = f" and {len(lacking) - 1} more (`make contracts` lists them)" if lacking[1:] else ""
+    more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
     return f"{lacking[0]}{more}"
 
 

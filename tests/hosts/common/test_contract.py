@@ -8,7 +8,7 @@ import pytest
 
 from deft_backend.hosts.common.contract import Member, check_contract, first_missing, matches
 from deft_backend.hosts.windows import TESTED
-from made_up_host import write_host
+from made_up_host import forget_host, write_host
 from tools.host_matrix.contracts import contract_of
 
 KINDS, RUNNER = "madeup.kinds", "madeup.engine.runner"
@@ -52,16 +52,11 @@ UNKNOWN = (
 )
 
 
-def forget():
-    for name in [name for name in sys.modules if name.partition(".")[0] == "madeup"]:
-        del sys.modules[name]
-
-
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(write_host(tmp_path))
     yield
-    forget()
+    forget_host()
 
 
 @pytest.mark.parametrize("member", PRESENT, ids=str)
@@ -111,7 +106,7 @@ def test_a_change_of_the_host_is_noticed(
     try:
         (problem,) = check_contract([member], "1.0")
     finally:
-        forget()
+        forget_host()
     assert problem.proven
 
 
