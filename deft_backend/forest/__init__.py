@@ -1,7 +1,5 @@
 """Forest: who shares what. Sources (page tables, radix tree) in, :class:`PrefixForest` out."""
 
-from deft_backend.forest.block_forest import forest_of_blocks
-from deft_backend.forest.compilation import warm_up
 from deft_backend.forest.page_tables import forest_from_page_tables
 from deft_backend.forest.prefix_forest import (
     VIRTUAL_ROOT,
@@ -9,6 +7,7 @@ from deft_backend.forest.prefix_forest import (
     Int32Array,
     PrefixForest,
     build_forest,
+    forest_of_blocks,
 )
 from deft_backend.forest.radix_tree import forest_from_paths, forest_from_tree
 
@@ -22,5 +21,4 @@ __all__ = [
     "forest_from_paths",
     "forest_from_tree",
     "forest_of_blocks",
-    "warm_up",
 ]

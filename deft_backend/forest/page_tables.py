@@ -12,8 +12,7 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     int32,
 )
-from deft_backend.forest.prefix_tree import insert_rows
-from deft_backend.forest.tree_order import order_of_tree
+from deft_backend.forest.prefix_tree import insert_rows, order_of_tree
 
 
 def forest_from_page_tables(
@@ -80,17 +79,10 @@ def forest_from_page_tables(
     full = np.maximum(lens, 0) // page_size
     if full.size and full.max() > tables.shape[1]:
         raise _too_short(tables, lens, page_size, int(full.argmax()))
-    parent, depth, holder, nodes = insert_rows(_compilable(tables), full)
-    order, shared = order_of_tree(parent, depth, holder, nodes)
+    order, shared = order_of_tree(insert_rows(tables, full))
     if check:
         _check_monotone(tables, order, shared, full)
     return build_forest(order, shared * page_size, lens, page_size)
-
-
-def _compilable(tables: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-    """The tables as int32 or int64 in this machine's byte order; copied only if necessary."""
-    known = tables.dtype == np.int32 or tables.dtype == np.int64
-    return tables if known and tables.flags.aligned else tables.astype(np.int64)
 
 
 def _check_tables(

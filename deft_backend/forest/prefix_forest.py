@@ -13,19 +13,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest.nodes import (
-    BAD_LENGTH,
-    BAD_ORDER,
-    BAD_SHARED_COUNT,
-    NO_MISTAKE,
-    VIRTUAL_ROOT,
-    Int32Array,
-    depth_of,
-    first_mistake,
-    nodes_of,
-)
+Int32Array = npt.NDArray[np.int32]
 
-__all__ = ["VIRTUAL_ROOT", "ForestError", "Int32Array", "PrefixForest", "build_forest", "int32"]
+VIRTUAL_ROOT = -1
+"""Parent of every tree's root: it joins unrelated trees into one (FlashForge, section 4.1)."""
 
 
 class ForestError(ValueError):
@@ -86,7 +77,11 @@ class PrefixForest:
     @cached_property
     def depth(self) -> Int32Array:
         """[N] number of ancestors; roots are at depth 0."""
-        return depth_of(self.parent)
+        depth = np.zeros(self.num_nodes, dtype=np.int32)
+        for node, parent in enumerate(self.parent.tolist()):
+            if parent != VIRTUAL_ROOT:
+                depth[node] = depth[parent] + 1
+        return depth
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -151,7 +146,72 @@ def build_forest(
     lens = int32(seq_lens, "seq_lens").copy()
     shared_ = int32(shared, "shared")
     _check(order_, shared_, lens, page_size)
-    return PrefixForest(order_, lens, page_size, *nodes_of(order_, shared_, lens))
+    return _forest_of(order_, shared_, lens, page_size)
+
+
+def _forest_of(
+    order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: int
+) -> PrefixForest:
+    """The nodes of a batch; one stack finds the shared ones (nearest smaller values)."""
+    # Nodes as the place of their first query, their end, and the place behind their last query.
+    nodes: list[tuple[int, int, int]] = []
+    still_open: list[tuple[int, int]] = []  # first place and end, outer nodes first
+    for place, common in enumerate([*shared.tolist(), 0], start=1):
+        first = place - 1
+        while still_open and still_open[-1][1] > common:
+            first, end = still_open.pop()
+            nodes.append((first, end, place))
+        if common and (not still_open or still_open[-1][1] < common):
+            still_open.append((first, common))
+    # Depth-first order: by first place, outer before inner, and a place's leaf last.
+    leaf_end = 1 << 31
+    nodes += [(place, leaf_end, place + 1) for place in range(len(order))]
+    nodes.sort()
+
+    parent = []
+    above = VIRTUAL_ROOT
+    for node, (first, _, _) in enumerate(nodes):
+        while above != VIRTUAL_ROOT and nodes[above][2] <= first:
+            above = parent[above]
+        parent.append(above)
+        above = node
+    begin, end, stop = np.array(nodes, dtype=np.int64).reshape(-1, 3).T
+    leaf = np.flatnonzero(end == leaf_end)
+    end[leaf] = lens[order]
+    parents = np.array(parent, dtype=np.int32)
+    start = np.where(parents == VIRTUAL_ROOT, 0, end[parents])
+    columns = (order[begin], start, end - start, begin, stop, leaf)
+    return PrefixForest(
+        order, lens, page_size, parents, *(column.astype(np.int32) for column in columns)
+    )
+
+
+def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> PrefixForest:
+    """The forest of the query blocks of a batch's requests.
+
+    Block ``b`` of request ``r`` is query ``r * blocks + b``; it attends to the tokens of ``r``. No
+    shared node holds any of a request's last `private_tokens` tokens: not every query token sees
+    all of them. So these tokens lie in leaves, and so do the earlier tokens of their first page.
+
+    Returns `forest`, that of the requests, itself if `blocks` is 1 and `private_tokens` is 0.
+    """
+    if blocks == 1 and private_tokens == 0:
+        return forest
+    order, lens, page_size = forest.order, forest.seq_lens, forest.page_size
+    limit = np.maximum(lens - private_tokens, 0)[order] // page_size * page_size
+    # In depth-first order, the node behind a query's leaf begins where the next query's tokens
+    # begin to differ.
+    shared = forest.start[forest.leaf[:-1] + 1]
+    shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
+    among_blocks = np.repeat(limit[:, None], blocks - 1, axis=1)
+    behind = np.append(shared, 0)[: len(order)]
+    neighbours = np.concatenate((among_blocks, behind[:, None]), axis=1).reshape(-1)
+    return build_forest(
+        (order[:, None] * blocks + np.arange(blocks)).reshape(-1),
+        neighbours[:-1],
+        np.repeat(lens, blocks),
+        page_size,
+    )
 
 
 def int32(values: npt.ArrayLike, name: str) -> Int32Array:
@@ -174,24 +234,24 @@ def _check(order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: i
     for name, array in (("order", order), ("shared", shared), ("seq_lens", lens)):
         if array.ndim != 1:
             raise ForestError(f"{name} has shape {array.shape}; expected one dimension")
-    mistake, at = first_mistake(order, shared, lens, page_size)
-    if mistake == NO_MISTAKE:
-        return
     batch = len(lens)
-    if mistake == BAD_LENGTH:
+    if (lens < 0).any():
         at = int(lens.argmin())
         raise ForestError(f"seq_lens[{at}] is {lens[at]}; expected a length of 0 or more")
-    if mistake == BAD_ORDER:
+    if len(order) != batch or (np.sort(order) != np.arange(batch)).any():
         raise ForestError(
             f"order is {order.tolist()}; expected a permutation of the {batch} request indices"
         )
-    if mistake == BAD_SHARED_COUNT:
+    if len(shared) != max(0, batch - 1):
         raise ForestError(
             f"shared has {len(shared)} entries; expected {max(0, batch - 1)}, "
             f"one for each pair of neighbours in a batch of {batch}"
         )
-    limit = min(lens[order[at]], lens[order[at + 1]])
-    raise ForestError(
-        f"requests {order[at]} and {order[at + 1]} share {shared[at]} tokens by `shared`; "
-        f"expected a multiple of the page size {page_size} between 0 and {limit}"
-    )
+    limit = np.minimum(lens[order[:-1]], lens[order[1:]])
+    wrong = (shared < 0) | (shared > limit) | (shared % page_size != 0)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ForestError(
+            f"requests {order[at]} and {order[at + 1]} share {shared[at]} tokens by `shared`; "
+            f"expected a multiple of the page size {page_size} between 0 and {limit[at]}"
+        )

@@ -13,7 +13,7 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     int32,
 )
-from deft_backend.forest.tree_order import misplaced, order_of_tree
+from deft_backend.forest.prefix_tree import PrefixTree, order_of_tree
 
 Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
 
@@ -90,25 +90,38 @@ def forest_from_tree(
             "sequence lengths; expected a parent and a depth a node, and a holder and a length a "
             "request"
         )
-    node, request = misplaced(parent_, depth_, holder_, lens)
-    if node >= 0:
+    _check_tree(parent_, depth_, holder_, lens)
+    tree = PrefixTree(parent_.tolist(), depth_.tolist(), holder_.tolist())
+    order, shared = order_of_tree(tree)
+    return build_forest(order, shared, lens, page_size)
+
+
+def _check_tree(
+    parent: Int32Array, depth: Int32Array, holder: Int32Array, lens: Int32Array
+) -> None:
+    nodes = np.arange(len(parent))
+    above = np.clip(parent, 0, len(parent) - 1)
+    misplaced = (parent < 0) | (parent >= nodes) | (depth <= depth[above])
+    misplaced[0] = parent[0] != 0 or depth[0] != 0
+    if misplaced.any():
+        node = int(misplaced.argmax())
         raise ForestError(
-            f"tree node {node} has parent {parent_[node]} and ends at token {depth_[node]}; "
+            f"tree node {node} has parent {parent[node]} and ends at token {depth[node]}; "
             "expected a parent before it that ends before it (the root: node 0 at token 0)"
         )
-    if request >= 0:
-        held = int(holder_[request])
-        if not 0 <= held < len(parent_):
+    unknown = (holder < 0) | (holder >= len(parent))
+    held = depth[np.where(unknown, 0, holder)]
+    if (wrong := unknown | (held > lens)).any():
+        request = int(wrong.argmax())
+        if unknown[request]:
             raise ForestError(
-                f"request {request} ends at tree node {held}; expected one of 0 to "
-                f"{len(parent_) - 1}"
+                f"request {request} ends at tree node {holder[request]}; expected one of 0 to "
+                f"{len(parent) - 1}"
             )
         raise ForestError(
             f"request {request} holds {lens[request]} tokens but its path in the radix tree "
-            f"holds {depth_[held]}; expected a path no longer than the request"
+            f"holds {held[request]}; expected a path no longer than the request"
         )
-    order, shared = order_of_tree(parent_, depth_, holder_, len(parent_))
-    return build_forest(order, shared, lens, page_size)
 
 
 def _array(values: Sequence[int] | Int32Array, name: str) -> Int32Array:

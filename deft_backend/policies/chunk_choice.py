@@ -15,8 +15,7 @@ candidate that the plan cannot hold is out. The rules:
 - ``measured``: the least time by measured costs (``measured_chunks.py``).
 
 The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``) with the
-constants of these modules. Each formula is written twice, because Numba and Triton cannot compile
-each other's functions. ``tests/policies/test_chunk_choice.py`` compares the two, candidate by
+constants of these modules. ``tests/policies/test_chunk_choice.py`` compares the two, candidate by
 candidate.
 """
 
@@ -24,9 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deft_backend.compile.host_jit import host_jit
 from deft_backend.costs.cost_model import FloatArray
-from deft_backend.policies.edges import Int64Array
+from deft_backend.policies.edges import BoolArray, Int64Array
 from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.scheduled_chunks import estimate, makespan
 from deft_backend.policies.target import Target
@@ -34,21 +32,10 @@ from deft_backend.policies.target import Target
 NUM_CHUNKS = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
 """Candidates for the number of chunks of a tile shape's longest range."""
 
-_NUM_CHUNKS = np.array(NUM_CHUNKS, dtype=np.int64)
-
 CHUNK_RULES = ("whole", "fixed", "filling", "scheduled", "measured")
 """The rules' names, as the device planner knows them."""
 
-WHOLE, FIXED, FILLING, SCHEDULED, MEASURED = range(5)
-
 MOST_DOUBLINGS = 20  # most doublings of the length of ``fixed`` chunks
-
-
-@host_jit
-def chunk_of(longest: int, num_chunks: int, block: int) -> int:
-    """Tokens of a chunk if the longest range is cut into `num_chunks` chunks of whole KV blocks."""
-    found: int = max(block, (longest + num_chunks * block - 1) // (num_chunks * block) * block)
-    return found
 
 
 class Machine(NamedTuple):
@@ -70,28 +57,15 @@ def machine_of(target: Target, batch: int) -> Machine:
     tiles = np.array(target.single_range_tiles, dtype=np.int64)
     programs = np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64)
     return Machine(
-        tiles, programs, target.num_sms / target.num_kv_heads, target.tile_costs(),
-        target.transfer_ns, target.block_tokens, target.costs.tokens, target.estimates(),
-    )  # fmt: skip
-
-
-@host_jit
-def shape_of(queries: int, tile_queries: Int64Array) -> int:
-    """Tile shape of a group: the smallest tile that holds its queries, or the last."""
-    shape = 0
-    while shape + 1 < len(tile_queries) and tile_queries[shape] < queries:
-        shape += 1
-    return shape
-
-
-@host_jit
-def tiles_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
-    """[R] query tiles of each range."""
-    found = np.empty(len(queries), dtype=np.int64)
-    for r in range(len(queries)):
-        held = tile_queries[shape_of(queries[r], tile_queries)]
-        found[r] = (queries[r] + held - 1) // held
-    return found
+        tiles,
+        programs,
+        target.num_sms / target.num_kv_heads,
+        target.tile_costs(),
+        target.transfer_ns,
+        target.block_tokens,
+        target.costs.tokens,
+        target.estimates(),
+    )
 
 
 class Limits(NamedTuple):
@@ -106,146 +80,167 @@ def limits_of(target: Target, items: int, entries: int) -> Limits:
     return Limits(target.max_items - items, target.max_entries - entries)
 
 
-@host_jit
+def shapes_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
+    """[R] tile shape of each range: the smallest tile that holds its queries, or the last."""
+    shape: Int64Array = np.searchsorted(tile_queries[:-1], queries)
+    return shape
+
+
+def tiles_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
+    """[R] query tiles of each range."""
+    tiles: Int64Array = -(-queries // tile_queries[shapes_of(queries, tile_queries)])
+    return tiles
+
+
+def chunk_of(longest: int, num_chunks: Int64Array | int, block: int) -> Int64Array:
+    """Tokens of a chunk if the longest range is cut into `num_chunks` chunks of whole KV blocks."""
+    chunk: Int64Array = np.maximum(block, -(-longest // (np.asarray(num_chunks) * block)) * block)
+    return chunk
+
+
+class Ranges(NamedTuple):
+    """The ranges of one tile shape."""
+
+    queries: Int64Array
+    tokens: Int64Array
+    tiles: Int64Array  # [R]
+    sizes: Int64Array  # [R]: what chunks divide: tokens, or nanoseconds for the rule ``scheduled``
+
+
 def choose_chunks(
-    rule: int, chunk_tokens: int, queries: Int64Array, tokens: Int64Array, machine: Machine,
+    rule: str,
+    chunk_tokens: int,
+    queries: Int64Array,
+    tokens: Int64Array,
+    machine: Machine,
     limits: Limits,
-) -> Int64Array:  # fmt: skip
+) -> Int64Array:
     """[T] the cheapest chunk length of each tile shape, by a rule of :data:`CHUNK_RULES`.
 
     It is the most tokens of a chunk, or nanoseconds for the rule ``scheduled``. `chunk_tokens` is
     the length of the rule ``fixed``; `queries` and `tokens` [R] are those of each range.
     """
-    shapes = len(machine.tile_queries)
-    count = len(queries)
-    shape = np.empty(count, dtype=np.int64)
+    shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)
-    beside = 0.0
-    small = np.int64(0)
-    ranges = np.int64(0)
-    total = np.int64(0)
-    longest_small = np.int64(0)
-    for r in range(count):
-        shape[r] = shape_of(queries[r], machine.tile_queries)
-        if shape[r] == 0:
-            small += tiles[r]
-            beside = max(beside, machine.costs[0]) + tokens[r] * machine.transfer_ns
-            ranges += tokens[r] > 0
-            total += tokens[r]
-            longest_small = max(longest_small, tokens[r])
-    beside /= max(1.0, small / machine.programs[0])
-    even = total / (ranges * longest_small) if longest_small > 0 else 1.0
-
+    beside, even = _small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
+    shapes = len(machine.tile_queries)
     found = np.empty(shapes, dtype=np.int64)
     for t in range(shapes):
-        mine = np.flatnonzero(shape == t)
-        my_queries, my_tokens, my_tiles = queries[mine], tokens[mine], tiles[mine]
-        unit = 1 if rule == SCHEDULED else machine.block
-        sizes = _sizes(rule, my_tokens, machine.knots, machine.estimates[t])
-        longest = np.int64(0)
-        for r in range(len(mine)):
-            longest = max(longest, sizes[r])
-        found[t] = chunk_of(longest, 1, unit)
-        if len(mine) == 0:
-            continue
+        mine = shape == t
+        sizes = _sizes(rule, tokens[mine], machine, t)
+        ranges = Ranges(queries[mine], tokens[mine], tiles[mine], sizes)
         costs = ShapeCosts(
-            t > 0, machine.programs[t], machine.sms, machine.costs[t], machine.costs[shapes + t],
-            machine.costs[2 * shapes], machine.costs[2 * shapes + 1], machine.transfer_ns, beside,
+            t > 0,
+            int(machine.programs[t]),
+            machine.sms,
+            machine.costs[t],
+            machine.costs[shapes + t],
+            machine.costs[2 * shapes],
+            machine.costs[2 * shapes + 1],
+            machine.transfer_ns,
+            beside,
             even,
-        )  # fmt: skip
-        best = np.inf
-        last = np.int64(0)
-        for candidate in range(1 if rule == WHOLE else len(_NUM_CHUNKS)):
-            chunk = chunk_of(longest, _NUM_CHUNKS[candidate], unit)
-            if rule == FIXED:
-                chunk = np.int64(chunk_tokens) << min(candidate, MOST_DOUBLINGS)
-                chunk = min(chunk, max(longest, np.int64(chunk_tokens)))
-            if chunk == last:
-                continue
-            last = chunk
-            parts = parts_of(rule, sizes, my_tokens, chunk, machine.block)
-            fits = 2 * ((parts - 1) * my_tiles).sum() <= limits.items
-            fits = fits and 2 * ((parts - 1) * my_queries).sum() <= limits.entries
-            if not fits and chunk < longest:
-                continue
-            cost = float(candidate)
-            if rule == SCHEDULED:
-                slices = np.empty(len(mine))
-                for r in range(len(mine)):
-                    each = my_tokens[r] / parts[r]
-                    slices[r] = estimate(each, machine.knots, machine.estimates[t])
-                cost = makespan(slices, my_tiles * parts, machine.programs[t])
-            elif rule == FILLING:
-                cost = float(chunk)
-                fits = fills(my_tokens, my_tiles, parts, chunk, machine.programs[t])
-                if not fits and candidate > 0:
-                    continue
-            elif rule == MEASURED:
-                cost = cut_cost(cut_into(my_queries, my_tokens, my_tiles, chunk), costs)
-            if cost < best:
-                best = cost
-                found[t] = chunk
-            if chunk == unit or rule == FIXED:
-                break
+        )
+        longest = int(sizes.max(initial=0))
+        unit = 1 if rule == "scheduled" else machine.block
+        found[t] = chunk_of(longest, 1, unit)
+        if rule == "whole" or not len(sizes):
+            continue
+        if rule == "fixed":
+            doubled = chunk_tokens << np.minimum(np.arange(len(NUM_CHUNKS)), MOST_DOUBLINGS)
+            chunks = np.minimum(doubled, max(longest, chunk_tokens))
+        else:
+            chunks = chunk_of(longest, np.array(NUM_CHUNKS), unit)
+        parts = parts_of(rule, sizes, tokens[mine], chunks[:, None], machine.block)
+        fits = 2 * ((parts - 1) @ ranges.tiles) <= limits.items
+        fits &= 2 * ((parts - 1) @ ranges.queries) <= limits.entries
+        fits |= chunks >= longest
+        price = np.where(fits, _prices(rule, chunks, parts, ranges, costs, machine), np.inf)
+        if np.isfinite(price).any():
+            found[t] = chunks[price.argmin()]
     return found
 
 
-@host_jit
-def fills(
-    tokens: Int64Array, tiles: Int64Array, parts: Int64Array, chunk: int, programs: int
-) -> bool:
-    """Whether the programs hold all chunks at once.
+def _small_tiles(
+    tiles: Int64Array, tokens: Int64Array, machine: Machine
+) -> tuple[float, float]:
+    """`beside` and `even` of :class:`ShapeCosts`, from the ranges of the small tile."""
+    if not tokens.any():
+        even = 1.0
+    else:
+        even = float(tokens.sum() / (np.count_nonzero(tokens) * tokens.max()))
+    # Added one after the other: NumPy's sum adds in another order, and rounds differently.
+    transfers = tokens * machine.transfer_ns
+    beside = sum(transfers.tolist(), machine.costs[0]) if len(tokens) else 0.0
+    return beside / max(1.0, tiles.sum() / machine.programs[0]), even
+
+
+def _prices(
+    rule: str,
+    chunks: Int64Array,
+    parts: Int64Array,
+    ranges: Ranges,
+    costs: ShapeCosts,
+    machine: Machine,
+) -> FloatArray:
+    """[C] price of each candidate; `parts` [C, R] are the chunks of each range."""
+    if rule == "measured":
+        return cut_cost(cut_into(ranges.queries, ranges.tokens, ranges.tiles, chunks), costs)
+    if rule == "scheduled":
+        each = estimate(ranges.tokens / parts, machine.knots, machine.estimates[int(costs.is_large)])
+        items = ranges.tiles * parts
+        pairs = zip(each, items, strict=True)
+        return np.array([makespan(slices, count, costs.programs) for slices, count in pairs])
+    if rule == "filling":
+        fills = fill(ranges.tokens, ranges.tiles, parts, chunks, costs.programs)
+        fills[0] = True
+        return np.where(fills, chunks, np.inf)
+    return np.arange(len(chunks), dtype=np.float64)
+
+
+def fill(
+    tokens: Int64Array, tiles: Int64Array, parts: Int64Array, chunks: Int64Array, programs: int
+) -> BoolArray:
+    """[C] whether the programs hold all chunks at once.
 
     Each chunk of a range that is cut takes a program. Ranges of one chunk share programs. So a
     context much longer than the rest (long tail) is cut even if the rest fills the GPU.
     """
-    chunks = np.int64(0)
-    shared = np.int64(0)
-    for r in range(len(tokens)):
-        if tokens[r] > chunk:
-            chunks += tiles[r] * parts[r]
-        else:
-            shared += tiles[r] * tokens[r]
-    return bool(chunks * chunk + shared <= programs * chunk)
+    is_cut = tokens > chunks[:, None]
+    taken = (is_cut * parts) @ tiles * chunks
+    shared = ~is_cut @ (tiles * tokens)
+    fills: BoolArray = taken + shared <= programs * chunks
+    return fills
 
 
-@host_jit
-def _sizes(rule: int, tokens: Int64Array, knots: FloatArray, estimates: FloatArray) -> Int64Array:
+def _sizes(rule: str, tokens: Int64Array, machine: Machine, shape: int) -> Int64Array:
     """What chunks divide: tokens, or nanoseconds for the rule ``scheduled``."""
-    if rule != SCHEDULED:
+    if rule != "scheduled":
         return tokens
-    sizes = np.empty_like(tokens)
-    for r in range(len(tokens)):
-        sizes[r] = np.int64(estimate(float(tokens[r]), knots, estimates))
-    return sizes
+    return estimate(tokens, machine.knots, machine.estimates[shape]).astype(np.int64)
 
 
-@host_jit
 def parts_of(
-    rule: int, sizes: Int64Array, tokens: Int64Array, chunk: int, block: int
+    rule: str, sizes: Int64Array, tokens: Int64Array, chunk: Int64Array, block: int
 ) -> Int64Array:
-    """[R] chunks of each range, at least one.
+    """Chunks of each range, at least one; [R], or [C, R] for `chunk` [C, 1].
 
     ``scheduled`` cuts into at most one chunk for each KV block (FlashForge, equation 5).
     """
-    parts = np.empty_like(sizes)
-    for r in range(len(sizes)):
-        parts[r] = max(np.int64(1), (sizes[r] + chunk - 1) // chunk)
-        if rule == SCHEDULED:
-            parts[r] = min(parts[r], max(np.int64(1), (tokens[r] + block - 1) // block))
+    parts: Int64Array = np.maximum(1, -(-sizes // chunk))
+    if rule == "scheduled":
+        parts = np.minimum(parts, np.maximum(1, -(-tokens // block)))
     return parts
 
 
-@host_jit
 def divided(
-    rule: int, queries: Int64Array, tokens: Int64Array, machine: Machine, chunks: Int64Array
+    rule: str, queries: Int64Array, tokens: Int64Array, machine: Machine, chunks: Int64Array
 ) -> Int64Array:
     """[R] chunks of each range, by the chunk lengths of :func:`choose_chunks`."""
-    found = np.empty(len(queries), dtype=np.int64)
-    one = np.empty(1, dtype=np.int64)
-    for r in range(len(queries)):
-        t = shape_of(queries[r], machine.tile_queries)
-        one[0] = tokens[r]
-        size = _sizes(rule, one, machine.knots, machine.estimates[t])
-        found[r] = parts_of(rule, size, one, chunks[t], machine.block)[0]
+    found = np.empty_like(tokens)
+    shape = shapes_of(queries, machine.tile_queries)
+    for t, chunk in enumerate(chunks):
+        mine = shape == t
+        sizes = _sizes(rule, tokens[mine], machine, t)
+        found[mine] = parts_of(rule, sizes, tokens[mine], chunk, machine.block)
     return found

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.edges import Int64Array
 from deft_backend.policies.errors import PolicyError, check_limits
-from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.grouping import Grouping, concatenated_ranges
 from deft_backend.policies.policy import FLATTENED, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import DEFT_FLATTEN
@@ -86,19 +86,6 @@ def _most(forest: PrefixForest, chunk: int, target: Target) -> tuple[int, int, i
     again = segments // target.tile_segments[-1]
     items = max(2 * groups, pairs // held + groups + again)
     return items, pairs + again * max(target.tile_queries[-1], 1), segments
-
-
-def concatenated_ranges(
-    begin: npt.NDArray[np.integer], count: npt.NDArray[np.integer]
-) -> Int64Array:
-    """``begin[0], begin[0] + 1, …`` (``count[0]`` numbers), then likewise for each other
-    element."""
-    count = count.astype(np.int64)
-    first = np.cumsum(count) - count
-    values: Int64Array = np.arange(int(count.sum()), dtype=np.int64) + np.repeat(
-        begin - first, count
-    )
-    return values
 
 
 def _flatten(forest: PrefixForest, chunk: int) -> Grouping:

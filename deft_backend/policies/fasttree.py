@@ -7,10 +7,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from deft_backend.compile.host_jit import host_jit
 from deft_backend.costs.cost_model import FastTreeCoefficients
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import ROOT, BoolArray, Int32Array, Int64Array
+from deft_backend.policies.edges import ROOT, BoolArray
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FASTTREE
@@ -37,8 +36,8 @@ class EdgeCosts(NamedTuple):
     beta: int
     gamma: int  # weights, in units of 1 / WEIGHT_UNIT
     vectors: int  # query vectors of a query
-    tile_heights: Int64Array
-    tile_tokens: Int64Array
+    tile_heights: tuple[int, ...]
+    tile_tokens: tuple[int, ...]
     """[T] ``TS_q`` in query vectors and ``TS_c`` of each phase, ascending (multi-phase tiling). A
     group is in the first phase whose query tile holds it, or in the last."""
 
@@ -49,8 +48,20 @@ class EdgeCosts(NamedTuple):
             round(weight * WEIGHT_UNIT)
             for weight in (coefficients.alpha, coefficients.beta, coefficients.gamma)
         )
-        rows, tokens = np.array(target.phases, dtype=np.int64).T
-        return cls(alpha, beta, gamma, target.query_vectors, rows.copy(), tokens.copy())
+        rows, tokens = zip(*target.phases, strict=True)
+        return cls(alpha, beta, gamma, target.query_vectors, rows, tokens)
+
+    def padding(self, queries: int, context: int) -> int:
+        """``C_P``; 0 without queries or without context."""
+        if queries == 0 or context == 0:
+            return 0
+        vectors = queries * self.vectors
+        phase = 0
+        while phase + 1 < len(self.tile_heights) and self.tile_heights[phase] < vectors:
+            phase += 1
+        short = max(0, self.tile_tokens[phase] - context)
+        missing = -vectors % self.tile_heights[phase]
+        return self.alpha * missing * context + self.beta * vectors * short
 
 
 @dataclass(frozen=True)
@@ -79,57 +90,35 @@ class FastTree(TwoRulePolicy):
 
     def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
         costs = EdgeCosts.of(self.coefficients or target.costs.fasttree, target)
-        queries = forest.num_queries.astype(np.int64)
-        return search_edges(forest.parent, forest.length, queries, costs)
+        return search_edges(forest, costs)
 
 
-@host_jit
-def search_edges(
-    parent: Int32Array, length: Int32Array, queries: Int64Array, costs: EdgeCosts
-) -> BoolArray:
+def search_edges(forest: PrefixForest, costs: EdgeCosts) -> BoolArray:
     """The greedy search: [N] whether the edge from each node's parent is cut (value 0).
 
     A node's edge depends on its parent's context and on the siblings before it. In depth-first
     order both are known, so one pass finds what a breadth-first search finds.
     """
-    nodes = len(parent)
-    is_cut = np.ones(nodes, dtype=np.bool_)
+    parent, queries = forest.parent.tolist(), forest.num_queries.tolist()
+    length = forest.length.tolist()
+    is_cut = np.ones(forest.num_nodes, dtype=np.bool_)
     remaining = queries.copy()
-    context = np.empty(nodes, dtype=np.int64)  # grows by concatenation
-    for child in range(nodes):
-        context[child] = length[child]
-        node = parent[child]
+    context = length.copy()  # grows by concatenation
+    for child, node in enumerate(parent):
         if node == ROOT:
             continue
         held = queries[child]
-        split_kv = costs.gamma * held + _padding(remaining[node], context[node], costs)
-        split_kv += _padding(held, context[child], costs)
-        split_q = _padding(remaining[node] - held, context[node], costs)
-        split_q += _padding(held, context[node] + context[child], costs)
+        split_kv = costs.padding(remaining[node], context[node]) + costs.gamma * held
+        split_kv += costs.padding(held, context[child])
+        split_q = costs.padding(remaining[node] - held, context[node])
+        split_q += costs.padding(held, context[node] + context[child])
         if split_kv > split_q:
             is_cut[child] = False
             remaining[node] -= held
             context[child] += context[node]
     # An empty leaf that stays alone with its parent needs no group: the parent's ends where the
     # query's context ends. As its leaf, the parent's group grows with it.
-    for child in range(nodes):
-        node = parent[child]
+    for child, node in enumerate(parent):
         if node != ROOT and length[child] == 0 and is_cut[child] and remaining[node] == 1:
             is_cut[child] = False
     return is_cut
-
-
-@host_jit
-def _padding(queries: int, context: int, costs: EdgeCosts) -> int:
-    """``C_P``; 0 without queries or without context."""
-    if queries == 0 or context == 0:
-        return 0
-    vectors = queries * costs.vectors
-    phase = 0
-    while phase + 1 < len(costs.tile_heights) and costs.tile_heights[phase] < vectors:
-        phase += 1
-    tile = costs.tile_heights[phase]
-    of_queries = costs.alpha * ((tile - vectors % tile) % tile) * context
-    short = max(np.int64(0), costs.tile_tokens[phase] - context)
-    total: int = of_queries + costs.beta * vectors * short
-    return total

@@ -12,6 +12,17 @@ import numpy.typing as npt
 from deft_backend.forest import Int32Array
 
 
+def concatenated_ranges(
+    begin: npt.NDArray[np.integer], count: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """``begin[0], begin[0] + 1, …`` (``count[0]`` numbers), then likewise for each other
+    element."""
+    count = count.astype(np.int64)
+    shift = begin - np.cumsum(count) + count
+    numbers: npt.NDArray[np.int64] = np.arange(int(count.sum())) + np.repeat(shift, count)
+    return numbers
+
+
 class Segment(NamedTuple):
     """A KV range inside a group, with its span."""
 

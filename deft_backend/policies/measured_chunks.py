@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deft_backend.compile.host_jit import host_jit
+from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
 from deft_backend.shapes.kernel_limits import MAX_MERGED
 
@@ -64,16 +64,16 @@ per SM are a multiple of 1 / SMs of the GPU, which is larger."""
 
 
 class Cut(NamedTuple):
-    """Ranges of one tile shape, cut into chunks of one length."""
+    """Ranges of one tile shape, cut into chunks of one length, for each of ``C`` lengths."""
 
-    chunk: int  # most tokens of a chunk
+    chunk: Int64Array  # [C]: most tokens of a chunk
     longest: int  # tokens of the longest range
-    items: int  # a query tile and a chunk each
+    items: Int64Array  # [C]: a query tile and a chunk each
     read: int  # tokens that the items load
     stored: int  # tokens of the ranges
-    results: int  # one for each query and chunk of the ranges that are cut
-    cut_queries: int  # queries of those ranges
-    most: int  # chunks of the range with most chunks
+    results: Int64Array  # [C]: one for each query and chunk of the ranges that are cut
+    cut_queries: Int64Array  # [C]: queries of those ranges
+    most: Int64Array  # [C]: chunks of the range with most chunks
 
 
 class ShapeCosts(NamedTuple):
@@ -91,77 +91,67 @@ class ShapeCosts(NamedTuple):
     even: float  # mean over longest range of the small tile, without empty ones; else 1
 
 
-@host_jit
 def exposed_share(busy: int, programs: int) -> float:
     """Share of a small tile's ``item_ns`` that others do not hide: :data:`EXPOSED` if all programs
     are busy, more if only `busy` of them are."""
-    share: float = 1.0 - (1.0 - EXPOSED) * busy / programs
-    return share
+    return 1.0 - (1.0 - EXPOSED) * busy / programs
 
 
-@host_jit
-def _slower(one: float, other: float) -> float:
+def _slower(one: FloatArray, other: float) -> FloatArray:
     """About the larger of two times: 9 % more if they are equal, 0.05 % more at a ratio of two.
 
     If the work is hardly faster than the memory, the sum does not reach the memory's speed.
     """
-    larger = max(one, other)
-    share = min(one, other) / larger
-    found: float = larger * (1.0 + share**8) ** 0.125
+    larger = np.maximum(one, other)
+    share = np.minimum(one, other) / larger
+    found: FloatArray = larger * (1.0 + share**8) ** 0.125
     return found
 
 
-@host_jit
-def cut_cost(cut: Cut, costs: ShapeCosts) -> float:
-    """Expected nanoseconds of a cut; the module's docstring states the rule."""
-    rounds = (cut.items + costs.programs - 1) // costs.programs
-    token = costs.token_ns
-    leaves_room = costs.is_large and 2 * cut.items <= costs.programs
-    if leaves_room:
-        token *= ALONE
+def cut_cost(cut: Cut, costs: ShapeCosts) -> FloatArray:
+    """[C] expected nanoseconds of each cut; the module's docstring states the rule."""
+    rounds = -(-cut.items // costs.programs)
+    longest = np.minimum(cut.chunk, cut.longest)
+    leaves_room = 2 * cut.items <= costs.programs
+    token = costs.token_ns * np.where(costs.is_large & leaves_room, ALONE, 1.0)
     busy = rounds * (costs.item_ns + cut.read / cut.items * token)
-    alone = costs.item_ns + min(cut.chunk, cut.longest) * token
+    alone = costs.item_ns + longest * token
     transfer = cut.stored * costs.transfer_ns
-    expected = _slower(max(busy, alone), transfer)
+    expected = _slower(np.maximum(busy, alone), transfer)
     if costs.is_large:
-        hidden = HIDDEN * costs.beside if leaves_room else 0.0
-        expected = min(expected * costs.even, expected - min(expected, hidden))
-    added = cut.results - cut.cut_queries if costs.is_large else cut.results
-    expected += added * costs.partial_ns
-    if not costs.is_large:
-        expected += EXPOSED * cut.items * costs.item_ns / costs.programs
-        longest = min(cut.chunk, cut.longest)
-        expected += TAIL * longest * costs.token_ns
-        expected += RAGGED * max(0.0, longest - cut.read / cut.items) * costs.token_ns
-        if costs.sms < cut.items <= costs.programs:
-            fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
-            expected += UNEVEN * transfer * (fullest / cut.items - 1.0)
-    if not costs.is_large or cut.most > MAX_MERGED:
-        if cut.most > 1:
-            expected += costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
-    else:
-        expected += (cut.most - 1) * costs.reduce_ns / (2 * MAX_MERGED)
-    return expected
+        hidden = np.minimum(expected, np.where(leaves_room, HIDDEN * costs.beside, 0.0))
+        expected = np.minimum(expected * costs.even, expected - hidden)
+        expected += (cut.results - cut.cut_queries) * costs.partial_ns
+        merged = (cut.most - 1) * costs.reduce_ns / (2 * MAX_MERGED)
+        return expected + np.where(cut.most > MAX_MERGED, _reduced(cut, costs), merged)
+    expected += cut.results * costs.partial_ns
+    expected += EXPOSED * cut.items * costs.item_ns / costs.programs
+    expected += TAIL * longest * costs.token_ns
+    expected += RAGGED * np.maximum(0.0, longest - cut.read / cut.items) * costs.token_ns
+    fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
+    one_round = (costs.sms < cut.items) & (cut.items <= costs.programs)
+    expected += np.where(one_round, UNEVEN * transfer * (fullest / cut.items - 1.0), 0.0)
+    return expected + np.where(cut.most > 1, _reduced(cut, costs), 0.0)
 
 
-@host_jit
-def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: int) -> Cut:
-    """Cut ranges [R] of these queries, tokens and query tiles into chunks of `chunk` tokens."""
-    longest = np.int64(0)
-    items = np.int64(0)
-    read = np.int64(0)
-    stored = np.int64(0)
-    results = np.int64(0)
-    cut_queries = np.int64(0)
-    most = np.int64(1)
-    for r in range(len(queries)):
-        parts = max(np.int64(1), (tokens[r] + chunk - 1) // chunk)
-        longest = max(longest, tokens[r])
-        items += tiles[r] * parts
-        read += tiles[r] * tokens[r]
-        stored += tokens[r]
-        if parts > 1:
-            results += queries[r] * parts
-            cut_queries += queries[r]
-            most = max(most, parts)
-    return Cut(chunk, longest, items, read, stored, results, cut_queries, most)
+def _reduced(cut: Cut, costs: ShapeCosts) -> FloatArray:
+    """Nanoseconds of stage 2."""
+    return costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
+
+
+def cut_into(
+    queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: Int64Array
+) -> Cut:
+    """Cut ranges [R] of these queries, tokens and query tiles into chunks of `chunk` [C] tokens."""
+    parts = np.maximum(1, -(-tokens // chunk[..., None]))  # [C, R]
+    is_cut = parts > 1
+    return Cut(
+        chunk,
+        longest=int(tokens.max(initial=0)),
+        items=parts @ tiles,
+        read=int(tiles @ tokens),
+        stored=int(tokens.sum()),
+        results=(is_cut * parts) @ queries,
+        cut_queries=is_cut @ queries,
+        most=parts.max(axis=-1, initial=1),
+    )

@@ -7,7 +7,6 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import (
-    CHUNK_RULES,
     choose_chunks,
     divided,
     limits_of,
@@ -84,23 +83,19 @@ class TwoRulePolicy(ABC):
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         rules = self.rules
-        is_leaf = forest.is_leaf
-        ranges = grouped_ranges(
-            forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
-            is_leaf, forest.order, self.cut_edges(forest, target),
-        )  # fmt: skip
+        ranges = grouped_ranges(forest, self.cut_edges(forest, target))
         machine = machine_of(target, forest.batch_size)
         items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
         entries = int(ranges.queries.sum())
         check_limits(self.name, items, entries, items, target)
         tokens = ranges.end - ranges.begin
-        rule, unit = CHUNK_RULES.index(rules.chunks), rules.chunk_tokens or target.block_tokens
+        limits = limits_of(target, items, entries)
         chunks = choose_chunks(
-            rule, rules.chunk_tokens, ranges.queries, tokens, machine,
-            limits_of(target, items, entries),
-        )  # fmt: skip
-        num_chunks = divided(rule, ranges.queries, tokens, machine, chunks)
-        return Grouping.of_single_ranges(*cut_ranges(ranges, is_leaf, num_chunks, unit))
+            rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, limits
+        )
+        num_chunks = divided(rules.chunks, ranges.queries, tokens, machine, chunks)
+        unit = rules.chunk_tokens or target.block_tokens
+        return cut_ranges(ranges, forest.is_leaf, num_chunks, unit)
 
 
 __all__ = ["Policy", "PolicyError", "Rules", "TwoRulePolicy"]

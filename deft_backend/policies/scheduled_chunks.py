@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from deft_backend.compile.host_jit import host_jit
 from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
 
@@ -11,18 +10,16 @@ LEVELS = 64  # costs for which :func:`makespan` counts items that take at least 
 LEVEL = 0.96  # ratio of neighbouring costs there
 
 
-@host_jit
-def estimate(tokens: float, knots: FloatArray, at_knots: FloatArray) -> float:
-    """``C_est`` of an item of so many tokens: linear between the knots and beyond them."""
-    cell = 0
-    while cell + 2 < len(knots) and knots[cell + 1] <= tokens:
-        cell += 1
+def estimate(
+    tokens: Int64Array | FloatArray, knots: FloatArray, at_knots: FloatArray
+) -> FloatArray:
+    """``C_est`` of items of so many tokens: linear between the knots and beyond them."""
+    cell = np.clip(np.searchsorted(knots, tokens, side="right") - 1, 0, len(knots) - 2)
     rise = (at_knots[cell + 1] - at_knots[cell]) / (knots[cell + 1] - knots[cell])
-    time: float = max(1.0, at_knots[cell] + (tokens - knots[cell]) * rise)
+    time: FloatArray = np.maximum(1.0, at_knots[cell] + (tokens - knots[cell]) * rise)
     return time
 
 
-@host_jit
 def makespan(slices: FloatArray, items: Int64Array, programs: int) -> float:
     """Least time of items on `programs` programs that no schedule can beat, as far as known.
 
@@ -33,18 +30,10 @@ def makespan(slices: FloatArray, items: Int64Array, programs: int) -> float:
 
     `slices` [R] are nanoseconds of each item of a range, `items` [R] the range's items.
     """
-    mean = 0.0
-    longest = 0.0
-    for r in range(len(slices)):
-        mean += slices[r] * items[r]
-        longest = max(longest, slices[r])
-    bound = max(mean / programs, longest)
-    level = longest
-    for _ in range(LEVELS):
-        at_least = np.int64(0)
-        for r in range(len(slices)):
-            if slices[r] >= level:
-                at_least += items[r]
-        bound = max(bound, (at_least + programs - 1) // programs * level)
-        level *= LEVEL
-    return bound
+    ascending = np.argsort(slices)
+    longest = slices[ascending[-1]]
+    levels = longest * LEVEL ** np.arange(LEVELS)
+    below = np.searchsorted(slices[ascending], levels)  # ranges that take less
+    at_least = items.sum() - np.append(0, np.cumsum(items[ascending]))[below]
+    counted = (-(-at_least // programs) * levels).max()
+    return float(max(slices @ items / programs, longest, counted))

@@ -16,11 +16,8 @@ from deft_backend.forest import (
     forest_from_page_tables,
     forest_from_paths,
     forest_from_tree,
-    warm_up,
 )
-from deft_backend.forest.nodes import depth_of, first_mistake, nodes_of
 from deft_backend.forest.prefix_tree import insert_rows
-from deft_backend.forest.tree_order import misplaced, order_of_tree
 from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables
 
 FIELDS = (
@@ -241,15 +238,14 @@ def test_impossible_tables_that_are_trusted_stay_in_bounds(seed, requests):
 
 @pytest.mark.parametrize("pages", [40, 4000])
 def test_pages_in_two_copies_stay_in_bounds(pages):
-    """Rows that agree at a position may differ before it. Plain Python checks each index."""
-    insert = getattr(insert_rows, "py_func", insert_rows)
+    """Rows that agree at a position may differ before it."""
     full = np.full(4, pages, dtype=np.int32)
     for seed in range(300):
         second = np.random.default_rng(seed).random((4, pages)) > 0.85
         tables = (2 * np.arange(pages) + second).astype(np.int32)
-        parent, depth, holder, nodes = insert(tables, full)
+        parent, depth, holder = map(np.array, insert_rows(tables, full))
         assert (depth[holder] == full).all()
-        assert (depth[1:nodes] > depth[parent[1:nodes]]).all()
+        assert (depth[1:] > depth[parent[1:]]).all()
 
 
 def test_trusted_tables_may_lack_the_open_page_but_no_full_one():
@@ -407,17 +403,3 @@ def test_impossible_paths_are_refused(paths, lens, message):
 def test_impossible_trees_are_refused(parent, depth, holder, lens, message):
     with pytest.raises(ForestError, match=message):
         forest_from_tree(parent, depth, holder, lens)
-
-
-def test_after_warm_up_nothing_is_left_to_compile():
-    warm_up()
-    compiled = [depth_of, first_mistake, insert_rows, misplaced, nodes_of, order_of_tree]
-    before = [len(function.signatures) for function in compiled]
-    for dtype in (np.int32, np.int64):
-        tables = np.array([[1, 2, 3], [1, 2, 4], [5, 6, 7]], dtype=dtype)
-        for view in (tables, tables[:, :2], tables[:1], tables[::2], of_torch(tables)):
-            for lens in ([2] * len(view), np.array([2] * len(view)), torch.tensor([2] * len(view))):
-                assert forest_from_page_tables(view, lens).depth[0] == 0
-    forest_from_paths([[("a", 2), ("b", 1)], [("a", 2)]], [3, 3])
-    build_forest(range(3), [1, 0], torch.tensor([2, 2, 2], dtype=torch.int32))
-    assert [len(function.signatures) for function in compiled] == before

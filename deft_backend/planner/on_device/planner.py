@@ -264,7 +264,7 @@ class DevicePlanner:
             assert isinstance(self._policy, FastTree)
             target = numbers.target
             costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
-            (small, large), (few, many) = costs.tile_heights.tolist(), costs.tile_tokens.tolist()
+            (small, large), (few, many) = costs.tile_heights, costs.tile_tokens
             found = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
             self._costs[id(numbers)] = found
         return found
