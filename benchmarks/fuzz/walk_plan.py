@@ -1,7 +1,6 @@
 """Walk a plan as both stages do, and find what is wrong with it.
 
-The walk knows page tables and lengths, and nothing of nodes or policies. Numba compiles it, because
-a fuzzer walks thousands of plans a second.
+The walk knows page tables and lengths, and nothing of nodes or policies.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.compile.host_jit import host_jit
 from deft_backend.planner import Plan
 from deft_backend.planner.encoding import (
     DIRECT,
@@ -43,8 +41,6 @@ FAULTS = (
 )
 """What :func:`fault_of` may find; the first: nothing."""
 
-_ORDER = np.array(ITEM_ORDER, dtype=np.int64)
-
 
 def fault_of(
     plan: Plan,
@@ -68,16 +64,13 @@ def fault_of(
     private_tokens : int
         Last tokens of each request that no two queries may read together.
     """
-    heights = np.array(target.tile_heights, dtype=np.int64)
-    segments = np.array(target.tile_segments, dtype=np.int64)
-    arrays = [np.ascontiguousarray(array) for array in plan.arrays().values()]
-    batch = (table, rows, seq_lens, page_size, target.query_blocks, private_tokens)
-    arguments: Any = (*arrays, *batch, heights // target.query_vectors, segments, _ORDER)
+    arrays = [array.tolist() for array in plan.arrays().values()]
+    batch = (rows.tolist(), seq_lens.tolist(), page_size, target.query_blocks, private_tokens)
+    arguments: Any = (*arrays, table, *batch, target.tile_queries, target.tile_segments, ITEM_ORDER)
     code, at = _walk(*arguments)
     return f"{FAULTS[code]} ({at})" if code else ""
 
 
-@host_jit
 def _walk(
     tile_ptr: Any, item_segment_ptr: Any, item_query_ptr: Any, segment_request: Any,
     segment_start: Any, segment_end: Any, segment_span: Any, entry_query: Any, entry_slot: Any,
@@ -87,18 +80,13 @@ def _walk(
     """The number of a fault in :data:`FAULTS`, and the item or query that shows it."""
     requests = len(seq_lens)
     batch = requests * blocks
-    lens = np.repeat(seq_lens, blocks)  # of each query
+    lens = [length for length in seq_lens for _ in range(blocks)]  # of each query
     items = len(item_query_ptr) - 1
-    longest = 0
-    for query in range(batch):
-        longest = max(longest, lens[query])
     # The change of how often a query attends to a token, at that token.
-    change = np.zeros((batch, longest + 1), dtype=np.int32)
+    change = np.zeros((batch, max(lens, default=0) + 1), dtype=np.int32)
     capacity = max(1, len(entry_slot))
-    slot_query = np.full(capacity, -1, dtype=np.int64)
-    slot_place = np.full(capacity, -1, dtype=np.int64)
-    merged_slot = np.zeros(capacity, dtype=np.int64)
-    outputs = np.zeros(batch, dtype=np.int64)
+    slot_query, slot_place, merged_slot = [-1] * capacity, [-1] * capacity, [0] * capacity
+    outputs = [0] * batch
     if tile_ptr[0] != 0 or tile_ptr[len(tile_ptr) - 1] != items:
         return 1, 0
     for place in range(len(order)):
@@ -145,9 +133,10 @@ def _walk(
                     if high - low > 1 and last > start and last > lens[query] - private:
                         return 14, query
                     if last > start:
-                        for page in range(start // page_size, (last - 1) // page_size + 1):
-                            if table[rows[query // blocks], page] != table[rows[request], page]:
-                                return 6, query
+                        pages = slice(start // page_size, (last - 1) // page_size + 1)
+                        other = table[rows[request], pages]
+                        if not np.array_equal(table[rows[query // blocks], pages], other):
+                            return 6, query
                     change[query, start] += 1
                     change[query, last] -= 1
             for entry in range(first, stop):
@@ -172,11 +161,8 @@ def _walk(
                         return 10, item
                     merged_slot[at] += 1
     for query in range(batch):
-        count = 0
-        for token in range(lens[query]):
-            count += change[query, token]
-            if count != 1:
-                return 7, query
+        if (change[query, : lens[query]].cumsum() != 1).any():
+            return 7, query
     if len(reduce_ptr) != len(reduce_query) + 1 or reduce_ptr[0] != 0:
         return 11, -1
     for place in range(len(reduce_query)):

@@ -16,7 +16,7 @@ from benchmarks.kernel.methods import Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest
-from deft_backend.planner.host import PlanError, plan_grouping
+from deft_backend.planner.reference import PlanError, plan_grouping
 from deft_backend.policies import POLICY_NAMES, Grouping, Policy, PolicyError, Target
 from deft_backend.policies.edges import cut_ranges, grouped_ranges
 from deft_backend.settings.config import Settings
@@ -85,13 +85,9 @@ class WholeContext:
 
 def _even(forest: PrefixForest, chunks: int, target: Target, *, cut: bool) -> Grouping:
     """Nodes (`cut`) or whole contexts, each in the same number of chunks."""
-    is_leaf = forest.is_leaf
-    ranges = grouped_ranges(
-        forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end, is_leaf,
-        forest.order, np.full(forest.num_nodes, cut),
-    )  # fmt: skip
+    ranges = grouped_ranges(forest, np.full(forest.num_nodes, cut))
     num_chunks = np.full(len(ranges.node), chunks, dtype=np.int64)
-    return Grouping.of_single_ranges(*cut_ranges(ranges, is_leaf, num_chunks, target.block_tokens))
+    return cut_ranges(ranges, forest.is_leaf, num_chunks, target.block_tokens)
 
 
 class DenseMask(Method):

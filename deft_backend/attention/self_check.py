@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -18,16 +18,13 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.compile.host_jit import HostCall, calls_in_python
-from deft_backend.compile.in_processes import Code, compiled_in_processes
+from deft_backend.compile.in_processes import compiled_in_processes
 from deft_backend.compile.variants import ForArchitecture, recorded
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.kernels import Gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
-
-PYTHON_SECONDS = 4.0  # kept for host plans that Python makes, where Numba is too slow
 
 MOST_BYTES = 1 << 28  # about what the keys of a check may span, and so may its values
 
@@ -36,19 +33,18 @@ MOST_BYTES = 1 << 28  # about what the keys of a check may span, and so may its 
 class Case:
     """One run of an attention."""
 
-    on_device: bool  # whether the device planner makes the plan
+    on_device: bool  # whether the device planner makes the plan; else the reference
     query_tokens: int = 1  # of each request
     trees: bool = False  # whether several query tokens form a token tree; else they form a chain
     ragged: bool = False  # whether `query_start` tells where the requests' rows begin
     soft_cap: bool = False
     sinks: torch.dtype | None = None
-    in_python: bool = False  # whether Python makes the host's plan, not compiled code
 
     def __str__(self) -> str:
         step = "decode" if self.query_tokens == 1 else "tree" if self.trees else "chain"
         more = [name for name in ("soft cap", "sinks") if getattr(self, name.replace(" ", "_"))]
-        planned = f"planned on the {'device' if self.on_device else 'host'}"
-        return ", ".join((step, *more, planned, *(["in Python"] if self.in_python else [])))
+        planned = f"planned on the {'device' if self.on_device else 'CPU'}"
+        return ", ".join((step, *more, planned))
 
 
 @dataclass(frozen=True)
@@ -133,37 +129,30 @@ def check_shapes(
 ) -> Iterator[tuple[CheckedShape, Outcome]]:
     """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
-    Cases run while the code of later ones compiles. Numba takes longest, so plans of the host come
-    last; Python makes those for which it is not ready in time. An outcome has neither error nor
-    failure if `until`, by the monotonic clock, came first.
+    Cases run while the kernels of later ones compile. An outcome has neither error nor failure if
+    `until`, by the monotonic clock, came first.
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
     cases.sort(key=lambda each: not each[1].on_device)
-    planner: dict[tuple[CheckedShape, Case], dict[HostCall, None]] = {}
     kernels: dict[tuple[CheckedShape, Case], list[ForArchitecture]] = {}
     for shape, case in cases:
         # A failure here is the case's, which runs later.
-        with calls_in_python() as calls, recorded() as variants, suppress(Exception):
+        with recorded() as variants, suppress(Exception):
             attention = attentions[shape]
             _largest_error(attention, case, HostTensors.plain(attention), 0, compare=False)
         arch = Gpu.at(device).arch if variants else 0
-        planner[shape, case] = calls
         kernels[shape, case] = [ForArchitecture(variant, arch) for variant in variants]
-    codes: dict[Code, None] = dict.fromkeys(chain(*planner.values(), *kernels.values()))
-    with compiled_in_processes(codes) as ready:
+    with compiled_in_processes(dict.fromkeys(chain(*kernels.values()))) as ready:
         for shape, case in cases:
             if not ready(kernels[shape, case], until) or time.monotonic() > until:
                 yield shape, Outcome(case, None)
-                continue
-            compiled = ready(planner[shape, case], until - PYTHON_SECONDS)
-            with nullcontext() if compiled else calls_in_python():
-                outcome = checked(attentions[shape], replace(case, in_python=not compiled))
-            yield shape, outcome
+            else:
+                yield shape, checked(attentions[shape], case)
 
 
 def _cases(first: bool) -> list[Case]:
-    """The cases of a shape: planned on the device, as servers on Hopper do, and on the host."""
+    """The cases of a shape: planned on the device, as servers on a GPU do, and by the reference."""
     device = [Case(True), Case(True, 4), Case(True, 4, trees=True)]
     if not first:
         return [*device[:2], Case(False)]
@@ -216,8 +205,7 @@ def _largest_error(
     if case.on_device:
         attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
     else:
-        with np.errstate(over="ignore"):  # hashes of pages, in Python
-            forest = forest_from_page_tables(table, lens, attention.page_size)
+        forest = forest_from_page_tables(table, lens, attention.page_size)
         attention.plan(forest, query_tokens=tokens)
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))

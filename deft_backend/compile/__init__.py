@@ -1,1 +1,1 @@
-"""Compile functions: Numba for the CPU, Triton for the GPU."""
+"""Compile kernels with Triton, ahead of their first launch and side by side."""

@@ -1,6 +1,6 @@
-"""How long this process has compiled the package's code, with Numba and with Triton.
+"""How long this process has compiled the package's code, with Triton.
 
-A plan's time does not contain it: the first plan of a process may compile for seconds.
+A plan's time does not contain it: the first plan of a process may compile kernels.
 """
 
 import threading

@@ -45,11 +45,6 @@ def driver_stub_directory() -> Path:
     return cache_directory() / "driver-stub" / "1"
 
 
-def planner_lock() -> Path:
-    """The lock of the process that compiles the host planner ahead of a server."""
-    return cache_directory() / "planner.lock"
-
-
 def create_private(folder: Path) -> None:
     """Create a folder and its missing parents for this user only (mode 0700).
 

@@ -18,7 +18,6 @@ PACKAGES = (
     "vllm",
     "flashinfer-python",
     "numpy",
-    "numba",
 )
 
 

@@ -168,7 +168,7 @@ def _forest_of(
     nodes += [(place, leaf_end, place + 1) for place in range(len(order))]
     nodes.sort()
 
-    parent = []
+    parent: list[int] = []
     above = VIRTUAL_ROOT
     for node, (first, _, _) in enumerate(nodes):
         while above != VIRTUAL_ROOT and nodes[above][2] <= first:

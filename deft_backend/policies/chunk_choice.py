@@ -161,9 +161,7 @@ def choose_chunks(
     return found
 
 
-def _small_tiles(
-    tiles: Int64Array, tokens: Int64Array, machine: Machine
-) -> tuple[float, float]:
+def _small_tiles(tiles: Int64Array, tokens: Int64Array, machine: Machine) -> tuple[float, float]:
     """`beside` and `even` of :class:`ShapeCosts`, from the ranges of the small tile."""
     if not tokens.any():
         even = 1.0
@@ -187,7 +185,8 @@ def _prices(
     if rule == "measured":
         return cut_cost(cut_into(ranges.queries, ranges.tokens, ranges.tiles, chunks), costs)
     if rule == "scheduled":
-        each = estimate(ranges.tokens / parts, machine.knots, machine.estimates[int(costs.is_large)])
+        estimates = machine.estimates[int(costs.is_large)]
+        each = estimate(ranges.tokens / parts, machine.knots, estimates)
         items = ranges.tiles * parts
         pairs = zip(each, items, strict=True)
         return np.array([makespan(slices, count, costs.programs) for slices, count in pairs])

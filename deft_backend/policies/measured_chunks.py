@@ -122,26 +122,28 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> FloatArray:
         hidden = np.minimum(expected, np.where(leaves_room, HIDDEN * costs.beside, 0.0))
         expected = np.minimum(expected * costs.even, expected - hidden)
         expected += (cut.results - cut.cut_queries) * costs.partial_ns
-        merged = (cut.most - 1) * costs.reduce_ns / (2 * MAX_MERGED)
-        return expected + np.where(cut.most > MAX_MERGED, _reduced(cut, costs), merged)
-    expected += cut.results * costs.partial_ns
-    expected += EXPOSED * cut.items * costs.item_ns / costs.programs
-    expected += TAIL * longest * costs.token_ns
-    expected += RAGGED * np.maximum(0.0, longest - cut.read / cut.items) * costs.token_ns
-    fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
-    one_round = (costs.sms < cut.items) & (cut.items <= costs.programs)
-    expected += np.where(one_round, UNEVEN * transfer * (fullest / cut.items - 1.0), 0.0)
-    return expected + np.where(cut.most > 1, _reduced(cut, costs), 0.0)
+        merges = (cut.most - 1) * costs.reduce_ns / (2 * MAX_MERGED)
+        merges = np.where(cut.most > MAX_MERGED, _reduced(cut, costs), merges)
+    else:
+        expected += cut.results * costs.partial_ns
+        expected += EXPOSED * cut.items * costs.item_ns / costs.programs
+        expected += TAIL * longest * costs.token_ns
+        expected += RAGGED * np.maximum(0.0, longest - cut.read / cut.items) * costs.token_ns
+        fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
+        one_round = (costs.sms < cut.items) & (cut.items <= costs.programs)
+        expected += np.where(one_round, UNEVEN * transfer * (fullest / cut.items - 1.0), 0.0)
+        merges = np.where(cut.most > 1, _reduced(cut, costs), 0.0)
+    found: FloatArray = expected + merges
+    return found
 
 
 def _reduced(cut: Cut, costs: ShapeCosts) -> FloatArray:
     """Nanoseconds of stage 2."""
-    return costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
+    found: FloatArray = costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
+    return found
 
 
-def cut_into(
-    queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: Int64Array
-) -> Cut:
+def cut_into(queries: Int64Array, tokens: Int64Array, tiles: Int64Array, chunk: Int64Array) -> Cut:
     """Cut ranges [R] of these queries, tokens and query tiles into chunks of `chunk` [C] tokens."""
     parts = np.maximum(1, -(-tokens // chunk[..., None]))  # [C, R]
     is_cut = parts > 1

@@ -52,7 +52,6 @@ def test_doctor_checks_every_case(caches, tmp_path_factory):
     command = [sys.executable, "-m", "deft_backend", "doctor", "--check", "--json"]
     environment = {
         **os.environ,
-        "NUMBA_CACHE_DIR": folder,
         "TRITON_CACHE_DIR": folder,
         "DEFT_CACHE_DIR": folder,
     }

@@ -1,6 +1,5 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
-import math
 import time
 from contextlib import contextmanager
 from itertools import chain
@@ -14,10 +13,8 @@ from triton.runtime.errors import OutOfResources
 
 from deft_backend.attention import Gpu, TreeAttention, recorded_results, self_check, tree_attention
 from deft_backend.attention.self_check import Case, Outcome, check_shapes, checked, first_failure
-from deft_backend.compile.host_jit import HostCall, host_jit
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.compile.variants import compile_all, compiling_for, recorded
-from deft_backend.planner import host
 
 DECODE = Case(on_device=False)
 
@@ -146,14 +143,13 @@ def test_the_cases_of_shapes_and_the_end_of_their_time():
     )
     assert first == [
         f"{step}, planned on the {planner}"
-        for planner in ("device", "host")
+        for planner in ("device", "CPU")
         for step in ("decode", "chain", "tree")
     ]
     assert second == [first[0], first[1], first[3]]
 
 
-def test_code_is_compiled_before_its_cases(monkeypatch):
-    """On a GPU each case waits for its kernels, and a plan of the host for the planner."""
+def test_kernels_are_compiled_before_their_cases(monkeypatch):
     shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
     gpu = Gpu.named("sm_90")
     made = attention_of(compiled_for=gpu, query_tokens=4)
@@ -169,7 +165,7 @@ def test_code_is_compiled_before_its_cases(monkeypatch):
         def ready(needed, until):
             waited.append(list(needed))
             times.append(until)
-            return len(waited) not in (3, 9)  # the second case's kernels, the fifth's planner
+            return len(waited) != 2  # not the second case's kernels
 
         yield ready
 
@@ -177,41 +173,11 @@ def test_code_is_compiled_before_its_cases(monkeypatch):
     until = time.monotonic() + 1e6
     outcomes = [outcome for _, outcome in check_shapes([shape], torch.device("cuda", 0), until)]
     assert [outcome.error for outcome in outcomes] == [0.0, None, 0.0, 0.0, 0.0, 0.0]
-    assert [outcome.case.in_python for outcome in outcomes] == 4 * [False] + [True, False]
-    del waited[2], times[2]  # nobody waits for the planner of a case that does not run
-    waited[2:2], times[2:2] = [[], []], [until, until - self_check.PYTHON_SECONDS]
-    assert times == 6 * [until, until - self_check.PYTHON_SECONDS]
-    kernels = [{code.variant.name for code in needed} for needed in waited[::2]]
-    del kernels[1]
+    assert times == 6 * [until]
+    kernels = [{code.variant.name for code in needed} for needed in waited]
     assert all(any("tile_attention" in name for name in names) for names in kernels)
-    assert ["write_plan" in names for names in kernels] == 2 * [True] + 3 * [False]
-    planner = [{code.function.__name__ for code in needed} for needed in waited[1::2]]
-    assert ["fill_plan" in names for names in planner] == 3 * [False] + 3 * [True]
-    assert set(compiled) >= set(chain.from_iterable(waited))
-    assert isinstance(compiled[0], HostCall)  # the slowest begins first
-
-
-def test_python_plans_while_the_planner_compiles(monkeypatch):
-    monkeypatch.setattr(self_check, "_cases", lambda first: [DECODE])
-    monkeypatch.setattr(self_check, "PYTHON_SECONDS", math.inf)
-    monkeypatch.setattr(HostCall, "compile", lambda self: time.sleep(600))
-    shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
-    ((_, outcome),) = check_shapes([shape], torch.device("cpu"), time.monotonic() + 60.0)
-    assert str(outcome.case) == "decode, planned on the host, in Python"
-    assert outcome.failure is None
-    assert outcome.error is not None
-
-
-def test_a_planner_that_does_not_compile_is_a_failure(monkeypatch):
-    """The check plans with compiled code, as servers do."""
-    monkeypatch.setattr(self_check, "_cases", lambda first: [DECODE])
-    in_python = host.fill_plan.py_func
-    monkeypatch.setattr(host, "fill_plan", host_jit(lambda *arguments: in_python(*arguments)))
-    shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
-    ((_, outcome),) = check_shapes([shape], torch.device("cpu"), time.monotonic() + 60.0)
-    assert outcome.error is None
-    assert outcome.failure is not None
-    assert outcome.failure.startswith("TypingError")
+    assert ["write_plan" in names for names in kernels] == 3 * [True] + 3 * [False]
+    assert set(compiled) == set(chain.from_iterable(waited))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 
@@ -405,7 +404,6 @@ def test_doctor_json(model):
 def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
     def found(shapes, *rest):
         assert len(shapes) == 4  # two shapes, each with caches of 16 and of 8 bits
-        assert not numba.config.DISABLE_JIT  # the planner is compiled, as in servers
         yield shapes[0], Outcome(Case(on_device=False), 3e-4)
         yield shapes[0], Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
         yield shapes[1], Outcome(Case(on_device=True, query_tokens=4), None)

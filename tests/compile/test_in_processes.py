@@ -69,7 +69,7 @@ def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
     monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, "no process")))
     with compiled_in_processes([code(fill)]) as ready:
         assert ready([code(fill)], soon())
-    assert "code compiles in 0 processes" in caplog.text
+    assert "kernels compile in 0 processes" in caplog.text
 
 
 @pytest.mark.parametrize("busy", [False, True])

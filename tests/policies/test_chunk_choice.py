@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
 from deft_backend.policies.chunk_choice import (
-    CHUNK_RULES,
     NUM_CHUNKS,
     Limits,
     Machine,
@@ -123,7 +122,7 @@ def test_the_cheapest_candidate_is_chosen(found, costs):
         costs["transfer_ns"], costs["block"], np.ones(2), np.ones((2, 2)),
     )  # fmt: skip
     chosen = choose_chunks(
-        CHUNK_RULES.index("measured"), 0, np.array([q for q, _ in found], dtype=np.int64),
+        "measured", 0, np.array([q for q, _ in found], dtype=np.int64),
         np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
     )  # fmt: skip
     for shape in {int(q > TILES[0]) for q, _ in found}:
@@ -138,7 +137,7 @@ def test_the_cheapest_candidate_is_chosen(found, costs):
 def test_a_cut_counts_items_tokens_and_results():
     queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
     # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
-    assert cut_into(queries, tokens, tiles, 64) == Cut(
+    assert cut_into(queries, tokens, tiles, np.array(64)) == Cut(
         chunk=64, longest=100, items=5, read=230, stored=130, results=40, cut_queries=20, most=2
     )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import VIRTUAL_ROOT, build_forest, forest_from_page_tables
-from deft_backend.planner.host import plan_grouping
+from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import (
     POLICIES,
     POLICY_NAMES,

@@ -13,10 +13,9 @@ from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.shipped_tables import shipped_for
 from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import build_forest
-from deft_backend.planner.host import plan_grouping
+from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import (
-    CHUNK_RULES,
     Limits,
     choose_chunks,
     machine_of,
@@ -46,10 +45,7 @@ def with_costs(target, costs):
 def ranges_of(forest, target, costs):
     """Node, begin and end of every range, uncut."""
     is_cut = AUTO.cut_edges(forest, with_costs(target, costs))
-    found = grouped_ranges(
-        forest.parent, forest.start, forest.length, forest.query_begin, forest.query_end,
-        forest.is_leaf, forest.order, is_cut,
-    )  # fmt: skip
+    found = grouped_ranges(forest, is_cut)
     return found.node, found.begin, found.end
 
 
@@ -57,7 +53,7 @@ def chunks_of(queries, tokens, target, costs, transfer_ns):
     """Longest chunk of each tile shape."""
     machine = machine_of(with_costs(target, costs), 1 << 20)._replace(transfer_ns=transfer_ns)
     found = choose_chunks(
-        CHUNK_RULES.index("measured"), 0, np.array(queries, dtype=np.int64),
+        "measured", 0, np.array(queries, dtype=np.int64),
         np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
     ).tolist()  # fmt: skip
     return found

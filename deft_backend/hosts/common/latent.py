@@ -15,11 +15,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
-from deft_backend.hosts.common.warm_up import (
-    compile_for_server,
-    latent_variants,
-    warm_up_host_planner,
-)
+from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants
 from deft_backend.settings.config import Settings
 from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
 
@@ -54,7 +50,6 @@ def checked_latent_attention(
         )  # fmt: skip
     except AttentionError as error:
         raise Unsupported(str(error)) from None
-    warm_up_host_planner(attention)  # the check plans on the host
     with ranks_cache(settings, attention.device) as shared:
         if device.type == "cuda":
             variants = latent_variants(attention, integers, on_device=on_device)

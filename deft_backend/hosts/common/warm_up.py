@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -17,19 +15,13 @@ from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import HostTensors
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
-from deft_backend.files.folders import planner_lock
-from deft_backend.files.locks import locked
-from deft_backend.forest import PrefixForest, build_forest, warm_up
+from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.forest.token_tree import words_of
 from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
 from deft_backend.policies import GroupingBuilder, Segment
 
 logger = logging.getLogger("deft_backend")
-
-PATIENCE = 30.0
-"""Seconds to wait for a process that compiles the host planner ahead. What it has compiled by then
-comes from the cache."""
 
 
 class Drafts(NamedTuple):
@@ -100,26 +92,6 @@ def compile_for_server(
     )
     logger.info("deft: %s", done)
     return done
-
-
-def warm_up_host_planner(attention: TreeAttention | LatentAttention) -> None:
-    """Load or compile the code that builds forests and plans; the log says how long it took.
-
-    A process that compiles it ahead is awaited, for at most `PATIENCE` seconds.
-    """
-    began = time.perf_counter()
-    with contextlib.suppress(Exception), locked(planner_lock(), PATIENCE):
-        pass
-    compile_host_planner(attention)
-    seconds = time.perf_counter() - began
-    logger.info("deft: the host planner was ready in %.1f s", seconds)
-
-
-def compile_host_planner(attention: TreeAttention | LatentAttention) -> None:
-    """Run what builds forests and plans, so that it is compiled or comes from Numba's cache."""
-    warm_up()
-    batch = min(attention.max_batch, 4)
-    attention.plan(build_forest(range(batch), [1] * (batch - 1), [2] * batch))
 
 
 def step_variants(
@@ -236,7 +208,6 @@ def _steps(
             for batch in _batches(least, largest):
                 yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
         return
-    yield lambda: warm_up_host_planner(attention)
     plans = [*plans_of_all_shapes(attention), *plans_of_many(attention)]
     for columns in tensors.table_columns:
         for planned in plans:

@@ -26,8 +26,7 @@ platform has only one."""
 def register() -> None:
     """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``.
 
-    A server that asks for neither stays as it is. A failure costs one line in the log. Nothing here
-    imports Numba: a worker that starts on the CPU looks through all modules, and fails at Numba's.
+    A server that asks for neither stays as it is. A failure costs one line in the log.
 
     Raises SystemExit if the server's command line asks for the plugin and ``DEFT_*`` variables have
     values that are not allowed. Plugins load first, so the message is the log's last line.

@@ -1,6 +1,6 @@
 """Device planner for `deft-flatten`: the flattened forest in even chunks, by tensor operations.
 
-The host planner's policy (``policies/deft_flatten.py``) and its items (``planner/items.py``). The
+The policy (``policies/deft_flatten.py``) and its items (``planner/reference.py``). The
 first three kernels find the nodes; scans and sorts do the rest. Their sizes are the plan's
 capacities, so the CPU needs no count, and a CUDA graph can hold them.
 
@@ -263,7 +263,7 @@ class Flattener:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`entry_slot`, and the results that the item of each query merges; writes stage 2's part.
 
-        As ``planner/fill_plan.py``, with queries by place; `query` is the batch where no entry is.
+        As ``planner/reference.py``, with queries by place; `query` is the batch where no entry is.
         """
         batch = len(order)
         parts = _sums(there.long(), query, batch + 1)

@@ -13,7 +13,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.costs import CostModel
 from deft_backend.forest import PrefixForest
 from deft_backend.planner import Plan
-from deft_backend.planner.host import plan_forest
+from deft_backend.planner.reference import plan_forest
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 from deft_backend.tools.tuning.machine import Machine
 

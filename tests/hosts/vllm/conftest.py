@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.hosts.common import planner_ahead
 from deft_backend.hosts.common.latches import OnceLog
 from failure_lines import failures  # noqa: F401
 
@@ -37,14 +36,6 @@ def new_server(
     monkeypatch.setattr(factory, "log", OnceLog())
     monkeypatch.setattr(registered, "log", OnceLog())
     monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
-
-
-@pytest.fixture(autouse=True)
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each process that a server would start; no test compiles in one."""
-    started: list[str] = []
-    monkeypatch.setattr(planner_ahead, "start", lambda: started.append("ahead"))
-    return started
 
 
 @pytest.fixture(params=["auto", "deft-node"])

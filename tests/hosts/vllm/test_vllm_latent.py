@@ -147,14 +147,6 @@ class Step:
         return bool(self.run().eq(5.0).all())
 
 
-def test_the_host_planner_is_compiled_ahead(ahead):
-    make = tree_backend.__wrapped__  # the first class around a backend in its process
-    make(PlainCpuBackend)
-    assert not ahead
-    make(Mla)
-    assert ahead
-
-
 @pytest.mark.parametrize("in_one", [False, True])
 def test_layers_decode_over_a_device_plan(in_one, monkeypatch):
     planned = []

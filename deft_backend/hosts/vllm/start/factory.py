@@ -29,7 +29,6 @@ from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
     StepTensors,
-    warm_up_host_planner,
 )
 from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
 from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
@@ -137,8 +136,6 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         if on_device:
             tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
             prepare_kernels(attention, tensors, settings, on_device=True)
-        else:
-            warm_up_host_planner(attention)
         if not shares_prompts(vllm_config):
             return attention, None
         extends = ShortExtends.beside(attention, settings, alike)

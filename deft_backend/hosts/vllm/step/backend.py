@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from deft_backend.hosts.common import planner_ahead
 from deft_backend.hosts.vllm.start.latent import unsupported_latent
 from deft_backend.hosts.vllm.start.layers import Layer, layer_of
 from deft_backend.hosts.vllm.step.builder import TreeBuilder
@@ -24,9 +23,6 @@ def tree_backend(host: Any) -> Any:
 
     `host` is a backend that :func:`cannot_surround` accepts.
     """
-
-    if host.is_mla():  # the host planner decides which graphs a step replays
-        planner_ahead.start()
 
     def surrounded(ours: type, theirs: type, members: dict[str, Any]) -> type:
         return type(f"Tree{theirs.__name__}", (ours, theirs), members)
