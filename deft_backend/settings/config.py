@@ -151,10 +151,9 @@ class Settings:
     verify: bool = _setting(
         False,
         _SWITCH,
-        "Check tree attention while the server runs, which synchronises with the device. SGLang: "
-        "compare every plan with the page tables, and decode the batch of a wrong plan with the "
-        "host's kernel. vLLM: compare every step with the host's result, and decode with the "
-        "host's kernel after a difference. The log shows an error.",
+        "Check tree attention while the server runs: the host's kernel computes every step as "
+        "well, without CUDA graphs of attention, so steps take longer. After a difference the log "
+        "shows an error, and the host's kernel decodes.",
     )
     untested_host: bool = _setting(
         False,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 import deft_backend
 from deft_backend.attention import TreeAttention
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
@@ -78,7 +75,7 @@ def unsupported(
     A host with layers of other kinds (sliding windows, sinks, MLA, a quantised cache) checks each
     layer. Here all layers are equal, and ``LlamaConfig.read`` accepts only a plain Llama.
     """
-    if settings.policy == "auto" and max_batch > largest_batch():
+    if max_batch > largest_batch():
         return f"batches of {max_batch} requests; plans made on the device hold {largest_batch()}"
     return TreeAttention.unsupported(
         config.num_query_heads, config.num_kv_heads, config.head_dim, cache.k.dtype, cache.k.device
@@ -86,11 +83,10 @@ def unsupported(
 
 
 class TreeDecode:
-    """Decode steps through :class:`TreeAttention`: prepare and plan a step, then run each layer.
+    """Decode steps through :class:`TreeAttention`: plan a step, then run each layer.
 
-    With the policy ``auto`` the device planner plans in every step, as launches inside the step's
-    graph. The CPU never learns the plan. Other policies use the host planner when the batch's
-    composition changes.
+    On a GPU the device planner plans in every step, as launches inside the step's graph, and the
+    CPU never learns the plan. On the CPU the reference plans.
     """
 
     def __init__(
@@ -98,8 +94,6 @@ class TreeDecode:
         state: ServerState, settings: Settings,
     ) -> None:  # fmt: skip
         self._cache, self._state, self._settings = cache, state, settings
-        self._on_device = settings.policy == "auto"
-        self._planned: tuple[int, ...] = ()
         self._attention = TreeAttention(
             num_query_heads=config.num_query_heads,
             num_kv_heads=config.num_kv_heads,
@@ -111,7 +105,7 @@ class TreeDecode:
             policy=settings.policy,
         )
         tensors = StepTensors(cache.k[0], cache.v[0], [table_columns])
-        warm_up_attention(self._attention, tensors, on_device=self._on_device)
+        warm_up_attention(self._attention, tensors, on_device=cache.k.device.type == "cuda")
         self._attention.clear_plan()  # no plan covers the batch of a capture
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)
@@ -123,41 +117,12 @@ class TreeDecode:
 
     def start_counting(self) -> None:
         """Count from now on, without the plans of warm-up and capture."""
-        if self._on_device:
-            counters = self._attention.device_planner.counters
-            self._state.on_device.attach(counters.numpy())
-
-    def prepare(self, requests: Sequence[int], lens: Sequence[int], batch: DecodeBatch) -> None:
-        """Prepare a step, outside its graph: the host planner plans here, if it is in use.
-
-        Parameters
-        ----------
-        requests, lens : [n] int
-            Ids of the step's requests, which the engine never reuses, and their tokens.
-        batch : DecodeBatch
-            The step; its requests from index n on are padding.
-        """
-        if self._on_device:
-            return
-        if self._planned != tuple(requests):
-            self._planned = ()
-            table = batch.page_table[batch.table_rows[: len(lens)]].cpu().numpy()
-            self._attention.plan(
-                forest_from_page_tables(table, lens, self._cache.page_size, check=False)
-            )
-            self._planned = tuple(requests)
-            self._state.plans += 1
-        plan = self._attention.last_plan
-        assert plan is not None
-        loaded = plan.loaded_tokens(np.asarray(lens))
-        self._state.count_tree(sum(lens), loaded, self._state.num_layers)
+        counters = self._attention.counters
+        self._state.on_device.attach(counters.numpy())
 
     def plan(self, batch: DecodeBatch) -> None:
-        """First launches of a step, recorded into its graph: the device planner plans here."""
-        if self._on_device:
-            self._attention.plan_on_device(
-                batch.page_table, batch.seq_lens, table_rows=batch.table_rows
-            )
+        """First launches of a step, recorded into its graph."""
+        self._attention.plan_batch(batch.page_table, batch.seq_lens, table_rows=batch.table_rows)
 
     def run(self, layer: int, q: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
         """One layer's attention [B, Hq, D] of `q` [B, Hq, D]; its keys and values are written.

@@ -48,16 +48,13 @@ class DecodeStep:
                 self._capture(tree)
             tree.start_counting()
 
-    def run(
-        self, requests: Sequence[int], tokens: Sequence[int], rows: Sequence[int],
-        lens: Sequence[int],
-    ) -> list[int]:  # fmt: skip
+    def run(self, tokens: Sequence[int], rows: Sequence[int], lens: Sequence[int]) -> list[int]:
         """The next token of each request.
 
         Parameters
         ----------
-        requests, tokens, rows, lens : [n] int
-            Ids, last tokens, page-table rows, and lengths including the last token.
+        tokens, rows, lens : [n] int
+            Last tokens, page-table rows, and lengths including the last token.
         """
         size = next(size for size in self.sizes if size >= len(tokens))
         padding = [0] * (size - len(tokens))  # length 0 marks padding
@@ -67,8 +64,6 @@ class DecodeStep:
         reason = "no tree attention" if tree is None else tree.refuses(size)
         if reason is not None:
             self._state.count_host(reason, sum(lens))
-        elif tree is not None:
-            tree.prepare(requests, lens, self._batch(size))
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()

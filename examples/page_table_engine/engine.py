@@ -129,7 +129,6 @@ class Engine:
         if self.running:
             batch = list(self.running.values())
             tokens = self._decode.run(
-                list(self.running),
                 [request.tokens[-1] for request in batch],
                 [request.row for request in batch],
                 [len(request.tokens) for request in batch],
