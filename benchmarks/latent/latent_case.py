@@ -90,7 +90,7 @@ def hosts_kernel() -> tuple[str, LatentKernel, Callable[[LatentCall], torch.Tens
         from deft_backend.hosts.sglang.latent import sglang_latent_attention
 
         return "sglang", sglang_latent_attention, _sglang_decode
-    from deft_backend.hosts.vllm.start.latent import vllm_latent_attention
+    from deft_backend.hosts.vllm.latent import vllm_latent_attention
 
     return "vllm", vllm_latent_attention, _vllm_decode
 

@@ -101,6 +101,14 @@ def mapping(content: Any, name: str) -> Mapping[str, Any]:
     raise _refused(content, name, "an object")
 
 
+def records(content: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """A list of objects."""
+    value = content.get(name)
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return value
+    raise _refused(content, name, "a list of objects")
+
+
 def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
     """A list of numbers, or of lists of them."""
     array = _array(content.get(name))

@@ -14,24 +14,52 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.files.json_fields import mapping, number, text, whole, within
+from deft_backend.files.json_fields import number, records, text, whole, within
 
-SCHEMA = 2  # version of the state file's content
+SCHEMA = 3  # version of the state file's content
+
+DECODE, MIXED, VERIFICATION = KINDS = ("decode", "mixed", "verification")
+"""Kinds of steps: each request decodes one token; some decode and others compute their prompts;
+each request verifies a draft."""
+
+
+class Decoded(NamedTuple):
+    """What one step decodes: its decode rows, which are the requests that decode or verify."""
+
+    kind: str
+    rows: int
+    tokens: int  # of their contexts; 0 if the CPU does not know them
+    verified: int = 0  # query tokens, if they verify drafts
+
+
+class Steps(NamedTuple):
+    """A number of steps, and their decode rows."""
+
+    steps: int = 0
+    rows: int = 0
+    # KV bytes of the rows' contexts in all layers: what decoding them query by query reads.
+    kv_bytes: int = 0
+
+    def plus(self, other: Steps, sign: int = 1) -> Steps:
+        return Steps(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+
+class Content(NamedTuple):
+    """What decides which steps are counted together."""
+
+    kind: str
+    reason: str | None  # why the host's kernel decoded the rows; None: tree attention did
 
 
 @dataclass(frozen=True)
 class Counters:
     """Counts since the server started; subtract two readings to get the counts in between."""
 
-    decode_steps: int = 0
-    steps_tree: int = 0  # decode steps through tree attention
-    plans: int = 0  # of the host planner, or of the device planner (one for each step)
-    # Decode steps on the host's kernel, by reason.
-    steps_host: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[Content, Steps] = field(default_factory=dict)  # those with decode rows
+    plans: int = 0  # one for each step of tree attention and group of layers that counts
     kv_bytes_read: int = 0  # bytes that decode attention read from the KV cache, all layers
     kv_bytes_query_guided: int = 0  # bytes that the same steps would have read query by query
-    # Seconds spent on those plans, including the forest. Compilation does not count, and on the CPU
-    # neither does the time of Triton's interpreter.
+    # Seconds spent on those plans. On the CPU, the time of Triton's interpreter does not count.
     plan_seconds: float = 0.0
     # Query tokens of verifications through tree attention: draft tokens, and the token before them.
     verified_tokens: int = 0
@@ -39,9 +67,47 @@ class Counters:
     # the host does not tell.
     verified_drafts: int = 0
     accepted_tokens: int = 0  # draft tokens of these drafts that the host accepted
-    compile_seconds: float = 0.0  # spent on compiling or loading kernels and the host planner
-    # Prefills of a few new tokens a request, through tree attention. They are no decode steps.
-    short_extends: int = 0
+    compile_seconds: float = 0.0  # spent on compiling or loading kernels
+
+    def total(self, kind: str | None = None, *, tree: bool | None = None) -> Steps:
+        """The steps of a kind, or of all; through tree attention, through the host's kernel, or
+        through both.
+
+        >>> tree, host = Content("mixed", None), Content("mixed", "shares nothing")
+        >>> counters = Counters({tree: Steps(2, 9), host: Steps(1, 3)})
+        >>> counters.total("mixed", tree=True), counters.decode_steps
+        (Steps(steps=2, rows=9, kv_bytes=0), 3)
+        """
+        found = Steps()
+        for content, steps in self.steps.items():
+            if kind in (None, content.kind) and tree in (None, content.reason is None):
+                found = found.plus(steps)
+        return found
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps with decode rows."""
+        return self.total().steps
+
+    @property
+    def steps_tree(self) -> int:
+        """Those whose decode rows went through tree attention."""
+        return self.total(tree=True).steps
+
+    @property
+    def steps_host(self) -> dict[str, int]:
+        """Those whose decode rows went through the host's kernel, by reason."""
+        found: dict[str, int] = {}
+        for content, steps in self.steps.items():
+            if content.reason is not None:
+                found[content.reason] = found.get(content.reason, 0) + steps.steps
+        return found
+
+    @property
+    def tree_share(self) -> float | None:
+        """Which part of the decoding tree attention did, by KV bytes of contexts; None without."""
+        every = self.total().kv_bytes
+        return self.total(tree=True).kv_bytes / every if every else None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -64,28 +130,41 @@ class Counters:
 
     def __sub__(self, before: Counters) -> Counters:
         grown = {name: getattr(self, name) - getattr(before, name) for name in _FIGURES}
-        host = {
-            reason: steps - before.steps_host.get(reason, 0)
-            for reason, steps in self.steps_host.items()
+        steps = {
+            content: now.plus(before.steps.get(content, Steps()), -1)
+            for content, now in self.steps.items()
         }
-        return Counters(**grown, steps_host={reason: n for reason, n in host.items() if n})
+        return Counters({content: n for content, n in steps.items() if any(n)}, **grown)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a state file."""
-        return {**vars(self), "steps_host": dict(self.steps_host)}
+        """The fields of a state file, and totals for its other readers."""
+        return {
+            "steps": [
+                {**content._asdict(), **steps._asdict()} for content, steps in self.steps.items()
+            ],
+            **{name: getattr(self, name) for name in _FIGURES},
+            "decode_steps": self.decode_steps,
+            "steps_tree": self.steps_tree,
+            "steps_host": self.steps_host,
+        }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Counters:
         """Read the fields of a state file; raises FieldError for a counter that is not a number."""
-        steps = mapping(content, "steps_host")
-        with within("steps_host"):
-            steps_host = {reason: whole(steps, reason) for reason in steps}
         read = {name: number if name.endswith("_seconds") else whole for name in _FIGURES}
         counts: dict[str, Any] = {name: of(content, name) for name, of in read.items()}
-        return cls(**counts, steps_host=steps_host)
+        return cls(dict(map(_steps_of, records(content, "steps"))), **counts)
 
 
-_FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps_host")
+_FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps")
+
+
+def _steps_of(row: Mapping[str, Any]) -> tuple[Content, Steps]:
+    """An entry of ``steps`` in a state file."""
+    with within("steps"):
+        reason = None if row.get("reason", "") is None else text(row, "reason")
+        counts = (whole(row, name) for name in Steps._fields)
+        return Content(text(row, "kind"), reason), Steps(*counts)
 
 
 class DraftCounts(NamedTuple):
@@ -140,10 +219,6 @@ class DeviceCounters:
         """Counts since :meth:`attach`, without those between :meth:`hold` and its end."""
         held = self._held
         return DeviceCounts(*(self._array - self._start if held is None else held).tolist())
-
-    def forget(self, since: DeviceCounts) -> None:
-        """Do not count what the device has added since an earlier reading."""
-        self._start = self._array - np.array(since)
 
     def hold(self) -> None:
         """Stop counting; all work on the device must have ended."""

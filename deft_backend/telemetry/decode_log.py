@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import KINDS, Counters
 
 logger = logging.getLogger("deft_backend")
 
@@ -37,27 +37,28 @@ class DecodeLog:
             return
         self._last = counters
         self._since = self._clock()
-        if stretch.decode_steps or stretch.short_extends:
+        if stretch.decode_steps:
             logger.info("deft: %s", describe(stretch))
 
 
 def describe(stretch: Counters) -> str:
-    """One line about the decode steps and short extends since the previous line.
+    """One line about the steps with decode rows since the previous line.
 
-    >>> describe(Counters(short_extends=3))
-    '3 short extends through tree attention'
-    >>> verified = Counters(3, 3, kv_bytes_read=8000, kv_bytes_query_guided=2000)
-    >>> describe(verified).split("; ")[-1]
+    >>> verified = Counters(kv_bytes_read=8000, kv_bytes_query_guided=2000)
+    >>> describe(verified)
     'KV read 8.0 kB of contexts that hold 2.0 kB: each query block of a request reads its context'
     """
     steps = []
-    if stretch.steps_tree:
-        steps.append(f"{counted(stretch.steps_tree, 'decode step')} through tree attention")
-    if stretch.steps_host:
-        host = stretch.decode_steps - stretch.steps_tree
-        count = f"{host:,}" if steps else counted(host, "decode step")
-        steps.append(f"{count} on the host's kernel ({_reasons(stretch.steps_host)})")
+    tree, host = (_by_kind(stretch, tree=tree) for tree in (True, False))
+    if tree:
+        noun = "step" if stretch.steps_tree == 1 else "steps"
+        steps.append(f"{tree} {noun} through tree attention")
+    if host:
+        noun = "" if tree else " step" if stretch.decode_steps == 1 else " steps"
+        steps.append(f"{host}{noun} on the host's kernel ({_reasons(stretch.steps_host)})")
     parts = [", ".join(steps)] if steps else []
+    if tree and host and stretch.tree_share is not None:
+        parts.append(f"tree attention did {100 * stretch.tree_share:.0f} % of the decoding")
     if stretch.verified_tokens:
         parts.append(f"{stretch.verified_tokens:,} tokens verified")
     if stretch.acceptance_length is not None:
@@ -71,9 +72,14 @@ def describe(stretch: Counters) -> str:
         parts.append(f"KV read {size(read)} of {size(guided)} query by query ({share})")
     if time_of_a_plan(stretch):
         parts.append(f"planning {time_of_a_plan(stretch)} a plan")
-    if stretch.short_extends:
-        parts.append(f"{counted(stretch.short_extends, 'short extend')} through tree attention")
     return "; ".join(parts)
+
+
+def _by_kind(stretch: Counters, *, tree: bool) -> str:
+    """The number of steps of each kind; without any, nothing."""
+    numbers = ((stretch.total(kind, tree=tree).steps, kind) for kind in KINDS)
+    words = [f"{number:,} {kind}" for number, kind in numbers if number]
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _reasons(steps: Mapping[str, int]) -> str:

@@ -17,11 +17,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deft_backend.files.private_files import read_private_json
-from deft_backend.telemetry.counters import SCHEMA, Counters, Place, StateName
+from deft_backend.telemetry.counters import KINDS, SCHEMA, Counters, Place, StateName
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -46,9 +47,25 @@ class Metric(NamedTuple):
         return f"{self.name}_total"
 
 
-STEPS = Metric("deft_decode_steps", "Decode steps, by the kernel that ran them.", ("kernel",))
+_OF_STEPS = ("kind", "kernel")
+STEPS = Metric(
+    "deft_decode_steps",
+    "Steps that decode, by what they contain (decode, mixed with prefills, verification) and by "
+    "the kernel that decoded.",
+    _OF_STEPS,
+)
+ROWS = Metric(
+    "deft_decode_rows", "Requests that decoded in those steps, once for each step.", _OF_STEPS
+)
+CONTEXT = Metric(
+    "deft_decode_context_bytes",
+    "KV bytes of those requests' contexts in all layers, once for each step.",
+    _OF_STEPS,
+)
 HOST_STEPS = Metric(
-    "deft_host_decode_steps", "Decode steps on the host's kernel, by reason.", ("reason",)
+    "deft_host_decode_steps",
+    "Steps whose requests the host's kernel decoded, by reason.",
+    ("kind", "reason"),
 )
 FIGURES = {
     "kv_bytes_read": Metric(
@@ -57,7 +74,7 @@ FIGURES = {
     "kv_bytes_query_guided": Metric(
         "deft_kv_query_guided_bytes", "KV bytes that those steps would have read query by query."
     ),
-    "plans": Metric("deft_plans", "Plans of tree attention, of the host or the device planner."),
+    "plans": Metric("deft_plans", "Plans of tree attention."),
     "plan_seconds": Metric("deft_plan_seconds", "Seconds spent on those plans."),
     "verified_tokens": Metric("deft_verified_tokens", "Query tokens that tree attention verified."),
     "verified_drafts": Metric(
@@ -68,10 +85,7 @@ FIGURES = {
         "deft_accepted_tokens", "Draft tokens of those drafts that the host accepted."
     ),
     "compile_seconds": Metric(
-        "deft_compile_seconds", "Seconds spent on compiling kernels and the host planner."
-    ),
-    "short_extends": Metric(
-        "deft_short_extends", "Prefills of a few new tokens a request, through tree attention."
+        "deft_compile_seconds", "Seconds spent on compiling or loading kernels."
     ),
 }
 """Metrics of one number, by the field of :class:`Counters` that holds it."""
@@ -87,10 +101,13 @@ class Sample(NamedTuple):
 
 def samples(counters: Counters) -> Iterator[Sample]:
     """Every series of a reading. Series without a reason exist from the start, at zero."""
-    yield Sample(STEPS, ("tree",), counters.steps_tree)
-    yield Sample(STEPS, ("host",), sum(counters.steps_host.values()))
-    for reason, steps in counters.steps_host.items():
-        yield Sample(HOST_STEPS, (reason,), steps)
+    for kind, kernel in product(KINDS, ("tree", "host")):
+        total = counters.total(kind, tree=kernel == "tree")
+        for metric, value in zip((STEPS, ROWS, CONTEXT), total, strict=True):
+            yield Sample(metric, (kind, kernel), value)
+    for content, steps in counters.steps.items():
+        if content.reason is not None:
+            yield Sample(HOST_STEPS, (content.kind, content.reason), steps.steps)
     for field, metric in FIGURES.items():
         yield Sample(metric, (), getattr(counters, field))
 
@@ -214,7 +231,7 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
 def _families() -> dict[Metric, CounterMetricFamily]:
     from prometheus_client.core import CounterMetricFamily
 
-    metrics = (STEPS, HOST_STEPS, *FIGURES.values())
+    metrics = (STEPS, ROWS, CONTEXT, HOST_STEPS, *FIGURES.values())
     return {metric: CounterMetricFamily(metric.name, metric.meaning) for metric in metrics}
 
 

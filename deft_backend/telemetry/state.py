@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,12 +21,15 @@ from deft_backend.forest import PrefixForest
 from deft_backend.settings.config import LOG_LEVELS, Settings
 from deft_backend.telemetry.counters import (
     SCHEMA,
+    Content,
     Counters,
+    Decoded,
     DeviceCounters,
     DraftCounts,
     Place,
     ServerDescription,
     StateName,
+    Steps,
     process_runs,
 )
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -55,33 +57,25 @@ MOST_NAME = 64  # characters of a request's name that the file holds
 class ServerState(ServerDescription):
     """Counters of one server process. The forward thread adds, the writer thread reads.
 
-    Every decode step counts once. With the host planner, :meth:`count_tree` or :meth:`count_host`
-    counts it. With the device planner, the kernels count it (`on_device`). A reading is the sum of
-    both. No method takes a lock.
+    :meth:`count` counts every step with decode rows once. The planner counts its plans, and the
+    tokens of their contexts and items (`on_device`). No method takes a lock.
     """
 
-    # As in `Counters`; plans and their seconds are those of the host planner.
-    steps_host: Counter[str] = field(default_factory=Counter)
-    plans: int = 0
-    plan_seconds: float = 0.0
-    verified_tokens: int = 0
-    short_extends: int = 0
     # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
     # writer thread call it.
     read_drafts: Callable[[], DraftCounts] | None = None
-    on_device: DeviceCounters = field(default_factory=DeviceCounters)  # of the device planner
-    # Layers that follow the device planner's plans; None: all. The others read query by query.
+    on_device: DeviceCounters = field(default_factory=DeviceCounters)  # of the planner
+    # Layers that follow the plans; None: all. The others read query by query.
     device_tree_layers: int | None = None
-    # Of the host planner's last batch, with the ids of its requests.
+    # Of the last batch, with the ids of its requests.
     forest: PrefixForest | None = None
     rids: Sequence[str] = ()
     # The last batch that the device planned, for ``deft explain``; or why there is none to show.
     batch: Batch | str | None = None
     values_apart: bool = True  # whether the cache holds values besides keys; not with MLA
     serving: bool = True  # whether the host has ended its start, whose steps do not count
-    _steps_tree: int = field(default=0, init=False)
-    _kv_bytes_read: int = field(default=0, init=False)
-    _kv_bytes_query_guided: int = field(default=0, init=False)
+    _steps: dict[Content, Steps] = field(default_factory=dict, init=False)
+    _verified: int = field(default=0, init=False)
     _before: Counters = field(default_factory=Counters, init=False)  # of the host's start
 
     @property
@@ -89,23 +83,20 @@ class ServerState(ServerDescription):
         """Bytes of keys and values of one token in one layer."""
         return (1 + self.values_apart) * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
-    def count_host(self, reason: str, tokens: int) -> None:
-        """Count a step on the host's kernel; `tokens` are those of all contexts."""
-        self.steps_host[reason] += 1
-        read = tokens * self.token_bytes * self.num_layers
-        self._kv_bytes_read += read
-        self._kv_bytes_query_guided += read
+    def count(self, decoded: Decoded, reason: str | None = None) -> None:
+        """Count a step; `reason`: why the host's kernel decoded it; None: tree attention did."""
+        self._add(Content(decoded.kind, reason), decoded, 1)
 
-    def count_tree(self, tokens: int, loaded: int, tree_layers: int) -> None:
-        """Count a step of tree attention with a plan of the host planner.
+    def count_failure(self, decoded: Decoded, reason: str) -> None:
+        """Count a step as the host's that :meth:`count` has counted as tree attention's."""
+        self._add(Content(decoded.kind, None), decoded, -1)
+        self._add(Content(decoded.kind, reason), decoded, 1)
 
-        - `tokens`: tokens of all contexts.
-        - `loaded`: tokens that the plan's items load.
-        - `tree_layers`: layers that followed the plan; the others read query by query.
-        """
-        self._steps_tree += 1
-        self._kv_bytes_read += self._read_bytes(tokens, loaded, tree_layers)
-        self._kv_bytes_query_guided += tokens * self.num_layers * self.token_bytes
+    def _add(self, content: Content, decoded: Decoded, sign: int) -> None:
+        step = Steps(1, decoded.rows, decoded.tokens * self.num_layers * self.token_bytes)
+        self._steps[content] = self._steps.get(content, Steps()).plus(step, sign)
+        if content.reason is None:
+            self._verified += sign * decoded.verified
 
     def begin_serving(self) -> None:
         """Count from now on; all steps of the host's start must have ended."""
@@ -119,30 +110,23 @@ class ServerState(ServerDescription):
         return self._since_start() - self._before
 
     def _since_start(self) -> Counters:
-        steps_host = dict(self.steps_host)
-        steps, attended, loaded, spent = self.on_device.read()
+        by_content = dict(self._steps)  # one copy, because another thread adds
+        plans, attended, loaded, spent = self.on_device.read()
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
-        steps_tree = self._steps_tree + steps
+        by_host = sum(of.kv_bytes for content, of in by_content.items() if content.reason)
+        loaded_by_all = loaded * layers + attended * (self.num_layers - layers)
         drafts = DraftCounts(0, 0) if self.read_drafts is None else self.read_drafts()
         return Counters(
-            decode_steps=steps_tree + sum(steps_host.values()),
-            steps_tree=steps_tree,
-            plans=self.plans + steps,
-            steps_host=steps_host,
-            kv_bytes_read=self._kv_bytes_read + self._read_bytes(attended, loaded, layers),
-            kv_bytes_query_guided=self._kv_bytes_query_guided
-            + attended * self.num_layers * self.token_bytes,
-            plan_seconds=self.plan_seconds + spent * 1e-9,
-            verified_tokens=self.verified_tokens,
+            {content: steps for content, steps in by_content.items() if steps.steps},
+            plans=plans,
+            kv_bytes_read=by_host + loaded_by_all * self.token_bytes,
+            kv_bytes_query_guided=by_host + attended * self.num_layers * self.token_bytes,
+            plan_seconds=spent * 1e-9,
+            verified_tokens=self._verified,
             verified_drafts=drafts.drafts,
             accepted_tokens=drafts.accepted,
             compile_seconds=COMPILING.seconds,
-            short_extends=self.short_extends,
         )
-
-    def _read_bytes(self, tokens: int, loaded: int, tree_layers: int) -> int:
-        others = self.num_layers - tree_layers
-        return (loaded * tree_layers + tokens * others) * self.token_bytes
 
     def as_json(self, counters: Counters) -> dict[str, Any]:
         """The file's content, without the time of writing."""

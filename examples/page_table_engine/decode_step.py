@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deft_backend.telemetry.counters import DECODE, Decoded
 from deft_backend.telemetry.state import ServerState
 from examples.page_table_engine import torch_attention
 from examples.page_table_engine.adapter import TreeDecode
@@ -62,8 +63,7 @@ class DecodeStep:
         self._inputs[:, :size].copy_(torch.tensor(inputs))
         tree = self._tree
         reason = "no tree attention" if tree is None else tree.refuses(size)
-        if reason is not None:
-            self._state.count_host(reason, sum(lens))
+        self._state.count(Decoded(DECODE, len(lens), sum(lens)), reason)
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()

@@ -126,7 +126,7 @@ import time
 assert abs(written - time.time()) > 80_000
 (folder / "clock").unlink()
 (folder / "full-disk").touch()
-state.count_host("small", 10)
+state.count(Decoded("decode", 1, 10), "small")
 writer.look()
 assert (folder / "full-disk.done").exists()
 assert not json.loads(writer.path.read_text())["steps_host"]

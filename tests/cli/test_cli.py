@@ -251,17 +251,21 @@ def test_explain_reads_a_trace(tmp_path):
     assert f"--index is 1; expected 0 to 0, the last tree of {path}" in err
 
 
+def steps(number, reason=None):
+    return {"kind": "decode", "reason": reason, "steps": number, "rows": 2, "kv_bytes": 5}
+
+
 def state(**changes):
     arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
     forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
     content = {
-        "schema": 2, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
+        "schema": 3, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
         "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
         "dtype": "float16", "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2,
-        "head_dim": 64, "dtype_bytes": 2, "steps_tree": 9, "steps_host": {"small batch": 1},
-        "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "decode_steps": 10, "plans": 2,
+        "head_dim": 64, "dtype_bytes": 2, "steps": [steps(9), steps(1, "small batch")],
+        "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "plans": 2,
         "plan_seconds": 0.1, "verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0,
-        "compile_seconds": 0.0, "short_extends": 0, "updated": time.time(),
+        "compile_seconds": 0.0, "updated": time.time(),
         "forest": {**forest, "page_size": 1, "rids": ["a", "b"]},
     }  # fmt: skip
     return content | changes
@@ -284,8 +288,8 @@ def test_explain_reads_a_running_server(tmp_path):
     ("content", "said"),
     [
         (None, "there is no state file"),
-        (state(schema=1), "has schema 1; this version reads 2"),
-        (state(forest=None, steps_tree=0), "no batch with tree attention yet"),
+        (state(schema=1), "has schema 1; this version reads 3"),
+        (state(forest=None, steps=[]), "no batch with tree attention yet"),
         (state(forest=None), "did not say within 1 s which batch it decodes"),
         ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
         ([], "has schema None"),
@@ -383,7 +387,8 @@ def test_counters_are_read_at_rest_and_subtracted(tmp_path):
         settled_counters(path, timeout=0.0)
     path.write_text(json.dumps(state()))
     before = settled_counters(path)
-    later = state(steps_tree=12, steps_host={"small batch": 1, "other": 2}, kv_bytes_read=1700)
+    more = [steps(12), steps(1, "small batch"), steps(2, "other")]
+    later = state(steps=more, kv_bytes_read=1700)
     path.write_text(json.dumps(later))
     moved = read_state(path).counters - before
     assert (moved.steps_tree, moved.steps_host, moved.kv_bytes_read) == (3, {"other": 2}, 700)

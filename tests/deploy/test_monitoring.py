@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from counted_steps import host_step, tree_step
 from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from prometheus_server import DEPLOY, alert_queries, dashboard_queries, program, prometheus
@@ -24,12 +25,12 @@ def decode(folder, healthy, ended):
     writer = StateWriter(state, folder)
     while not ended.wait(0.1):
         if healthy:
-            state.count_tree(tokens=100, loaded=40, tree_layers=2)
+            tree_step(state, tokens=100, loaded=40)
             state.plans += 1
             state.plan_seconds += 0.001
-            state.count_host("batch smaller than DEFT_MIN_BATCH=2", tokens=1)
+            host_step(state, "batch smaller than DEFT_MIN_BATCH=2", tokens=1)
         else:
-            state.count_host("kernel failed", tokens=100)
+            host_step(state, "kernel failed", tokens=100)
         writer.look()
         content = json.loads(writer.path.read_text())
         content |= {"verified_drafts": state.plans * 10, "accepted_tokens": state.plans * 13}

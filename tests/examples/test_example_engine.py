@@ -207,7 +207,7 @@ def test_what_cannot_run_is_said_and_delegated(
     engine.add(DIGITS, 3)
     answers = drain(engine)
     assert answers[0] == answers[1]
-    assert set(engine.state.steps_host) == {"no tree attention"}
+    assert set(engine.state.counters().steps_host) == {"no tree attention"}
 
 
 def test_requests_wait_for_pages_and_rows(model):

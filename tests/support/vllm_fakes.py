@@ -150,10 +150,12 @@ class Batch:
         self.pages = unused
         lens = [*self.seq_lens, *[0] * self.padding]
         self.lens = torch.tensor(lens, dtype=torch.int32)
-        queries = self.query_lens or [1] * rows
+        # Padding requests of a graph have rows of queries, but no query tokens.
+        queries = self.query_lens or [1] * len(self.seq_lens) + [0] * self.padding
+        tokens = sum(queries) if self.query_lens else rows
         self.starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).to(torch.int32)
         generator = torch.Generator().manual_seed(len(lens) * 97 + sum(lens))
-        fused = torch.randn((sum(queries), 2 * HEADS, DIM), generator=generator)
+        fused = torch.randn((tokens, 2 * HEADS, DIM), generator=generator)
         self.query = fused[:, :HEADS]  # a part of a fused projection: tokens are far apart
 
     def common(self, **changes):
@@ -210,7 +212,7 @@ class Step:
     @property
     def tree(self):
         """The step of tree attention, or None."""
-        from deft_backend.hosts.vllm.step.step import step_of
+        from deft_backend.hosts.vllm.step import step_of
 
         return step_of(self.metadata)
 
@@ -245,7 +247,7 @@ class Step:
 
 def state():
     """The counters of this process's server."""
-    from deft_backend.hosts.vllm.report import server
+    from deft_backend.hosts.vllm import server
 
     assert server._current is not None
     assert server._current.state is not None
@@ -254,8 +256,8 @@ def state():
 
 def tree_layers(config=None, **kwargs):
     """Layers behind tree attention around the CPU's backend."""
-    from deft_backend.hosts.vllm.step.backend import tree_backend
-    from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+    from deft_backend.hosts.vllm.backend import tree_backend
+    from vllm_cpu_backend import PlainCpuBackend
 
     return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
 

@@ -5,15 +5,17 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import metrics
-from deft_backend.telemetry.counters import Counters, Place
+from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 from deft_backend.telemetry.decode_log import DecodeLog, describe
 from deft_backend.telemetry.metrics import publisher, register_states
 from deft_backend.telemetry.state import StateWriter
@@ -22,11 +24,21 @@ from state_files import state_path
 
 client = pytest.importorskip("prometheus_client")
 
+
+def steps(tree=0, **host):
+    """Counts of steps: decode through tree attention, and by reason through the host's kernel."""
+    counted = {None: tree, **host}
+    return {Content("decode", why): Steps(n, 2 * n, 9 * n) for why, n in counted.items() if n}
+
+
 READINGS = (
-    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5, compile_seconds=9.5),
-    Counters(3, 2, 1, {"small": 1}, 100, 400, 0.5, compile_seconds=9.5),
-    Counters(9, 5, 2, {"small": 3, "padded batch": 1}, 250, 1000, 0.75, 21, 10, 13, 9.5),
-)
+    Counters(steps(2, small=1), 1, 100, 400, 0.5, compile_seconds=9.5),
+    Counters(steps(2, small=1), 1, 100, 400, 0.5, compile_seconds=9.5),
+    Counters(
+        {**steps(5, small=3), Content("mixed", "shares nothing"): Steps(1, 4, 8)},
+        2, 250, 1000, 0.75, 21, 10, 13, 9.5,
+    ),
+)  # fmt: skip
 PUBLISH = """
 import json, os, sys
 import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.factory
@@ -39,12 +51,12 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
 if mode == "beside":  # the host has counters of its own in the process
     from prometheus_client import Counter
     Counter("theirs", "of the host").inc(3)
-from deft_backend.telemetry.counters import Counters, Place
+from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 publish = metrics.publisher(json.loads(ranks))
 for reading in json.loads(readings):
-    publish(Counters(**reading))
+    publish(Counters.from_json(reading))
 again = metrics.publisher(json.loads(ranks))  # a second source in the process adds up
-again(Counters(decode_steps=1, steps_tree=1))
+again(Counters({Content("decode", None): Steps(1, 2, 9)}))
 if mode == "beside":
     from prometheus_client import Counter
     Counter("later", "of the host").inc(4)
@@ -68,23 +80,29 @@ def of(name, **labels):
     return f"deft_{name}_total", frozenset(labels.items())
 
 
-def of_rank(rank, tree, host, **figures):
-    """All series of a rank; figures that are not named are zero."""
+def of_rank(rank, counted, **figures):
+    """All series of a rank that counted steps by content; unnamed figures are zero."""
     names = (
         "kv_read_bytes", "kv_query_guided_bytes", "plans", "plan_seconds", "verified_tokens",
-        "verified_drafts", "accepted_tokens", "compile_seconds", "short_extends",
+        "verified_drafts", "accepted_tokens", "compile_seconds",
     )  # fmt: skip
     tp_rank = str(rank)
-    steps = {"tree": tree, "host": sum(host.values())}
-    return {
-        **{of("decode_steps", kernel=kind, tp_rank=tp_rank): n for kind, n in steps.items()},
-        **{of("host_decode_steps", reason=why, tp_rank=tp_rank): n for why, n in host.items()},
-        **{of(name, tp_rank=tp_rank): figures.get(name, 0) for name in names},
+    found = {of(name, tp_rank=tp_rank): figures.get(name, 0) for name in names}
+    for kind, kernel in product(("decode", "mixed", "verification"), ("tree", "host")):
+        for at, name in enumerate(("steps", "rows", "context_bytes")):
+            found[of(f"decode_{name}", kind=kind, kernel=kernel, tp_rank=tp_rank)] = sum(
+                steps[at] for content, steps in counted.items()
+                if content.kind == kind and (content.reason is None) is (kernel == "tree")
+            )  # fmt: skip
+    return found | {
+        of("host_decode_steps", kind=content.kind, reason=content.reason, tp_rank=tp_rank): steps[0]
+        for content, steps in counted.items()
+        if content.reason is not None
     }
 
 
 def run_publishing(mode, folder, ranks, readings):
-    content = [vars(reading) for reading in readings]
+    content = [reading.as_json() for reading in readings]
     subprocess.run(
         [sys.executable, "-c", PUBLISH, mode, str(folder), json.dumps(ranks), json.dumps(content)],
         check=True, cwd=Path(__file__).parents[2],
@@ -101,12 +119,12 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path):
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     assert series(registry) == {
         **of_rank(
-            0, 5 + 1, {"small": 3, "padded batch": 1}, kv_read_bytes=250,
+            0, READINGS[2].steps | steps(5 + 1), kv_read_bytes=250,
             kv_query_guided_bytes=1000, plans=2, plan_seconds=0.75, verified_tokens=21,
             verified_drafts=10, accepted_tokens=13, compile_seconds=9.5,
         ),
         **of_rank(
-            1, 2 + 1, {"small": 1}, kv_read_bytes=100, kv_query_guided_bytes=400, plans=1,
+            1, steps(2 + 1, small=1), kv_read_bytes=100, kv_query_guided_bytes=400, plans=1,
             plan_seconds=0.5, compile_seconds=9.5,
         ),
         ("theirs_total", frozenset()): 3,
@@ -139,8 +157,8 @@ def write(folder, rank, **changes):
     state = make_state()
     state.rank = rank
     for _ in range(rank + 1):
-        state.count_tree(tokens=10, loaded=4, tree_layers=2)
-    state.count_host("small", tokens=5)
+        tree_step(state, tokens=10, loaded=4)
+    host_step(state, "small", tokens=5)
     state.pid = changes.pop("pid", state.pid)
     writer = StateWriter(state, folder)
     writer.look()
@@ -162,7 +180,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     write(tmp_path / "states", 2, pid=ended.pid)
     write(tmp_path / "states", 3, updated=1.0)  # at that time, an earlier process had the id
     write(tmp_path / "states", 4, schema=1)
-    write(tmp_path / "states", 5, steps_host=None)
+    write(tmp_path / "states", 5, steps=None)
     state_path(tmp_path / "states", tp=6).write_text("{")
     state_path(tmp_path / "states", port=11).write_text(writer.path.read_text())
     # A server in another container has the same port, process id and home.
@@ -174,13 +192,19 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     for rank in (0, 1):
         read, guided = 4 * (rank + 1) + 5, 10 * (rank + 1) + 5
         found |= of_rank(
-            rank, rank + 1, {"small": 1}, kv_read_bytes=read * token,
+            rank,
+            {
+                Content("decode", None): Steps(rank + 1, rank + 1, 10 * (rank + 1) * token),
+                Content("decode", "small"): Steps(1, 1, 5 * token),
+            },
+            plans=rank + 1,
+            kv_read_bytes=read * token,
             kv_query_guided_bytes=guided * token, compile_seconds=COMPILING.seconds,
         )  # fmt: skip
     assert series(registry) == found
-    writer.state.count_tree(tokens=10, loaded=4, tree_layers=2)
+    tree_step(writer.state, tokens=10, loaded=4)
     writer.look()
-    assert series(registry)[of("decode_steps", kernel="tree", tp_rank="0")] == 2
+    assert series(registry)[of("decode_steps", kind="decode", kernel="tree", tp_rank="0")] == 2
 
 
 def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog):
@@ -209,10 +233,12 @@ def test_a_line_every_so_many_steps(caplog):
     caplog.set_level(logging.INFO, "deft_backend")
     log = DecodeLog(steps=4)
     for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
-        log(Counters(tree + host, tree, 0, {"small": host} if host else {}))
+        log(Counters(steps(tree, small=host)))
     assert caplog.messages == [
-        "deft: 3 decode steps through tree attention, 1 on the host's kernel (small)",
-        "deft: 6 decode steps through tree attention, 2 on the host's kernel (small)",
+        "deft: 3 decode steps through tree attention, 1 decode on the host's kernel (small); "
+        "tree attention did 75 % of the decoding",
+        "deft: 6 decode steps through tree attention, 2 decode on the host's kernel (small); "
+        "tree attention did 75 % of the decoding",
     ]
 
 
@@ -221,7 +247,7 @@ def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog):
     now = 100.0
     log = DecodeLog(seconds=10, clock=lambda: now)
     for now, tree in ((105.0, 2), (110.0, 3), (121.0, 3), (130.0, 4), (131.5, 5)):  # noqa: B007
-        log(Counters(tree, tree))
+        log(Counters(steps(tree)))
     assert caplog.messages == [
         "deft: 3 decode steps through tree attention",
         "deft: 2 decode steps through tree attention",
@@ -229,27 +255,39 @@ def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog):
 
 
 def test_what_the_line_says():
-    reasons = {"padded batch": 2, "batch smaller than DEFT_MIN_BATCH=2": 10}
-    whole = Counters(4132, 4120, 200, reasons, 41_200_000_000, 310_500_000_000, 0.0804)
+    whole = Counters(
+        {
+            Content("decode", None): Steps(4100, 9000, 960),
+            Content("decode", "batch smaller than DEFT_MIN_BATCH=2"): Steps(10, 10, 20),
+            Content("mixed", None): Steps(20, 80, 10),
+            Content("mixed", "shares nothing"): Steps(2, 8, 10),
+        },
+        200, 41_200_000_000, 310_500_000_000, 0.0804,
+    )  # fmt: skip
     assert describe(whole) == (
-        "4,120 decode steps through tree attention, 12 on the host's kernel "
-        "(10 × batch smaller than DEFT_MIN_BATCH=2, 2 × padded batch); KV read 41.2 GB of 310.5 GB "
-        "query by query (13 %); planning 0.4 ms a plan"
+        "4,100 decode and 20 mixed steps through tree attention, 10 decode and 2 mixed on the "
+        "host's kernel (10 × batch smaller than DEFT_MIN_BATCH=2, 2 × shares nothing); tree "
+        "attention did 97 % of the decoding; KV read 41.2 GB of 310.5 GB query by query (13 %); "
+        "planning 0.4 ms a plan"
     )
-    assert describe(Counters(1, 0, 0, {"observed": 1}, 999, 999)) == (
-        "1 decode step on the host's kernel (observed); KV read 999 B of 999 B query by "
-        "query (100 %)"
+    assert describe(Counters(steps(small=1), 0, 999, 999)) == (
+        "1 decode step on the host's kernel (small); KV read 999 B of 999 B query by query (100 %)"
     )
-    verified = Counters(3, 3, 3, {}, 10, 100, 0.0, 1240)
+    kinds = {Content(kind, None): Steps(1) for kind in ("decode", "mixed", "verification")}
+    assert describe(Counters(kinds)).startswith(
+        "1 decode, 1 mixed and 1 verification steps through"
+    )
+    verified = Counters(steps(3), 3, 10, 100, 0.0, 1240)
     assert "through tree attention; 1,240 tokens verified; KV read" in describe(verified)
     told = replace(verified, verified_drafts=310, accepted_tokens=403)
     assert "1,240 tokens verified; acceptance length 2.30; KV read" in describe(told)
-    slow = Counters(1, 1, 1, {}, 2_500_000, 5_000_000_000_000, 1.2345)
-    # The forward thread counts a plan and then its time; a reading may fall in between.
-    between = Counters(1, 1, 0, {}, 50, 100, 0.002)
+    slow = Counters(steps(1), 1, 2_500_000, 5_000_000_000_000, 1.2345)
+    # A reading may fall between the counts of a plan and of its time.
+    between = Counters(steps(1), 0, 50, 100, 0.002)
     assert "planning" not in describe(between)
-    assert describe(slow).endswith("KV read 2.5 MB of 5.0 TB query by query (0 %); planning "
-                                   "1,234 ms a plan")  # fmt: skip
+    assert describe(slow).endswith(
+        "KV read 2.5 MB of 5.0 TB query by query (0 %); planning 1,234 ms a plan"
+    )
 
 
 # -- SGLang --------------------------------------------------------------------------------------

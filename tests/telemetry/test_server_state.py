@@ -7,10 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from counted_steps import host_step, tree_step
 from deft_backend.files.private_files import write_private
 from deft_backend.hosts.sglang.prefixes import RadixTreeSource
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import Counters, DeviceCounters, DraftCounts
+from deft_backend.telemetry.counters import (
+    Content,
+    Counters,
+    Decoded,
+    DeviceCounters,
+    DraftCounts,
+    Steps,
+)
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter, report_counters
 from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
@@ -35,11 +43,12 @@ def test_state_file(tmp_path):
     requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
     state.forest = RadixTreeSource().forest(requests, lens)
     state.rids = ["a", "b"]
-    state.count_host("small", tokens=10)
-    state.count_tree(tokens=6, loaded=4, tree_layers=1)
+    state.device_tree_layers = 1  # the other layer reads query by query
+    host_step(state, "small", tokens=10)
+    tree_step(state, tokens=6, loaded=4)
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert content["schema"] == 2
+    assert content["schema"] == 3
     assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
     assert content["steps_host"] == {"small": 1}
     assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
@@ -98,7 +107,7 @@ def test_a_folder_that_cannot_be_used_is_said_once(path, tmp_path, caplog, monke
         monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr("deft_backend.telemetry.state.write_private", refused)
     writer.look()
-    state.count_host("x", 1)
+    host_step(state, "x", 1)
     writer.look()
     assert "cannot write the server's state file" in caplog.text
     assert caplog.text.count("Permission denied") == len(caplog.records) == 1
@@ -142,7 +151,7 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
         lambda counters: heard.append(counters.decode_steps),
     ]
     for _ in range(3):
-        state.count_host("x", 1)
+        host_step(state, "x", 1)
         writer.look()
     assert heard == [1, 2, 3]
     assert json.loads(writer.path.read_text())["decode_steps"] == 3
@@ -150,30 +159,44 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
     assert "OSError('disk full')" in caplog.text
 
 
-def test_counts_of_host_and_device_are_one_set_of_figures(tmp_path):
+def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
     state = make_state()
     memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
-    state.count_host("small", tokens=10)
-    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
-    writer = StateWriter(state, tmp_path)
     state.on_device.attach(memory)
+    state.count(Decoded("decode", 1, 10), "small")
+    for _ in range(3):
+        state.count(Decoded("mixed", 4, 100, verified=9))
+    writer = StateWriter(state, tmp_path)
     writer.look()
     before = state.counters()
-    assert (before.steps_tree, before.decode_steps) == (1, 2)
-    assert before.kv_bytes_read == (10 + 4) * LAYERS * TOKEN
+    assert (before.steps_tree, before.decode_steps, before.verified_tokens) == (3, 4, 27)
+    assert before.kv_bytes_read == 10 * LAYERS * TOKEN
 
     memory += [3, 300, 120, 6_000_000]  # like kernels: in place, without a notice
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert (content["steps_tree"], content["decode_steps"]) == (4, 5)
-    assert content["kv_bytes_query_guided"] == (10 + 6 + 300) * LAYERS * TOKEN
-    assert content["kv_bytes_read"] == (10 + 4 + 120) * LAYERS * TOKEN
+    assert (content["steps_tree"], content["decode_steps"]) == (3, 4)
+    assert content["steps"] == [
+        {"kind": "decode", "reason": "small", "steps": 1, "rows": 1,
+         "kv_bytes": 10 * LAYERS * TOKEN},
+        {"kind": "mixed", "reason": None, "steps": 3, "rows": 12,
+         "kv_bytes": 300 * LAYERS * TOKEN},
+    ]  # fmt: skip
+    assert content["kv_bytes_query_guided"] == (10 + 300) * LAYERS * TOKEN
+    assert content["kv_bytes_read"] == (10 + 120) * LAYERS * TOKEN
     assert content["plans"] == 3
     assert content["plan_seconds"] == pytest.approx(6e-3)
+    assert state.counters().tree_share == 300 / 310
 
     state.device_tree_layers = 1  # the other layer reads every attended token
-    assert state.counters().kv_bytes_read == ((10 + 4) * LAYERS + 120 + 300) * TOKEN
+    assert state.counters().kv_bytes_read == (10 * LAYERS + 120 + 300) * TOKEN
     assert state.counters().kv_bytes_query_guided == content["kv_bytes_query_guided"]
+
+    state.count_failure(Decoded("mixed", 4, 100, verified=9), "kernel failed")
+    counted = state.counters()
+    assert (counted.decode_steps, counted.verified_tokens) == (4, 18)
+    assert counted.steps_host == {"small": 1, "kernel failed": 1}
+    assert counted.total("mixed") == Steps(3, 12, 300 * LAYERS * TOKEN)
 
 
 def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
@@ -187,7 +210,7 @@ def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
     memory[1:] = 20, 5, 0
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert content["decode_steps"] == 1
+    assert content["plans"] == 1
     assert content["kv_bytes_read"] == 5 * LAYERS * TOKEN
 
 
@@ -213,7 +236,7 @@ def test_readings_while_another_thread_counts(tmp_path):
 
     def count():
         for i in range(3000):
-            state.count_host(f"reason {i}", tokens=1)
+            host_step(state, f"reason {i}", tokens=1)
 
     thread = threading.Thread(target=count)
     thread.start()
@@ -232,25 +255,28 @@ def test_readings_while_another_thread_counts(tmp_path):
 
 def test_counters_come_back_from_json_and_subtract():
     state = make_state()
-    state.count_host("small", tokens=10)
-    state.plans, state.plan_seconds, state.verified_tokens = 1, 0.25, 5
+    host_step(state, "small", tokens=10)
+    state.count(Decoded("verification", 2, 8, verified=5))
     state.read_drafts = lambda: DraftCounts(2, 1)
     before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
     assert before == state.counters()
-    state.count_tree(tokens=6, loaded=4, tree_layers=LAYERS)
-    state.count_host("other", tokens=2)
-    state.plans, state.plan_seconds, state.verified_tokens = 3, 0.75, 12
-    state.short_extends = 2
+    tree_step(state, tokens=6, loaded=4)
+    host_step(state, "other", tokens=2)
+    state.count(Decoded("verification", 3, 8, verified=7))
     state.read_drafts = lambda: DraftCounts(5, 6)
+    token = LAYERS * TOKEN
     assert state.counters() - before == Counters(
-        decode_steps=2, steps_tree=1, plans=2, steps_host={"other": 1},
-        kv_bytes_read=(4 + 2) * LAYERS * TOKEN, kv_bytes_query_guided=(6 + 2) * LAYERS * TOKEN,
-        plan_seconds=0.5, verified_tokens=7, verified_drafts=3, accepted_tokens=5,
-        short_extends=2,
+        {
+            Content("decode", None): Steps(1, 1, 6 * token),
+            Content("decode", "other"): Steps(1, 1, 2 * token),
+            Content("verification", None): Steps(1, 3, 8 * token),
+        },
+        plans=1, kv_bytes_read=(4 + 2) * token, kv_bytes_query_guided=(6 + 2) * token,
+        verified_tokens=7, verified_drafts=3, accepted_tokens=5,
     )  # fmt: skip
 
 
-def test_device_counters_leave_out_what_is_held_and_forgotten():
+def test_counters_of_plans_leave_out_what_is_held():
     device = np.array([5, 50, 40, 9], dtype=np.int64)
     counters = DeviceCounters()
     counters.attach(device)
@@ -260,8 +286,4 @@ def test_device_counters_leave_out_what_is_held_and_forgotten():
     assert counters.read() == (2, 20, 10, 1)
     counters.go_on()
     device += [1, 2, 3, 4]
-    before = counters.read()
-    assert before == (3, 22, 13, 5)
-    device += 7
-    counters.forget(before)
-    assert counters.read() == before
+    assert counters.read() == (3, 22, 13, 5)

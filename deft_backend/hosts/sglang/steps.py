@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from deft_backend.hosts.sglang.latent import LatentSharing
 from deft_backend.hosts.sglang.step_inputs import DECODE, StepKind, Verification
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import DeviceCounts
+from deft_backend.telemetry import counters
+from deft_backend.telemetry.counters import Decoded
 from deft_backend.telemetry.shown_batch import Batch
 
 
@@ -67,16 +67,14 @@ class TreeSteps:
                 step = TreeStep(
                     forward_batch,
                     None,
-                    ran=partial(self._count_verified, kind, forward_batch),
-                    failed=partial(
-                        self._count_failed, layers.state.on_device.read(), forward_batch
-                    ),
+                    ran=partial(self._count, kind, forward_batch),
+                    failed=partial(self._count, kind, forward_batch, "kernel failed"),
                 )
                 if self._planned(step, kind):
                     self._show(forward_batch)
                     layers.begin(step)
                     return
-            self._count_host(reason or "planning failed", forward_batch)
+            self._count(kind, forward_batch, reason or "planning failed")
         layers.host.init_forward_metadata(forward_batch)
 
     def begin_capture(self, forward_batch: Any) -> None:
@@ -125,13 +123,13 @@ class TreeSteps:
             held = size in self._tree_graphs or size in self._table_readers
             self._replayed_tree = held and self._left is None
             if size not in self._tree_graphs:
-                self._count_host(self._refused(size) or "no graph", forward_batch)
+                self._count(kind, forward_batch, self._refused(size) or "no graph")
             elif self._left is not None:
-                self._count_host(self._left, forward_batch)
+                self._count(kind, forward_batch, self._left)
             else:
                 kind.load(forward_batch)
                 self._show(forward_batch)
-                self._count_verified(kind, forward_batch)
+                self._count(kind, forward_batch)
                 if not layers.host_in_graphs and self.sharing is None:
                     return
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
@@ -224,25 +222,17 @@ class TreeSteps:
                 self.layers.page_table, forward_batch.seq_lens, 1, forward_batch.req_pool_indices
             )
 
-    def _count_verified(self, kind: StepKind, forward_batch: Any) -> None:
-        """Count the query tokens of a verification, without those of padding."""
-        if kind is self.verification:
-            requests = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
-            self.layers.state.verified_tokens += requests * kind.query_tokens
-
-    def _count_host(self, reason: str, forward_batch: Any) -> None:
-        """Count a step of the host's kernel; the planner counts the steps of tree attention."""
+    def _count(self, kind: StepKind, forward_batch: Any, reason: str | None = None) -> None:
+        """Count a step; `reason`: why the host's kernel decoded it; None: tree attention did."""
         tokens, lens = forward_batch.seq_lens_sum, forward_batch.seq_lens_cpu
         if tokens is None:
             tokens = 0 if lens is None else lens.sum()
-        self.layers.state.count_host(reason, int(tokens))
-
-    def _count_failed(self, before: DeviceCounts, forward_batch: Any) -> None:
-        """A planned step's first layer failed: count the step as the host's, and not as planned."""
-        with suppress(RuntimeError):  # a broken device fails in the host's kernel as well
-            self._synchronize()  # the planner's kernels count some time after they are launched
-        self.layers.state.on_device.forget(before)
-        self._count_host("kernel failed", forward_batch)
+        requests = forward_batch.batch_size - getattr(forward_batch, "num_padding", 0)
+        decoded = Decoded(counters.DECODE, requests, int(tokens))
+        if kind is self.verification:
+            verified = requests * kind.query_tokens
+            decoded = decoded._replace(kind=counters.VERIFICATION, verified=verified)
+        self.layers.state.count(decoded, reason)
 
     def _count_steps(self) -> None:
         """Count from the first step on, without the plans of warm-up and capture."""

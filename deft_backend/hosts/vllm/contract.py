@@ -19,16 +19,17 @@ _SCHEDULED = "vllm.v1.core.sched.output"
 
 
 CONTRACT: tuple[Member, ...] = (
-    # Registration: hosts/vllm/plugin.py
+    # Registration: plugin.py
     Member(_REGISTRY, "register_backend", ("backend", "class_path"), use="called, for each name"),
     Member(_REGISTRY, "AttentionBackendEnum.CUSTOM", use="registered: our name in every version"),
     Member(_REGISTRY, "AttentionBackendEnum.register", versions=f">={OWN_NAME_SINCE}",
            use="looked for: new names are accepted"),
-    Member(_REGISTRY, "AttentionBackendEnum.CPU_ATTN", use="replaced on the CPU"),
+    Member(_REGISTRY, "AttentionBackendEnum.CPU_ATTN", use="looked for: the CPU's only backend"),
+    Member(_REGISTRY, "AttentionBackendEnum.is_overridden", use="called, on the CPU"),
     *every(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN FLASHINFER TRITON_ATTN FLEX_ATTENTION",
-           "surrounded, or observed"),
+           "surrounded"),
     *every(_REGISTRY, "AttentionBackendEnum", "TRITON_FLASH_ATTN TRITON_FLASHINFER",
-           "made of two others: surrounded, or observed", ">=0.30"),
+           "made of two others: surrounded", ">=0.30"),
     Member("vllm.platforms.interface", "Platform.is_cpu", use="called"),
     Member("vllm.platforms.interface", "Platform.get_attn_backend_cls",
            ("selected_backend", "attn_selector_config"), use="called, for the host's own choice"),
@@ -36,17 +37,14 @@ CONTRACT: tuple[Member, ...] = (
     Member("vllm.v1.attention.selector", "AttentionSelectorConfig",
            ("head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "use_non_causal"),
            use="made again from what the host asks with"),
-    # The backend: hosts/vllm/start/registered.py, step/backend.py, cpu.py
+    # The backend: registered.py, backend.py
     Member(_BACKEND, "AttentionBackend.validate_configuration",
            ("device_capability", "attn_type"), use="overridden: where the host's choice is made"),
     Member(_BACKEND, "AttentionBackend.full_cls_name", use="overridden: names the class"),
     *every(_BACKEND, "AttentionBackend", "get_impl_cls get_builder_cls", "called, and overridden"),
     *every(_BACKEND, "AttentionBackend", "get_name is_mla is_sparse is_ssm", "called"),
     Member(_BACKEND, "AttentionBackend.forward_includes_kv_cache_update", use="read"),
-    *every(_BACKEND, "AttentionBackend", "get_supported_kernel_block_sizes supports_sliding_window",
-           "overridden, on the CPU"),
-    Member(_BACKEND, "MultipleOf", ("base",), use="made, on the CPU"),
-    # The metadata builder: hosts/vllm/step/builder.py, observe.py
+    # The metadata builder: builder.py, content.py
     Member(_BACKEND, "AttentionMetadataBuilder",
            ("kv_cache_spec", "layer_names", "vllm_config", "device"), use="overridden"),
     Member(_BACKEND, "AttentionMetadataBuilder.build",
@@ -69,7 +67,7 @@ CONTRACT: tuple[Member, ...] = (
            "read: planned from, on the device"),
     *every(_BACKEND, "CommonAttentionMetadata", "query_start_loc_cpu seq_lens_cpu_upper_bound",
            "read: verified tokens, and bytes that the host's kernel reads"),
-    # The implementation: hosts/vllm/step/backend.py, layers.py, cpu.py
+    # The implementation: backend.py, layers.py
     Member(_BACKEND, "AttentionImpl",
            ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
             "kv_cache_dtype", "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"),
@@ -77,7 +75,7 @@ CONTRACT: tuple[Member, ...] = (
     Member(_BACKEND, "AttentionImpl.forward",
            ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
            use="overridden: where decode runs"),
-    # Multi-head latent attention: start/latent.py, step/backend.py
+    # Multi-head latent attention: latent.py, backend.py
     Member(_BACKEND, "MLAAttentionImpl",
            ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
             "v_head_dim", "kv_b_proj"), use="overridden: what a layer needs is read"),
@@ -96,8 +94,8 @@ CONTRACT: tuple[Member, ...] = (
            use="its module loads the operator that decodes"),
     Member("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update",
            ("layer", "key", "value", "kv_cache", "slot_mapping"),
-           use="the host's own; written anew on the CPU"),
-    # The cache: hosts/vllm/start/factory.py, versions.py
+           use="the host's own: it has written keys and values before the attention"),
+    # The cache: layers.py, factory.py, versions.py
     *every(_SPEC, "FullAttentionSpec",
            "block_size num_kv_heads head_size head_size_v dtype sliding_window "
            "attention_chunk_size non_causal", "read"),
@@ -108,18 +106,16 @@ CONTRACT: tuple[Member, ...] = (
     *every(_SPEC, "", "SlidingWindowSpec MambaSpec", "known by its class"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_shape",
            ("num_blocks", "block_size", "num_kv_heads", "head_size"), "<0.29",
-           use="called: whether a cache is the standard one; overridden, on the CPU"),
+           use="called: whether a cache is the standard one"),
     Member(_BACKEND, "AttentionBackend.get_kv_cache_stride_order",
            ("include_num_layers_dimension",), "<0.29",
-           use="called, for the warm-up; overridden, on the CPU"),
-    Member("vllm.v1.attention.backends.utils", "get_kv_cache_layout", versions="<0.29",
-           use="called, on the CPU"),
+           use="called, for the warm-up"),
     Member(_BACKEND, "AttentionBackend.customize_spec", ("spec",), ">=0.29",
            use="called: whether a cache is the standard one"),
     Member("vllm.config.cache", "CacheConfig.get_resolved_kv_cache_layout", versions=">=0.29",
            use="called, for the warm-up"),
     Member(_SPEC, "KVCacheLayout.stride_order", versions=">=0.29", use="read, for the warm-up"),
-    # The server's configuration: hosts/vllm/start and hosts/vllm/report
+    # The server's configuration: factory.py, server.py
     Member("vllm.config.vllm", "get_current_vllm_config_or_none", use="called"),
     *every("vllm.config.vllm", "VllmConfig",
            "attention_config cache_config compilation_config model_config parallel_config "
@@ -135,7 +131,6 @@ CONTRACT: tuple[Member, ...] = (
     *every(_SCHEDULED, "NewRequestData", "req_id block_ids", "read: what requests share"),
     *every(_SCHEDULED, "CachedRequestData",
            "req_ids resumed_req_ids num_computed_tokens new_block_ids", "read: the same"),
-    Member("vllm.config.cache", "CacheConfig.enable_prefix_caching", use="read, for short extends"),
     *every("vllm.config.scheduler", "SchedulerConfig", "async_scheduling max_num_seqs",
            "read: when results are known, and the largest batch"),
     Member(_COMPILATION, "CompilationConfig.static_forward_context", use="read: all layers"),
@@ -144,8 +139,6 @@ CONTRACT: tuple[Member, ...] = (
            use="called, for DEFT_VERIFY"),
     *every(_COMPILATION, "CUDAGraphMode", "FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY",
            "read, for DEFT_VERIFY"),
-    Member("vllm.config.model", "ModelConfig.get_num_attention_heads", ("parallel_config",),
-           use="called, for observed servers"),
     *every("vllm.config.model", "ModelConfig",
            "hf_text_config architecture rswa_window dtype max_model_len enable_sleep_mode "
            "enable_cumem_allocator", "read"),

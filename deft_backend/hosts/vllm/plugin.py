@@ -4,23 +4,18 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 
 from deft_backend.files.folders import state_directory
-from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm import versions
-from deft_backend.hosts.vllm.report.command_line import port_of, values_of
 from deft_backend.hosts.vllm.versions import OWN_NAME, PLACEHOLDER, VLLM
 from deft_backend.settings.config import Settings, SettingsError
 
 logger = logging.getLogger("deft_backend")
 
-MODULE = "deft_backend.hosts.vllm.start.registered"
+MODULE = "deft_backend.hosts.vllm.registered"
 """Where vLLM finds the classes registered here, when a layer needs them."""
-
-OBSERVED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_FLASH_ATTN",
-            "TRITON_FLASHINFER")  # fmt: skip
-"""Backends of the CUDA platform that ``DEFT_OBSERVE`` counts, where a version has them. The CPU
-platform has only one."""
 
 
 def register() -> None:
@@ -73,32 +68,24 @@ def _log_with_the_host() -> None:
 
 def _register() -> None:
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    on_cpu = bool(current_platform.is_cpu())
     versions.register(f"{MODULE}.Custom")
     reason = VLLM.refuse()
-    if reason is not None:
-        if observing():
-            logger.warning("deft: DEFT_OBSERVE counts nothing in this server: %s", reason)
-        # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
-        if on_cpu and asks_for_us(sys.argv):
-            logger.warning("deft: %s; all attention runs through the host's own backend", reason)
+    if reason is None:
+        _show_counters()
+    # On a GPU, the plugin's class logs this itself. The CPU platform never asks that class.
+    if not current_platform.is_cpu() or AttentionBackendEnum.CPU_ATTN.is_overridden():
         return
-    if on_cpu:
-        # The CPU platform always asks for this name. The class follows from the server's
-        # configuration, once that is known.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.CPU_ATTN")
-    elif observing():
-        for name in AttentionBackendEnum.__members__.keys() & OBSERVED:
-            register_backend(AttentionBackendEnum[name], f"{MODULE}.{name}")
-    _show_counters()
+    if asks_for_us(sys.argv):
+        reason = reason or "vLLM's CPU platform has one backend, with a KV cache of its own"
+        logger.warning("deft: %s; all attention runs through the host's own backend", reason)
 
 
 def _show_counters() -> None:
     """Let ``/metrics`` read the state files of its port, if this process is the API server.
 
-    A server without tree attention and without ``DEFT_OBSERVE`` has nothing to show.
+    A server without tree attention has nothing to show.
     """
     from deft_backend.telemetry.metrics import register_states
 
@@ -107,3 +94,41 @@ def _show_counters() -> None:
     except SettingsError:  # stops only servers that ask for our backend
         return
     register_states(state_directory(settings), port_of(sys.argv))
+
+
+# What only the server's command line shows. Engine and worker processes keep that of the server.
+
+DEFAULT_PORT = 8000
+
+
+def port_of(arguments: Sequence[str]) -> int:
+    """The server's port, which vLLM's configuration does not hold.
+
+    >>> port_of(["api_server", "--port", "8123"]), port_of(["serve", "M", "--port=81"]), port_of([])
+    (8123, 81, 8000)
+    """
+    ports = [int(text) for text in values_of(arguments, "--port") if text.isdigit()]
+    return ports[-1] if ports else DEFAULT_PORT
+
+
+def values_of(arguments: Sequence[str], name: str) -> list[str]:
+    """An option's values, the valid one last: of ``--config``'s file, then of the command line."""
+    values = _configured(arguments, name)
+    for word, following in pairwise([*arguments, ""]):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") == name:
+            values.append(value if equals else following)
+    return values
+
+
+def _configured(arguments: Sequence[str], name: str) -> list[str]:
+    """The option in the YAML file that the command line names, if there is one."""
+    import yaml  # vLLM itself reads the file with PyYAML
+
+    files = [word for before, word in pairwise(arguments) if before == "--config"]
+    try:
+        content = yaml.safe_load(Path(files[0]).read_text()) if files else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # the server does not start with such a file
+    key = name.removeprefix("--")
+    return [str(content[key])] if isinstance(content, dict) and key in content else []

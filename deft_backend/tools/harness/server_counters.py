@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from deft_backend.telemetry.counters import Counters
-from deft_backend.telemetry.metrics import FIGURES, HOST_STEPS, STEPS
+from deft_backend.telemetry.counters import DECODE, KINDS, Content, Counters, Steps
+from deft_backend.telemetry.metrics import CONTEXT, FIGURES, HOST_STEPS, ROWS, STEPS
 from deft_backend.telemetry.state_reader import (
     StateError,
     StateReading,
@@ -80,29 +80,34 @@ class ServerCounters:
 
 def counters_of_page(page: str) -> Counters | None:
     """The counters on a page of metrics: bytes of all ranks, steps of the first ones."""
-    total: dict[tuple[str, str], float] = defaultdict(float)
+    total: dict[tuple[str, str, str], float] = defaultdict(float)
     for name, labels, value in _SERIES.findall(page):
         values: dict[str, str] = dict(_LABEL.findall(labels))
         every = name.startswith("deft_kv_")  # each rank reads its own part of the KV cache
         if not every and any(values.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")):
             continue
-        kind = values.get("kernel", values.get("reason", ""))
-        total[name, kind] += float(value)
-    if (STEPS.series, "tree") not in total:
+        kernel = values.get("kernel", values.get("reason", ""))
+        total[name, values.get("kind", ""), kernel] += float(value)
+    if (STEPS.series, DECODE, "tree") not in total:
         return None
-    tree, host = total[STEPS.series, "tree"], total[STEPS.series, "host"]
     figures: dict[str, Any] = {
-        field: total[metric.series, ""]
-        if field.endswith("_seconds")
-        else int(total[metric.series, ""])
+        field: total[metric.series, "", ""] if field.endswith("_seconds")
+        else int(total[metric.series, "", ""])
         for field, metric in FIGURES.items()
-    }
-    return Counters(
-        decode_steps=int(tree + host),
-        steps_tree=int(tree),
-        steps_host={why: int(n) for (name, why), n in total.items() if name == HOST_STEPS.series},
-        **figures,
-    )
+    }  # fmt: skip
+    steps: dict[Content, Steps] = {}
+    for kind in KINDS:
+        tree, host = (
+            [int(total[metric.series, kind, kernel]) for metric in (STEPS, ROWS, CONTEXT)]
+            for kernel in ("tree", "host")
+        )
+        steps[Content(kind, None)] = Steps(*tree)
+        # The page has rows and bytes of all reasons together: the first one gets them.
+        for (name, of, reason), number in [*total.items()]:
+            if (name, of) == (HOST_STEPS.series, kind) and number:
+                steps[Content(kind, reason)] = Steps(int(number), *host[1:])
+                host = [0, 0, 0]
+    return Counters({content: of for content, of in steps.items() if of.steps}, **figures)
 
 
 def acceptance_length(url: str) -> float | None:

@@ -126,7 +126,7 @@ def test_small_large_and_other_batches_are_the_hosts(server):
         assert not server.steps.replayed_tree(None)
     server.step(server.batch("extend"))
     assert server.calls == ["metadata", "decode", "capture", "replay"] * 2 + ["metadata", "extend"]
-    assert server.state.steps_host == {
+    assert server.state.counters().steps_host == {
         "batch smaller than DEFT_MIN_BATCH=2": 2,
         "batch larger than the 4 requests that a plan holds": 2,
     }  # fmt: skip
@@ -154,7 +154,7 @@ def test_planning_that_fails_leaves_the_capture_to_the_host(server, monkeypatch,
         "now on; restart the server to use tree attention again."
     ]
     failures.clear()
-    assert server.state.steps_host == {"planning failed": 2}
+    assert server.state.counters().steps_host == {"planning failed": 2}
 
 
 def test_a_kernel_that_fails_leaves_the_capture_to_the_host(server, monkeypatch, failures):
@@ -167,7 +167,7 @@ def test_a_kernel_that_fails_leaves_the_capture_to_the_host(server, monkeypatch,
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay"]
     assert "a kernel failed" in failures.pop()
     # The graph holds the host's kernel. It may also hold the launches before the failure.
-    assert server.state.steps_host == {"kernel failed": 1}
+    assert server.state.counters().steps_host == {"kernel failed": 1}
     assert server.steps.replayed_tree(None)
 
 
@@ -221,10 +221,12 @@ def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, fa
     server.replay(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "replay"]
     assert server.steps.replayed_tree(None)  # an earlier graph of the size may still exist
-    assert server.state.steps_host == {"kernel failed": 2}  # the eager step and the replay
+    assert server.state.counters().steps_host == {
+        "kernel failed": 2
+    }  # the eager step and the replay
 
 
-def test_the_device_counts_steps_but_not_those_of_captures(server):
+def test_plans_are_counted_but_not_those_of_captures(server):
     def capture():
         server.backend.init_forward_metadata_out_graph(warm, in_capture=True)
         server.backend.init_forward_metadata_in_graph(warm)
@@ -234,7 +236,7 @@ def test_the_device_counts_steps_but_not_those_of_captures(server):
     for _ in range(3):
         server.backend.init_forward_metadata(server.batch())
     counters = server.state.counters()
-    assert counters.steps_tree == 3
+    assert counters.plans == 3
     tokens = counters.kv_bytes_query_guided // (2 * server.state.token_bytes)
     assert tokens == 3 * int(warm.seq_lens.sum())
     assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
@@ -242,7 +244,7 @@ def test_the_device_counts_steps_but_not_those_of_captures(server):
         capture()
     assert server.state.counters() == counters
     server.backend.init_forward_metadata(server.batch())
-    assert server.state.counters().steps_tree == 4
+    assert server.state.counters().plans == 4
     assert server.state.counters().kv_bytes_read * 3 == counters.kv_bytes_read * 4
 
 
@@ -510,7 +512,7 @@ def test_what_the_host_calls_of_itself_is_not_replaced(server):
     del type(server.own).init_forward_metadata
     server.backend.init_forward_metadata(server.batch(size=1))
     assert server.calls == ["replay", "in graph"]
-    assert sum(server.state.steps_host.values()) == 1
+    assert sum(server.state.counters().steps_host.values()) == 1
 
 
 def make_runner(columns):

@@ -161,7 +161,7 @@ def test_chains_of_drafts(verifying, graph):
     assert not {"extend", "decode"} & set(server.calls)
     if not graph:
         counters = server.state.counters()
-        assert (counters.steps_tree, server.state.verified_tokens) == (1, 2 * DRAFTED)
+        assert (counters.steps_tree, server.state.counters().verified_tokens) == (1, 2 * DRAFTED)
         assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
 
 
@@ -180,7 +180,7 @@ def test_chains_that_share_too_little_are_the_hosts(verifying):
     sharing.reason = "shares too little"
     verifying.backend.init_forward_metadata(verifying.batch())
     assert calls == ["metadata"]
-    assert verifying.state.steps_host == {"shares too little": 1}
+    assert verifying.state.counters().steps_host == {"shares too little": 1}
     assert steps.layers.step is None
 
 
@@ -202,8 +202,8 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
         assert steps.takes(verifying.batch()) == (reason is None)
         prepare(verifying.batch(), in_capture=False)
         assert steps.replayed_tree(None) == (reason is None)
-        assert verifying.state.verified_tokens == verified
-        assert verifying.state.steps_host == {"little": left}
+        assert verifying.state.counters().verified_tokens == verified
+        assert verifying.state.counters().steps_host == {"little": left}
     assert calls == ["capture", "replay", "replay", "replay"]
     assert not steps.takes(verifying.batch("decode"))
 

@@ -115,7 +115,7 @@ def test_an_eager_step(server, spec, parents):
     batch = server.batch(spec)
     check(server, batch, parents, server.step(batch))
     assert server.calls == []
-    assert server.state.verified_tokens == 2 * N
+    assert server.state.counters().verified_tokens == 2 * N
     assert server.state.counters().steps_tree == 1
     # The host's pair of backends for prefill and decode calls another method.
     q, k, v = query(2 * N)
@@ -166,7 +166,7 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
         server.steps.layers.step = captured
         check(server, real, parents, server.graph(static))
     assert server.calls == ["capture", *["in graph"] * 4]
-    assert server.state.verified_tokens == 3 * 2 * N
+    assert server.state.counters().verified_tokens == 3 * 2 * N
 
 
 def test_links_that_come_after_the_preparation_of_a_replay(server):
@@ -200,12 +200,12 @@ def test_verifications_of_another_form_are_the_hosts(server):
     for spec in (longer, fewer, NO_LINKS, None):
         server.step(server.batch(spec))
     assert server.calls == ["metadata", "extend"] * 4
-    assert server.state.steps_host == {
+    assert server.state.counters().steps_host == {
         f"verification of {N + 1} tokens, not {N}": 1,
         "no links between the draft tokens of each request": 2,
         f"verification of None tokens, not {N}": 1,
     }  # fmt: skip
-    assert server.state.verified_tokens == 0
+    assert server.state.counters().verified_tokens == 0
 
 
 def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeypatch, failures):
@@ -245,7 +245,7 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeyp
 
 def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     server.step(server.batch(None, kind="extend"))
-    assert not server.state.steps_host  # a prefill is no decode step
+    assert not server.state.counters().steps_host  # a prefill is no decode step
     batch = server.batch(CHAIN)
     out = server.step(batch, make_layer(sliding_window_size=8, layer_id=1), make_layer())
     check(server, batch, chain(2), out)

@@ -27,8 +27,7 @@ def new_server(
         return
     from vllm.v1.attention.backends import utils
 
-    from deft_backend.hosts.vllm.report import server
-    from deft_backend.hosts.vllm.start import factory, registered
+    from deft_backend.hosts.vllm import factory, registered, server
 
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
@@ -40,7 +39,6 @@ def new_server(
 
 @pytest.fixture(params=["auto", "deft-node"])
 def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A policy with the device planner, and one with the host planner."""
+    """Two policies whose plans differ."""
     monkeypatch.setenv("DEFT_POLICY", request.param)
-    monkeypatch.setenv("DEFT_PLANNER", "device" if request.param == "auto" else "host")
     return request.param

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from deft_backend.hosts.vllm.report import server
-from deft_backend.hosts.vllm.report.accepted import AcceptedDrafts
+from deft_backend.hosts.vllm import server
+from deft_backend.hosts.vllm.server import AcceptedDrafts
 from deft_patches.vllm import observe_steps
 from failure_lines import raising
 from sglang_fakes import make_state

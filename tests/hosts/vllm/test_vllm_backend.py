@@ -16,15 +16,15 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.latches import FailureLatch
-from deft_backend.hosts.vllm.step import group
-from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.step import attach, step_of
-from deft_backend.hosts.vllm.versions import backend_name
+from deft_backend.hosts.vllm import group
+from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.settings.config import SettingsError
+from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from failure_lines import raising
+from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import (
     DIM,
     HEADS,
@@ -49,15 +49,15 @@ DECODE = [40, 37, 33, 65, 5]
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Page tables of all plans in order, of either planner."""
+    """Page tables of all plans in order."""
     tables = []
-    plan = GroupAttention._plan
+    plan = TreeAttention.plan_batch
 
-    def recorded(self, step):
-        tables.append(step.page_table)
-        return plan(self, step)
+    def recorded(self, page_table, *args, **kwargs):
+        tables.append(page_table)
+        plan(self, page_table, *args, **kwargs)
 
-    monkeypatch.setattr(GroupAttention, "_plan", recorded)
+    monkeypatch.setattr(TreeAttention, "plan_batch", recorded)
     return tables
 
 
@@ -319,7 +319,7 @@ def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatc
     builder = tree_layers().builder(make_spec())
     metadata = builder.build(prefix, Batch(DECODE, shared=2).common(**changes))
     assert step_of(metadata) is None
-    assert state().steps_host == {reason: 1}
+    assert state().counters().steps_host == {reason: 1}
     assert state().counters().kv_bytes_read == state().counters().kv_bytes_query_guided > 0
 
 
@@ -343,30 +343,30 @@ def test_batches_beyond_the_settings(monkeypatch):
     assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
     assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
     assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
-    assert state().steps_host == {
+    assert state().counters().steps_host == {
         "batch larger than DEFT_MAX_BATCH=4": 1, "batch smaller than DEFT_MIN_BATCH=2": 1,
     }  # fmt: skip
 
 
 def test_counts_what_is_read(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
-    monkeypatch.setenv("DEFT_PLANNER", "host")
     step = Step(Batch([40, 37, 33], shared=2))  # 32 shared tokens, and 8 + 5 + 1 unshared ones
     step.run()
     token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
-    assert (state().counters().steps_tree, state().plans) == (1, 1)
+    assert (state().counters().steps_tree, state().counters().plans) == (1, 1)
     assert state().counters().kv_bytes_query_guided == 110 * token
     assert state().counters().kv_bytes_read == 46 * token
 
 
-def test_the_device_counts_its_own_steps():
+def test_plans_are_counted_with_what_they_load():
     step = Step(Batch([40, 37, 33], shared=2, padding=1), tree_layers(count=1))
     for _ in range(3):
         step.run()
         step.build()
     token = 2 * 2 * DIM * 4
-    assert (state().counters().steps_tree, state().plans) == (3, 0)  # no step on the host's kernel
-    assert state().counters().plans == 3
+    counters = state().counters()
+    assert counters.steps == {Content("decode", None): Steps(4, 4 * 3, 4 * 110 * token)}
+    assert counters.plans == 3  # the last step has not run yet
     assert state().counters().kv_bytes_query_guided == 3 * 110 * token
     assert 3 * 46 * token <= state().counters().kv_bytes_read <= 3 * 110 * token
     shown = forest_of(state().batch)
@@ -407,7 +407,7 @@ def test_kv_of_another_kind_makes_no_group(caplog):
             assert tree_layers().builder(spec).deft_group is None
         (line,) = [line for line in caplog.messages if reason in line]
         # `deft ab` looks for these words.
-        assert "; these layers run through torch's own attention (in place of CPU_ATTN)" in line
+        assert "; these layers run through CPU_ATTN alone" in line
 
 
 @pytest.mark.usefixtures("policy")
@@ -420,25 +420,66 @@ def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
     failures.clear()
     step.build()
     assert step.tree is None
-    assert (state().counters().steps_tree, state().steps_host) == (0, {"kernel failed": 2})
+    counters = state().counters()
+    assert (counters.steps_tree, counters.steps_host) == (0, {"kernel failed": 2})
 
 
-def test_a_plan_that_fails_leaves_its_step_to_the_host(policy, monkeypatch, failures):
-    """The host planner plans the next step again; a launch of the device planner is not tried."""
+def test_a_plan_that_fails_leaves_its_step_to_the_host(monkeypatch, failures):
+    """A launch that failed would fail in every step, so no later step tries it."""
     step = Step(Batch(DECODE, shared=2))
     with monkeypatch.context() as planted:
-        for name in ("plan", "plan_on_device"):
-            planted.setattr(TreeAttention, name, raising(ValueError("no room")))
+        planted.setattr(TreeAttention, "plan_batch", raising(ValueError("no room")))
         for _ in range(2):
             step.check()
             step.build()
     assert [line.count("no room") for line in failures] == [1]
     failures.clear()
     step.check()
-    again = policy == "deft-node"
-    assert (step.tree is not None) == again
-    assert state().counters().steps_host == {"planning failed": 2 if again else 3}
-    assert state().counters().steps_tree == int(again)
+    assert step.tree is None
+    assert state().counters().steps_host == {"planning failed": 3}
+    assert state().counters().steps_tree == 0
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
+    """A graph that was captured before still holds tree attention, so it decodes its steps.
+
+    A step of its size may also run outside of it.
+    """
+    step = Step(Batch(DECODE, shared=2))
+    batch = step.batch
+    captured = step.builder.build_for_cudagraph_capture(batch.common())
+    with monkeypatch.context() as capture:
+        capture.setattr(group, "_capturing", lambda tensor: True)
+        run(step.layers.impls[0], batch, step.cache, captured)
+    step.builder.deft_group.failure.close("kernel failed", "a kernel failed")
+    failures.clear()
+    before = state().counters()
+    step.build()
+    if replayed:  # the launches again, without Python of ours
+        step.builder.deft_group.attention.plan_batch(batch.table, batch.lens)
+    else:
+        step.check()
+    counted = state().counters() - before
+    assert counted.decode_steps == 1
+    assert counted.steps_tree == counted.plans == int(replayed)
+    assert counted.steps_host == ({} if replayed else {"kernel failed": 1})
+    other = Batch(DECODE[:3], shared=2)  # no graph of this size
+    assert step_of(step.builder.build(0, other.common())) is None
+
+
+def test_a_graph_in_whose_capture_a_kernel_failed_is_the_hosts(monkeypatch, failures):
+    step = Step(Batch(DECODE, shared=2))
+    captured = step.builder.build_for_cudagraph_capture(step.batch.common())
+    with monkeypatch.context() as capture:
+        capture.setattr(group, "_capturing", lambda tensor: True)
+        capture.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
+        run(step.layers.impls[0], step.batch, step.cache, captured)
+    failures.clear()
+    before = state().counters()
+    step.build()
+    assert step.tree is None
+    assert (state().counters() - before).steps_host == {"kernel failed": 1}
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-5])
@@ -584,11 +625,14 @@ def test_keys_and_values_go_to_their_slots():
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [({"alibi_slopes": [1.0]}, "alibi_slopes"),
-     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"), ({"attn_type": "encoder"}, "attn_type")],
-)  # fmt: skip
-def test_the_cpu_refuses_what_it_does_not_compute(arguments, word):
-    with pytest.raises(NotImplementedError, match=f"{word}.*without {backend_name()}"):
+    [
+        ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+        ({"attn_type": "encoder"}, "attn_type"),
+    ],
+)
+def test_the_tests_backend_refuses_what_it_does_not_compute(arguments, word):
+    with pytest.raises(NotImplementedError, match=word):
         tree_layers(arguments=arguments)
 
 
@@ -635,7 +679,6 @@ def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(monkeypatch, ca
         step.out[1] = -step.out[1]
 
     run_plan = tree_attention.run_plan
-    monkeypatch.setenv("DEFT_PLANNER", "device")
     monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
     assert tree_layers().builder(make_spec()).deft_group is not None
     monkeypatch.setattr(tree_attention, "run_plan", wrong)
@@ -656,7 +699,7 @@ def test_a_cache_of_eight_bits(kind, query_lens):
     batch = Batch(DECODE, shared=2, query_lens=query_lens)
     step = Step(batch, layers, dtype=torch.uint8)
     step.check_quantised(kind)
-    assert (state().counters().steps_tree, state().steps_host) == (1, {})
+    assert (state().counters().steps_tree, state().counters().steps_host) == (1, {})
     attach(step.metadata, None)
     step.cache, step.batch = cached(Batch(DECODE, shared=2, query_lens=query_lens))[::-1]
     step.check_quantised(kind)  # the host's own

@@ -13,14 +13,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.vllm.report.observe import observed_backend
-from deft_backend.hosts.vllm.start.division import LINEAR, divide_layers, unsupported_kind
-from deft_backend.hosts.vllm.start.factory import LayerGroup, build
-from deft_backend.hosts.vllm.start.layers import Layer
-from deft_backend.hosts.vllm.step.backend import tree_backend
-from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-from deft_backend.hosts.vllm.step.step import step_of
+from deft_backend.hosts.vllm.backend import tree_backend
+from deft_backend.hosts.vllm.factory import LayerGroup, build
+from deft_backend.hosts.vllm.layers import LINEAR, Layer, divide_layers, unsupported_kind
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.settings.config import Settings
+from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import (
     DIM,
     HEADS,
@@ -118,9 +116,9 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
     assert [group.takes(layers.impls[0].deft_layer) for layers in (full, chunked, window)] == [
         True, False, False
     ]  # fmt: skip
-    for layers, size, steps in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
+    for layers, size, plans in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
         close(run(layers.impls[0], batch, cache, metadata), expected(batch, cache, window=size))
-        assert state().counters().steps_tree == steps
+        assert state().counters().plans == plans
 
 
 def test_layers_of_two_shapes_have_plans_of_their_own():
@@ -146,7 +144,7 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted():
     spec = make_spec(num_kv_heads=2, head_size=64, dtype=torch.uint8)
     names = ["model.layers.1.attn", "model.layers.2.attn"]
     layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
-    group = build(layers, Settings(policy="deft-node", planner="host"))
+    group = build(layers, Settings(policy="deft-node"))
     assert (state().num_layers, state().dtype_bytes, group.tree_layers) == (2, 1, 2)
 
 
@@ -175,21 +173,3 @@ def test_sinks_that_the_hosts_implementation_hides_are_its_own():
     backend = type("Hides", (PlainCpuBackend,), {"get_impl_cls": staticmethod(lambda: Hiding)})
     layers = Layers(tree_backend(backend), make_config(), 1, {"sinks": torch.zeros(HEADS)})
     assert "attention sinks" in layers.impls[0].deft_layer.reason
-
-
-@pytest.mark.parametrize(("specs", "counted"), [((WINDOWED, make_spec()), 1), ((WINDOWED,), 2)])
-def test_an_observed_server_counts_full_layers(specs, counted):
-    """As a server of tree attention does, so that `deft ab` compares the same layers."""
-    config = make_config()
-    config.model_config.get_num_attention_heads = lambda place: HEADS
-    backend = observed_backend(PlainCpuBackend)
-    groups = [
-        Layers(backend, config, 2 // len(specs), {}, f"group{at}", spec)
-        for at, spec in enumerate(specs)
-    ]
-    builders = [group.builder(spec) for group, spec in zip(groups, specs, strict=True)]
-    for builder in builders:
-        builder.build(0, Batch(DECODE, shared=2).common())
-    found = state()
-    assert found.num_layers == counted
-    assert found.steps_host == {"observed": 1}

@@ -14,19 +14,17 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
-from deft_backend.hosts.vllm.report import server
-from deft_backend.hosts.vllm.start.latent import unsupported_graphs
-from deft_backend.hosts.vllm.step import extends
-from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.latent import UNEVEN, UNKNOWN, LatentSharing
-from deft_backend.hosts.vllm.step.step import attach, step_of
+from deft_backend.hosts.vllm import cached_prefixes, server
+from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
+from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
+from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import Batch, Layers, make_config, message, speculating, state
 
 HEADS, VALUE, ROPE, PAGE = 4, 64, 32, 16
@@ -201,7 +199,7 @@ def test_padding_requests_of_a_graph_of_chains():
     step = chains(Batch([40, 37, 33], shared=2, query_lens=[4, 4, 4, 0, 0], padding=2), rows=20)
     step.check()
     assert step.run()[12:].eq(0.0).all()
-    assert state().verified_tokens == 12
+    assert state().counters().verified_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -321,7 +319,6 @@ def test_backends_that_are_refused(host, asked, reason, monkeypatch):
         ({"sliding_window": 128}, {}, {}, "a sliding window"),
         ({"num_heads": 64}, {}, {}, "sharing would gain nothing"),
         ({}, {"DEFT_POLICY": "deft-node"}, {}, "DEFT_POLICY"),
-        ({}, {"DEFT_PLANNER": "host"}, {}, "DEFT_PLANNER"),
         ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
         ({}, {}, {"data_parallel_size": 2}, "MLA with data parallelism"),
         ({}, {}, {"enable_elastic_ep": True}, "MLA with data parallelism"),
@@ -587,9 +584,9 @@ def test_blocks_of_growing_requests_wait_for_the_next_decision(monkeypatch):
     batch = Batch(DECODE, shared=2)
     sharing, asked = shared_by(batch)
     arrays = []
-    blocks_of = extends._blocks_of
+    blocks_of = cached_prefixes._blocks_of
     monkeypatch.setattr(
-        extends, "_blocks_of", lambda groups: arrays.append(groups) or blocks_of(groups)
+        cached_prefixes, "_blocks_of", lambda groups: arrays.append(groups) or blocks_of(groups)
     )
 
     def said(tokens, new=(), resumed=(), finished=()):

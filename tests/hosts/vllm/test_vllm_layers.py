@@ -11,13 +11,12 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 from deft_backend.hosts.common import self_check
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
-from deft_backend.hosts.vllm.plugin import asks_for_us
-from deft_backend.hosts.vllm.report.command_line import port_of
-from deft_backend.hosts.vllm.report.observe import original_backend
-from deft_backend.hosts.vllm.report.server import data_rank
-from deft_backend.hosts.vllm.start.factory import _kinds, unsupported_server, unsupported_spec
-from deft_backend.hosts.vllm.start.layers import Layer, kv_views, layer_of
+from deft_backend.hosts.vllm.factory import _kinds, unsupported_server, unsupported_spec
+from deft_backend.hosts.vllm.layers import Layer, kv_views, layer_of
+from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
+from deft_backend.hosts.vllm.server import data_rank
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
+from vllm_cpu_backend import original_backend
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating, tree_layers
 
 
@@ -229,7 +228,6 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     Requests of a verification may have different numbers of tokens.
     """
     warmed_up = []
-    monkeypatch.setenv("DEFT_PLANNER", "device")
     monkeypatch.setattr(
         self_check, "warm_up_attention", lambda held, tensors, **named: warmed_up.append(tensors)
     )

@@ -18,23 +18,14 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+import vllm_cpu_backend
 from deft_backend.hosts.common.contract import Member
-from deft_backend.hosts.vllm import plugin, versions
-from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
-from deft_backend.hosts.vllm.start import registered
-from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
+from deft_backend.hosts.vllm import plugin, registered, versions
+from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.settings import version as distributions
+from vllm_cpu_backend import PlainCpuBackend, original_backend
 from vllm_fakes import (
-    DIM,
-    HEADS,
-    KV_HEADS,
-    Batch,
     forget_collectors,
-    make_config,
-    make_spec,
-    speculating,
-    state,
 )
 
 CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
@@ -45,8 +36,7 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 def untouched(monkeypatch):
     """The original registry, and no choice from the previous test."""
     monkeypatch.setattr(registered.Custom, "_chosen", None)
-    for name in ("DEFT_OBSERVE", "DEFT_UNTESTED_HOST"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("DEFT_UNTESTED_HOST", raising=False)
     yield
     forget_collectors()
     for member in AttentionBackendEnum:
@@ -244,14 +234,10 @@ def test_before_a_layer_is_configured_nothing_is_chosen():
     assert registered.Custom.get_name() == "CUSTOM"
 
 
-@pytest.mark.parametrize(
-    ("backend", "observe", "kind"),
-    [(None, "0", "host"), ("CUSTOM", "0", "tree"), ("CUSTOM", "1", "tree"),
-     ("DEFT", "0", "tree"), (None, "1", "observed"), (None, "maybe", "host")],
-)  # fmt: skip
-def test_the_cpu_platforms_backend(backend, observe, kind, monkeypatch):
+@pytest.mark.parametrize(("backend", "tree"), [(None, False), ("CUSTOM", True), ("DEFT", True)])
+def test_the_tests_backend_on_the_cpu(backend, tree, monkeypatch):
     """Servers that do not ask for the plugin get the host's own class."""
-    monkeypatch.setenv("DEFT_OBSERVE", observe)
+    vllm_cpu_backend.install()
     plugin.register()
     if backend == "DEFT" and versions.backend_name() != "DEFT":
         pytest.skip("this vLLM takes no new names")
@@ -259,13 +245,18 @@ def test_the_cpu_platforms_backend(backend, observe, kind, monkeypatch):
         backend = AttentionBackendEnum[backend]
     serves(backend, monkeypatch)
     found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(backend, CONFIG))
-    host = cpu_attn.CPUAttentionBackend
-    expected = {
-        "host": host,
-        "tree": tree_backend(PlainCpuBackend),
-        "observed": observed_backend(host),
-    }
-    assert found is expected[kind]
+    assert found is (tree_backend(PlainCpuBackend) if tree else cpu_attn.CPUAttentionBackend)
+
+
+@pytest.mark.parametrize("installed_ahead", [False, True])
+def test_a_server_on_the_cpu_is_the_hosts(installed_ahead, monkeypatch, caplog):
+    monkeypatch.setattr("sys.argv", ["api_server.py", "--attention-backend", "DEFT"])
+    if installed_ahead:
+        vllm_cpu_backend.install()
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.is_overridden() is installed_ahead
+    assert ("vLLM's CPU platform has one backend" in caplog.text) is not installed_ahead
 
 
 def test_every_name_is_the_plugin():
@@ -301,58 +292,19 @@ def test_a_spawned_process_reads_our_name_before_it_loads_plugins():
 
 
 def test_registering_imports_no_compiler():
+    """The plugin is loaded in every process of every server on the machine."""
     script = (
         "import sys; sys.argv = ['server', '--attention-backend', 'CUSTOM'];"
         "import vllm.v1.attention.backends.registry, vllm.platforms; "
         "before = set(sys.modules); "
         "from deft_backend.hosts.vllm.plugin import register; register(); "
         "print({name.split('.')[0] for name in set(sys.modules) - before}"
-        " & {'triton'})"
+        " & {'torch', 'triton'})"
     )
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert found.stdout.strip().splitlines()[-1] == "set()"
-
-
-def test_observing_counts_and_changes_nothing():
-    found = observed_backend(PlainCpuBackend)
-    assert found.get_impl_cls() is PlainCpuBackend.get_impl_cls()
-    config = make_config(speculative_config=speculating(4))
-    config.model_config.get_num_attention_heads = lambda place: HEADS
-    layers = dict.fromkeys("ab", SimpleNamespace(impl=object()))
-    config.compilation_config.static_forward_context = layers
-    builder, other = (
-        found.get_builder_cls()(make_spec(), [name], config, torch.device("cpu")) for name in "ab"
-    )
-    batch = Batch([5, 7], shared=0)
-    metadata = builder.build(0, batch.common())
-    assert type(metadata).__name__ == "PlainCpuMetadata"
-    assert metadata.seq_lens is batch.lens
-    builder.build_for_cudagraph_capture(batch.common())
-    other.build(0, batch.common())
-    counted = state()
-    assert counted.steps_host == {"observed": 1}
-    read = counted.counters().kv_bytes_read
-    assert read == 12 * 2 * (2 * KV_HEADS * DIM * 4)  # tokens, layers, bytes
-    drafts = Batch([40, 37], shared=2, query_lens=[5, 3])
-    builder.build(0, drafts.common())
-    assert counted.steps_host == {"observed": 2}
-    builder.build(0, drafts.common(is_prefilling=torch.tensor([True, False])))
-    builder.build(0, Batch([40, 37], shared=2, query_lens=[6, 3]).common())
-    assert counted.steps_host == {"observed": 2}
-
-
-@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "TRITON_FLASH_ATTN"])
-def test_a_gpus_backends_are_observed(name, monkeypatch):
-    if name not in AttentionBackendEnum.__members__:
-        pytest.skip("this vLLM has no such backend")
-    monkeypatch.setenv("DEFT_OBSERVE", "1")
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    plugin.register()
-    found = AttentionBackendEnum[name].get_class()
-    assert found is observed_backend(original_backend(name))
-    assert found.get_name() == name
 
 
 def test_this_vllm_is_one_that_the_adapter_knows():
@@ -384,17 +336,6 @@ def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
     left_alone("AttentionImpl.forward: no parameter 'tree'", monkeypatch, caplog)
 
 
-@pytest.mark.parametrize("asked", ["CUSTOM", "observe", None])
-def test_a_cpu_server_without_a_member_is_left_alone(asked, lacking, monkeypatch, caplog):
-    monkeypatch.setenv("DEFT_OBSERVE", "1" if asked == "observe" else "0")
-    serves(CUSTOM if asked == "CUSTOM" else None, monkeypatch)
-    with caplog.at_level(logging.WARNING, "deft_backend"):
-        plugin.register()
-        found = AttentionBackendEnum.CPU_ATTN.get_class()
-    assert found is cpu_attn.CPUAttentionBackend
-    assert ("no parameter 'tree'" in caplog.text) is (asked is not None)
-
-
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1"])
 def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplog):
     monkeypatch.setattr(distributions, "version", lambda name: version)
@@ -406,12 +347,7 @@ def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplo
     plugin.register()
     assert reason in caplog.text
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
-    caplog.clear()
-    monkeypatch.setenv("DEFT_OBSERVE", "1")
     monkeypatch.setattr("sys.argv", ["server"])
-    plugin.register()
-    assert "DEFT_OBSERVE counts nothing in this server" in caplog.text
-    monkeypatch.setenv("DEFT_OBSERVE", "0")
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
     monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
     plugin.register()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.vllm.report import server
-from deft_backend.hosts.vllm.start.division import drafts
-from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-from deft_backend.hosts.vllm.step.step import step_of
+from deft_backend.hosts.vllm import server
+from deft_backend.hosts.vllm.layers import drafts
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Counters
 from deft_patches.vllm import observe_steps
 from failure_lines import raising
+from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import (
     Batch,
     Cache,
@@ -46,7 +46,7 @@ def test_rows_of_one_length_and_of_several(query_lens):
     assert step.tree is not None
     assert step.tree.query_tokens == 5  # one number of tokens for all batches
     step.check()
-    assert state().verified_tokens == sum(query_lens)
+    assert state().counters().verified_tokens == sum(query_lens)
     assert state().counters().steps_tree == 1
 
 
@@ -85,8 +85,8 @@ def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
     step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     step.check()
-    assert (state().verified_tokens, state().counters().steps_tree) == (0, 0)
-    assert state().steps_host == {"kernel failed": 1}
+    assert (state().counters().verified_tokens, state().counters().steps_tree) == (0, 0)
+    assert state().counters().steps_host == {"kernel failed": 1}
     assert len(failures) == 1
     failures.clear()
 
@@ -105,14 +105,14 @@ def test_cascade_is_not_for_verification(monkeypatch):
 def test_the_same_metadata_serves_another_batch_of_a_graph():
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
     step = Step(Batch(LENS, shared=2, query_lens=[5] * 5), make_layers())
-    counted, batch = state().verified_tokens, step.batch
+    counted, batch = state().counters().verified_tokens, step.batch
     step.metadata = step.builder.build_for_cudagraph_capture(batch.common())
     other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
     batch.table[:, : other.table.shape[1]] = other.table
     batch.lens.copy_(other.lens)
     batch.starts.copy_(other.starts)
     close(step.run()[:15], reference(batch, step.cache)[:15])
-    assert state().verified_tokens == counted == 25  # a capture is no step
+    assert state().counters().verified_tokens == counted == 25  # a capture is no step
 
 
 def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
@@ -132,25 +132,32 @@ def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
     assert found[12:].eq(7.0).all()
 
 
-@pytest.mark.parametrize(
-    ("query_lens", "changes"),
-    [
-        ([5, 1, 6, 1, 5], {}),  # longer than any draft
-        ([5, 1, 5, 1, 5], {"is_prefilling": torch.tensor([False, True, False, False, False])}),
-        ([5, 1, 5, 1, 5], {"is_prefilling": None, "mm_req_doc_ranges": {1: [(0, 3)]}}),
-    ],
-)
-def test_batches_with_prompts_are_the_hosts(query_lens, changes):
-    batch = Batch(LENS, shared=0, query_lens=query_lens)
+@pytest.mark.parametrize("prefilling", [None, torch.tensor([False, False, True, False, False])])
+def test_documents_of_prompts_are_the_hosts(prefilling):
+    """Their tokens attend to later ones. Once the prompts are computed, they do not matter."""
+    batch = Batch(LENS, shared=0, query_lens=[5, 1, 5, 1, 5])
+    changes = {"is_prefilling": prefilling, "mm_req_doc_ranges": {1: [(0, 3)], 2: []}}
     step = Step(batch, make_layers(), batch.common(**changes))
     assert step.tree is None
     step.check()
-    assert state().verified_tokens == state().counters().decode_steps == 0
+    counters = state().counters()
+    assert counters.verified_tokens == counters.steps_tree == 0
+    assert counters.total("verification").steps == 1
+    decoding = batch.common(mm_req_doc_ranges={1: [(0, 3)]})
+    assert step_of(step.builder.build(0, decoding)) is not None
+
+
+def test_a_short_end_of_a_prompt_is_computed_like_a_draft():
+    batch = Batch(LENS, shared=2, query_lens=[5, 1, 5, 1, 5])
+    prefilling = torch.tensor([False, True, False, False, False])
+    step = Step(batch, make_layers(), batch.common(is_prefilling=prefilling))
+    assert step.tree is not None
+    step.check()
 
 
 def test_a_verification_outside_the_limits_is_counted_with_its_reason():
     assert Step(Batch([40], shared=0, query_lens=[5]), make_layers()).tree is None
-    assert state().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
+    assert state().counters().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
 
 
 def test_without_speculation_several_tokens_are_a_prompts():
@@ -172,9 +179,9 @@ def test_the_draft_models_layers_are_the_hosts(caplog):
     # A draft's first pass may get the metadata of the target's step.
     cache = Cache(batch.pages, 16)
     close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().counters().steps_tree == 0
+    assert state().counters().plans == 0
     close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().counters().steps_tree == 1
+    assert state().counters().plans == state().counters().steps_tree == 1
 
 
 def test_a_layer_that_the_host_marks_is_the_draft_models():

@@ -22,8 +22,9 @@ from sglang_fakes import make_state
 pytest.importorskip("matplotlib")
 
 
+from counted_steps import host_step
 from deft_backend.cli.ab_run import print_result
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import Content, Counters, Steps
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
@@ -296,21 +297,30 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path):
     page = "\n".join(
         f"deft_{name}_total{{{labels}}} {value}"
         for name, labels, value in (
-            ("decode_steps", 'kernel="tree",tp_rank="0"', 30), ("plans", 'tp_rank="0"', 3),
-            ("decode_steps", 'kernel="tree",tp_rank="1"', 30), ("plans", 'tp_rank="1"', 3),
-            ("decode_steps", 'kernel="host",tp_rank="0"', 5.0),
-            ("host_decode_steps", 'reason="a \\"b\\"",tp_rank="0"', 5),
+            ("decode_steps", 'kind="decode",kernel="tree",tp_rank="0"', 30),
+            ("decode_rows", 'kind="decode",kernel="tree",tp_rank="0"', 90),
+            ("decode_steps", 'kind="decode",kernel="tree",tp_rank="1"', 30),
+            ("decode_steps", 'kind="mixed",kernel="tree",tp_rank="0"', 2),
+            ("decode_steps", 'kind="mixed",kernel="host",tp_rank="0"', 5.0),
+            ("decode_context_bytes", 'kind="mixed",kernel="host",tp_rank="0"', 70),
+            ("host_decode_steps", 'kind="mixed",reason="a \\"b\\"",tp_rank="0"', 5),
+            ("plans", 'tp_rank="0"', 3), ("plans", 'tp_rank="1"', 3),
             ("kv_read_bytes", 'tp_rank="0"', 1e3), ("kv_read_bytes", 'tp_rank="1"', 1e3),
             ("kv_query_guided_bytes", 'tp_rank="0"', 4e3),
         )
     )  # fmt: skip
-    expected = Counters(35, 30, 3, {'a \\"b\\"': 5}, 2000, 4000, 0.0)
+    steps = {
+        Content("decode", None): Steps(30, 90),
+        Content("mixed", None): Steps(2),
+        Content("mixed", 'a \\"b\\"'): Steps(5, 0, 70),
+    }
+    expected = Counters(steps, 3, 2000, 4000, 0.0)
     assert counters_of_page(page) == expected
     assert counters_of_page("vllm:x 3") is None
     with serving(Fake(metrics=page)) as fake:
         assert ServerCounters(fake.url, tmp_path).read() == expected
     state = make_state()
-    state.count_host("x", 4)
+    host_step(state, "x", 4)
     StateWriter(state, tmp_path).look()
     assert ServerCounters("http://localhost:1", tmp_path).read() == state.counters()
     assert ServerCounters("http://example.invalid:1", tmp_path).state() is None
@@ -388,7 +398,8 @@ def test_the_interval_contains_the_change_and_grows_with_noise():
 
 
 def test_the_table_fits_a_terminal_and_the_page_compares_the_same_steps(tmp_path):
-    counters = Counters(10, 10, 3, {}, 33_440_000_000, 133_760_000_000, 0.0)
+    steps = {Content("decode", None): Steps(10)}
+    counters = Counters(steps, 3, 33_440_000_000, 133_760_000_000, 0.0)
     found = result((side(1.0646), side(1.2345, ttft=1.5, count=200)))
     workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
     found = replace(found, workloads=(workload,))
@@ -410,7 +421,8 @@ def test_no_word_of_a_table_is_broken_at_80_columns():
     """With the longest names and the slow steps of a CPU, each row is one line."""
     runs = side(0.9, ttft=71.2, count=320), side(5.7, ttft=98.7, count=320)
     found = result(runs, device="cpu")
-    counters = Counters(4096, 4096, 60, {}, 13_380_000_000 * 4096, 99_990_000_000 * 4096)
+    steps = {Content("decode", None): Steps(4096)}
+    counters = Counters(steps, 60, 13_380_000_000 * 4096, 99_990_000_000 * 4096)
     workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
     found = replace(found, workloads=(workload,), names=("host", "deft"))
     console = Console(file=StringIO(), width=80, color_system=None)
@@ -492,7 +504,7 @@ def test_servers_of_its_own_run_one_after_the_other(tmp_path, monkeypatch, count
             if counts:
                 state = make_state()
                 state.port, state.device = urlsplit(fake.url).port or 0, "cpu"
-                state.count_host("x", 4)
+                host_step(state, "x", 4)
                 StateWriter(state, self.state_folder).look()
             return self
 
@@ -610,7 +622,7 @@ class Counting(Fake):
     async def page(self, request):
         steps = len(self.bodies)
         self.metrics = "\n".join(
-            f'deft_decode_steps_total{{kernel="{kernel}",tp_rank="0"}} {count}'
+            f'deft_decode_steps_total{{kind="decode",kernel="{kernel}",tp_rank="0"}} {count}'
             for kernel, count in (("tree", steps), ("host", 0))
         )
         return await super().page(request)

@@ -9,6 +9,7 @@ import pytest
 
 from browser import CHROMIUM, DRIVER, MISSING, browser
 from commands import run
+from counted_steps import tree_step
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
@@ -40,7 +41,7 @@ class Served:
     def decode(self, names):
         forest = forest_of(names)
         self.state.forest, self.state.rids = forest, names
-        self.state.count_tree(forest.tokens_attended, forest.tokens_stored, 2)
+        tree_step(self.state, forest.tokens_attended, forest.tokens_stored)
         self.writer.look()
 
     def get(self, path, method="GET", **headers):

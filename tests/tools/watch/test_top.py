@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 
 from commands import run
+from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
-from deft_backend.telemetry.counters import Counters, DraftCounts, Place
+from deft_backend.telemetry.counters import Content, Counters, DraftCounts, Place, Steps
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import running_here, server_file
@@ -52,7 +53,7 @@ def decoding(folder, port=7, **fields):
     for name, value in fields.items():
         setattr(state, name, value)
     state.forest, state.rids = FOREST, ["a", "b", "c"]
-    state.count_tree(FOREST.tokens_attended, FOREST.tokens_stored, 2)
+    tree_step(state, FOREST.tokens_attended, FOREST.tokens_stored)
     writer = StateWriter(state, folder)
     writer.look()
     return state, writer
@@ -103,7 +104,7 @@ def test_servers_of_one_port_and_one_home_are_told_apart(tmp_path):
     """Two containers have a home in common: each server has its file, and each line its place."""
     _, own = decoding(tmp_path)
     state, other = decoding(tmp_path)
-    state.count_host("small", 10)
+    host_step(state, "small", 10)
     other.path = state_path(tmp_path, port=7, place=Place("another-node", 7))
     other.look()
     own.look()
@@ -157,18 +158,22 @@ def test_shared_prefixes_are_sorted_by_what_they_save():
     assert [prefix.saved for prefix in shared_prefixes(FOREST)] == [80, 20]
 
 
+def decoded(steps):
+    return Counters({Content("decode", None): Steps(steps)})
+
+
 def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     rate = Rate(5.0)
-    assert rate.add(0.0, 1, Counters(decode_steps=10)) is None
+    assert rate.add(0.0, 1, decoded(10)) is None
     for second in range(1, 21):
-        now = rate.add(float(second), 1, Counters(decode_steps=10 + second * second))
+        now = rate.add(float(second), 1, decoded(10 + second * second))
     assert now is not None
     assert now.counters.decode_steps == 20 * 20 - 15 * 15
     assert now.steps_a_second == (20 * 20 - 15 * 15) / 5
-    assert rate.add(21.0, 1, Counters(decode_steps=3)) is None
-    assert rate.add(22.0, 2, Counters(decode_steps=30)) is None
-    assert rate.add(200.0, 2, Counters(decode_steps=90)) is None  # minutes ago is not now
-    later = rate.add(201.0, 2, Counters(decode_steps=93))
+    assert rate.add(21.0, 1, decoded(3)) is None
+    assert rate.add(22.0, 2, decoded(30)) is None
+    assert rate.add(200.0, 2, decoded(90)) is None  # minutes ago is not now
+    later = rate.add(201.0, 2, decoded(93))
     assert later is not None
     assert (later.counters.decode_steps, later.seconds) == (3, 1.0)
 
@@ -182,7 +187,7 @@ def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
     follower.look(engine)
     process.kill()
     process.wait()
-    state.count_tree(FOREST.tokens_attended, FOREST.tokens_stored, 2)
+    tree_step(state, FOREST.tokens_attended, FOREST.tokens_stored)
     writer.look()
     content = json.loads(writer.path.read_text())
     writer.path.write_text(json.dumps({**content, "updated": time.time() - 88}))
@@ -197,7 +202,7 @@ def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
 def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(COMPILING, "seconds", 9.81)
     state, writer = decoding(tmp_path)
-    state.count_host("batch smaller than DEFT_MIN_BATCH=2", 10)
+    host_step(state, "batch smaller than DEFT_MIN_BATCH=2", 10)
     state.plans, state.plan_seconds = 1, 0.002
     writer.look()
     code, text = shown(tmp_path, "--once")
@@ -242,7 +247,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state, writer = decoding(tmp_path)
     state.forest = None
     state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
-    state.count_tree(7, 5, 1)
+    tree_step(state, 7, 5)
     writer.look()
     (engine,) = find_engines(tmp_path)
     batches = Follower(seconds=0.0)
@@ -252,7 +257,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     assert found is not None
     assert (found.batch_size, found.tokens_stored) == (2, 5)
     state.batch = "its layers differ"
-    state.count_tree(7, 5, 1)
+    tree_step(state, 7, 5)
     writer.look()
     (engine,) = find_engines(tmp_path)
     batches.look(engine)
@@ -263,7 +268,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
 
 def test_names_with_markup_are_shown_as_they_are(tmp_path):
     state, writer = decoding(tmp_path)
-    state.count_host("[red]odd[/red] reason", 10)
+    host_step(state, "[red]odd[/red] reason", 10)
     writer.look()
     (engine,) = find_engines(tmp_path)
     console = Console(width=80, record=True, file=io.StringIO())

@@ -10,7 +10,6 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import observing
 from deft_backend.hosts.vllm.versions import PLACEHOLDER, is_ours, refuse
 from deft_backend.settings.config import Settings
 
@@ -60,7 +59,6 @@ class Custom(AttentionBackend):  # type: ignore[misc]
         except ValueError as error:
             return [str(error)]
         host = resolve_obj_by_qualname(path)
-        host = getattr(host, "observed", host)  # tree attention counts its own steps
         cls._chosen, reason = _around(host)
         if reason is not None:
             log.warn(f"{host.get_name()} decodes without tree attention: {reason}")
@@ -117,7 +115,7 @@ def _around(host: Any) -> tuple[Any, str | None]:
     reason = refuse()
     if reason is not None:
         return host, reason
-    from deft_backend.hosts.vllm.step.backend import cannot_surround, tree_backend
+    from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 
     reason = cannot_surround(host)
     if reason is not None:
@@ -142,41 +140,7 @@ def _fallback(name: str) -> AttentionBackendEnum:
     return AttentionBackendEnum[name]
 
 
-def _cpu_backend() -> Any:
-    """The class of the CPU platform's only backend in this server."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
-    from deft_backend.hosts.vllm.step.backend import tree_backend
-
-    config = get_current_vllm_config_or_none()
-    host = original_backend("CPU_ATTN")
-    wanted = config is not None and is_ours(config.attention_config.backend)
-    reason = refuse() if wanted or observing() else None
-    if reason is not None:
-        log.warn(f"{host.get_name()} decodes without tree attention: {reason}")
-        return host
-    if wanted:
-        from deft_backend.hosts.vllm.step.cpu import PlainCpuBackend
-
-        return tree_backend(PlainCpuBackend)
-    return observed_backend(host) if observing() else host
-
-
 def __getattr__(name: str) -> Any:
-    if name == "CPU_ATTN":
-        return _cpu_backend()
     if name in _made:
         return _made[name]
-    if name in AttentionBackendEnum.__members__:
-        from deft_backend.hosts.vllm.plugin import OBSERVED
-        from deft_backend.hosts.vllm.report.observe import observed_backend, original_backend
-
-        if name in OBSERVED:
-            host = original_backend(name)
-            reason = refuse()
-            if reason is None:
-                return observed_backend(host)
-            log.warn(f"DEFT_OBSERVE counts nothing in this server: {reason}")
-            return host
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

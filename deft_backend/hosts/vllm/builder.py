@@ -6,12 +6,15 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from deft_backend.hosts.vllm.start.factory import LayerGroup, create_group, unsupported_server
-from deft_backend.hosts.vllm.step.extends import Extends
-from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.step import TreeStep, attach, is_attached, prefills, step_of
+from deft_backend.hosts.vllm.content import Content, content_of, prefills, sees_later_tokens
+from deft_backend.hosts.vllm.factory import LayerGroup, create_group, unsupported_server
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.step import TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
+
+DOCUMENTS = "tokens of documents that attend to later tokens"
 
 
 class TreeBuilder:
@@ -23,15 +26,14 @@ class TreeBuilder:
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
-    deft_extends: Extends | None
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any,
-                 device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.deft_group = create_group(
             LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
         )
-        self.deft_extends = None if self.deft_group is None else self.deft_group.short_extends
 
     def _host(self) -> Any:
         return cast(Any, super())
@@ -54,13 +56,12 @@ class TreeBuilder:
             return AttentionCGSupport.NEVER
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any,
-              **kwargs: Any) -> Any:  # fmt: skip
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """The host's metadata, with a step attached if tree attention decodes the batch."""
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step, reason = self._attach(metadata, common_prefix_len, common_attn_metadata)
-        if self.deft_group is not None and not self._capturing:
-            self.deft_group.count(step, reason, common_attn_metadata)
+        self._attach(metadata, common_prefix_len, common_attn_metadata)
         return metadata
 
     _capturing = False
@@ -79,15 +80,19 @@ class TreeBuilder:
         finally:
             self._capturing = False
 
-    def _attach(
-        self, metadata: Any, common_prefix_len: int, common: Any
-    ) -> tuple[TreeStep | None, str | None]:
-        """Attach the step of a batch, if it has one; the step, or why the host decodes it."""
-        step, reason = self._step(common_prefix_len, common)
+    def _attach(self, metadata: Any, common_prefix_len: int, common: Any) -> None:
+        """Attach the step of a batch, if it has one, and count its decode rows."""
+        step, group = None, self.deft_group
+        content = None if group is None else content_of(common, group.query_tokens)
+        if group is not None and content is not None:
+            reason = self._refuses(group, content, common_prefix_len, common)
+            if reason is None:
+                step = tree_step(group, content, common)
+            if not self._capturing:
+                group.count(step, content.decoded, reason)
         attach(metadata, step)
-        if self.deft_group is not None:
-            self.deft_group.current = step
-        return step, reason
+        if group is not None:
+            group.current = step
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         """Metadata of a draft model, which runs the host's implementation."""
@@ -99,16 +104,15 @@ class TreeBuilder:
         """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
         step, group = step_of(metadata), self.deft_group
-        if step is not None and step.group.extends:
-            group = None if self.deft_extends is None else self.deft_extends.group
         if step is not None:
-            held = group is not None and group.holds(step)
-            step = step.with_page_table(cast(GroupAttention, group), blk_table) if held else None
+            held = group is not None and group.refuses(*step.size) is None
+            step = step.with_page_table(group, blk_table) if group is not None and held else None
         attach(updated, step)
         return updated
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, *args: Any,
-                              **kwargs: Any) -> bool:  # fmt: skip
+    def use_cascade_attention(
+        self, common_prefix_len: int, query_lens: Any, *args: Any, **kwargs: Any
+    ) -> bool:
         """Whether the host uses its cascade: not if tree attention may compute the batch.
 
         The lengths do not tell verifications from short ends of prompts. The host computes these
@@ -117,42 +121,45 @@ class TreeBuilder:
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
         fits = group is not None and 1 <= longest <= group.query_tokens
-        if group is not None and fits and group.refuses(len(query_lens)) is None:
+        if group is not None and fits and group.refuses(len(query_lens), longest) is None:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
-    def _step(self, common_prefix_len: int, common: Any) -> tuple[TreeStep | None, str | None]:
-        """The step of a batch, or why the host decodes it; two None for its prefills."""
-        group = self.deft_group
-        batch, longest = int(common.num_reqs), int(common.max_query_len)
-        if group is None or longest < 1:
-            return None, None
-        several = longest > 1
-        if longest > group.query_tokens or (several and not self._capturing and prefills(common)):
-            extends = None if self._capturing or common_prefix_len else self.deft_extends
-            return None if extends is None else extends.step(common), None
-        if not several and common.num_actual_tokens != batch:
-            return None, None
-        reason = group.refuses(batch) or group.uneven(common)
+    def _refuses(
+        self, group: GroupAttention, content: Content, common_prefix_len: int, common: Any
+    ) -> str | None:
+        """Why the host's implementation decodes a batch, or None."""
+        if content.kind == MIXED:
+            return "a step with prefills"
+        if content.kind == DECODE and content.tokens != content.requests:
+            return "query tokens of no request"
+        query_tokens = 1 if content.kind == DECODE else group.query_tokens
+        reason = group.refuses(content.requests, query_tokens) or group.uneven(common)
         reason = reason or group.too_little(capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
-        # Within documents of a multimodal prompt (`mm_req_doc_ranges`), tokens attend to later
-        # tokens. Decode and verification come after the prompt, so they need no check for them.
         if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
             reason = "attention over another range of tokens"
-        if reason is not None:
-            return None, reason
-        step = TreeStep(
-            group, common.block_table_tensor[:batch], common.seq_lens[:batch], tokens=batch
-        )
-        if several:  # one number of query tokens for all batches: kernels are compiled for it
-            step.query_tokens = group.query_tokens
-            step.query_start = common.query_start_loc[: batch + 1]
-            step.tokens = int(common.num_actual_tokens)
-        return step, None
+        # A single token of a document has no later ones in the cache, and a draft follows its
+        # request's prompt.
+        if reason is None and content.kind == VERIFICATION and sees_later_tokens(common):
+            reason = DOCUMENTS if prefills(common) else None
+        return reason
+
+
+def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
+    """The step of a batch that tree attention decodes."""
+    requests = content.requests
+    step = TreeStep(
+        group, common.block_table_tensor[:requests], common.seq_lens[:requests], content.tokens
+    )
+    if content.kind == VERIFICATION:
+        # One number of query tokens for all batches: kernels are compiled for it.
+        step.query_tokens = group.query_tokens
+        step.query_start = common.query_start_loc[: requests + 1]
+    return step
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:

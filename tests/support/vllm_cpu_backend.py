@@ -1,27 +1,76 @@
-"""The host's backend on the CPU: vLLM's standard KV layout, with PyTorch's own attention.
+"""A backend of vLLM for servers on the CPU: the standard KV layout, with PyTorch's own attention.
 
 No other kernel can read the cache of vLLM's CPU_ATTN, which packs keys for vector instructions.
 With this backend a server on the CPU runs the same adapter and kernels as one on a GPU. It is exact
-and not fast.
+and not fast. :func:`install` is the entry point of a plugin of vLLM.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from deft_backend.hosts.vllm.start.layers import kv_views
-from deft_backend.hosts.vllm.versions import asked_name, backend_name, with_standard_cache
+from deft_backend.hosts.vllm.layers import kv_views
+from deft_backend.hosts.vllm.versions import is_ours, refuse
 from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+
+
+def install() -> None:
+    """Replace the CPU platform's only backend in servers that ask for tree attention."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.CPU_ATTN")
+
+
+def original_backend(name: str) -> Any:
+    """The host's own class for a name, even if another class is registered for it."""
+    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+
+
+def __getattr__(name: str) -> Any:
+    """The class that vLLM resolves; the server's configuration decides, once that is known."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    from deft_backend.hosts.vllm.backend import tree_backend
+
+    if name != "CPU_ATTN":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config = get_current_vllm_config_or_none()
+    if config is None or not is_ours(config.attention_config.backend) or refuse():
+        return original_backend(name)
+    return tree_backend(PlainCpuBackend)
+
+
+def with_standard_cache(backend: Any) -> Any:
+    """Give a backend the standard cache, in versions whose backends state its shape (to 0.28)."""
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        backend.get_kv_cache_shape = staticmethod(_standard_shape)
+        order = staticmethod(_standard_stride_order)
+        backend.get_kv_cache_stride_order = order
+    return backend
+
+
+def _standard_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+    cache_dtype_str: str = "auto",
+) -> tuple[int, ...]:  # fmt: skip
+    return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+def _standard_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    if include_num_layers_dimension:
+        raise NotImplementedError("layers lie one after the other in this backend's cache")
+    return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
 
 
 @with_standard_cache
 class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
     """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
-    described = "torch's own attention (in place of CPU_ATTN)"
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]
@@ -76,13 +125,9 @@ class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 def _refusal(reason: str) -> NotImplementedError:
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    name = backend_name() if config is None else asked_name(config)
     return NotImplementedError(
-        f"--attention-backend {name} runs on the CPU only for causal attention of decoder layers, "
-        f"with a KV cache in the model's dtype or in FP8; {reason}. Start the server without {name}"
+        "the tests' CPU backend computes causal attention of decoder layers, with a KV cache in "
+        f"the model's dtype or in FP8; {reason}"
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.vllm.report.accepted import AcceptedDrafts
-from deft_backend.hosts.vllm.report.command_line import port_of
-from deft_backend.hosts.vllm.start.division import attending_layers
-from deft_backend.hosts.vllm.start.layers import Layer
+from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.layers import Layer
+from deft_backend.hosts.vllm.plugin import port_of
 from deft_backend.hosts.vllm.versions import VLLM, asked_name
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import DraftCounts
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import page_of_files
 from deft_backend.telemetry.state import ServerState, report_counters
@@ -25,17 +25,60 @@ from deft_patches.vllm import observe_steps
 logger = logging.getLogger("deft_backend")
 
 
+class AcceptedDrafts:
+    """Counts verified drafts and their accepted tokens, whichever kernel verified them.
+
+    The scheduler's message for a step, in CPU memory, says how many tokens of each request are
+    computed. After a verification this number lacks the rejected draft tokens. The last draft of a
+    request has no later message and stays uncounted.
+
+    - `late`: steps whose result is unknown when the scheduler sends the next message: 1 with
+      asynchronous scheduling, else 0.
+    """
+
+    def __init__(self, late: int) -> None:
+        self._late = late
+        # By request: tokens computed if the target accepts all drafts; then the draft tokens of
+        # each step whose result is unknown, oldest first.
+        self._open: dict[str, list[int]] = {}
+        self._accepted = 0
+        self._counts = DraftCounts(0, 0)  # one object, because another thread reads it
+
+    def observe(self, message: Any) -> None:
+        """Observer of the scheduler's messages (``SchedulerOutput``)."""
+        for request in message.finished_req_ids:
+            self._open.pop(request, None)
+        cached = message.scheduled_cached_reqs
+        scheduled, drafted = message.num_scheduled_tokens, message.scheduled_spec_decode_tokens
+        drafts, resumed = self._counts.drafts, cached.resumed_req_ids
+        # Every step pays for this loop, so it looks up as little as it can.
+        every, late, accepted = self._open, self._late, self._accepted
+        for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            held = every.get(request)
+            if held is None or (resumed and request in resumed):
+                held = every[request] = [0]
+            else:
+                known = held.pop(1) if len(held) > late + 1 else 0
+                drafts += known > 0
+                accepted += known - (held[0] - computed)
+            held[0] = computed + scheduled[request]
+            held.append(len(drafted[request]) if request in drafted else 0)
+        self._accepted = accepted
+        # The scheduler may tell a rejection early: counts must not fall.
+        self._counts = DraftCounts(drafts, max(self._counts.accepted, self._accepted))
+
+    def read(self) -> DraftCounts:
+        """Counts since construction, for any thread."""
+        return self._counts
+
+
 class Counted(NamedTuple):
     """The layers whose steps the counters count."""
 
-    names: tuple[str, ...]  # of the group's layers
     shape: LayerShape
     dtype: torch.dtype  # of their KV cache
     device: torch.device
-    # Layers of the whole model with this shape and cache; 0 counts the layers with full attention,
-    # or all if there are none.
-    num_layers: int = 0
-    observed: str | None = None  # the host's backend that runs them; None: tree attention
+    num_layers: int  # layers of the whole model with this shape and cache
     values_apart: bool = True  # whether their cache holds values besides keys; not with MLA
 
 
@@ -49,10 +92,9 @@ class Server:
     config: Any  # the server's configuration; another object means another server
     # Tree attention of each attention group, by the properties it was made for.
     groups: dict[Hashable, Any] = field(default_factory=dict)
-    prefixes: Any = None  # CachedPrefixes: what the requests of a short extend share
+    prefixes: CachedPrefixes | None = None  # what its requests share
     state: ServerState | None = None  # Counters, once there is a group
     drafts: AcceptedDrafts | None = None  # Counts accepted draft tokens, if the server speculates
-    counting: tuple[str, ...] = ()  # layers of the group that counts the server's steps
     divided: str | None = None  # the last line about layers that vLLM's implementation decodes
 
     def log_division(self, division: Division[str, Layer]) -> None:
@@ -65,7 +107,6 @@ class Server:
     def count_in(self, counted: Counted, settings: Settings) -> ServerState:
         """The counters; the first group that asks for them counts the steps."""
         if self.state is None:
-            self.counting = counted.names
             state = _state_of(self.config, counted, settings)
             self.drafts = _count_drafts(state, self.config)
             if _tells_requests(self.config):
@@ -108,18 +149,16 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         rank = int(parallel_state.get_tensor_model_parallel_rank())
     except AssertionError:  # outside a server
         rank = 0
-    full = sum(1 for _ in attending_layers(vllm_config, full=True))
-    every = sum(1 for _ in attending_layers(vllm_config, full=False))
     return ServerState(
         port=port_of(sys.argv),
         rank=rank,
         host="vllm",
         host_version=VLLM.installed() or "unknown",
-        backend=counted.observed or asked_name(vllm_config),
-        policy="" if counted.observed else settings.policy,
+        backend=asked_name(vllm_config),
+        policy=settings.policy,
         device=counted.device.type,
         dtype=str(counted.dtype).removeprefix("torch."),
-        num_layers=counted.num_layers or full or every,
+        num_layers=counted.num_layers,
         num_query_heads=counted.shape.num_query_heads,
         num_kv_heads=counted.shape.num_kv_heads,
         head_dim=counted.shape.head_dim,

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from deft_backend.hosts.vllm.start.latent import unsupported_latent
-from deft_backend.hosts.vllm.start.layers import Layer, layer_of
-from deft_backend.hosts.vllm.step.builder import TreeBuilder
-from deft_backend.hosts.vllm.step.step import LayerCall, step_of
+from deft_backend.hosts.vllm.builder import TreeBuilder
+from deft_backend.hosts.vllm.latent import unsupported_latent
+from deft_backend.hosts.vllm.layers import Layer, layer_of
+from deft_backend.hosts.vllm.step import LayerCall, step_of
 from deft_backend.hosts.vllm.versions import has_standard_cache
 from deft_backend.settings.config import Settings
 
@@ -34,7 +34,7 @@ def tree_backend(host: Any) -> Any:
         "get_builder_cls": staticmethod(lambda: builder),
         "get_impl_cls": staticmethod(lambda: implementation),
         "__doc__": f"{host.get_name()}, with tree attention for its decode batches.",
-        "__module__": "deft_backend.hosts.vllm.start.registered",
+        "__module__": "deft_backend.hosts.vllm.registered",
     }
     return type(f"Tree{host.__name__}", (host,), members)
 
@@ -89,7 +89,7 @@ class TreeImplementation:
             return host()
         # Further arguments are scales of a fused output quantisation.
         if any(a is not None for a in (*args, *kwargs.values())):
-            step.group.leave("a fused output quantisation")
+            step.group.leave(step, "a fused output quantisation")
             return host()
         self.deft_layer = self.deft_layer.with_scales_of(layer)
         mine = self.deft_layer.scaled(float(self.scale))
@@ -122,7 +122,7 @@ class LatentImplementation(TreeImplementation):
         else:
             q_nope, q_rope = q[..., : mine.value_dim], q[..., mine.value_dim :]
         if len(q_nope) != step.tokens or self.need_to_return_lse_for_decode:
-            step.group.leave("a decode of other tokens than the step's, or with log-sum-exps")
+            step.group.leave(step, "a decode of other tokens than the step's, or with log-sum-exps")
             return host()
         output = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         call = LayerCall(

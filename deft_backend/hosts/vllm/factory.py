@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,27 +15,18 @@ from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import Unsupported, refuse_if
-from deft_backend.hosts.common.planner_choice import (
-    VLLM_ADAPTER,
-    capability_of,
-    planned_on_device,
-    selects_device_planner,
-    untried,
-)
+from deft_backend.hosts.common.planner_choice import capability_of, planned_on_device, untried
 from deft_backend.hosts.common.self_check import prepare_kernels
-from deft_backend.hosts.common.short_extends import ShortExtends
-from deft_backend.hosts.common.warm_up import (
-    Drafts,
-    LayerKind,
-    StepTensors,
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.latent import (
+    LatentGroup,
+    LatentSharing,
+    capture_both,
+    latent_attention,
 )
-from deft_backend.hosts.vllm.report.server import Counted, Server, server_of
-from deft_backend.hosts.vllm.start.division import divide_layers, drafts, query_tokens_of
-from deft_backend.hosts.vllm.start.latent import capture_both, latent_attention
-from deft_backend.hosts.vllm.start.layers import Layer, kv_views
-from deft_backend.hosts.vllm.step.extends import CachedPrefixes, Extends
-from deft_backend.hosts.vllm.step.group import GroupAttention
-from deft_backend.hosts.vllm.step.latent import LatentGroup, LatentSharing
+from deft_backend.hosts.vllm.layers import Layer, divide_layers, drafts, kv_views, query_tokens_of
+from deft_backend.hosts.vllm.server import Counted, server_of
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.vllm import observe_steps
@@ -75,19 +65,14 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
             reason = f"tree attention could not be set up ({error!r})"
             logger.debug("deft: set-up failed", exc_info=True)
         if reason:
-            log.warn(f"{reason}; these layers run through {described(layers.host)} alone")
+            log.warn(f"{reason}; these layers run through {layers.host.get_name()} alone")
     if layers.host.is_mla():
         latent = group if isinstance(group, LatentGroup) else None
         differ = capture_both(latent, layers.vllm_config, settings)
         if differ is not None and group is not None:
-            log.warn(f"{differ}; these layers run through {described(layers.host)} alone")
+            log.warn(f"{differ}; these layers run through {layers.host.get_name()} alone")
             return None
     return group
-
-
-def described(host: Any) -> str:
-    """The host's backend in messages: on the CPU, another one replaces vLLM's."""
-    return str(getattr(host, "described", None) or host.get_name())
 
 
 def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
@@ -115,81 +100,62 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     if key in server.groups:
         held: GroupAttention = server.groups[key]
         return held
-    on_device = selects_device_planner(settings, VLLM_ADAPTER, capability_of(device))
     largest = min(settings.max_batch, vllm_config.scheduler_config.max_num_seqs)
     alike = sum((of.shape, of.kv_dtype) == (shape, layer.kv_dtype) for of in division.tree.values())
-    if on_device:
+    if device.type == "cuda":
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
     dtype = vllm_config.model_config.dtype
 
-    def set_up() -> tuple[TreeAttention | LatentAttention, ShortExtends | None]:
+    def set_up() -> TreeAttention | LatentAttention:
         if layer.value_dim is not None:
             return latent_attention(
                 layer, vllm_config, device, settings, page_size=spec.block_size, max_batch=largest
-            ), None
+            )
         attention = TreeAttention(
-            num_query_heads=shape.num_query_heads, num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim, dtype=dtype, kv_dtype=layer.kv_dtype, device=device,
-            page_size=spec.block_size, max_batch=largest, query_tokens=query_tokens,
+            num_query_heads=shape.num_query_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            kv_dtype=layer.kv_dtype,
+            device=device,
+            page_size=spec.block_size,
+            max_batch=largest,
+            query_tokens=query_tokens,
             policy=settings.policy,
-        )  # fmt: skip
-        if on_device:
-            tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
-            prepare_kernels(attention, tensors, settings, on_device=True)
-        if not shares_prompts(vllm_config):
-            return attention, None
-        extends = ShortExtends.beside(attention, settings, alike)
-        if extends is not None and device.type == "cuda":
-            extends.warm_up(tensors)
-        return attention, extends
+        )
+        tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
+        prepare_kernels(attention, tensors, settings, on_device=True)
+        return attention
 
     sleeps = can_sleep(vllm_config)
-    attention, extends = outside_memory_pools(set_up, device) if sleeps else set_up()
+    attention = outside_memory_pools(set_up, device) if sleeps else set_up()
     counted = Counted(
-        tuple(layer_names), shape, layer.kv_dtype or dtype, device, alike,
-        values_apart=layer.value_dim is None,
-    )  # fmt: skip
+        shape, layer.kv_dtype or dtype, device, alike, values_apart=layer.value_dim is None
+    )
     made: Callable[..., GroupAttention] = GroupAttention
     if isinstance(attention, LatentAttention):
         if server.prefixes is not None:
             raise Unsupported("MLA in several KV cache groups is not supported")
-        sharing = LatentSharing(attention, settings, alike, vllm_config.cache_config.block_size)
+        sharing = LatentSharing(attention, alike, vllm_config.cache_config.block_size)
         made, server.prefixes = partial(LatentGroup, sharing=sharing), sharing
         observe_steps.install(sharing.observe)
     group = made(
-        attention, settings, server.count_in(counted, settings), tree_layers=alike,
+        attention,
+        settings,
+        server.count_in(counted, settings),
+        tree_layers=alike,
         counts=not server.groups,  # the first one
-        plans_on_device=on_device, shows_batch=not sleeps,
-    )  # fmt: skip
+        shows_batch=not sleeps,
+    )
     server.groups[key] = group
-    if extends is not None:
-        group.short_extends = Extends(
-            replace(group, attention=extends.attention, extends=True, shows_batch=False), extends,
-            _prefixes_of(server),
-        )  # fmt: skip
     logger.info(
         "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
         "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
         len(mine), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
-        described(host),
+        host.get_name(),
     )  # fmt: skip
     return group
-
-
-def shares_prompts(vllm_config: Any) -> bool:
-    """Whether new requests find the start of their prompt in the cache, and this worker is told."""
-    caching = bool(vllm_config.cache_config.enable_prefix_caching)
-    return caching and observe_steps.missing() is None
-
-
-def _prefixes_of(server: Server) -> CachedPrefixes:
-    """Tells what a step's requests share; one for all groups."""
-    if server.prefixes is None:
-        server.prefixes = CachedPrefixes()
-        observe_steps.install(server.prefixes.observe)
-    held: CachedPrefixes = server.prefixes
-    return held
 
 
 def unsupported_server(vllm_config: Any) -> str | None:

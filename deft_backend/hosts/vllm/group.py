@@ -1,0 +1,177 @@
+"""Tree attention of the layers that share a block table: vLLM's attention group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
+from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.vllm.layers import Layer, kv_views
+from deft_backend.hosts.vllm.step import LayerCall, TreeStep
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import Decoded
+from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.state import ServerState
+
+HIDDEN_BATCH = (
+    "a server that can sleep shows no batch: its page table may be unmapped while it is read"
+)
+"""The answer of a server that can sleep to `deft explain --server`."""
+
+
+@dataclass(eq=False)
+class GroupAttention:
+    """The :class:`TreeAttention` of one attention group, and the rules for its use.
+
+    On a GPU a step consists of launches only, so a captured graph can hold it.
+    """
+
+    attention: TreeAttention  # Sized for the group's layers and block size
+    settings: Settings
+    state: ServerState  # receives the counters
+    tree_layers: int  # layers of the whole model that go through tree attention
+    counts: bool  # whether this group counts the server's steps; exactly one group does
+    shows_batch: bool = True  # whether other threads may read the host's tensors between steps
+    current: TreeStep | None = None  # the step of the metadata that was made last
+    failure: FailureLatch = field(default_factory=FailureLatch)
+    unfit: str | None = None  # why layers that run through tree attention are the host's after all
+    _log: OnceLog = field(default_factory=OnceLog)
+    _attached: bool = False
+    # Requests and query tokens of the captured graphs that hold tree attention.
+    _captured: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        held = self.attention
+        self.shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
+        self.dtype, self.kv_dtype, self.page_size = held.dtype, held.kv_dtype, held.page_size
+        self.query_tokens = held.query_tokens
+
+    def takes(self, layer: Layer) -> bool:
+        """Whether a layer goes through tree attention, unless that has failed."""
+        if layer.reason is not None:
+            return False
+        return layer.shape == self.shape and (layer.kv_dtype or self.dtype) == self.kv_dtype
+
+    def refuses(self, requests: int, query_tokens: int) -> str | None:
+        """Why the host's implementation decodes a batch of this size, or None.
+
+        This must follow from the padded size alone: the host replays one graph for every batch
+        padded to a size. After a failure, graphs that were captured with tree attention stay in
+        use.
+        """
+        reason = self.failure.reason or self.unfit
+        if reason is not None and (requests, query_tokens) not in self._captured:
+            return reason
+        return refused(requests, self.settings, self.attention.max_batch)
+
+    def uneven(self, common: Any) -> str | None:
+        """Why the numbers of query tokens rule out tree attention; None if they do not."""
+        return None
+
+    def too_little(self, *, capturing: bool) -> str | None:
+        """Why a batch shares too little for tree attention; None if that does not matter."""
+        return None
+
+    def attend(self, step: TreeStep, call: LayerCall) -> bool:
+        """Compute a layer into its output; False if the host's implementation must."""
+        if not self.takes(call.layer):
+            return False
+        if self.failure.reason is not None:
+            return self._left(step)
+        if not step.ran or id(call.owner) in step.ran:
+            step.ran.clear()
+            if _capturing(step.seq_lens):
+                self._captured.add(step.size)
+            try:
+                self.attention.plan_batch(
+                    step.page_table, step.seq_lens, query_tokens=step.query_tokens
+                )
+            except Exception as error:
+                self.failure.planning_failed(error)
+                return self._left(step)
+        try:
+            rows = call.output[: step.tokens]
+            self._run(step, call, rows)
+            if self.settings.verify:
+                self._cross_check(rows, call.host)
+        except Exception as error:
+            self.failure.kernel_failed(error)
+            return self._left(step)
+        step.ran.add(id(call.owner))
+        return True
+
+    def _left(self, step: TreeStep) -> bool:
+        """The host's implementation computes this layer and the rest of the step."""
+        if _capturing(step.seq_lens):
+            self._captured.discard(step.size)
+        if step.counted is not None:
+            self.state.count_failure(step.counted, str(self.failure.reason or self.unfit))
+            step.counted = None
+        return False
+
+    def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
+        """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
+        layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache
+        k_scale: float | torch.Tensor = 1.0
+        v_scale: float | torch.Tensor = 1.0
+        if layer.scales is not None:
+            q_scale, k_scale, v_scale = layer.scales
+            if query.dtype != self.attention.dtype:  # some backends take queries of 8 bits
+                query, k_scale = query.to(self.attention.dtype), k_scale * q_scale
+            kv_cache = kv_cache.view(self.attention.kv_dtype)
+        # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
+        self.attention.run(
+            query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
+            query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
+            k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
+        )  # fmt: skip
+
+    def count(self, step: TreeStep | None, decoded: Decoded, reason: str | None) -> None:
+        """Count the decode rows of a batch, of which no graph is captured.
+
+        Graphs replay steps without Python, so this counts the steps of tree attention, too. A step
+        that fails is counted again, in :meth:`attend`.
+
+        - `reason`: why the host's implementation decodes them; None with a `step`.
+        """
+        if not self.counts:
+            return
+        if not self._attached:
+            # Earlier plans were for the warm-up and for captures.
+            self._attached = True
+            self.state.on_device.attach(self.attention.counters.numpy())
+            self.state.device_tree_layers = self.tree_layers
+        self.state.count(decoded, reason)
+        if step is None:
+            return
+        step.counted = decoded
+        batch = Batch(step.page_table, step.seq_lens, self.page_size)
+        self.state.batch = batch if self.shows_batch else HIDDEN_BATCH
+
+    def leave(self, step: TreeStep, reason: str) -> None:
+        """The host's implementation computes a layer of the step, and this group's later steps."""
+        self.unfit = reason
+        self._log.layers_left(reason)
+        self._left(step)
+
+    def _cross_check(self, out: torch.Tensor, host: Callable[[], object]) -> None:
+        """Compare `out` with the host's result; keep the host's result if they differ."""
+        if _capturing(out):  # the CPU can read nothing back
+            return
+        ours = out.clone()
+        host()
+        found = differ(ours, out, eight_bits=self.kv_dtype.itemsize == 1)
+        if found is None:
+            out.copy_(ours)
+        else:
+            self.failure.results_differ(*found)
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

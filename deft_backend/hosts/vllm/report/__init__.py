@@ -1,1 +1,0 @@
-"""What the adapter reports about its server: counters and accepted drafts."""

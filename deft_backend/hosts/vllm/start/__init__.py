@@ -1,1 +1,0 @@
-"""What happens once, when the server starts: classes, checks, and the group that is built."""

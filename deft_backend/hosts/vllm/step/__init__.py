@@ -1,1 +1,0 @@
-"""What happens in every step: metadata, plan, and each layer."""
