@@ -31,9 +31,20 @@ OUTSIDE = {
 """Pages with their Markdown in the root of the repository, and their place on the site."""
 
 API = (
-    "attention", "forest", "policies", "costs", "planner", "kernels", "shapes", "compile",
-    "hosts", "telemetry", "settings", "files", "tools",
-)  # fmt: skip
+    "attention",
+    "forest",
+    "policies",
+    "costs",
+    "planner",
+    "kernels",
+    "shapes",
+    "compile",
+    "hosts",
+    "telemetry",
+    "settings",
+    "files",
+    "tools",
+)
 """Folders of the package with a page of their own, the library's first."""
 
 ENTRY = {"attention": "tree_attention", "forest": "prefix_forest", "planner": "plan"}
