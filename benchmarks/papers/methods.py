@@ -45,8 +45,7 @@ class Tuned(Ours):
 
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
         # Not `plan_forest`, which gives chunks no more room than such a batch usually needs.
-        held = attention.capacity
-        target = attention.target.within(held.max_items, held.max_entries, held.max_segments)
+        target = attention.target.within(attention.capacity.limits)
         try:
             plan = plan_grouping(self._tuned.group(inputs.forest, target), inputs.forest, target)
             attention.use(plan, inputs.forest)
@@ -56,14 +55,12 @@ class Tuned(Ours):
 
 
 @dataclass(frozen=True)
-class FixedDivision:
+class FixedDivision(Policy):
     """Each node's KV in the same number of chunks: FlashForge's naive division (Figure 9)."""
 
     chunks: int
 
     name: ClassVar[str] = "fixed-division"
-    several_segments: ClassVar[bool] = False
-    rules: ClassVar[None] = None
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """As :meth:`deft_backend.policies.Policy.group`."""
@@ -71,12 +68,10 @@ class FixedDivision:
 
 
 @dataclass(frozen=True)
-class WholeContext:
+class WholeContext(Policy):
     """Each query alone with its whole context, undivided: the start of FlashForge's Figure 8."""
 
     name: ClassVar[str] = "whole-context"
-    several_segments: ClassVar[bool] = False
-    rules: ClassVar[None] = None
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """As :meth:`deft_backend.policies.Policy.group`."""

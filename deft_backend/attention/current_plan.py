@@ -19,7 +19,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
-from deft_backend.policies import Grouping, Policy, Target
+from deft_backend.policies import Grouping, Policy, Target, check_served
 from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
 
 
@@ -66,8 +66,10 @@ class PlanHolder:
 
         They only grow: plans; tokens of context in them, which decoding query by query reads;
         tokens that their items load; nanoseconds of planning. The device planner writes them some
-        time after each plan. On a GPU the first use makes the device planner, and raises
-        PolicyError if it cannot plan for this attention.
+        time after each plan. On a GPU the first use makes the device planner.
+
+        Raises PolicyError if no server can run the policy, or the device planner cannot plan for
+        this attention. So adapters ask for the counters at start.
         """
         return self._current.counters
 
@@ -128,7 +130,10 @@ class CurrentPlan:
     @property
     def counters(self) -> torch.Tensor:
         """The counts of both planners; see :attr:`PlanHolder.counters`."""
-        return self._counters if self._interpreted else self.device_planner.counters
+        if not self._interpreted:
+            return self.device_planner.counters
+        check_served(self.policy)
+        return self._counters
 
     @property
     def device_planner(self) -> DevicePlanner:
@@ -137,6 +142,7 @@ class CurrentPlan:
         Raises PolicyError if it cannot follow the policy, or cannot fill the capacity.
         """
         if self._device_planner is None:
+            check_served(self.policy)
             self._device_planner = DevicePlanner(
                 self.target, self.policy, self.arrays, self._device, self._page_size,
                 overlapped=self._overlapped, interpreted=self._interpreted,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 from deft_backend.policies import Policy, Target
+from deft_backend.policies.target import Limits
 
 WORKSPACE_LIMIT = 256 << 20  # most bytes of partial results in a plan's default capacity
 
@@ -45,6 +46,11 @@ class PlanCapacity:
             max_segments=items + 2 * max_batch,
         )
 
+    @property
+    def limits(self) -> Limits:
+        """What plans must not exceed."""
+        return Limits(self.max_items, self.max_entries, self.max_segments)
+
     def room(self, policy: Policy, batch: int, target: Target) -> PlanCapacity:
         """What a plan of `batch` queries may take of these arrays.
 
@@ -54,10 +60,7 @@ class PlanCapacity:
         if policy.rules is None or policy.rules.chunks != "fixed":
             return self
         most = PlanCapacity.for_batch(batch, max(target.tile_programs))
-        return PlanCapacity(
-            self.max_batch, min(self.max_items, most.max_items),
-            min(self.max_entries, most.max_entries), min(self.max_segments, most.max_segments),
-        )  # fmt: skip
+        return PlanCapacity(self.max_batch, *map(min, self.limits, most.limits))
 
 
 @dataclass(frozen=True, eq=False)

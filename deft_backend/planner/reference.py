@@ -16,6 +16,7 @@ from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import FlashDecoding, Grouping, Policy, Target
 from deft_backend.policies.errors import DoesNotFit
 from deft_backend.policies.grouping import concatenated_ranges
+from deft_backend.policies.target import Limits
 from deft_backend.shapes.kernel_limits import MAX_MERGED, MAX_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def plan_forest(
             f"a request holds {longest} tokens; the kernels read at most {MAX_TOKENS - 1}"
         )
     room = capacity.room(policy, forest.batch_size, target)
-    bounded = target.within(room.max_items, room.max_entries, room.max_segments)
+    bounded = target.within(room.limits)
     try:
         grouping = policy.group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
@@ -91,11 +92,9 @@ def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:
 
 
 def _overfull(plan: Plan, capacity: PlanCapacity) -> str | None:
-    for what, held, limit in (
-        ("work items", plan.num_items, capacity.max_items),
-        ("(item, query) pairs", len(plan.entry_query), capacity.max_entries),
-        ("KV ranges", len(plan.segment_request), capacity.max_segments),
-    ):
+    names = ("work items", "(item, query) pairs", "KV ranges")
+    taken = Limits(plan.num_items, len(plan.entry_query), len(plan.segment_request))
+    for what, held, limit in zip(names, taken, capacity.limits, strict=True):
         if held > limit:
             return f"the plan has {held} {what}; its arrays hold {limit}"
     return None

@@ -1,6 +1,7 @@
 """Policies: rules that group KV and queries. One module each, all selectable by name."""
 
 from deft_backend.policies.auto import Auto
+from deft_backend.policies.chunk_choice import CHUNK_RULES
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.deft_node import DeftNode
 from deft_backend.policies.deft_node_chunk import DeftNodeChunk
@@ -8,7 +9,7 @@ from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
-from deft_backend.policies.policy import Policy, PolicyError, Rules
+from deft_backend.policies.policy import EDGE_RULES, FLATTENED, Policy, PolicyError, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import POLICY_NAMES
 
@@ -48,6 +49,24 @@ def get_policy(name: str) -> Policy:
         ) from None
 
 
+_WITH_PARAMETERS: dict[str, type[Policy]] = {"greedy": FastTree, FLATTENED: DeftFlatten}
+"""Rules of edges that take the parameters of a policy."""
+
+
+def check_served(policy: Policy) -> None:
+    """Raise PolicyError, in one line, for a policy that no server can run."""
+    rules = policy.rules
+    if rules is None:
+        reason = "it has no rules for the device planner"
+    elif rules.edges not in EDGE_RULES or rules.chunks not in CHUNK_RULES:
+        reason = f"the device planner does not know its rules ({rules.edges}, {rules.chunks})"
+    elif not isinstance(policy, owner := _WITH_PARAMETERS.get(rules.edges, Policy)):
+        reason = f"the rule {rules.edges} needs a class derived from {owner.__name__}"
+    else:
+        return
+    raise PolicyError(f"no server runs policy {policy.name}: {reason}")
+
+
 __all__ = [
     "POLICIES",
     "POLICY_NAMES",
@@ -65,5 +84,6 @@ __all__ = [
     "Rules",
     "Segment",
     "Target",
+    "check_served",
     "get_policy",
 ]

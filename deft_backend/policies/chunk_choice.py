@@ -27,7 +27,7 @@ from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import BoolArray, Int64Array
 from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.scheduled_chunks import estimate, makespan
-from deft_backend.policies.target import Target
+from deft_backend.policies.target import Limits, Target
 
 NUM_CHUNKS = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
 """Candidates for the number of chunks of a tile shape's longest range."""
@@ -68,18 +68,6 @@ def machine_of(target: Target, batch: int) -> Machine:
     )
 
 
-class Limits(NamedTuple):
-    """Items and (item, query) pairs that chunks may add. Each tile shape may take half."""
-
-    items: int
-    entries: int
-
-
-def limits_of(target: Target, items: int, entries: int) -> Limits:
-    """The room that a target has left, if so many items and pairs exist."""
-    return Limits(target.max_items - items, target.max_entries - entries)
-
-
 def shapes_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
     """[R] tile shape of each range: the smallest tile that holds its queries, or the last."""
     shape: Int64Array = np.searchsorted(tile_queries[:-1], queries)
@@ -118,7 +106,8 @@ def choose_chunks(
     """[T] the cheapest chunk length of each tile shape, by a rule of :data:`CHUNK_RULES`.
 
     It is the most tokens of a chunk, or nanoseconds for the rule ``scheduled``. `chunk_tokens` is
-    the length of the rule ``fixed``; `queries` and `tokens` [R] are those of each range.
+    the length of the rule ``fixed``; `queries` and `tokens` [R] are those of each range. `limits`
+    are what chunks may add. Each tile shape may take half.
     """
     shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)

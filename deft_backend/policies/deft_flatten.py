@@ -11,14 +11,14 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.edges import Int64Array
 from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping, concatenated_ranges
-from deft_backend.policies.policy import FLATTENED, Rules
-from deft_backend.policies.target import Target
+from deft_backend.policies.policy import FLATTENED, Policy, Rules
+from deft_backend.policies.target import Limits, Target
 from deft_backend.settings.policy_names import DEFT_FLATTEN
 from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS
 
 
 @dataclass(frozen=True)
-class DeftFlatten:
+class DeftFlatten(Policy):
     """DeFT-Flatten (DeFT, Remark 3.1 and Algorithm 3): flattened tree KV splitting.
 
     - *Depth-first flatten*: nodes follow one another in depth-first order, which maximises the
@@ -56,20 +56,19 @@ class DeftFlatten:
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         chunk = self.chunk_tokens
-        room = (target.max_items, target.max_entries, target.max_segments)
         programs = target.tile_programs[-1]
         while True:
             most = _most(forest, chunk, target)
             many = _num_chunks(forest, chunk) > programs and chunk < self.longer * self.chunk_tokens
-            if not many and not any(map(gt, most, room)):
+            if not many and not any(map(gt, most, target.limits)):
                 return _flatten(forest, chunk)
             if 3 * chunk > MAX_ITEM_TOKENS:  # the last of chunks twice as long may be too long
-                check_limits(self.name, *most, target)
+                check_limits(self.name, most, target)
                 return _flatten(forest, chunk)
             chunk *= 2
 
 
-def _most(forest: PrefixForest, chunk: int, target: Target) -> tuple[int, int, int]:
+def _most(forest: PrefixForest, chunk: int, target: Target) -> Limits:
     """Bounds of the items, (item, query) pairs and KV ranges of chunks of `chunk` tokens.
 
     They are the device planner's (``planner/on_device/flatten.py``), which cannot count each
@@ -85,7 +84,7 @@ def _most(forest: PrefixForest, chunk: int, target: Target) -> tuple[int, int, i
     pairs, segments = int((slices * queries).sum()), int((slices * met).sum())
     again = segments // target.tile_segments[-1]
     items = max(2 * groups, pairs // held + groups + again)
-    return items, pairs + again * max(target.tile_queries[-1], 1), segments
+    return Limits(items, pairs + again * max(target.tile_queries[-1], 1), segments)
 
 
 def _flatten(forest: PrefixForest, chunk: int) -> Grouping:

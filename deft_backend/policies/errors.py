@@ -1,6 +1,6 @@
 """The errors that policies raise, and the limits that they keep."""
 
-from deft_backend.policies.target import Target
+from deft_backend.policies.target import Limits, Target
 
 
 class PolicyError(ValueError):
@@ -11,13 +11,10 @@ class DoesNotFit(PolicyError):
     """The policy makes more of this batch than the plan's arrays hold."""
 
 
-def check_limits(policy: str, items: int, entries: int, segments: int, target: Target) -> None:
+def check_limits(policy: str, needed: Limits, target: Target) -> None:
     """Raise DoesNotFit for more items, (item, query) pairs or KV ranges than `target` allows."""
-    for what, held, limit in (
-        ("items", items, target.max_items),
-        ("(item, query) pairs", entries, target.max_entries),
-        ("KV ranges", segments, target.max_segments),
-    ):
+    names = ("items", "(item, query) pairs", "KV ranges")
+    for what, held, limit in zip(names, needed, target.limits, strict=True):
         if held > limit:
             raise DoesNotFit(
                 f"{policy} makes {held} {what} of this batch and the plan holds {limit}; "

@@ -1,7 +1,7 @@
-"""The role of a policy, its two rules, and the error that policies raise."""
+"""The contract of a policy, and the policies that are two rules."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -9,54 +9,60 @@ from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import (
     choose_chunks,
     divided,
-    limits_of,
     machine_of,
     tiles_of,
 )
 from deft_backend.policies.edges import BoolArray, cut_ranges, grouped_ranges
 from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.target import Target
+from deft_backend.policies.target import Limits, Target
 
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
 
 
+EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
+"""The rules of edges that the device planner knows."""
+
+
 class Rules(NamedTuple):
     """A policy's two rules, by the names under which the device planner knows them."""
 
-    # Which edges are cut: ``none``, ``all``, ``greedy`` (FastTree) or ``measured`` (`auto`); or
-    # :data:`FLATTENED`.
-    edges: str
+    edges: str  # which edges are cut; one of :data:`EDGE_RULES`
     chunks: str  # one of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`
     chunk_tokens: int = 0  # tokens of a chunk, for the rule ``fixed``
 
 
-class Policy(Protocol):
-    """A rule that groups KV and queries. Policies hold parameters, never state."""
+class Policy(ABC):
+    """A rule that groups KV and queries. Policies hold parameters, never state.
 
-    @property
-    def name(self) -> str:
-        """The name by which users select the policy."""
+    The reference plans by :meth:`group`, the device planner by `rules`.
+    """
 
-    @property
-    def several_segments(self) -> bool:
-        """Whether some groups have several segments, so that their items need the masked tile."""
+    name: ClassVar[str]  # by which users select the policy
+    several_segments: ClassVar[bool] = False
+    """Whether some groups have several segments, so that their items need the masked tile."""
 
     @property
     def rules(self) -> Rules | None:
-        """What the device planner follows; None if only the host planner follows this policy."""
+        """What the device planner follows. None: only the reference follows this policy, so no
+        server runs it."""
+        return None
 
+    @abstractmethod
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """Group `forest`'s KV with the queries that attend to it.
 
         Every query attends to exactly its own tokens, each once. The segment that ends a query's
         context is open, so the plan stays right when the request grows. Empty leaves have an open
         segment of no tokens for the same reason.
+
+        Raises DoesNotFit if the groups would exceed the target's limits, and PolicyError if the
+        policy cannot work with this target.
         """
 
 
-class TwoRulePolicy(ABC):
+class TwoRulePolicy(Policy):
     """A policy that is two decisions: which edges of the forest are cut, and how long chunks are.
 
     An edge leads from a node to its child. If it is cut, the two are groups of their own, and the
@@ -66,9 +72,6 @@ class TwoRulePolicy(ABC):
     Then :mod:`~deft_backend.policies.chunk_choice` cuts the ranges of each tile shape into chunks.
     The device planner has the same two rules under the same names.
     """
-
-    name: ClassVar[str]
-    several_segments: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -87,11 +90,13 @@ class TwoRulePolicy(ABC):
         machine = machine_of(target, forest.batch_size)
         items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
         entries = int(ranges.queries.sum())
-        check_limits(self.name, items, entries, items, target)
+        check_limits(self.name, Limits(items, entries, segments=items), target)
         tokens = ranges.end - ranges.begin
-        limits = limits_of(target, items, entries)
+        spare = Limits(
+            target.max_items - items, target.max_entries - entries, target.max_segments - items
+        )
         chunks = choose_chunks(
-            rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, limits
+            rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, spare
         )
         num_chunks = divided(rules.chunks, ranges.queries, tokens, machine, chunks)
         unit = rules.chunk_tokens or target.block_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,14 @@ from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 
 TILE_BLOCKS = (16, 64, 64)
 """Tokens that the Hopper kernels of each tile shape read at a time, of a cache of 16 bits."""
+
+
+class Limits(NamedTuple):
+    """Most items, (item, query) pairs and KV ranges of a plan."""
+
+    items: int
+    entries: int
+    segments: int
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,19 @@ class Target:
         """Queries that each tile shape serves, ascending."""
         return tuple(height // self.query_vectors for height in self.tile_heights)
 
-    def within(self, max_items: int, max_entries: int, max_segments: int) -> Target:
+    @property
+    def limits(self) -> Limits:
+        """What the plan's arrays can hold."""
+        return Limits(self.max_items, self.max_entries, self.max_segments)
+
+    def within(self, limits: Limits) -> Target:
         """The same target with no more items, (item, query) pairs and KV ranges than given."""
         # Each plan calls this, and `dataclasses.replace` takes longer than choosing the ranges.
         found = object.__new__(type(self))
         found.__dict__.update(
             self.__dict__,
-            max_items=min(self.max_items, max_items),
-            max_entries=min(self.max_entries, max_entries),
-            max_segments=min(self.max_segments, max_segments),
+            max_items=min(self.max_items, limits.items),
+            max_entries=min(self.max_entries, limits.entries),
+            max_segments=min(self.max_segments, limits.segments),
         )
         return found

@@ -10,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend import TreeAttention
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.tile_costs import TileCosts
 from deft_backend.forest import build_forest
-from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping
+from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping, reference
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.plan import WORKSPACE_LIMIT
-from deft_backend.policies import POLICY_NAMES, GroupingBuilder, Segment, Target, get_policy
+from deft_backend.policies import (
+    POLICY_NAMES,
+    GroupingBuilder,
+    PolicyError,
+    Segment,
+    Target,
+    get_policy,
+)
+from deft_backend.policies.target import Limits
 from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
 from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
 
@@ -142,9 +152,9 @@ def test_a_target_within_limits_keeps_the_rest():
     target = replace(GQA, max_items=100, num_sms=7)
     assert target.tile_queries == (2, 16, 16)
     expected = replace(target, max_items=50, max_entries=1000, max_segments=60)
-    assert target.within(50, 1000, 60) == expected
-    assert target.within(200, 1 << 40, 1).max_items == 100
-    assert target.within(50, 1000, 60).cost_model is target.cost_model
+    assert target.within(Limits(50, 1000, 60)) == expected
+    assert target.within(Limits(200, 1 << 40, 1)).max_items == 100
+    assert target.within(Limits(50, 1000, 60)).cost_model is target.cost_model
     assert target.max_items == 100
 
 
@@ -217,6 +227,32 @@ def test_limits_are_named():
         plan_grouping(builder.build(), forest, GQA)
     with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile"):
         plan_grouping(builder.build(), forest, Target(256, 1, 64))
+
+
+def test_what_does_not_fit_is_read_request_by_request(caplog, monkeypatch):
+    """The log gives the reason once a policy."""
+    monkeypatch.setattr(reference, "_said", set())
+    forest = regular_forest([1, 8, 8], [100, 50, 20])
+    capacity = PlanCapacity(max_batch=64, max_items=70, max_entries=140, max_segments=140)
+    for _ in range(2):
+        plan, grouping = plan_forest(forest, get_policy("deft-node"), GQA, capacity)
+        assert (np.bincount(grouping.queries) == 1).all()
+        assert plan.loaded_tokens(forest.seq_lens) == forest.tokens_attended
+    assert [record.getMessage() for record in caplog.records] == [
+        "deft: policy deft-node cannot plan this batch (deft-node makes 76 items of this batch and "
+        "the plan holds 70; raise the plan's capacity or choose flash-decoding). In such batches "
+        "each request reads its whole context; DEFT_POLICY names another policy"
+    ]
+
+
+def test_a_bad_cost_table_is_an_error_and_no_batch_that_does_not_fit():
+    model = default_cost_model()
+    three = replace(model, tiles=TileCosts((1.0,) * 3, (1.0,) * 3, 1.0, 1.0))
+    forest = regular_forest([1, 3], [100, 10])
+    with pytest.raises(PolicyError, match="the cost table holds 3 tile shapes; expected 2"):
+        plan_forest(
+            forest, get_policy("auto"), replace(GQA, cost_model=three), PlanCapacity.for_batch(3)
+        )
 
 
 def test_the_targets_defaults_are_the_kernels_tiles():

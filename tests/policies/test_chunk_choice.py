@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
 from deft_backend.policies.chunk_choice import (
     NUM_CHUNKS,
-    Limits,
     Machine,
     choose_chunks,
     chunk_of,
 )
 from deft_backend.policies.measured_chunks import ROUNDING, Cut, ShapeCosts, cut_cost, cut_into
+from deft_backend.policies.target import Limits
 
 TILES = (2, 16)
 """Queries of the small and the large tile."""
@@ -123,7 +123,7 @@ def test_the_cheapest_candidate_is_chosen(found, costs):
     )  # fmt: skip
     chosen = choose_chunks(
         "measured", 0, np.array([q for q, _ in found], dtype=np.int64),
-        np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
+        np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28, 1 << 28),
     )  # fmt: skip
     for shape in {int(q > TILES[0]) for q, _ in found}:
         priced = [host_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]

@@ -16,7 +16,6 @@ from deft_backend.forest import build_forest
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import (
-    Limits,
     choose_chunks,
     machine_of,
     tiles_of,
@@ -24,6 +23,7 @@ from deft_backend.policies.chunk_choice import (
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.makespan import kv_bytes
 from deft_backend.policies.measured_chunks import EXPOSED
+from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -54,7 +54,7 @@ def chunks_of(queries, tokens, target, costs, transfer_ns):
     machine = machine_of(with_costs(target, costs), 1 << 20)._replace(transfer_ns=transfer_ns)
     found = choose_chunks(
         "measured", 0, np.array(queries, dtype=np.int64),
-        np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28),
+        np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28, 1 << 28),
     ).tolist()  # fmt: skip
     return found
 
