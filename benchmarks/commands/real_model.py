@@ -64,7 +64,7 @@ def real_model(
     from deft_backend.files.folders import cache_directory
     from deft_backend.files.provenance import provenance
     from deft_backend.settings.policy_names import POLICY_NAMES
-    from deft_backend.shapes.dtype_names import SHORT_DTYPES
+    from deft_backend.shapes import SHORT_DTYPES
 
     options = host_arguments(host_args)
     if options and host is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.fuzz.plan_settings import PAGE_SIZES
 from deft_backend.settings.policy_names import POLICY_NAMES
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import QueryBlocks
 
 DEVICE = "device"
 """In place of a policy's name: the device planner plans, which follows ``auto``."""

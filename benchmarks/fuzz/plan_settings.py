@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from deft_backend.policies import Target
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import QueryBlocks
 
 HEADS = ((32, 8), (8, 2), (16, 1), (28, 4), (32, 32), (12, 1))
 PAGE_SIZES = (1, 16, 64, 5)

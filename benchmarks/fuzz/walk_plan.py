@@ -20,7 +20,7 @@ from deft_backend.planner.encoding import (
     SPAN_SHIFT,
 )
 from deft_backend.policies import Target
-from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.shapes import MAX_MERGED
 
 FAULTS = (
     "",

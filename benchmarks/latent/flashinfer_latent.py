@@ -12,7 +12,7 @@ from benchmarks.kernel.methods.flashinfer_package import (
     float_workspace,
 )
 from benchmarks.latent.latent_case import SCALE, LatentInputs
-from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
+from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 
 _BACKEND = "fa3"  # the wrapper's choice on Hopper
 

@@ -8,8 +8,9 @@ from importlib import import_module
 
 import torch
 
-from deft_backend.kernels.latent.kernel_batch import KernelBatch, LatentCall, LatentKernel
-from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
+from deft_backend.kernels.latent import LatentCall, LatentKernel
+from deft_backend.kernels.latent_kernels import KernelBatch
+from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 
 SCALE = 192**-0.5
 

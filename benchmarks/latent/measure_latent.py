@@ -11,7 +11,7 @@ import torch
 from benchmarks.latent.latent_case import SCALE, LatentCase, LatentInputs, hosts_kernel
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.shapes.latent_shape import gains_nothing
+from deft_backend.shapes import gains_nothing
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 
 TREES = (

@@ -4,8 +4,7 @@ from deft_backend.attention.latent_attention import LatentAttention
 from deft_backend.attention.step_checks import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu
-from deft_backend.kernels.latent.kernel_batch import LatentCall, LatentKernel
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.kernels.latent import LatentCall, LatentKernel, plain_latent_attention
 from deft_backend.planner import PlanError
 
 __all__ = [

@@ -20,7 +20,7 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
 from deft_backend.policies import Grouping, Policy, Target, check_served
-from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
 
 @dataclass(frozen=True, eq=False)

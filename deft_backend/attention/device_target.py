@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from deft_backend.costs.device_tables import cost_model_on
+from deft_backend.costs.table_lookup import cost_model_on
 from deft_backend.kernels import Gpu, KernelConfiguration, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
-from deft_backend.shapes.attention_shape import AttentionShape
-from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
-from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, TILE_SEGMENTS, AttentionShape, QueryBlocks
 
 
 class QueryShape(NamedTuple):

@@ -18,14 +18,12 @@ from deft_backend.costs.latent_costs import (
 )
 from deft_backend.forest import PrefixForest, forest_of_blocks
 from deft_backend.kernels import Gpu
-from deft_backend.kernels.latent.kernel_batch import LatentKernel
-from deft_backend.kernels.latent.launches import LatentLaunches, LatentStep
+from deft_backend.kernels.latent import LatentKernel, LatentLaunches, LatentStep
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
 from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import Auto, Policy, Target, get_policy
 from deft_backend.settings.policy_names import FLASH_DECODING
-from deft_backend.shapes.latent_shape import LatentShape, gains_nothing
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import LatentShape, QueryBlocks, gains_nothing
 
 LEVELS = 3  # levels of shared nodes for which a call has room, if every request is below each
 
@@ -45,7 +43,7 @@ class LatentAttention(PlanHolder):
     - `num_query_heads`: query heads of this rank.
     - `dtype`: of queries, KV cache and output.
     - `kernel`: the host's; on the CPU
-      :func:`~deft_backend.kernels.latent.plain_kernel.plain_latent_attention`.
+      :func:`~deft_backend.kernels.latent.plain_latent_attention`.
     - `page_size`: tokens of a page.
     - `max_batch`: most requests of a batch.
     - `query_tokens`: of each request: 1 in decode, more in the verification of a chain of drafts.
@@ -64,7 +62,7 @@ class LatentAttention(PlanHolder):
     >>> import torch
     >>> from deft_backend import forest_from_page_tables
     >>> from deft_backend.attention import LatentAttention
-    >>> from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+    >>> from deft_backend.kernels.latent import plain_latent_attention
     >>> page_table = torch.tensor([[0, 1, 2, 3, 0], [0, 1, 2, 4, 5]], dtype=torch.int32)
     >>> seq_lens = torch.tensor([4, 5], dtype=torch.int32)
     >>> attention = LatentAttention(num_query_heads=4, dtype=torch.float32, device="cpu",

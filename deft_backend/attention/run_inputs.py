@@ -5,7 +5,7 @@ import torch
 from deft_backend.attention.current_plan import PlannedBatch
 from deft_backend.attention.step_checks import AttentionError
 from deft_backend.kernels import Partials, Step
-from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes import AttentionShape
 
 
 def allocate_workspace(

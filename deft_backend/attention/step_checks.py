@@ -7,8 +7,7 @@ import math
 import torch
 
 from deft_backend.kernels import EXPONENT_BITS, Gpu, Step, unsupported
-from deft_backend.shapes.attention_shape import AttentionShape
-from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
+from deft_backend.shapes import MAX_QUERY_TOKENS, AttentionShape
 
 _INTEGERS = (torch.int32, torch.int64)
 

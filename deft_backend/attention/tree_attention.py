@@ -22,8 +22,7 @@ from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Target, get_policy
 from deft_backend.policies.makespan import partial_result_bytes
-from deft_backend.shapes.attention_shape import AttentionShape
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import AttentionShape, QueryBlocks
 
 
 class TreeAttention(PlanHolder):

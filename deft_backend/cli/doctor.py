@@ -32,7 +32,7 @@ from deft_backend.cli.shapes import (
     this_device,
 )
 from deft_backend.settings.config import SettingsError
-from deft_backend.shapes.dtype_names import SHORT_DTYPES
+from deft_backend.shapes import SHORT_DTYPES
 
 CANNOT_WORK = 1
 

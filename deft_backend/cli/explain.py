@@ -14,7 +14,7 @@ from deft_backend.cli.errors import checked_settings, fail, reported
 from deft_backend.cli.shapes import parse_heads
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.policy_names import POLICY_NAMES
-from deft_backend.shapes.dtype_names import DTYPE_BYTES, SHORT_DTYPES
+from deft_backend.shapes import DTYPE_BYTES, SHORT_DTYPES
 
 if TYPE_CHECKING:
     from deft_backend.forest import PrefixForest

@@ -12,14 +12,14 @@ from typer import Option
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel, chosen_model
 from deft_backend.files.private_files import parsed
-from deft_backend.shapes.dtype_names import SHORT_DTYPES
+from deft_backend.shapes import SHORT_DTYPES
 from deft_backend.tools.servers.model_files import ModelFilesError
 
 if TYPE_CHECKING:
     import torch
 
-    from deft_backend.costs.table_key import TableKey
     from deft_backend.costs.table_lookup import TableInUse
+    from deft_backend.costs.tables import TableKey
 
 _T = TypeVar("_T")
 
@@ -177,9 +177,8 @@ def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse
     """The cost table in use for a shape on :func:`this_device`; raises SettingsError."""
     import torch
 
-    from deft_backend.costs.device_tables import table_key
-    from deft_backend.costs.gpu_facts import gpu_facts
-    from deft_backend.costs.table_lookup import table_in_use
+    from deft_backend.costs.table_lookup import table_in_use, table_key
+    from deft_backend.costs.tables import gpu_facts
     from deft_backend.files.folders import tables_directory
 
     device = this_device()

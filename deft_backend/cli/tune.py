@@ -15,13 +15,12 @@ from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, ShapeModelOption, chosen_shape, table_of
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
-from deft_backend.shapes.kernel_limits import TILE_NAMES
+from deft_backend.shapes import EIGHT_BIT_CACHES, TILE_NAMES
 
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
-    from deft_backend.costs.table_key import TableKey
     from deft_backend.costs.table_lookup import TableInUse
+    from deft_backend.costs.tables import TableKey
     from deft_backend.tools.tuning.search import SearchResult
 
 

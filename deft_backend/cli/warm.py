@@ -28,8 +28,7 @@ from deft_backend.cli.shapes import (
 )
 from deft_backend.files.folders import create_private, kernels_directory
 from deft_backend.settings.policy_names import AUTO
-from deft_backend.shapes.dtype_names import SHORT_DTYPES
-from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
+from deft_backend.shapes import ROPE_DIM, SHORT_DTYPES, VALUE_DIM
 
 if TYPE_CHECKING:
     from deft_backend.hosts.common.described_latent import DescribedLatentServer
@@ -150,7 +149,7 @@ def _described(
 
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.hosts.common.warm_up import LayerKind
-    from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+    from deft_backend.shapes import EIGHT_BIT_CACHES
 
     eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
     # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
@@ -170,7 +169,7 @@ def _described(
 def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
     """What the server verifies; refuses arguments that the host does not accept."""
     from deft_backend.hosts.common.described_server import drafts_of
-    from deft_backend.shapes.kernel_limits import MAX_QUERY_TOKENS
+    from deft_backend.shapes import MAX_QUERY_TOKENS
 
     if tokens is None:
         if not trees:

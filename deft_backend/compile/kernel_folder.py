@@ -21,7 +21,6 @@ from typing import Any
 import triton
 from triton.runtime.cache import get_cache_manager
 
-from deft_backend.compile.source_digest import digest_of
 from deft_backend.files.folders import create_private
 from deft_backend.files.json_fields import FieldError, mapping, shown, text, within
 from deft_backend.files.private_files import read_private, read_private_json, write_private
@@ -56,7 +55,7 @@ class Origin:
         """The origin of kernels compiled here for `gpu`."""
         return cls(
             package=VERSION,
-            sources=digest_of(["kernels", "shapes", "planner", "policies"])[:16],
+            sources=digest_of(["kernels", "shapes.py", "planner", "policies"])[:16],
             torch=installed_version("torch") or "unknown",
             triton=triton.__version__,
             gpu=gpu,
@@ -185,3 +184,21 @@ def _files_of(kernels: Mapping[str, Any], key: str) -> dict[str, str]:
     if sum(name.endswith(".json") for name in files) != 1:
         raise FieldError(f"{key} holds {shown(list(files))}; expected one file of JSON")
     return files
+
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def digest_of(places: Iterable[str]) -> str:
+    """Digest of Python sources: their paths in the package and their texts.
+
+    - `places`: Files and folders of the package, relative to it; a folder stands for all its
+      modules.
+    """
+    digest = hashlib.sha256()
+    for place in places:
+        root = PACKAGE / place
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            name = path.relative_to(PACKAGE).as_posix()
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -94,9 +94,11 @@ def recorded() -> Iterator[dict[Variant, None]]:
     variants: dict[Variant, None] = {}
 
     def record(
-        kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any],
+        kernel: Any,
+        arguments: Sequence[Any],
+        constants: Mapping[str, Any],
         options: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         parameters = [p for p in kernel.params if p.name not in constants]
         seen = tuple(
             _kind(value, fixed=parameter.do_not_specialize)
@@ -305,5 +307,6 @@ def reported_late(kernel: Any) -> Iterator[None]:
     if False in hits:
         logger.info(
             "deft: compiled the kernel %s at its first launch, in %.1f s",
-            kernel.fn.__name__, time.perf_counter() - began,
-        )  # fmt: skip
+            kernel.fn.__name__,
+            time.perf_counter() - began,
+        )

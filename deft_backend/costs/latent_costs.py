@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deft_backend.costs.cost_model import CostModel, default_cost_model
-from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.costs.cost_model import CostModel, TileCosts, default_cost_model
 
 TOKEN_NS = 0.19  # a tile reads and computes one KV token
 

@@ -10,11 +10,21 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
+from deft_backend.compile.kernel_folder import digest_of
 from deft_backend.costs.cost_model import CostModel, CostModelError
-from deft_backend.costs.gpu_facts import GpuFacts
-from deft_backend.costs.shipped_tables import nearest_table, shipped_for
-from deft_backend.costs.table_key import TableKey, read_key
+from deft_backend.costs.tables import (
+    GpuFacts,
+    TableKey,
+    gpu_facts,
+    nearest_table,
+    read_key,
+    shipped_for,
+)
+from deft_backend.files.folders import tables_directory
 from deft_backend.files.private_files import write_private
+from deft_backend.settings.version import VERSION, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -95,3 +105,45 @@ def save_table(model: CostModel, key: TableKey, path: Path) -> None:
 @lru_cache(maxsize=256)
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
+
+
+def table_key(
+    device: torch.device,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_size: int = 1,
+) -> TableKey:
+    """Key of the cost table for an attention on `device`, with the installed versions."""
+    return TableKey(
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        package=VERSION,
+        kernels=kernels_digest(),
+        torch=torch.__version__,
+        triton=installed_version("triton") or "unknown",
+        query_heads=num_query_heads,
+        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        page_size=page_size,
+    )
+
+
+def cost_model_on(
+    device: torch.device,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    page_size: int = 1,
+) -> CostModel:
+    """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
+    key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
+    return cost_model_for(key, tables_directory(), gpu_facts(device))
+
+
+@lru_cache(maxsize=1)
+def kernels_digest() -> str:
+    """Digest of the sources that decide an item's time: the kernels and their limits."""
+    return digest_of(["kernels", "shapes.py", "planner/encoding.py"])[:16]

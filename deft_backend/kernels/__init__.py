@@ -1,7 +1,7 @@
 """Kernels: stage 1 (partial attention) and stage 2 (reduction) in Triton."""
 
 from deft_backend.kernels.arguments import Partials
-from deft_backend.kernels.both_stages import run_plan
+from deft_backend.kernels.both_stages import Step, run_plan
 from deft_backend.kernels.configurations import (
     DTYPES,
     EXPONENT_BITS,
@@ -11,7 +11,6 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
-from deft_backend.kernels.step import Step
 
 __all__ = [
     "DTYPES",

@@ -33,7 +33,7 @@ class Partials(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a :class:`~deft_backend.kernels.step.Step`."""
+    """The tensors of a :class:`~deft_backend.kernels.both_stages.Step`."""
 
     q: Pointer
     k: Pointer

@@ -1,15 +1,94 @@
-"""Both stages, launched over a plan on the device."""
+"""Both stages: a step's tensors, from the host's call to the launches over a plan."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from deft_backend.kernels.arguments import Partials, Strides
+from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
 from deft_backend.kernels.configurations import EXPONENT_BITS, KernelConfiguration
 from deft_backend.kernels.launches import Kind, launches_of
-from deft_backend.kernels.step import Step
 from deft_backend.planner import DevicePlan, Plan
-from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, QueryBlocks
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(slots=True)
+class Step:
+    """The tensors of a planned batch's attention in one layer, on the attention's device."""
+
+    # [T, Hq, D]: query tokens and where the attention goes; the last dimension is contiguous.
+    q: torch.Tensor
+    # [pages, page_size, Hkv, D]: the KV cache; the last dimension is contiguous.
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    page_table: torch.Tensor  # [rows, P] int: page ids
+    seq_lens: torch.Tensor  # [B] int: current tokens of each request
+    # [B] or: row of the page table of each request, or of each KV range of the plan.
+    table_rows: torch.Tensor
+    # [B + 1] int32: index in `q` of each request's first query token; None: all requests have
+    # equally many.
+    query_start: torch.Tensor | None
+    # [B, query tokens, words] int64: bits of a token tree; None: the query tokens are a chain.
+    ancestors: torch.Tensor | None
+    sinks: torch.Tensor | None  # [Hq] float: the sink of each query head
+    # What a stored key and a stored value are multiplied with. 1.0 unless the cache has 8 bits.
+    k_scale: float | torch.Tensor
+    v_scale: float | torch.Tensor
+    # Scale of the scores, and their soft cap; a cap of 0 is none.
+    sm_scale: float
+    logit_cap: float
+
+    @property
+    def device_scales(self) -> bool:
+        """Whether the device holds the scales of a cache of 8 bits."""
+        return isinstance(self.k_scale, torch.Tensor)
+
+    def tensors(self, partial: Partials) -> Tensors:
+        """What the kernels take.
+
+        A launch passes an address for each field. For a tensor that the step lacks, and that the
+        kernels therefore do not read, it passes the address of `partial.lse`.
+        """
+        lse = partial.lse
+        on_device = self.device_scales
+        return Tensors(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.out,
+            partial,
+            self.page_table,
+            self.table_rows,
+            self.seq_lens,
+            lse if self.query_start is None else self.query_start,
+            lse if self.ancestors is None else self.ancestors,
+            lse if self.sinks is None else self.sinks,
+            self.k_scale if on_device else lse,
+            self.v_scale if on_device else lse,
+        )
+
+    def strides(self) -> Strides:
+        """Strides in elements, of the tensors whose strides can differ between batches."""
+        q_batch, q_head, _ = self.q.stride()
+        out_batch, out_head, _ = self.out.stride()
+        batch, token = (0, 0) if self.ancestors is None else self.ancestors.stride()[:2]
+        return Strides(
+            q_batch, q_head, out_batch, out_head, self.page_table.stride(0), batch, token
+        )
+
+    def scaling(self) -> Scaling:
+        """The scales that the CPU knows; scores are in base 2 unless a soft cap needs them as they
+        are."""
+        scale = float(self.sm_scale) if self.logit_cap > 0.0 else float(self.sm_scale) * LOG2_E
+        cap = float(self.logit_cap) or 1.0
+        if self.device_scales:
+            return Scaling(scale, cap, 1.0)
+        return Scaling(scale * float(self.k_scale), cap, float(self.v_scale))
+
 
 WIDE_REACH = 1 << 36
 """Bytes of a cache that the Hopper kernels can address: 32 bits, in units of 16 bytes. A layer's
@@ -52,9 +131,14 @@ def run_plan(
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (
-        tensors.q.device, tensors.page_table.dtype, tensors.table_rows.dtype,
-        tensors.seq_lens.dtype, tensors.query_start.dtype, tensors.sinks.dtype, strides,
-    )  # fmt: skip
+        tensors.q.device,
+        tensors.page_table.dtype,
+        tensors.table_rows.dtype,
+        tensors.seq_lens.dtype,
+        tensors.query_start.dtype,
+        tensors.sinks.dtype,
+        strides,
+    )
     # Launches take structures as plain tuples.
     plain = (*tensors[:4], tuple(partial), *tensors[5:])
     arguments = (plain, plan.stage1, tuple(step.scaling()), tuple(strides))
@@ -77,16 +161,25 @@ def run_plan(
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
     of_stage2 = (
-        tuple(partial), tensors.out, tensors.sinks, plan.stage2, tensors.query_start,
-        strides.out_batch, strides.out_head,
-    )  # fmt: skip
+        tuple(partial),
+        tensors.out,
+        tensors.sinks,
+        plan.stage2,
+        tensors.query_start,
+        strides.out_batch,
+        strides.out_head,
+    )
     launches.stage2[few].run(programs, of_stage2, types, aligned)
 
 
 def _kind(
-    step: Step, strides: Strides, aligned: bool, table_by_segment: bool, blocks: QueryBlocks,
+    step: Step,
+    strides: Strides,
+    aligned: bool,
+    table_by_segment: bool,
+    blocks: QueryBlocks,
     exponent_bits: int,
-) -> Kind:  # fmt: skip
+) -> Kind:
     """What decides the constants of the kernels."""
     num_tokens, num_heads, head_dim = step.q.shape
     pages, page_size, num_kv_heads, _ = step.k_cache.shape
@@ -120,9 +213,13 @@ def _kind(
 
 
 def _tiles_to_launch(
-    config: KernelConfiguration, host_plan: Plan | None, num_kv_heads: int, queries: int,
-    query_vectors: int, masked_tiles: bool,
-) -> list[tuple[int, int]]:  # fmt: skip
+    config: KernelConfiguration,
+    host_plan: Plan | None,
+    num_kv_heads: int,
+    queries: int,
+    query_vectors: int,
+    masked_tiles: bool,
+) -> list[tuple[int, int]]:
     """Tile shapes to launch, with their programs. Small tiles come last and fill the free SMs.
 
     `query_vectors` is the number of vectors of a query that share a KV head. If they do not fit the

@@ -11,14 +11,14 @@ import triton
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.kernels import reduction as stage2
 from deft_backend.kernels.gpu import Gpu
+from deft_backend.kernels.hopper import large_tile as hopper_large_tile
+from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
+from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.kernels.hopper import versions as gluon_versions
-from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
-from deft_backend.kernels.hopper.masked_tile import kernel as hopper_masked_tile
-from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
 from deft_backend.kernels.plain import partial_attention as stage1
 from deft_backend.kernels.plain import small_tile
 from deft_backend.planner.encoding import READ_AHEAD
-from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
+from deft_backend.shapes import TILE_HEIGHTS, TILE_SEGMENTS
 
 HEAD_DIMS = (64, 96, 128, 256)  # head dimensions that the kernels are tested for
 
@@ -29,9 +29,11 @@ EIGHT_BITS_LIMITS = {8: (10, 168), 16: (8, None)}
 reads a cache of 8 bits."""
 
 FEWER_PROGRAMS = {
-    (8, 16): ((2, 5), (8, 8)), (8, 8): ((1, 4), (2, 6), (8, 8)),
-    (16, 16): ((4, 4),), (16, 8): ((4, 4),),
-}  # fmt: skip
+    (8, 16): ((2, 5), (8, 8)),
+    (8, 8): ((1, 4), (2, 6), (8, 8)),
+    (16, 16): ((4, 4),),
+    (16, 8): ((4, 4),),
+}
 """Small tiles in Gluon, by their height and the bits of an element of the cache: up to so many
 queries times KV heads for each SM, so many programs on each SM.
 
@@ -69,7 +71,7 @@ class TileConfig:
     """Most registers that the assembler may give a thread; None: as many as it chooses."""
     programs_for_one_tile: int | None = None
     """Programs if the query vectors of the whole batch fit one tile; None: `programs`."""
-    spread: bool = False  # whether few items are spread over SMs (`large_tile/program_numbers.py`)
+    spread: bool = False  # whether few items are spread over SMs (`hopper/large_tile_memory.py`)
     fewer_programs: tuple[tuple[int, int], ...] = ()
     """Programs of a small batch: the most queries times KV heads, and the programs, ascending."""
     waves: int = 1
@@ -124,9 +126,15 @@ class KernelConfiguration:
 
 
 def unsupported(
-    num_query_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-    device: torch.device, gpu: Gpu | None = None, *, kv_dtype: torch.dtype | None = None,
-) -> str | None:  # fmt: skip
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gpu: Gpu | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
+) -> str | None:
     """Why the kernels cannot run this attention, in one line; None if they can.
 
     `gpu` describes a GPU that is not at hand, in place of `device`.
@@ -167,9 +175,15 @@ def _name(dtype: torch.dtype | None) -> str:
 
 @lru_cache(maxsize=64)
 def kernel_configuration(
-    head_dim: int, dtype: torch.dtype, device: torch.device, gqa_group: int = 1,
-    gpu: Gpu | None = None, *, query_tokens: int = 1, kv_dtype: torch.dtype | None = None,
-) -> KernelConfiguration:  # fmt: skip
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    gqa_group: int = 1,
+    gpu: Gpu | None = None,
+    *,
+    query_tokens: int = 1,
+    kv_dtype: torch.dtype | None = None,
+) -> KernelConfiguration:
     """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
 
     A query of the plan has `query_tokens` query tokens, each with `gqa_group` query vectors that
@@ -205,9 +219,14 @@ def kernel_configuration(
     found = []
     for height, segments in zip(tile_heights, TILE_SEGMENTS, strict=True):
         plain = _plain_tile(
-            height, segments, triton.next_power_of_2(head_dim), dtype, kv_dtype or dtype, gpu,
+            height,
+            segments,
+            triton.next_power_of_2(head_dim),
+            dtype,
+            kv_dtype or dtype,
+            gpu,
             trees=query_tokens > 1,
-        )  # fmt: skip
+        )
         if height < 64 and not hopper:
             plain = replace(plain, waves=2)
         gluon = _gluon_tile(plain, head_dim, vectors, sms, eight_bits) if hopper else None
@@ -246,19 +265,29 @@ def _gluon_tile(
         per_sm, registers = gluon_versions.small_tile_limits(vectors)
     # One warp a program, as in the plain kernel. As many bytes are on their way with 8 bits.
     return replace(
-        plain, block_tokens=256 // bits, lookahead=1, programs=per_sm * sms,
+        plain,
+        block_tokens=256 // bits,
+        lookahead=1,
+        programs=per_sm * sms,
         max_registers=registers,
         fewer_programs=tuple(
             (pairs * sms, fewer * sms)
-            for pairs, fewer in FEWER_PROGRAMS[height, bits] if fewer < per_sm
+            for pairs, fewer in FEWER_PROGRAMS[height, bits]
+            if fewer < per_sm
         ),
-    )  # fmt: skip
+    )
 
 
 def _plain_tile(
-    height: int, segments: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, gpu: Gpu,
-    *, trees: bool,
-) -> TileConfig:  # fmt: skip
+    height: int,
+    segments: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    gpu: Gpu,
+    *,
+    trees: bool,
+) -> TileConfig:
     """How the plain kernels run a tile shape; with `trees`, query tokens may form them."""
 
     def per_sm(block: int, stages: int) -> int:

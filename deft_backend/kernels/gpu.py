@@ -7,9 +7,14 @@ from dataclasses import dataclass
 import torch
 
 _SHARED_KIB = {
-    "sm_80": 164, "sm_86": 100, "sm_87": 164, "sm_89": 100, "sm_90": 228, "sm_100": 228,
+    "sm_80": 164,
+    "sm_86": 100,
+    "sm_87": 164,
+    "sm_89": 100,
+    "sm_90": 228,
+    "sm_100": 228,
     "sm_120": 100,
-}  # fmt: skip
+}
 """KiB of shared memory of an SM (CUDA C++ Programming Guide, Table "Technical Specifications per
 Compute Capability"). A program may take 1 KiB less."""
 

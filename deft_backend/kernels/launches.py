@@ -22,8 +22,7 @@ from deft_backend.kernels.configurations import (
     ReduceConfig,
 )
 from deft_backend.planner.encoding import ITEM_ORDER
-from deft_backend.shapes.kernel_limits import MAX_MERGED
-from deft_backend.shapes.query_blocks import ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import MAX_MERGED, ONE_TOKEN, QueryBlocks
 
 
 class Kind(NamedTuple):
@@ -104,10 +103,14 @@ class Launch:
     ) -> None:
         """Launch it; `types` is what Triton compiles it for, besides its constants."""
         self.kernel.launch(
-            programs, arguments, self.constants,
-            variant=(self, types), aligned=aligned, interpreted=self.interpreted,
+            programs,
+            arguments,
+            self.constants,
+            variant=(self, types),
+            aligned=aligned,
+            interpreted=self.interpreted,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class Launches(NamedTuple):
@@ -146,8 +149,12 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         "HEADS": kind.heads,
         "CACHE": CacheLayout._make(
             (
-                kind.page_size, kind.table_by_segment, *kind.k_strides, *kind.v_strides,
-                kind.k_strides[:2] == kind.v_strides[:2], kind.exponent_bits,
+                kind.page_size,
+                kind.table_by_segment,
+                *kind.k_strides,
+                *kind.v_strides,
+                kind.k_strides[:2] == kind.v_strides[:2],
+                kind.exponent_bits,
             )
         ),
         "TILE": Tile(
@@ -168,11 +175,16 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
             sinks=kind.sinks,
             device_scales=kind.device_scales,
         ),
-    }  # fmt: skip
+    }
     return Launch(
-        kernel, _in_order(kernel, constants), tile.num_warps, tile.num_stages,
-        launch_pdl=follows, interpreted=config.interpreted, max_registers=tile.max_registers,
-    )  # fmt: skip
+        kernel,
+        _in_order(kernel, constants),
+        tile.num_warps,
+        tile.num_stages,
+        launch_pdl=follows,
+        interpreted=config.interpreted,
+        max_registers=tile.max_registers,
+    )
 
 
 def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> Launch:
@@ -185,9 +197,13 @@ def _stage2(config: KernelConfiguration, kind: Kind, reduce: ReduceConfig) -> La
         "SPREAD": any(tile.spread for tile in config.tiles),
     }
     return Launch(
-        REDUCE_PARTIALS, _in_order(REDUCE_PARTIALS, constants), reduce.num_warps,
-        num_stages=3, launch_pdl=config.overlapped, interpreted=config.interpreted,
-    )  # fmt: skip
+        REDUCE_PARTIALS,
+        _in_order(REDUCE_PARTIALS, constants),
+        reduce.num_warps,
+        num_stages=3,
+        launch_pdl=config.overlapped,
+        interpreted=config.interpreted,
+    )
 
 
 def _in_order(kernel: Kernel, constants: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ItemArrays(NamedTuple):
     entry_query: Pointer
     entry_slot: Pointer
     arrivals: Pointer
-    """[ARRIVALS] int32: counters of programs (``large_tile/program_numbers.py``). A plan sets them
+    """[ARRIVALS] int32: counters of programs (``hopper/large_tile_memory.py``). A plan sets them
     to 0, and so does stage 2 of each attention."""
 
 

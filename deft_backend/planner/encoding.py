@@ -15,7 +15,7 @@ the first items of its programs before it knows the number of items."""
 
 ARRIVALS = 512
 """How many counters of programs a plan's arrays on the device hold
-(``large_tile/program_numbers.py``)."""
+(``hopper/large_tile_memory.py``)."""
 
 DIRECT = -1
 """`entry_slot` of an item that computes its query's whole attention and writes the output

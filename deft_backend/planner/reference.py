@@ -17,7 +17,7 @@ from deft_backend.policies import FlashDecoding, Grouping, Policy, Target
 from deft_backend.policies.errors import DoesNotFit
 from deft_backend.policies.grouping import concatenated_ranges
 from deft_backend.policies.target import Limits
-from deft_backend.shapes.kernel_limits import MAX_MERGED, MAX_TOKENS
+from deft_backend.shapes import MAX_MERGED, MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ class Auto(TwoRulePolicy):
     read those nodes' tokens again.
 
     `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
-    way by the cost table (:class:`~deft_backend.costs.tile_costs.TileCosts`), for all of the node's
+    way by the cost table (:class:`~deft_backend.costs.cost_model.TileCosts`), for all of the node's
     children alike. It then chooses one chunk length for each tile shape
     (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1, chooses one for each
     task. In a batch that shares nothing, each query reads its whole context alone, as with

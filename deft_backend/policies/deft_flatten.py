@@ -14,7 +14,7 @@ from deft_backend.policies.grouping import Grouping, concatenated_ranges
 from deft_backend.policies.policy import FLATTENED, Policy, Rules
 from deft_backend.policies.target import Limits, Target
 from deft_backend.settings.policy_names import DEFT_FLATTEN
-from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS
+from deft_backend.shapes import MAX_ITEM_TOKENS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ The cost of a candidate in nanoseconds is the sum of these terms:
   the transfer if one round does not spread evenly over the SMs. Also the share :data:`TAIL` of a
   chunk's time, because programs do not end at the same time, and the share :data:`RAGGED` of what
   the longest item takes longer than the mean item.
-- The merges. Small tiles merge up to :data:`~deft_backend.shapes.kernel_limits.MAX_MERGED`
+- The merges. Small tiles merge up to :data:`~deft_backend.shapes.MAX_MERGED`
   results of large tiles, one after another. Stage 2 merges more than that, and the results of
   small tiles.
 """
@@ -28,7 +28,7 @@ import numpy as np
 
 from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
-from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.shapes import MAX_MERGED
 
 ALONE = 0.87
 """Time per token of a large tile with half an SM to itself, divided by its time next to another

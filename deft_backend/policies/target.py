@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.costs.cost_model import CostModel, default_cost_model
-from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
+from deft_backend.shapes import TILE_HEIGHTS, TILE_SEGMENTS
 
 TILE_BLOCKS = (16, 64, 64)
 """Tokens that the Hopper kernels of each tile shape read at a time, of a cache of 16 bits."""

@@ -191,7 +191,7 @@ def server_target(state: StateReading, page_size: int) -> Target:
 
     from deft_backend.attention.device_target import target_of
     from deft_backend.kernels import kernel_configuration
-    from deft_backend.shapes.attention_shape import AttentionShape
+    from deft_backend.shapes import AttentionShape
 
     heads, kv_heads, head_dim = state.num_query_heads, state.num_kv_heads, state.head_dim
     on_cpu = state.device.startswith("cpu")

@@ -11,7 +11,7 @@ from benchmarks.commands import mla
 from benchmarks.kernel.methods import flashinfer_package
 from benchmarks.latent import flashinfer_latent, latent_case, measure_latent
 from benchmarks.latent.latent_case import LatentCase
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import Budget
 
 CPU = torch.device("cpu")

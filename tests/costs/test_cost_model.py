@@ -9,8 +9,8 @@ import pytest
 
 from deft_backend.costs import CostModel, CostModelError
 from deft_backend.costs.cost_model import DEFAULT_TABLE, FLASHFORGE_TABLE, default_cost_model
-from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
+from deft_backend.costs.tables import TableKey
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
 

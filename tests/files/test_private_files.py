@@ -11,9 +11,8 @@ import pytest
 
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.gpu_facts import GpuFacts
-from deft_backend.costs.table_key import TableKey
 from deft_backend.costs.table_lookup import save_table, table_in_use
+from deft_backend.costs.tables import GpuFacts, TableKey
 from deft_backend.files import private_files
 from deft_backend.files.private_files import (
     is_private,

@@ -22,10 +22,10 @@ from deft_backend.kernels.configurations import (
     HOPPER_MASKED_TILE,
     HOPPER_SMALL_TILE,
 )
-from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
-from deft_backend.kernels.hopper.large_tile import kernel as hopper_large_tile
-from deft_backend.kernels.hopper.masked_tile import kernel as hopper_masked_tile
-from deft_backend.kernels.hopper.small_tile import kernel as hopper_small_tile
+from deft_backend.kernels.hopper import large_tile as hopper_large_tile
+from deft_backend.kernels.hopper import large_tile_copies
+from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
+from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
 

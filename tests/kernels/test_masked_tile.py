@@ -7,9 +7,8 @@ from test_gluon_kernels import BLOCKS, BYTES, FORESTS, emulation, launched  # no
 from test_gluon_kernels import check as check_gluon
 
 import gluon_emulator
-from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
-from deft_backend.kernels.hopper.masked_tile import kernel as hopper_masked_tile
-from deft_backend.kernels.hopper.masked_tile import segments as masked_tile_segments
+from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
+from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 
 
 def check(*batch, lookahead=2, chunk=128, longest=200, in_graph=False, **given):

@@ -16,7 +16,7 @@ from benchmarks.random_batches import PagedBatch, random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
-from deft_backend.kernels.hopper.large_tile import program_numbers
+from deft_backend.kernels.hopper import large_tile_memory
 from deft_backend.planner.encoding import ARRIVALS
 
 MACHINE = gluon_emulator._MACHINE
@@ -31,7 +31,7 @@ def machine():
 
 def numbers(sms, counted, asked, stale=0):
     """Each program's number. Programs count in one order and ask in another."""
-    module = gluon_emulator.emulated(program_numbers)
+    module = gluon_emulator.emulated(large_tile_memory)
     memory = torch.zeros(ARRIVALS, dtype=torch.int32)
     memory[2:] = stale
     arrivals = gluon_emulator._argument(memory)

@@ -11,7 +11,7 @@ from benchmarks.random_batches import random_batch
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.forest import build_forest, forest_of_blocks
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import QueryBlocks
 
 
 def drafts(seed, requests, page_size, query_tokens, longest=60, spare=0):

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend import TreeAttention
-from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping, reference
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
@@ -25,7 +24,7 @@ from deft_backend.policies import (
     get_policy,
 )
 from deft_backend.policies.target import Limits
-from deft_backend.shapes.kernel_limits import TILE_HEIGHTS, TILE_SEGMENTS
+from deft_backend.shapes import TILE_HEIGHTS, TILE_SEGMENTS
 from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)

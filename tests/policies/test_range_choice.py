@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.shipped_tables import shipped_for
-from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.costs.cost_model import TileCosts, default_cost_model
+from deft_backend.costs.tables import shipped_for
 from deft_backend.forest import build_forest
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy

@@ -17,26 +17,27 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels.hopper import eight_bits, parts, query_tokens, versions
-from deft_backend.kernels.hopper.large_tile import copies as large_tile_copies
-from deft_backend.kernels.hopper.large_tile import memory as large_tile_memory
-from deft_backend.kernels.hopper.large_tile import program_numbers
-from deft_backend.kernels.hopper.large_tile import results as large_tile_results
-from deft_backend.kernels.hopper.large_tile import softmax as large_tile_softmax
-from deft_backend.kernels.hopper.masked_tile import copies as masked_tile_copies
-from deft_backend.kernels.hopper.masked_tile import segments as masked_tile_segments
-from deft_backend.kernels.hopper.small_tile import copies as small_tile_copies
-from deft_backend.kernels.hopper.small_tile import memory as small_tile_memory
-from deft_backend.kernels.hopper.small_tile import results as small_tile_results
-from deft_backend.kernels.hopper.small_tile import softmax as small_tile_softmax
+from deft_backend.kernels.hopper import (
+    eight_bits,
+    large_tile_copies,
+    large_tile_memory,
+    large_tile_results,
+    masked_tile_copies,
+    masked_tile_segments,
+    parts,
+    small_tile_copies,
+    small_tile_memory,
+    small_tile_results,
+    versions,
+)
 from deft_backend.kernels.plain import eight_bits as plain_eight_bits
 
 PARTS = (
-    versions, eight_bits, parts, query_tokens, small_tile_memory,
-    small_tile_copies, small_tile_softmax, small_tile_results, large_tile_memory,
-    large_tile_copies, large_tile_softmax, large_tile_results, masked_tile_segments,
-    masked_tile_copies, program_numbers,
-)  # fmt: skip
+    *(versions, eight_bits, parts),
+    *(small_tile_memory, small_tile_copies, small_tile_results),
+    *(large_tile_memory, large_tile_copies, large_tile_results),
+    *(masked_tile_segments, masked_tile_copies),
+)
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 

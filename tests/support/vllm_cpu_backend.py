@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from deft_backend.hosts.vllm.layers import kv_views
 from deft_backend.hosts.vllm.versions import is_ours, refuse
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+from deft_backend.shapes import EIGHT_BIT_CACHES
 
 
 def install() -> None:

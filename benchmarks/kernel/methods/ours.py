@@ -16,7 +16,7 @@ from deft_backend.planner import Plan
 from deft_backend.planner.encoding import ITEM_ORDER
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import QueryBlocks
 
 PLANNERS = ("host", "device")
 

@@ -17,7 +17,7 @@ from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
 from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants
 from deft_backend.settings.config import Settings
-from deft_backend.shapes.latent_shape import ROPE_DIM, VALUE_DIM
+from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 
 
 def checked_latent_attention(

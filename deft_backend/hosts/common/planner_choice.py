@@ -8,7 +8,7 @@ import torch
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import DEFT_FLATTEN
-from deft_backend.shapes.query_blocks import QueryBlocks
+from deft_backend.shapes import QueryBlocks
 
 logger = logging.getLogger("deft_backend")
 

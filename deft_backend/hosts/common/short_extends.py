@@ -15,7 +15,7 @@ from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_atten
 from deft_backend.planner import PlanCapacity
 from deft_backend.policies.makespan import partial_result_bytes
 from deft_backend.settings.config import Settings
-from deft_backend.shapes.kernel_limits import TILE_HEIGHTS
+from deft_backend.shapes import TILE_HEIGHTS
 
 MOST_REQUESTS = 256  # of the largest batch, which plans and workspace are sized for
 SMALLEST_SIZE = 4  # plans are made for few numbers of tokens: each compiles kernels of its own

@@ -15,8 +15,7 @@ from deft_backend.hosts.common.limits import MLA_IS_OFF
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
-from deft_backend.shapes.latent_shape import gains_nothing
+from deft_backend.shapes import EIGHT_BIT_CACHES, gains_nothing
 
 logger = logging.getLogger("deft_backend")
 

@@ -14,7 +14,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.sglang.versions import attention_layers, attention_ranks
-from deft_backend.shapes.dtype_names import EIGHT_BIT_CACHES
+from deft_backend.shapes import EIGHT_BIT_CACHES
 
 _IGNORE_SCALES = ("torch_native", "flex_attention")
 

@@ -14,10 +14,24 @@ from typing import Any
 import triton
 
 __all__ = [
-    "VERSIONS", "async_load", "available", "barrier", "commit_group", "constexpr_function",
-    "fence_async_shared", "gl", "jit", "log_unavailable", "mma_v2", "reinterpret",
-    "small_tile_limits", "unavailable", "wait_group", "warpgroup_mma", "warpgroup_mma_wait",
-]  # fmt: skip
+    "VERSIONS",
+    "async_load",
+    "available",
+    "barrier",
+    "commit_group",
+    "constexpr_function",
+    "fence_async_shared",
+    "gl",
+    "jit",
+    "log_unavailable",
+    "mma_v2",
+    "reinterpret",
+    "small_tile_limits",
+    "unavailable",
+    "wait_group",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +103,10 @@ def log_unavailable() -> None:
         logger.warning(
             "deft: %s; stage 1 runs the plain Triton kernels, which are slower on Hopper. "
             "Install Triton %d.%d to %d.%d to use the Hopper kernels",
-            reason, *VERSIONS[0], *VERSIONS[-1],
-        )  # fmt: skip
+            reason,
+            *VERSIONS[0],
+            *VERSIONS[-1],
+        )
 
 
 def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:

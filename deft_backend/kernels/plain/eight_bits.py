@@ -40,10 +40,14 @@ def _moved(
     for to, first in zip(("$0", "$1"), order, strict=True):
         parts.append(
             _MOVE.format(
-                bytes=first, shift=shift, mask=f"0x{mask:04x}{mask:04x}", to=to, factor="factor",
+                bytes=first,
+                shift=shift,
+                mask=f"0x{mask:04x}{mask:04x}",
+                to=to,
+                factor="factor",
                 **kind,
             )
-        )  # fmt: skip
+        )
     declared = (
         "{ .reg .b32 factor, minus_zero; "
         f"mov.b32 factor, 0x{factor:04x}{factor:04x}; mov.b32 minus_zero, 0x80008000;"
@@ -67,9 +71,9 @@ def _four(order: tuple[str, str]) -> tuple[str, str, str, str]:
 E4M3_TO_FLOAT16, E4M3_TO_BFLOAT16, E5M2_TO_FLOAT16, E5M2_TO_BFLOAT16 = map(
     tl.constexpr, _four(_NEIGHBOURS)
 )
-(
-    E4M3_PAIRS_TO_FLOAT16, E4M3_PAIRS_TO_BFLOAT16, E5M2_PAIRS_TO_FLOAT16, E5M2_PAIRS_TO_BFLOAT16,
-) = map(tl.constexpr, _four(_ALTERNATE))  # fmt: skip
+(E4M3_PAIRS_TO_FLOAT16, E4M3_PAIRS_TO_BFLOAT16, E5M2_PAIRS_TO_FLOAT16, E5M2_PAIRS_TO_BFLOAT16) = (
+    map(tl.constexpr, _four(_ALTERNATE))
+)
 
 
 @jit

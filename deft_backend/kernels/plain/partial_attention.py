@@ -37,12 +37,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.plain.eight_bits import operand
-from deft_backend.kernels.plain.masked_segments import locate, rest_of
 from deft_backend.kernels.plain.parts import (
     Online,
     capped,
     kv_offsets,
     load_queries,
+    locate,
+    rest_of,
     seen_by_all,
     sees,
     tail_of,
@@ -73,9 +74,8 @@ class Segment(NamedTuple):
 
 @jit
 def _attend(
-    online, q, k, v, allowed, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr,
-    MODE: tl.constexpr,
-):  # fmt: skip
+    online, q, k, v, allowed, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr, MODE: tl.constexpr
+):
     """The softmax with one more block: q [M, D], k and v [N, D].
 
     If MASKED, query vector m attends to token n where ``allowed[m, n]``.
@@ -143,9 +143,20 @@ def _first_segment(item, tensors, plan, strides, CACHE: tl.constexpr, TILE: tl.c
 
 @jit
 def _attend_whole(
-    online, q, segment, k_head, v_head, tail, clear, tensors, scaling, HEADS: tl.constexpr,
-    CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    online,
+    q,
+    segment,
+    k_head,
+    v_head,
+    tail,
+    clear,
+    tensors,
+    scaling,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):
     """The softmax with a segment that every query attends to: whole blocks, then the last tokens.
 
     Every query vector sees the segment's first `clear` tokens; `tail` tells who sees the others.
@@ -185,9 +196,22 @@ def _attend_whole(
 
 @jit
 def _attend_rest(
-    online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling, strides,
-    HEADS: tl.constexpr, CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    online,
+    q,
+    rest,
+    k_head,
+    v_head,
+    query_of_row,
+    tail,
+    tensors,
+    plan,
+    scaling,
+    strides,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):
     """The softmax with an item's remaining tokens, each for the queries in its segment's span."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
@@ -252,15 +276,39 @@ def partial_attention(
             tail = tail_of(item.entry, item.queries, tensors, plan, strides, HEADS, TILE)
             clear = seen_by_all(tail, vectors.there, segment.start, segment.length)
         online = _attend_whole(
-            online, q, segment, k_head, v_head, tail, clear, tensors, scaling, HEADS, CACHE, TILE,
+            online,
+            q,
+            segment,
+            k_head,
+            v_head,
+            tail,
+            clear,
+            tensors,
+            scaling,
+            HEADS,
+            CACHE,
+            TILE,
             MODE,
-        )  # fmt: skip
+        )
         if TILE.block_segments > 1:
             rest = rest_of(item, segment.length, tensors, plan, TILE)
             online = _attend_rest(
-                online, q, rest, k_head, v_head, query_of_row, tail, tensors, plan, scaling,
-                strides, HEADS, CACHE, TILE, MODE,
-            )  # fmt: skip
+                online,
+                q,
+                rest,
+                k_head,
+                v_head,
+                query_of_row,
+                tail,
+                tensors,
+                plan,
+                scaling,
+                strides,
+                HEADS,
+                CACHE,
+                TILE,
+                MODE,
+            )
 
         if CACHE.exponent_bits > 0:
             online = Online(online.acc * scaling.value, online.maximum, online.total)

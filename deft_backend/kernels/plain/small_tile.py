@@ -83,9 +83,8 @@ def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.cons
 
 @jit
 def _attend(
-    online, q, k, v, inside, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr,
-    MODE: tl.constexpr,
-):  # fmt: skip
+    online, q, k, v, inside, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr, MODE: tl.constexpr
+):
     """The softmax with one more block: q [M, D], k [N, D], v [D, N], inside [N, 1] or [N, M].
 
     Only if MASKED, a query vector may see no token of the block.
@@ -110,9 +109,21 @@ def _attend(
 
 @jit
 def _attend_range(
-    q, page, table, start, length, kv_head, tail, clear, tensors, scaling, HEADS: tl.constexpr,
-    CACHE: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    q,
+    page,
+    table,
+    start,
+    length,
+    kv_head,
+    tail,
+    clear,
+    tensors,
+    scaling,
+    HEADS: tl.constexpr,
+    CACHE: tl.constexpr,
+    TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):
     """The softmax of a KV range; `page` [N] are the page ids of its first block.
 
     Every query vector sees the range's first `clear` tokens; `tail` tells who sees the others. The
@@ -223,9 +234,21 @@ def small_tile_attention(
             tail = tail_of(item.entry, queries, tensors, plan, strides, HEADS, TILE)
             clear = seen_by_all(tail, vectors.there, start, length)
         online = _attend_range(
-            q, page, table, start, length, kv_head, tail, clear, tensors, scaling, HEADS, CACHE,
-            TILE, MODE,
-        )  # fmt: skip
+            q,
+            page,
+            table,
+            start,
+            length,
+            kv_head,
+            tail,
+            clear,
+            tensors,
+            scaling,
+            HEADS,
+            CACHE,
+            TILE,
+            MODE,
+        )
 
         if CACHE.exponent_bits > 0:
             online = Online(online.acc * scaling.value, online.maximum, online.total)

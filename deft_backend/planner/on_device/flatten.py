@@ -21,7 +21,7 @@ from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, 
 from deft_backend.planner.on_device.arrays import Nodes, Scratch
 from deft_backend.planner.plan import PlanCapacity
 from deft_backend.policies import DeftFlatten, Target
-from deft_backend.shapes.kernel_limits import MAX_ITEM_TOKENS, MAX_MERGED
+from deft_backend.shapes import MAX_ITEM_TOKENS, MAX_MERGED
 
 SMALL, LARGE, MASKED = range(3)
 _LAST = 1 << 62

@@ -38,7 +38,7 @@ from deft_backend.policies.measured_chunks import (
 )
 from deft_backend.policies.policy import FLATTENED
 from deft_backend.policies.scheduled_chunks import LEVEL, LEVELS
-from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.shapes import MAX_MERGED
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
 SORT_ROWS = Kernel(sort_rows, "sort_rows")

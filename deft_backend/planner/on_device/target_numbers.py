@@ -19,7 +19,7 @@ class Numbers:
     per_item: tuple[tuple[float, float], ...]
     """Nanoseconds of an item and of one of its tokens, for the small tile and the large tile."""
     partial_ns: float
-    reduce_ns: float  # see :class:`~deft_backend.costs.tile_costs.TileCosts`
+    reduce_ns: float  # see :class:`~deft_backend.costs.cost_model.TileCosts`
     sms: float  # SMs for each KV head
     estimate: tuple[tuple[float, ...], ...]
     """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""

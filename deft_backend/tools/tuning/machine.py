@@ -10,7 +10,7 @@ from deft_backend.attention import TreeAttention
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, plan_grouping
 from deft_backend.policies import GroupingBuilder, Segment, Target
-from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes import AttentionShape
 
 Launch = Callable[[], torch.Tensor]
 Clock = Callable[[Launch], float]  # microseconds that a launch takes

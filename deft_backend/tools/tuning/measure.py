@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from deft_backend.costs import CostModel
-from deft_backend.costs.table_key import TableKey
+from deft_backend.costs.tables import TableKey
 from deft_backend.files.provenance import provenance
-from deft_backend.shapes.attention_shape import AttentionShape
+from deft_backend.shapes import AttentionShape
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, measure_ceilings
 from deft_backend.tools.tuning.machine import Launch, Machine, Work
 from deft_backend.tools.tuning.search import SearchResult, Trials, search

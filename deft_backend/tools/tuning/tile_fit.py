@@ -7,10 +7,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.costs.cost_model import FloatArray
-from deft_backend.costs.tile_costs import TileCosts
+from deft_backend.costs.cost_model import FloatArray, TileCosts
 from deft_backend.policies import Target
-from deft_backend.shapes.kernel_limits import TILE_NAMES
+from deft_backend.shapes import TILE_NAMES
 from deft_backend.tools.tuning.machine import Work
 
 SMALLEST_NS = 1e-3  # least cost in nanoseconds: no fit may give 0

@@ -9,7 +9,7 @@ from deft_backend.attention import LatentAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.kernels.latent import plain_latent_attention
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,

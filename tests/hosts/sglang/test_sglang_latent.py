@@ -10,7 +10,7 @@ import torch
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (

@@ -19,7 +19,7 @@ from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs

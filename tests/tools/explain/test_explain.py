@@ -14,7 +14,7 @@ from rich.console import Console
 from commands import run
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
-from deft_backend.shapes.kernel_limits import MAX_MERGED
+from deft_backend.shapes import MAX_MERGED
 from deft_backend.tools.explain import explain, render
 from strategies import batches, regular_forest, targets
 

@@ -12,21 +12,19 @@ from commands import run
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
-from deft_backend.costs.device_tables import table_key
-from deft_backend.costs.gpu_facts import GpuFacts
-from deft_backend.costs.shipped_tables import (
+from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use, table_key
+from deft_backend.costs.tables import (
     SHIPPED_TABLES,
+    GpuFacts,
+    TableKey,
     derived_table,
     nearest_table,
+    read_key,
     shipped_for,
     shipped_tables,
 )
-from deft_backend.costs.table_key import TableKey, read_key
-from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.policies import Target
-from deft_backend.shapes.attention_shape import AttentionShape
-from deft_backend.shapes.dtype_names import DTYPE_BYTES
-from deft_backend.shapes.kernel_limits import TILE_SEGMENTS
+from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import machine as machine_module
 from deft_backend.tools.tuning.machine import Machine, Work
 from deft_backend.tools.tuning.measure import measure
@@ -466,7 +464,7 @@ def test_tune_refuses_a_cache_that_is_no_folder(tmp_path):
 
 
 def _on(gpu, monkeypatch):
-    from deft_backend.costs import device_tables
+    from deft_backend.costs import table_lookup as device_tables
 
     monkeypatch.setattr("deft_backend.tools.servers.command.num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -474,7 +472,7 @@ def _on(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device_tables.torch.cuda, "get_device_name", lambda device: gpu)
     facts = GpuFacts(sms=142, sm_clock_mhz=2520.0, memory_gb_s=864.0)
-    monkeypatch.setattr("deft_backend.costs.gpu_facts.gpu_facts", lambda device: facts)
+    monkeypatch.setattr("deft_backend.costs.tables.gpu_facts", lambda device: facts)
 
 
 def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):

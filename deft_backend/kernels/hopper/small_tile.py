@@ -30,18 +30,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import in_order
-from deft_backend.kernels.hopper.parts import next_slot, plus, read_item, with_device_scales
-from deft_backend.kernels.hopper.query_tokens import tail_of
-from deft_backend.kernels.hopper.small_tile.copies import begin_stream, copy_next_block, tokens_of
-from deft_backend.kernels.hopper.small_tile.memory import (
+from deft_backend.kernels.hopper.parts import (
+    next_slot,
+    plus,
+    read_item,
+    tail_of,
+    with_device_scales,
+)
+from deft_backend.kernels.hopper.small_tile_copies import begin_stream, copy_next_block, tokens_of
+from deft_backend.kernels.hopper.small_tile_memory import (
     allocate,
     keys_of,
     layout_of,
     place_of_results,
     values_of,
 )
-from deft_backend.kernels.hopper.small_tile.results import merge_results, write_results
-from deft_backend.kernels.hopper.small_tile.softmax import add_block, no_tokens
+from deft_backend.kernels.hopper.small_tile_results import (
+    add_block,
+    merge_results,
+    no_tokens,
+    write_results,
+)
 from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group
 from deft_backend.planner.device_plan import ItemArrays
 
@@ -82,9 +91,21 @@ def _coming(item, tensors):
 
 @jit
 def _finish(
-    online, own, kv_head, place, buffers, tensors, plan, scaling, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    online,
+    own,
+    kv_head,
+    place,
+    buffers,
+    tensors,
+    plan,
+    scaling,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    MODE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Write an item's results, merged with others if the plan says so."""
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     acc = in_order(online.acc, EXPONENT_BITS)
@@ -159,18 +180,42 @@ def hopper_small_tile_attention(
             barrier()
             q, k, v = buffers.q.index(q_now), keys_of(buffers, now), values_of(buffers, now)
             online = add_block(
-                online, q, k, v, left, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE,
+                online,
+                q,
+                k,
+                v,
+                left,
+                tail,
+                tensors,
+                scaling,
+                strides,
+                HEADS,
+                CACHE,
+                TILE,
+                MODE,
                 LAYOUT,
-            )  # fmt: skip
+            )
             place = place_of_results(buffers, now, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)
             left -= TILE.block_tokens
             if left <= 0:
                 kv_head = work % HEADS.num_kv
                 _finish(
-                    online, own, kv_head, place, buffers, tensors, plan, scaling, strides, HEADS,
-                    CACHE, TILE, MODE, LAYOUT,
-                )  # fmt: skip
+                    online,
+                    own,
+                    kv_head,
+                    place,
+                    buffers,
+                    tensors,
+                    plan,
+                    scaling,
+                    strides,
+                    HEADS,
+                    CACHE,
+                    TILE,
+                    MODE,
+                    LAYOUT,
+                )
                 work += step
                 q_now = next_slot(q_now, LAYOUT.slots)
                 own = _own(work, work_end, coming, plan, HEADS)

@@ -25,16 +25,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import as_operand
-from deft_backend.kernels.hopper.large_tile.copies import (
+from deft_backend.kernels.hopper.large_tile_copies import (
     arrived,
     copy_ahead,
     copy_queries,
     read_rows,
 )
-from deft_backend.kernels.hopper.large_tile.memory import hidden_zero, layout_of
-from deft_backend.kernels.hopper.large_tile.results import write_results
-from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, settled, softmax
-from deft_backend.kernels.hopper.masked_tile.copies import (
+from deft_backend.kernels.hopper.large_tile_memory import hidden_zero, layout_of
+from deft_backend.kernels.hopper.large_tile_results import (
+    add_rescaled,
+    settled,
+    softmax,
+    write_results,
+)
+from deft_backend.kernels.hopper.masked_tile_copies import (
     Stream,
     allocate,
     ask_blocks,
@@ -42,7 +46,7 @@ from deft_backend.kernels.hopper.masked_tile.copies import (
     copy_next_blocks,
     take_item,
 )
-from deft_backend.kernels.hopper.masked_tile.segments import (
+from deft_backend.kernels.hopper.masked_tile_segments import (
     follow_segments,
     in_span,
     join_segments,
@@ -130,9 +134,21 @@ def _hide(scores, block, rows, buffers, tensors, HEADS: gl.constexpr, LAYOUT: gl
 
 @jit
 def _add_block(
-    state, step, q, stream, rows, scaling, buffers, tensors, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    state,
+    step,
+    q,
+    stream,
+    rows,
+    scaling,
+    buffers,
+    tensors,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    MODE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """The softmax with one more block, while P V of the block taken before it runs."""
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
@@ -254,15 +270,35 @@ def hopper_masked_tile_attention(
         state = State(0, 1, learned, maximum, total, acc, weights)
         for step in range(0, blocks - 1):
             state = _add_block(
-                state, step, q, stream, rows, scaling, buffers, tensors, strides, HEADS, CACHE,
-                TILE, MODE, LAYOUT,
-            )  # fmt: skip
+                state,
+                step,
+                q,
+                stream,
+                rows,
+                scaling,
+                buffers,
+                tensors,
+                strides,
+                HEADS,
+                CACHE,
+                TILE,
+                MODE,
+                LAYOUT,
+            )
 
         segments = join_segments(listed, followed)
         asked = ask_item(
-            work + step_work < work_end, next_item, segments, tensors, plan, strides, HEADS, CACHE,
-            TILE, LAYOUT,
-        )  # fmt: skip
+            work + step_work < work_end,
+            next_item,
+            segments,
+            tensors,
+            plan,
+            strides,
+            HEADS,
+            CACHE,
+            TILE,
+            LAYOUT,
+        )
         arrived(0)
         now = state.now
         values = buffers.v.index(now)
@@ -274,9 +310,19 @@ def hopper_masked_tile_attention(
             acc = acc * scaling.value
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         write_results(
-            acc, state.maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS,
-            TILE, MODE, LAYOUT,
-        )  # fmt: skip
+            acc,
+            state.maximum,
+            sums,
+            item,
+            kv_head,
+            hidden_zero(now),
+            buffers,
+            tensors,
+            HEADS,
+            TILE,
+            MODE,
+            LAYOUT,
+        )
         item = next_item
         next_item = later_item
 

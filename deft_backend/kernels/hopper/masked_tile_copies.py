@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from deft_backend.kernels.hopper.large_tile.copies import (
+from deft_backend.kernels.hopper.large_tile_copies import (
     copy_rows,
     read_rows,
     result_place,
     row_of_place,
 )
-from deft_backend.kernels.hopper.masked_tile.segments import by_lane, locate
-from deft_backend.kernels.hopper.parts import offsets_of
-from deft_backend.kernels.hopper.query_tokens import places_of
+from deft_backend.kernels.hopper.masked_tile_segments import by_lane, locate
+from deft_backend.kernels.hopper.parts import offsets_of, places_of
 from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
 
 
@@ -107,9 +106,16 @@ def allocate(
 
 @jit
 def ask_blocks(
-    first, segments, tensors, strides, COUNT: gl.constexpr, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    first,
+    segments,
+    tensors,
+    strides,
+    COUNT: gl.constexpr,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Start loading the page ids of COUNT blocks of a stream, from block `first` on."""
     BLOCK_N: gl.constexpr = TILE.block_tokens
     ROWS: gl.constexpr = COUNT * BLOCK_N // 32
@@ -127,9 +133,17 @@ def ask_blocks(
 
 @jit
 def ask_item(
-    there, item, segments, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
-    TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    there,
+    item,
+    segments,
+    tensors,
+    plan,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Start loading what an item needs first, if it is there.
 
     Rows outside the tile get the query and the slot of its last query, and nobody uses them.
@@ -168,9 +182,17 @@ def _know(first, blocks, buffers, HEADS: gl.constexpr, CACHE: gl.constexpr):
 
 @jit
 def take_item(
-    asked, kv_head, zero, buffers, tensors, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
-    TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    asked,
+    kv_head,
+    zero,
+    buffers,
+    tensors,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Turn what `ask_item` loaded into addresses, in shared memory."""
     LIST: gl.constexpr = LAYOUT.each
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once) + zero
@@ -185,9 +207,18 @@ def take_item(
 
 @jit
 def copy_next_blocks(
-    step, now, learned, stream, buffers, tensors, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    step,
+    now,
+    learned,
+    stream,
+    buffers,
+    tensors,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Start copying one more block of V and of K, and learn where the tokens of later ones lie.
 
     `step` counts the item's blocks, and `now` is the slot of the block that is multiplied. The new

@@ -2,7 +2,9 @@
 
 The kernel runs once a step, because leaves grow. Every item is an entry: its queries, its row of
 the page table, and its KV range. `Merges` says for each request which rows of the call's result
-belong to it.
+belong to it. Queries are gathered, and results merged, in each layer:
+
+O = sum_i O_i exp(LSE_i) / sum_i exp(LSE_i)                     (DeFT, equation 1)
 """
 
 from __future__ import annotations
@@ -12,9 +14,18 @@ from typing import NamedTuple
 import triton.language as tl
 from triton import jit
 
-from deft_backend.kernels.latent.kernel_batch import KernelBatch
 from deft_backend.planner import encoding_constants
 from deft_backend.planner.device_plan import ItemArrays, Pointer, ReduceArrays
+
+
+class KernelBatch(NamedTuple):
+    """The batch of a call, as the host's kernel takes it. Entries behind the last are empty."""
+
+    query_start: Pointer  # [N + 1] int32: each entry's first query token in the tensors of queries
+    table_rows: Pointer  # [N] int32: the row of the page table that holds the entry's KV
+    # [N] int32: first token of the entry's KV range in that row, and the one after its last.
+    begin: Pointer
+    end: Pointer
 
 
 class Merges(NamedTuple):
@@ -118,3 +129,120 @@ def lay_out(
     tl.store(merges.first + query, first, mask=is_reduced)
     tl.store(merges.parts + query, last - first, mask=is_reduced)
     tl.store(merges.count, num_entries, mask=tl.program_id(0) == 0)
+
+
+@jit(do_not_specialize=["nope_row", "nope_head", "rope_row", "rope_head"])
+def gather_queries(
+    q_nope_ptr,
+    q_rope_ptr,
+    nope_ptr,
+    rope_ptr,
+    merges: Merges,
+    nope_row,
+    nope_head,
+    rope_row,
+    rope_head,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy each entry's query vectors to its place, BLOCK_H heads of a token in each program.
+
+    `nope` and `rope` are contiguous.
+    """
+    entry = tl.program_id(0) // TOKENS
+    if entry >= tl.load(merges.count):
+        return
+    request = tl.load(merges.source + entry)
+    row = (request * TOKENS + tl.program_id(0) % TOKENS).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    to = tl.program_id(0).to(tl.int64) * HEADS + head
+    value = tl.arange(0, VALUE_DIM)[None, :]
+    nope = tl.load(
+        q_nope_ptr + row * nope_row + head * nope_head + value, mask=head < HEADS, other=0.0
+    )
+    tl.store(nope_ptr + to * VALUE_DIM + value, nope, mask=head < HEADS)
+    dim = tl.arange(0, ROPE_DIM)[None, :]
+    rope = tl.load(
+        q_rope_ptr + row * rope_row + head * rope_head + dim, mask=head < HEADS, other=0.0
+    )
+    tl.store(rope_ptr + to * ROPE_DIM + dim, rope, mask=head < HEADS)
+
+
+@jit
+def _weighed(maximum, total, acc, out_ptr, lse_ptr, row, rows, head, HEADS, VALUE_DIM):
+    """Take one more partial result into the sums."""
+    value = tl.arange(0, VALUE_DIM)[None, :]
+    inside = head < HEADS
+    lse = tl.load(lse_ptr + head * rows + row, mask=inside, other=float("-inf"))
+    # Kernels give an empty range either infinity.
+    lse = tl.where(lse == float("inf"), float("-inf"), lse)
+    at = (row * HEADS + head[:, None]) * VALUE_DIM + value
+    part = tl.load(out_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    higher = tl.maximum(maximum, lse)
+    reference = tl.where(higher == float("-inf"), 0.0, higher)
+    rescale = tl.exp(maximum - reference)
+    weight = tl.exp(lse - reference)
+    # What a kernel writes for an empty range is anybody's guess.
+    part = tl.where((weight > 0.0)[:, None], part, 0.0)
+    return higher, total * rescale + weight, acc * rescale[:, None] + part * weight[:, None]
+
+
+@jit(do_not_specialize=["rows", "leaf_rows", "out_row", "out_head"])
+def merge_results(
+    part_out_ptr,
+    part_lse_ptr,
+    leaf_out_ptr,
+    leaf_lse_ptr,
+    out_ptr,
+    merges: Merges,
+    rows,
+    leaf_rows,
+    out_row,
+    out_head,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Each program merges BLOCK_H heads of one query token.
+
+    The parts lie in `rows` rows: outputs [rows, HEADS, VALUE_DIM], log-sum-exps [HEADS, rows].
+    With APART, the results of leaves are in `leaf_rows` rows of their own, in the order of the
+    query tokens.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    request = tl.program_id(0) // TOKENS
+    token = tl.program_id(0) % TOKENS
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    first = tl.load(merges.first + request)
+    parts = tl.load(merges.parts + request)
+    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_H], 0.0, tl.float32)
+    acc = tl.full([BLOCK_H, VALUE_DIM], 0.0, tl.float32)
+    if APART:
+        if parts > 0:
+            maximum, total, acc = _weighed(
+                maximum,
+                total,
+                acc,
+                leaf_out_ptr,
+                leaf_lse_ptr,
+                at,
+                leaf_rows,
+                head,
+                HEADS,
+                VALUE_DIM,
+            )
+    for place in range(first, first + parts):
+        row = tl.load(merges.entry + place).to(tl.int64) * TOKENS + token
+        maximum, total, acc = _weighed(
+            maximum, total, acc, part_out_ptr, part_lse_ptr, row, rows, head, HEADS, VALUE_DIM
+        )
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    value = tl.arange(0, VALUE_DIM)[None, :]
+    to = at * out_row + head[:, None] * out_head + value
+    tl.store(out_ptr + to, result.to(out_ptr.dtype.element_ty), mask=(head < HEADS)[:, None])

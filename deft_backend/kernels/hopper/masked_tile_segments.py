@@ -72,9 +72,13 @@ def by_lane(warps):
 def from_lane(values, lane):
     """[..., 32]: the value that another lane of the warp holds."""
     return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [values, lane],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,r",
+        [values, lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit
@@ -145,9 +149,13 @@ def join_segments(listed, followed):
         behind += gl.where(lane >= 1 << i, added, 0)
     offset = behind - tokens
     return Segments(
-        offset, listed.start - offset, followed.row, listed.span,
-        followed.length - followed.query_tokens, gl.reduce(tokens, 0, plus),
-    )  # fmt: skip
+        offset,
+        listed.start - offset,
+        followed.row,
+        listed.span,
+        followed.length - followed.query_tokens,
+        gl.reduce(tokens, 0, plus),
+    )
 
 
 @jit

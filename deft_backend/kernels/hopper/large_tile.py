@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.hopper.eight_bits import as_operand
-from deft_backend.kernels.hopper.large_tile.copies import (
+from deft_backend.kernels.hopper.large_tile_copies import (
     Segment,
     Stream,
     arrived,
@@ -49,10 +49,20 @@ from deft_backend.kernels.hopper.large_tile.copies import (
     copy_queries,
     take_item,
 )
-from deft_backend.kernels.hopper.large_tile.memory import allocate, hidden_zero, layout_of
-from deft_backend.kernels.hopper.large_tile.program_numbers import count_on_sm, spread_number
-from deft_backend.kernels.hopper.large_tile.results import write_results
-from deft_backend.kernels.hopper.large_tile.softmax import add_rescaled, masked, settled, softmax
+from deft_backend.kernels.hopper.large_tile_memory import (
+    allocate,
+    count_on_sm,
+    hidden_zero,
+    layout_of,
+    spread_number,
+)
+from deft_backend.kernels.hopper.large_tile_results import (
+    add_rescaled,
+    masked,
+    settled,
+    softmax,
+    write_results,
+)
 from deft_backend.kernels.hopper.parts import (
     ask_plan,
     capped,
@@ -60,11 +70,12 @@ from deft_backend.kernels.hopper.parts import (
     plus,
     range_end,
     read_item,
+    sees,
     show_operands,
     table_row,
+    tail_of,
     with_device_scales,
 )
-from deft_backend.kernels.hopper.query_tokens import sees, tail_of
 from deft_backend.kernels.hopper.versions import (
     barrier,
     gl,
@@ -98,9 +109,15 @@ def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
 
 @jit
 def _hide(
-    scores, left, tail, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
+    scores,
+    left,
+    tail,
+    tensors,
+    strides,
+    HEADS: gl.constexpr,
+    TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):  # fmt: skip
+):
     """Scores with -inf where a query token does not see another query token.
 
     `left` are the range's tokens from the block's first one on.
@@ -114,10 +131,23 @@ def _hide(
 
 @jit
 def _add_block(
-    state, step, q, stream, left, tail, scaling, buffers, tensors, strides, HIDES: gl.constexpr,
-    HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, MODE: gl.constexpr,
+    state,
+    step,
+    q,
+    stream,
+    left,
+    tail,
+    scaling,
+    buffers,
+    tensors,
+    strides,
+    HIDES: gl.constexpr,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    MODE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):  # fmt: skip
+):
     """The softmax with one more block, while P V of the block taken before it runs.
 
     With HIDES, some of the block's tokens are query tokens.
@@ -262,14 +292,42 @@ def hopper_large_tile_attention(
         if not HEADS.single:
             for step in range(0, hiding):
                 state = _add_block(
-                    state, step, q, stream, left, tail, scaling, buffers, tensors, strides, True,
-                    HEADS, CACHE, TILE, MODE, LAYOUT,
-                )  # fmt: skip
+                    state,
+                    step,
+                    q,
+                    stream,
+                    left,
+                    tail,
+                    scaling,
+                    buffers,
+                    tensors,
+                    strides,
+                    True,
+                    HEADS,
+                    CACHE,
+                    TILE,
+                    MODE,
+                    LAYOUT,
+                )
         for step in range(hiding, blocks - 1):
             state = _add_block(
-                state, step, q, stream, left, tail, scaling, buffers, tensors, strides, False,
-                HEADS, CACHE, TILE, MODE, LAYOUT,
-            )  # fmt: skip
+                state,
+                step,
+                q,
+                stream,
+                left,
+                tail,
+                scaling,
+                buffers,
+                tensors,
+                strides,
+                False,
+                HEADS,
+                CACHE,
+                TILE,
+                MODE,
+                LAYOUT,
+            )
 
         segment = _find_segment(next_item, tensors, strides, CACHE)
         arrived(0)
@@ -285,9 +343,19 @@ def hopper_large_tile_attention(
             acc = acc * scaling.value
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
         write_results(
-            acc, state.maximum, sums, item, kv_head, hidden_zero(now), buffers, tensors, HEADS,
-            TILE, MODE, LAYOUT,
-        )  # fmt: skip
+            acc,
+            state.maximum,
+            sums,
+            item,
+            kv_head,
+            hidden_zero(now),
+            buffers,
+            tensors,
+            HEADS,
+            TILE,
+            MODE,
+            LAYOUT,
+        )
         item = next_item
 
     if MODE.overlapped:

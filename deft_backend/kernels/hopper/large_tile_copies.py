@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from deft_backend.kernels.hopper.large_tile.memory import in_one_row
-from deft_backend.kernels.hopper.parts import offsets_of
-from deft_backend.kernels.hopper.query_tokens import places_of
+from deft_backend.kernels.hopper.large_tile_memory import in_one_row
+from deft_backend.kernels.hopper.parts import offsets_of, places_of
 from deft_backend.kernels.hopper.versions import (
     async_load,
     barrier,
@@ -99,9 +98,16 @@ def first_positions(segment, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @jit
 def ask_item(
-    there, item, segment, buffers, plan, HEADS: gl.constexpr, CACHE: gl.constexpr,
-    TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    there,
+    item,
+    segment,
+    buffers,
+    plan,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Start copying what an item needs first, if it is there.
 
     That is the page ids of `first_positions`, and the query and the slot of each query vector. Rows
@@ -114,9 +120,10 @@ def ask_item(
     row += item.queries >> 16
     entry = item.entry + gl.minimum(row // HEADS.vectors, item.queries - 1)
     async_load(
-        buffers.first_pages, segment.table + position // CACHE.page_size,
+        buffers.first_pages,
+        segment.table + position // CACHE.page_size,
         mask=gl.full([LAYOUT.known * TILE.block_tokens], True, gl.int1, LIST) & there,
-    )  # fmt: skip
+    )
     some = gl.full([TILE.height], True, gl.int1, LIST) & there
     async_load(buffers.entries.index(0), plan.entry_query + entry, mask=some)
     async_load(buffers.entries.index(1), plan.entry_slot + entry, mask=some)
@@ -168,9 +175,17 @@ def know(k_known, v_known, page, position, CACHE: gl.constexpr):
 
 @jit
 def take_item(
-    segment, kv_head, zero, buffers, tensors, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    segment,
+    kv_head,
+    zero,
+    buffers,
+    tensors,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Turn what `ask_item` copied into addresses, in shared memory.
 
     Returns where the segment's last block begins, and the segment's last position.
@@ -250,9 +265,15 @@ def copy_first_blocks(
 
 @jit
 def copy_next_blocks(
-    step, now, position, stream, buffers, CACHE: gl.constexpr, TILE: gl.constexpr,
+    step,
+    now,
+    position,
+    stream,
+    buffers,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):  # fmt: skip
+):
     """Start copying one more block of V and of K, and learn where the tokens of a later one lie.
 
     `step` counts the item's blocks, and `now` is the slot of the block that is multiplied. The new

@@ -1,15 +1,124 @@
-"""The cost tables that the package ships, and how they are carried to other GPUs and heads."""
+"""Cost tables: what they were measured with, and those that the package ships for other GPUs."""
 
+from __future__ import annotations
+
+import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from deft_backend.costs.cost_model import DEFAULT_TABLE, TABLES, CostModel, default_cost_model
-from deft_backend.costs.gpu_facts import GpuFacts
-from deft_backend.costs.table_key import TableKey, read_key
-from deft_backend.shapes.dtype_names import DTYPE_BYTES
+from deft_backend.costs.cost_model import (
+    DEFAULT_TABLE,
+    TABLES,
+    CostModel,
+    CostModelError,
+    default_cost_model,
+    read_table,
+)
+from deft_backend.files.json_fields import shown
+from deft_backend.shapes import DTYPE_BYTES, EIGHT_BIT_CACHES, SHORT_DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """Size and clocks of a GPU."""
+
+    sms: int  # streaming multiprocessors
+    sm_clock_mhz: float  # highest clock of an SM, in MHz
+    # Bandwidth of the memory by its clock and its bus, in 1e9 bytes per second. No kernel reads as
+    # fast; a cost table holds what one reads.
+    memory_gb_s: float
+
+
+def gpu_facts(device: torch.device) -> GpuFacts | None:
+    """The facts of a CUDA device; None for the CPU, and for a driver that does not tell them."""
+    if device.type != "cuda":
+        return None
+    import torch  # reading a shipped table needs none of it
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    clock_khz = getattr(properties, "clock_rate", 0)
+    memory_khz = getattr(properties, "memory_clock_rate", 0)
+    bus_bits = getattr(properties, "memory_bus_width", 0)
+    if min(clock_khz, memory_khz, bus_bits) <= 0:  # a part of a GPU, or a virtual one
+        return None
+    # Two transfers a clock, eight bits a byte.
+    return GpuFacts(
+        sms=properties.multi_processor_count,
+        sm_clock_mhz=clock_khz / 1e3,
+        memory_gb_s=2 * memory_khz * bus_bits / 8 / 1e6,
+    )
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """The GPU, software and attention for which a cost table was measured."""
+
+    gpu: str  # name of the GPU; empty for the CPU, where nothing is measured
+    # Version of this package, digest of its kernels' sources, versions of torch and Triton.
+    package: str
+    kernels: str
+    torch: str
+    triton: str
+    # Shape of the attention.
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    # Of the KV cache: one of :data:`~deft_backend.shapes.DTYPE_BYTES`. Queries have it
+    # too, unless it has 8 bits.
+    dtype: str
+    page_size: int  # tokens a page of the KV cache
+
+    @property
+    def shape(self) -> str:
+        """The attention in words."""
+        return (
+            f"heads {self.query_heads}/{self.kv_heads}, head dimension {self.head_dim}, "
+            f"{self.dtype}, page size {self.page_size}"
+        )
+
+    @property
+    def command(self) -> str:
+        """The command that measures the table."""
+        option = "--kv-cache-dtype" if self.dtype in EIGHT_BIT_CACHES.values() else "--dtype"
+        short = {long: name for name, long in (SHORT_DTYPES | EIGHT_BIT_CACHES).items()}
+        return (
+            f"deft tune --heads {self.query_heads}/{self.kv_heads} --head-dim {self.head_dim} "
+            f"{option} {short[self.dtype]} --page-size {self.page_size}"
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Name of the table's file: readable, and different for every key."""
+        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        heads = f"{self.query_heads}x{self.kv_heads}-d{self.head_dim}"
+        return f"{gpu}-{heads}-{self.dtype}-p{self.page_size}-{digest}.json"
+
+
+def read_key(path: Path, *, private: bool = False) -> TableKey:
+    """The key in a table's file; `private` as in :meth:`CostModel.load`.
+
+    Raises CostModelError if the file cannot be read or holds no key.
+    """
+    data = read_table(path, private=private)
+    key = data.get("key") if isinstance(data, Mapping) else None
+    names = {field.name for field in fields(TableKey)}
+    if not isinstance(key, Mapping) or set(key) != names:
+        raise CostModelError(
+            f"cost table {path}: key is {shown(key)}; expected an object with "
+            f"{', '.join(sorted(names))}"
+        )
+    return TableKey(**key)
+
 
 SHIPPED_TABLES = (
     DEFAULT_TABLE,
@@ -94,9 +203,13 @@ def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
 
 @lru_cache(maxsize=64)
 def shipped_for(
-    query_heads: int, head_dim: int, dtype: str, gpu: str = "", facts: GpuFacts | None = None,
+    query_heads: int,
+    head_dim: int,
+    dtype: str,
+    gpu: str = "",
+    facts: GpuFacts | None = None,
     group: int = 4,
-) -> CostModel:  # fmt: skip
+) -> CostModel:
     """The nearest shipped table, carried to the GPU of `facts` and scaled to the head shape.
 
     - ``token_ns``, and ``C_est`` beyond its launch, scale with the bytes of a token and KV head:

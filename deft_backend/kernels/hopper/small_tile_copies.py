@@ -19,12 +19,12 @@ from deft_backend.kernels.hopper.parts import (
     Item,
     next_slot,
     offsets_of,
+    places_of,
     range_end,
     read_item,
     table_row,
 )
-from deft_backend.kernels.hopper.query_tokens import places_of
-from deft_backend.kernels.hopper.small_tile.memory import keys_of, values_of
+from deft_backend.kernels.hopper.small_tile_memory import keys_of, values_of
 from deft_backend.kernels.hopper.versions import async_load, commit_group, gl, jit
 
 
@@ -105,9 +105,14 @@ def _read_queries(
 
 @jit
 def _known(
-    segment, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    segment,
+    tensors,
+    plan,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):  # fmt: skip
+):
     """Third link."""
     page = _read_pages(segment, 0, CACHE, TILE, LAYOUT)
     return Known(segment, page, _read_queries(segment, tensors, plan, HEADS, TILE, LAYOUT))
@@ -115,9 +120,19 @@ def _known(
 
 @jit
 def begin_stream(
-    work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    work,
+    item,
+    next_item,
+    later_item,
+    last_item,
+    tensors,
+    plan,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """The stream before its first block, from the program's first four items."""
     segment = _segment_of(item, tensors, strides, CACHE)
     next_segment = _segment_of(next_item, tensors, strides, CACHE)
@@ -140,9 +155,14 @@ def _copy_rows(buffer, base, offset, exist, LAYOUT: gl.constexpr):
 
 @jit
 def _copy_kv(
-    stream, buffers, tensors, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr,
+    stream,
+    buffers,
+    tensors,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
-):  # fmt: skip
+):
     """Start copying a block of K and of V.
 
     Past the segment's end these are copies of its last token: zeros would cost a mask a row.
@@ -163,9 +183,8 @@ def _copy_kv(
 
 @jit
 def _copy_queries(
-    stream, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    stream, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Start copying the rows of an item's queries; zeros below them."""
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
@@ -189,25 +208,47 @@ def _next_block(stream, LAYOUT: gl.constexpr):
     """The stream behind a block, within the same segment."""
     item = Known(stream.item.segment, stream.ahead_page, stream.item.query)
     return Stream(
-        stream.work, stream.block + 1, next_slot(stream.slot, LAYOUT.slots), stream.q_slot, item,
-        stream.ahead_page, stream.next_item, stream.later_segment, stream.last_item,
-    )  # fmt: skip
+        stream.work,
+        stream.block + 1,
+        next_slot(stream.slot, LAYOUT.slots),
+        stream.q_slot,
+        item,
+        stream.ahead_page,
+        stream.next_item,
+        stream.later_segment,
+        stream.last_item,
+    )
 
 
 @jit
 def _next_item(
-    stream, step, work_end, tensors, plan, strides, HEADS: gl.constexpr, CACHE: gl.constexpr,
-    TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    stream,
+    step,
+    work_end,
+    tensors,
+    plan,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """The stream at the next item's first block: each later item becomes known by one more link."""
     work = stream.work + step
     known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     later = _segment_of(stream.last_item, tensors, strides, CACHE)
     last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
     return Stream(
-        work, 0, stream.slot, next_slot(stream.q_slot, LAYOUT.slots), stream.next_item,
-        stream.ahead_page, known, later, last,
-    )  # fmt: skip
+        work,
+        0,
+        stream.slot,
+        next_slot(stream.q_slot, LAYOUT.slots),
+        stream.next_item,
+        stream.ahead_page,
+        known,
+        later,
+        last,
+    )
 
 
 @jit
@@ -215,16 +256,32 @@ def _with_page_ahead(stream, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl
     """The stream with the page ids of the block behind its next one."""
     page = _read_pages(stream.item.segment, stream.block + 1, CACHE, TILE, LAYOUT)
     return Stream(
-        stream.work, stream.block, stream.slot, stream.q_slot, stream.item, page,
-        stream.next_item, stream.later_segment, stream.last_item,
-    )  # fmt: skip
+        stream.work,
+        stream.block,
+        stream.slot,
+        stream.q_slot,
+        stream.item,
+        page,
+        stream.next_item,
+        stream.later_segment,
+        stream.last_item,
+    )
 
 
 @jit
 def copy_next_block(
-    stream, step, work_end, buffers, tensors, plan, strides, HEADS: gl.constexpr,
-    CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    stream,
+    step,
+    work_end,
+    buffers,
+    tensors,
+    plan,
+    strides,
+    HEADS: gl.constexpr,
+    CACHE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Start copying the stream's next block, an item's first block with the item's queries.
 
     Returns the stream behind that block.

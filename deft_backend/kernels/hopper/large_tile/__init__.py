@@ -1,1 +1,0 @@
-"""The large tile on Hopper: many query vectors and one KV range."""

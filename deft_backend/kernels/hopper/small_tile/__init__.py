@@ -1,1 +1,0 @@
-"""The small tile on Hopper: few query vectors and one KV range."""
