@@ -12,7 +12,7 @@ from benchmarks.papers import workloads as made
 from benchmarks.papers.methods import DenseMask, FixedDivision, RadixAttention, Tuned, WholeContext
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
-from deft_backend.policies.deft_node_chunk import DeftNodeChunk
+from deft_backend.policies.deft_node import DeftNodeChunk
 
 DEFT = ("radix-attention", "flash-decoding", "dense-mask", "deft-node", "deft-node-chunk",
         "deft-flatten", "auto")  # fmt: skip

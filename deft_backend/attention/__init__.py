@@ -1,7 +1,7 @@
 """The library: plan a batch once, then run its decode attention for every layer and step."""
 
 from deft_backend.attention.latent_attention import LatentAttention
-from deft_backend.attention.step_checks import AttentionError
+from deft_backend.attention.run_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.kernels.latent import LatentCall, LatentKernel, plain_latent_attention

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from deft_backend.attention.current_device import device_as_current
 from deft_backend.forest import PrefixForest, forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import (
     DevicePlan,
@@ -21,6 +21,23 @@ from deft_backend.planner import (
 from deft_backend.planner.on_device import DevicePlanner, new_counters
 from deft_backend.policies import Grouping, Policy, Target, check_served
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
+
+_AS_IT_IS = nullcontext()
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """The device; for CUDA without a number, the current one."""
+    found = torch.device(device)
+    if found == torch.device("cuda"):
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def device_as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current device in the `with` block; free if it is, or is the CPU."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,16 +161,24 @@ class CurrentPlan:
         if self._device_planner is None:
             check_served(self.policy)
             self._device_planner = DevicePlanner(
-                self.target, self.policy, self.arrays, self._device, self._page_size,
-                overlapped=self._overlapped, interpreted=self._interpreted,
+                self.target,
+                self.policy,
+                self.arrays,
+                self._device,
+                self._page_size,
+                overlapped=self._overlapped,
+                interpreted=self._interpreted,
                 counters=self._counters,
-            )  # fmt: skip
+            )
         return self._device_planner
 
     def plan_on_host(
-        self, forest: PrefixForest, blocks: QueryBlocks, target: Target,
+        self,
+        forest: PrefixForest,
+        blocks: QueryBlocks,
+        target: Target,
         policy: Policy | None = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`.
 
         `forest` has a query for each request. `target` is that of requests with these `blocks`.
@@ -184,9 +209,13 @@ class CurrentPlan:
         with device_as_current(self._device):
             if len(seq_lens):
                 planner.plan(
-                    page_table, table_rows, seq_lens, target=target,
-                    private_tokens=blocks.private_tokens, limits=limits,
-                )  # fmt: skip
+                    page_table,
+                    table_rows,
+                    seq_lens,
+                    target=target,
+                    private_tokens=blocks.private_tokens,
+                    limits=limits,
+                )
             else:
                 self.arrays.clear()
         self.batch = PlannedBatch(requests=len(seq_lens), from_rows=True, blocks=blocks)

@@ -30,9 +30,14 @@ class QueryShapes(dict[int, QueryShape]):
         shape = self._shape
         blocks = QueryBlocks.of(query_tokens, shape.gqa_group)
         config = kernel_configuration(
-            shape.head_dim, shape.dtype, shape.device, shape.gqa_group, self._gpu,
-            query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype,
-        )  # fmt: skip
+            shape.head_dim,
+            shape.dtype,
+            shape.device,
+            shape.gqa_group,
+            self._gpu,
+            query_tokens=blocks.tokens,
+            kv_dtype=shape.kv_dtype,
+        )
         self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
         return self[query_tokens]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deft_backend.attention.current_device import device_as_current, numbered
-from deft_backend.attention.current_plan import CurrentPlan, PlanHolder
-from deft_backend.attention.step_checks import AttentionError, check_batch, check_operand
+from deft_backend.attention.current_plan import CurrentPlan, PlanHolder, device_as_current, numbered
+from deft_backend.attention.run_inputs import AttentionError, check_batch, check_operand
 from deft_backend.costs.latent_costs import (
     LAUNCH_NS,
     LEAVES_NS,
@@ -104,13 +103,21 @@ class LatentAttention(PlanHolder):
         self.interpreted = gpu is None
         self.target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
         self._current = CurrentPlan(
-            Auto(chunks="whole"), self.target, self.capacity, self.device, page_size,
-            overlapped=gpu is not None and gpu.capability[0] >= 9, interpreted=self.interpreted,
-        )  # fmt: skip
-        self._launches = LatentLaunches(
-            self.shape, self.capacity, self._current.arrays, sms=1 if gpu is None else gpu.sms,
+            Auto(chunks="whole"),
+            self.target,
+            self.capacity,
+            self.device,
+            page_size,
+            overlapped=gpu is not None and gpu.capability[0] >= 9,
             interpreted=self.interpreted,
-        )  # fmt: skip
+        )
+        self._launches = LatentLaunches(
+            self.shape,
+            self.capacity,
+            self._current.arrays,
+            sms=1 if gpu is None else gpu.sms,
+            interpreted=self.interpreted,
+        )
         self._own_rows = torch.arange(max_batch, dtype=torch.int32, device=self.device)
         self._laid_out: PlanCapacity | None = None
 
@@ -198,9 +205,13 @@ class LatentAttention(PlanHolder):
         rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
         room = self._room(len(seq_lens))
         self._current.plan_on_device(
-            page_table, rows, seq_lens, self._blocks, self.target,
+            page_table,
+            rows,
+            seq_lens,
+            self._blocks,
+            self.target,
             limits=(room.max_entries, room.max_items),
-        )  # fmt: skip
+        )
         self.lay_out(seq_lens, table_rows=rows)
 
     def _checked_rows(
@@ -231,9 +242,12 @@ class LatentAttention(PlanHolder):
         self._laid_out = self._room(len(seq_lens))
         with device_as_current(self.device):
             self._launches.lay_out(
-                self._laid_out, seq_lens, rows, self.query_tokens,
+                self._laid_out,
+                seq_lens,
+                rows,
+                self.query_tokens,
                 by_segment=self._current.batch.from_rows,
-            )  # fmt: skip
+            )
 
     def run(
         self,
@@ -274,13 +288,15 @@ class LatentAttention(PlanHolder):
         tokens = room.max_batch * self.query_tokens
         if out is None:
             out = torch.empty(
-                (tokens, shape.num_query_heads, shape.value_dim), dtype=shape.dtype,
+                (tokens, shape.num_query_heads, shape.value_dim),
+                dtype=shape.dtype,
                 device=self.device,
-            )  # fmt: skip
+            )
         for name, tensor, dim in (
-            ("q_nope", q_nope, shape.value_dim), ("q_rope", q_rope, shape.rope_dim),
+            ("q_nope", q_nope, shape.value_dim),
+            ("q_rope", q_rope, shape.rope_dim),
             ("out", out, shape.value_dim),
-        ):  # fmt: skip
+        ):
             expected = (tokens, shape.num_query_heads, dim)
             check_operand(name, tensor, expected, shape.dtype, self.device)
         if page_table.dtype != torch.int32:
@@ -322,7 +338,14 @@ def _target(shape: LatentShape, max_batch: int, query_tokens: int, sms: int) -> 
     """
     height = max_batch * shape.num_query_heads * query_tokens
     return Target(
-        shape.num_query_heads, 1, shape.latent_dim, shape.dtype.itemsize, num_programs=1,
-        tile_heights=(0, height, height), tile_programs=(1, 1, 1), num_sms=sms,
-        query_tokens=query_tokens, cost_model=latent_costs(shape.num_query_heads),
-    )  # fmt: skip
+        shape.num_query_heads,
+        1,
+        shape.latent_dim,
+        shape.dtype.itemsize,
+        num_programs=1,
+        tile_heights=(0, height, height),
+        tile_programs=(1, 1, 1),
+        num_sms=sms,
+        query_tokens=query_tokens,
+        cost_model=latent_costs(shape.num_query_heads),
+    )

@@ -1,11 +1,192 @@
-"""What a run needs: the workspace, the number of requests, and what the caller left out."""
+"""What a run needs: its workspace, what the caller left out, and checks before any kernel runs."""
+
+from __future__ import annotations
+
+import math
 
 import torch
 
 from deft_backend.attention.current_plan import PlannedBatch
-from deft_backend.attention.step_checks import AttentionError
-from deft_backend.kernels import Partials, Step
-from deft_backend.shapes import AttentionShape
+from deft_backend.kernels import EXPONENT_BITS, Gpu, Partials, Step, unsupported
+from deft_backend.shapes import MAX_QUERY_TOKENS, AttentionShape
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class AttentionError(ValueError):
+    """The kernels cannot run this attention, or the tensors do not fit the plan."""
+
+
+def check_attention(
+    shape: AttentionShape, *, max_batch: int, query_tokens: int, gpu: Gpu | None
+) -> None:
+    """Raise AttentionError for an attention that the kernels cannot run on its device or `gpu`.
+
+    The message names the value and the supported ones.
+    """
+    reason = unsupported(
+        shape.num_query_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.dtype,
+        shape.device,
+        gpu,
+        kv_dtype=shape.kv_dtype,
+    )
+    if reason is not None:
+        raise AttentionError(f"tree attention cannot run: {reason}")
+    if shape.page_size < 1:
+        raise AttentionError(f"page_size is {shape.page_size}; expected at least 1 token a page")
+    if max_batch < 1:
+        raise AttentionError(f"max_batch is {max_batch}; expected at least 1 request")
+    if not 1 <= query_tokens <= MAX_QUERY_TOKENS:
+        raise AttentionError(
+            f"query_tokens is {query_tokens}; expected 1 to {MAX_QUERY_TOKENS} a request"
+        )
+
+
+def check_step(
+    shape: AttentionShape, step: Step, *, requests: int, rows: int, query_tokens: int
+) -> None:
+    """Raise AttentionError for the first input that does not fit the others, plan or device.
+
+    `rows` are the query tokens in `q` and `out`, `query_tokens` the most of a request.
+    """
+    queries = (rows, shape.num_query_heads, shape.head_dim)
+    page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
+    device, k_cache, v_cache = shape.device, step.k_cache, step.v_cache
+    check_operand("q", step.q, queries, shape.dtype, device)
+    check_operand("out", step.out, queries, shape.dtype, device)
+    check_operand("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_operand("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_batch(step.page_table, step.seq_lens, step.table_rows, device, requests)
+    _check_scales(shape, step)
+    if step.sinks is not None:
+        _check_sinks(shape, step.sinks)
+    if step.query_start is not None:
+        _check_query_start(step.query_start, requests, device)
+    if step.ancestors is not None:
+        _check_ancestors(step.ancestors, requests, query_tokens, device)
+
+
+def check_batch(
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    table_rows: torch.Tensor,
+    device: torch.device,
+    requests: int | None = None,
+) -> None:
+    """Raise AttentionError for a page table, lengths or rows that do not fit together.
+
+    `requests` is their number; default: that of `seq_lens`.
+    """
+    if page_table.dim() != 2 or page_table.stride(1) != 1:
+        raise AttentionError(
+            f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
+            "expected [rows, pages] with contiguous rows"
+        )
+    count = len(seq_lens) if requests is None else requests
+    _check_list("seq_lens", seq_lens, count)
+    _check_list("table_rows", table_rows, count)
+    integers = (("page_table", page_table), ("seq_lens", seq_lens), ("table_rows", table_rows))
+    for name, tensor in integers:
+        if tensor.dtype not in _INTEGERS:
+            raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
+        _check_device(name, tensor, device)
+
+
+def _check_query_start(query_start: torch.Tensor, batch: int, device: torch.device) -> None:
+    _check_list("query_start", query_start, batch + 1)
+    if query_start.dtype != torch.int32:
+        raise AttentionError(f"query_start has dtype {query_start.dtype}; expected int32")
+    _check_device("query_start", query_start, device)
+
+
+def _check_ancestors(
+    ancestors: torch.Tensor, batch: int, query_tokens: int, device: torch.device
+) -> None:
+    words = -(-query_tokens // 64)
+    expected = (batch, query_tokens, words)
+    if ancestors.shape != expected:
+        raise AttentionError(
+            f"ancestors has shape {list(ancestors.shape)}; expected {list(expected)}: a bit for "
+            "each query token, in words of 64"
+        )
+    if ancestors.dtype != torch.int64:
+        raise AttentionError(f"ancestors has dtype {ancestors.dtype}; expected int64")
+    if words > 1 and ancestors.stride(-1) != 1:
+        raise AttentionError(
+            f"ancestors has stride {ancestors.stride(-1)} in its last dimension; expected 1"
+        )
+    _check_device("ancestors", ancestors, device)
+
+
+def _check_scales(shape: AttentionShape, step: Step) -> None:
+    if not 0.0 < step.sm_scale < math.inf:
+        raise AttentionError(f"sm_scale is {step.sm_scale}; expected a finite number above 0")
+    eight_bits = shape.kv_dtype in EXPONENT_BITS
+    for name, scale in (("k_scale", step.k_scale), ("v_scale", step.v_scale)):
+        is_tensor = isinstance(scale, torch.Tensor)
+        if not eight_bits and (is_tensor or scale != 1.0):
+            raise AttentionError(
+                f"{name} is given, but the KV cache has the dtype of the queries; only a cache of "
+                "8 bits has scales: leave it out, or set kv_dtype"
+            )
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1 or scale.dtype != torch.float32:
+                raise AttentionError(
+                    f"{name} has shape {list(scale.shape)} and dtype {scale.dtype}; expected one "
+                    "number of torch.float32"
+                )
+            _check_device(name, scale, shape.device)
+        elif not 0.0 < scale < math.inf:
+            raise AttentionError(f"{name} is {scale}; expected a number above 0")
+
+
+def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
+    if sinks.shape != (shape.num_query_heads,) or not sinks.is_contiguous():
+        raise AttentionError(
+            f"sinks has shape {list(sinks.shape)} and strides {sinks.stride()}; expected "
+            f"[{shape.num_query_heads}], contiguous"
+        )
+    if sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise AttentionError(
+            f"sinks has dtype {sinks.dtype}; expected float32, bfloat16 or float16"
+        )
+    _check_device("sinks", sinks, shape.device)
+
+
+def check_operand(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse a tensor of another shape, dtype or device, or with a strided last dimension."""
+    if tensor.shape != shape:
+        raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
+    if tensor.dtype != dtype:
+        raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.stride(-1) != 1:
+        raise AttentionError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
+        )
+    _check_device(name, tensor, device)
+
+
+def _check_list(name: str, tensor: torch.Tensor, length: int) -> None:
+    if tensor.shape != (length,):
+        raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected [{length}]")
+    if length > 1 and tensor.stride(0) != 1:
+        raise AttentionError(
+            f"{name} has stride {tensor.stride(0)}; expected 1: make it contiguous"
+        )
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise AttentionError(f"{name} is on {tensor.device}; expected {device}")
 
 
 def allocate_workspace(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
@@ -27,6 +28,24 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
 
 MOST_BYTES = 1 << 28  # about what the keys of a check may span, and so may its values
+
+RECORDED = {
+    "H100": {("3.6", "2.11"), ("3.7", "2.13"), ("3.8", "2.14")},
+    "H200": {("3.6", "2.11"), ("3.8", "2.14")},
+}
+"""Where recorded results exist, in `docs/results`: by a word of the GPU's name, minor versions of
+Triton and of torch that decoded there. A server on anything else checks its kernels itself before
+it captures graphs. Add a line here together with its record."""
+
+COMPILED = {
+    "A100, A30": "sm_80",
+    "A10, A40, RTX 30": "sm_86",
+    "L4, L40S, RTX 40": "sm_89",
+    "B200, GB200": "sm_100",
+    "RTX 50, RTX PRO": "sm_120",
+}
+"""GPUs that nobody has run the kernels on. Tests compile every kernel for their compute capability,
+and check that it fits their shared memory. Servers there check themselves."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +137,16 @@ class CheckedShape(NamedTuple):
     def attention(self, device: torch.device) -> TreeAttention:
         """A small one: a step has up to 16 requests of up to 4 query tokens."""
         return TreeAttention(
-            num_query_heads=self.query_heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            dtype=self.dtype, kv_dtype=self.kv_dtype, device=device, page_size=16, max_batch=16,
+            num_query_heads=self.query_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            device=device,
+            page_size=16,
+            max_batch=16,
             query_tokens=4,
-        )  # fmt: skip
+        )
 
 
 def check_shapes(
@@ -210,17 +235,36 @@ def _largest_error(
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
     attention.run(
-        q, caches[0], caches[1], page_table, seq_lens, table_rows=rows, query_start=start,
-        ancestors=bits, logit_cap=cap, sinks=sinks, out=out, k_scale=given[0],
+        q,
+        caches[0],
+        caches[1],
+        page_table,
+        seq_lens,
+        table_rows=rows,
+        query_start=start,
+        ancestors=bits,
+        logit_cap=cap,
+        sinks=sinks,
+        out=out,
+        k_scale=given[0],
         v_scale=given[1],
-    )  # fmt: skip
+    )
     if not compare:
         return 0.0, 0
     paged = [cache.unsqueeze(1) if cache.dim() == 3 else cache for cache in caches]
     expected = reference_attention(
-        q, paged[0], paged[1], page_table, seq_lens, query_start=start, ancestors=bits,
-        logit_cap=cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        q,
+        paged[0],
+        paged[1],
+        page_table,
+        seq_lens,
+        query_start=start,
+        ancestors=bits,
+        logit_cap=cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     errors = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
     errors = errors.nan_to_num(nan=float("inf")).amax(dim=-1)
     row = int(errors.argmax())
@@ -264,3 +308,19 @@ def _random_trees(seed: int, requests: int, tokens: int) -> torch.Tensor:
                 request[token] = request[random.integers(0, token)]
             request[token, token] = True
     return torch.from_numpy(np.packbits(seen, axis=-1, bitorder="little").view(np.int64))
+
+
+def unrecorded(gpu_name: str) -> str | None:
+    """What has no recorded result here, in a few words; None if this GPU kind, Triton and torch
+    have one."""
+    kind = next((kind for kind in RECORDED if kind in gpu_name.split()), None)
+    if kind is None:
+        return gpu_name
+    versions = _minor(triton.__version__), _minor(torch.__version__)
+    if versions in RECORDED[kind]:
+        return None
+    return f"{kind} with Triton {versions[0]} and torch {versions[1]}"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

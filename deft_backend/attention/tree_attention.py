@@ -7,21 +7,22 @@ from functools import partial
 
 import torch
 
-from deft_backend.attention.current_device import device_as_current, numbered
-from deft_backend.attention.current_plan import CurrentPlan, PlanHolder
+from deft_backend.attention.current_plan import CurrentPlan, PlanHolder, device_as_current, numbered
 from deft_backend.attention.device_target import QueryShape, QueryShapes
-from deft_backend.attention.run_inputs import RunInputs, allocate_workspace, requests_to_run
-from deft_backend.attention.step_checks import (
+from deft_backend.attention.run_inputs import (
     AttentionError,
+    RunInputs,
+    allocate_workspace,
     check_attention,
     check_batch,
     check_step,
+    requests_to_run,
 )
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Target, get_policy
-from deft_backend.policies.makespan import partial_result_bytes
+from deft_backend.policies.grouping import partial_result_bytes
 from deft_backend.shapes import AttentionShape, QueryBlocks
 
 
@@ -130,9 +131,14 @@ class TreeAttention(PlanHolder):
     ) -> None:
         self.device = numbered(device)
         shape = AttentionShape(
-            num_query_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, self.device,
+            num_query_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            kv_dtype or dtype,
+            self.device,
             page_size,
-        )  # fmt: skip
+        )
         check_attention(shape, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for)
         self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
@@ -155,9 +161,14 @@ class TreeAttention(PlanHolder):
         )
         self.max_batch = self.capacity.max_batch // blocks
         self._current = CurrentPlan(
-            self.policy, target, self.capacity, self.device, page_size,
-            overlapped=config.overlapped, interpreted=config.interpreted,
-        )  # fmt: skip
+            self.policy,
+            target,
+            self.capacity,
+            self.device,
+            page_size,
+            overlapped=config.overlapped,
+            interpreted=config.interpreted,
+        )
         self._workspace = allocate_workspace(
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
@@ -405,10 +416,21 @@ class TreeAttention(PlanHolder):
             out = inputs.new_output(q, requests, query_start, planned, static_launch)
         by_request = inputs.first_rows(page_table, requests) if table_rows is None else table_rows
         step = Step(
-            q, inputs.paged(k_cache), inputs.paged(v_cache), out, page_table, seq_lens, by_request,
-            query_start, ancestors, sinks, k_scale, v_scale,
-            1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale, logit_cap,
-        )  # fmt: skip
+            q,
+            inputs.paged(k_cache),
+            inputs.paged(v_cache),
+            out,
+            page_table,
+            seq_lens,
+            by_request,
+            query_start,
+            ancestors,
+            sinks,
+            k_scale,
+            v_scale,
+            1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
+            logit_cap,
+        )
         check_step(inputs.shape, step, requests=requests, rows=rows, query_tokens=query_tokens)
         if requests == 0 or rows == 0:
             return out
@@ -428,10 +450,15 @@ class TreeAttention(PlanHolder):
             step.out = out.float()
         with device_as_current(self.device):
             run_plan(
-                config, self._current.arrays, step, self._workspace, blocks=planned.blocks,
+                config,
+                self._current.arrays,
+                step,
+                self._workspace,
+                blocks=planned.blocks,
                 host_plan=None if static_launch else planned.plan,
-                masked_tiles=self.policy.several_segments, table_by_segment=by_segment,
-            )  # fmt: skip
+                masked_tiles=self.policy.several_segments,
+                table_by_segment=by_segment,
+            )
         if truncates:
             out.copy_(step.out)
         return out

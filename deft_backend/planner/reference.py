@@ -14,9 +14,8 @@ from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, SPAN_SHIFT
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import FlashDecoding, Grouping, Policy, Target
-from deft_backend.policies.errors import DoesNotFit
 from deft_backend.policies.grouping import concatenated_ranges
-from deft_backend.policies.target import Limits
+from deft_backend.policies.target import DoesNotFit, Limits
 from deft_backend.shapes import MAX_MERGED, MAX_TOKENS
 
 logger = logging.getLogger(__name__)

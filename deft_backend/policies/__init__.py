@@ -3,8 +3,7 @@
 from deft_backend.policies.auto import Auto
 from deft_backend.policies.chunk_choice import CHUNK_RULES
 from deft_backend.policies.deft_flatten import DeftFlatten
-from deft_backend.policies.deft_node import DeftNode
-from deft_backend.policies.deft_node_chunk import DeftNodeChunk
+from deft_backend.policies.deft_node import DeftNode, DeftNodeChunk
 from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge

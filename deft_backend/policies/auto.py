@@ -11,10 +11,9 @@ import numpy as np
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import shapes_of, tiles_of
 from deft_backend.policies.edges import ROOT, BoolArray
-from deft_backend.policies.errors import PolicyError
 from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.target import Target
+from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import AUTO
 
 

@@ -20,7 +20,7 @@ class FlashForge(TwoRulePolicy):
     2. ``b_k[i] = ceil(C_est(n_q[i], n[i]) / c)`` (equation 5), at most one slice for each KV block.
        Queries are divided only if they exceed the kernels' largest tile (else ``b_q = 1``).
     3. A grid search compares costs ``c``, from that of the longest task down. It keeps the division
-       with the smallest makespan (``scheduled_chunks.py``); of equal ones the coarser, which leaves
+       with the smallest makespan (``chunk_choice.py``); of equal ones the coarser, which leaves
        fewer partial results.
     4. Longest-first scheduling (Graham). The plan's items lie in that order, and programs take them
        in turn (docs/papers.md says what the whole schedule would gain). Within a tile shape more

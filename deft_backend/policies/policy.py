@@ -13,9 +13,8 @@ from deft_backend.policies.chunk_choice import (
     tiles_of,
 )
 from deft_backend.policies.edges import BoolArray, cut_ranges, grouped_ranges
-from deft_backend.policies.errors import PolicyError, check_limits
 from deft_backend.policies.grouping import Grouping
-from deft_backend.policies.target import Limits, Target
+from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""

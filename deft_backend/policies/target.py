@@ -1,4 +1,4 @@
-"""The second input of a policy: the attention and the GPU that it plans for."""
+"""The second input of a policy: the attention and the GPU that it plans for, and their limits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from deft_backend.shapes import TILE_HEIGHTS, TILE_SEGMENTS
 
 TILE_BLOCKS = (16, 64, 64)
 """Tokens that the Hopper kernels of each tile shape read at a time, of a cache of 16 bits."""
+
+
+class PolicyError(ValueError):
+    """The policy is unknown, or it cannot work with the given parameters."""
+
+
+class DoesNotFit(PolicyError):
+    """The policy makes more of this batch than the plan's arrays hold."""
 
 
 class Limits(NamedTuple):
@@ -145,3 +153,14 @@ class Target:
             max_segments=min(self.max_segments, limits.segments),
         )
         return found
+
+
+def check_limits(policy: str, needed: Limits, target: Target) -> None:
+    """Raise DoesNotFit for more items, (item, query) pairs or KV ranges than `target` allows."""
+    names = ("items", "(item, query) pairs", "KV ranges")
+    for what, held, limit in zip(names, needed, target.limits, strict=True):
+        if held > limit:
+            raise DoesNotFit(
+                f"{policy} makes {held} {what} of this batch and the plan holds {limit}; "
+                "raise the plan's capacity or choose flash-decoding"
+            )

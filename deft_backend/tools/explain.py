@@ -19,7 +19,7 @@ from deft_backend.planner import plan_grouping
 from deft_backend.planner.encoding import OPEN_END, SPAN_SHIFT
 from deft_backend.planner.plan import Plan
 from deft_backend.policies import Grouping, Target
-from deft_backend.policies.makespan import estimated_ms, kv_bytes, partial_result_bytes
+from deft_backend.policies.grouping import estimated_ms, kv_bytes, partial_result_bytes
 from deft_backend.telemetry.decode_log import counted
 from deft_backend.telemetry.state_reader import StateReading
 

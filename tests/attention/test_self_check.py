@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from deft_backend.attention import Gpu, TreeAttention, recorded_results, self_check, tree_attention
+from deft_backend.attention import Gpu, TreeAttention, self_check, tree_attention
 from deft_backend.attention.self_check import Case, Outcome, check_shapes, checked, first_failure
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.compile.variants import compile_all, compiling_for, recorded
@@ -190,6 +190,6 @@ def test_kernels_are_compiled_before_their_cases(monkeypatch):
     ],
 )
 def test_what_has_recorded_results(gpu, versions, expected, monkeypatch):
-    monkeypatch.setattr(recorded_results.triton, "__version__", versions[0])
-    monkeypatch.setattr(recorded_results.torch, "__version__", versions[1])
-    assert recorded_results.unrecorded(gpu) == expected
+    monkeypatch.setattr(self_check.triton, "__version__", versions[0])
+    monkeypatch.setattr(self_check.torch, "__version__", versions[1])
+    assert self_check.unrecorded(gpu) == expected

@@ -7,7 +7,7 @@ import torch
 from test_compiled_kernels import attention_of, launched, resources, tiles_of
 
 from deft_backend.attention import Gpu, TreeAttention
-from deft_backend.attention.recorded_results import COMPILED
+from deft_backend.attention.self_check import COMPILED
 from deft_backend.compile.variants import recorded
 from deft_backend.forest import build_forest
 

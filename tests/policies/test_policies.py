@@ -27,10 +27,9 @@ from deft_backend.policies import (
     Target,
     get_policy,
 )
-from deft_backend.policies.grouping import GroupingBuilder, Segment
-from deft_backend.policies.makespan import longest_first, partial_results
+from deft_backend.policies.chunk_choice import makespan
+from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first, partial_results
 from deft_backend.policies.policy import Rules, TwoRulePolicy
-from deft_backend.policies.scheduled_chunks import makespan
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
 PROGRAMS = {"num_programs": 16, "tile_programs": (16, 16, 16)}

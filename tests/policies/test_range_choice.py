@@ -20,7 +20,7 @@ from deft_backend.policies.chunk_choice import (
     tiles_of,
 )
 from deft_backend.policies.edges import grouped_ranges
-from deft_backend.policies.makespan import kv_bytes
+from deft_backend.policies.grouping import kv_bytes
 from deft_backend.policies.measured_chunks import EXPOSED
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets

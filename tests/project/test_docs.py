@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.attention.recorded_results import COMPILED, RECORDED
+from deft_backend.attention.self_check import COMPILED, RECORDED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

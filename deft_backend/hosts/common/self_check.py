@@ -6,8 +6,7 @@ import time
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.attention.recorded_results import unrecorded
-from deft_backend.attention.self_check import Case, first_failure
+from deft_backend.attention.self_check import Case, first_failure, unrecorded
 from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import refuse_if
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention

@@ -13,7 +13,7 @@ from deft_backend.hosts.common.limits import refuse_if
 from deft_backend.hosts.common.self_check import failed_self_check
 from deft_backend.hosts.common.warm_up import Drafts, StepTensors, warm_up_attention
 from deft_backend.planner import PlanCapacity
-from deft_backend.policies.makespan import partial_result_bytes
+from deft_backend.policies.grouping import partial_result_bytes
 from deft_backend.settings.config import Settings
 from deft_backend.shapes import TILE_HEIGHTS
 

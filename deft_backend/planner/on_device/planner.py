@@ -24,7 +24,7 @@ from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
 from deft_backend.planner.on_device.target_numbers import Numbers
 from deft_backend.policies import DeftFlatten, FastTree, Policy, PolicyError, Target
-from deft_backend.policies.chunk_choice import MOST_DOUBLINGS
+from deft_backend.policies.chunk_choice import LEVEL, LEVELS, MOST_DOUBLINGS
 from deft_backend.policies.fasttree import EdgeCosts
 from deft_backend.policies.measured_chunks import (
     ALONE,
@@ -37,7 +37,6 @@ from deft_backend.policies.measured_chunks import (
     exposed_share,
 )
 from deft_backend.policies.policy import FLATTENED
-from deft_backend.policies.scheduled_chunks import LEVEL, LEVELS
 from deft_backend.shapes import MAX_MERGED
 
 COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
