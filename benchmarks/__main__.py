@@ -1,36 +1,35 @@
-"""``python -m benchmarks``: the commands, one module each."""
+"""``python -m benchmarks``: the commands, each a function of a module of its own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import typer
 
-from benchmarks.commands.e2e import e2e, e2e_merge
-from benchmarks.commands.faults import faults
-from benchmarks.commands.fuzz import fuzz
-from benchmarks.commands.kernel import kernel, kernel_merge, kernel_plot
-from benchmarks.commands.kernel_check import kernel_check
-from benchmarks.commands.mla import mla
-from benchmarks.commands.papers import papers
-from benchmarks.commands.policies import policies
-from benchmarks.commands.real_model import real_model
-from benchmarks.commands.soak import soak
-from benchmarks.commands.start import start
-from benchmarks.commands.zoo import zoo
-from benchmarks.planning import planning
-from benchmarks.results import results
 from benchmarks.row_files import RowsError
 from deft_backend.cli.errors import help_of, reported
 
-app = typer.Typer(
-    help="Measure deft-backend: its kernels, its planners, and servers that decode with it.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_show_locals=False,
-)
+COMMANDS = {
+    "kernel": "commands.kernel",
+    "kernel-merge": "commands.kernel",
+    "kernel-check": "commands.kernel_check",
+    "policies": "commands.policies",
+    "mla": "commands.mla",
+    "papers": "commands.papers",
+    "planning": "planning",
+    "fuzz": "commands.fuzz",
+    "e2e": "e2e.command",
+    "e2e-merge": "e2e.command",
+    "load": "load",
+    "soak": "soak",
+    "start": "start",
+    "real-model": "commands.real_model",
+    "results": "results",
+}
+"""Each command's module; only the one that runs is imported, because many import torch."""
 
 
 def without_traceback(command: Callable[..., None]) -> Callable[..., None]:
@@ -44,11 +43,23 @@ def without_traceback(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (
-    kernel, kernel_merge, kernel_plot, kernel_check, policies, mla, papers, fuzz, faults, soak, e2e,
-    e2e_merge, start, real_model, planning, zoo, results,
-):  # fmt: skip
-    app.command(help=help_of(command))(without_traceback(command))
+def app_of(words: Sequence[str]) -> typer.Typer:
+    """The app with the command that `words` begin with, or with all of them."""
+    app = typer.Typer(
+        help="Measure deft-backend: its kernels, its plans, and servers that decode with it.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_show_locals=False,
+    )
+    app.callback()(lambda: None)
+    chosen = [name for name in COMMANDS if name in words[:1]]
+    for name in chosen or COMMANDS:
+        module = import_module(f"benchmarks.{COMMANDS[name]}")
+        command = getattr(module, name.replace("-", "_"))
+        app.command(name, help=help_of(command))(without_traceback(command))
+    return app
+
 
 if __name__ == "__main__":
-    app(prog_name="python -m benchmarks")
+    app_of(sys.argv[1:])(prog_name="python -m benchmarks")

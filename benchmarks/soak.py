@@ -1,145 +1,205 @@
-"""A soak: slices of mixed traffic, each with its check, added up in one file."""
+"""``python -m benchmarks soak``: mixed traffic for a long time, in parts that add up in one file.
+
+Workers send one request after another: a question about one of many documents, or an unshared
+prompt. The documents exceed the KV cache, so requests join, hang up and evict each other. The
+host's own backend then computes a sample of the answers again, and memory must stay level.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import asyncio
+import random
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from benchmarks.e2e.backend_runs import record
-from benchmarks.e2e.choice import Choice, ModelChoice, Output, ServerChoice, TrafficChoice
-from benchmarks.e2e.prepare_run import prepared
-from benchmarks.e2e.serving_rows import read_rows
-from benchmarks.row_files import RowsError, make_folder, write_rows
-from deft_backend.files.json_fields import read_json
+import typer
+from rich.console import Console
+
+from benchmarks.e2e.answers import Sample, check, tolerance_of
+from benchmarks.e2e.command import (
+    ERRORS,
+    HostArguments,
+    ModelChoice,
+    ShapeOption,
+    StartOption,
+    served_model,
+    typed_command,
+)
+from benchmarks.e2e.launch import HOSTS, Launch, checked_backends, same_prefill
+from benchmarks.e2e.run import LOST, client_of, server_of
+from benchmarks.e2e.workloads import Ids, draw
+from benchmarks.row_files import RowsError, make_folder, read_rows, write_rows
+from deft_backend.cli.errors import host_arguments, reported, say
+from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.files.provenance import provenance
+from deft_backend.tools.harness.answers import NotAnswered
+from deft_backend.tools.harness.client import ServerClient
+from deft_backend.tools.servers.command import value_of
+from deft_backend.tools.servers.process import ServerProcess
 
-LEVEL_MIB = 64.0
-LEVEL_SHARE = 0.03
+LEVEL_MIB, LEVEL_SHARE = 64.0, 0.03
 """Memory is level if it grows by less than this after the first fifth: MiB, or share of it."""
 
-ROWS = "rows.json"
-"""File of a slice's rows, in the slice's folder."""
+# Log lines that healthy hosts do not write.
+TROUBLE = re.compile(
+    r"Traceback|\bERROR\b|memory leak|deft: .*(fail|not agree|dropped|could not|not supported)"
+)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Soak:
-    """A soak of one host.
+class Traffic:
+    """The traffic to send.
 
-    Attributes
-    ----------
-    out : Path
-        The file of slices.
-    seconds : float
-        Seconds of traffic in all.
-    slice_seconds : float
-        Of one server's life.
-    servers : ServerChoice
-    model : ModelChoice
-    command : str
-        For the record.
+    - `seconds`: while workers start requests; `part`: another number sends other requests.
+    - `turnover`: share of requests after which a new document replaces an old one.
+    - `unshared`, `aborted`: shares of requests that share nothing, and whose client hangs up early.
+    - `most_question`, `most_answer`: largest lengths in tokens; lengths are uniform from 1
+      (answers: 2).
+    - `samples`: answers to keep for the check.
     """
 
-    out: Path
     seconds: float
-    slice_seconds: float
-    servers: ServerChoice
-    model: ModelChoice
-    command: str
+    part: int
+    workers: int = 64
+    documents: int = 48
+    document_tokens: int = 16384
+    turnover: float = 0.01
+    unshared: float = 0.2
+    aborted: float = 0.1
+    most_question: int = 256
+    most_answer: int = 256
+    samples: int = 200
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the slices' rows and logs."""
-        return self.out.with_suffix("")
+
+ON_CPU = {"workers": 6, "documents": 24, "document_tokens": 1024, "samples": 60}
+ON_CPU |= {"most_question": 32, "most_answer": 16}
 
 
-def run(soak: Soak, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run slices until the file holds all seconds; returns the totals.
+@dataclass
+class Seen:
+    """What the traffic came to. `evicted`: questions about an earlier document of which the host's
+    cache held less than half; None if the host does not report cached tokens."""
 
-    A slice whose check was interrupted keeps its traffic, and the next run checks it.
+    finished: int = 0
+    aborted: int = 0
+    failures: list[str] = field(default_factory=list)
+    evicted: int | None = None
+    seconds: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be written, or holds something else.
+
+async def drive(traffic: Traffic, vocabulary: int, client: ServerClient, server: Any) -> Seen:
+    """Send traffic for its seconds, then wait for the requests in flight.
+
+    Raises StartError if the server has ended.
     """
-    make_folder(soak.out)
-    slices, runs = _before(soak.out)
-    if not soak.out.exists():
-        for rows in soak.folder.glob(f"part-*/{ROWS}"):  # of another soak
-            rows.unlink()
-        write_rows(soak.out, slices, {"runs": runs, "total": totals(slices)})
-    while (left := soak.seconds - sum(row["seconds"] for row in slices)) > 1.0:
-        part = max((row["part"] for row in slices), default=0) + 1
-        seconds = min(left, soak.slice_seconds)
-        say(f"slice {part}: {seconds:.0f} s of traffic; {left:.0f} s are left")
-        found = _slice(soak, part, seconds, say)
-        slices.append(found)
-        header = {**provenance(), "command": soak.command, "part": part}
-        runs.append(header)
-        write_rows(soak.out, slices, {"runs": runs, "total": totals(slices)})
-        say(f"slice {part}: {found}")
-        if found["seconds"] <= 0:  # the server never came up: do not try for ever
-            break
-    return totals(slices)
+    chance = random.Random(f"traffic {traffic.part}")
+    documents = [
+        draw(chance, vocabulary, traffic.document_tokens) for _ in range(traffic.documents)
+    ]
+    asked: dict[Ids, int] = {}
+    seen = Seen()
+    begin = time.monotonic()
 
+    async def work() -> None:
+        while time.monotonic() < begin + traffic.seconds and len(seen.failures) < 100:
+            await _one(traffic, vocabulary, documents, asked, chance, client, seen)
+            if seen.failures:
+                server.check_alive()
 
-def _before(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
-    if not path.exists():
-        return [], []
-    content = read_json(path, RowsError, "the soak ")
+    async def watch() -> None:
+        while True:
+            found = await asyncio.to_thread(memory_of, server.pid)
+            seen.memory.append({"s": round(time.monotonic() - begin, 1), **found})
+            await asyncio.sleep(max(1.0, traffic.seconds / 30))
+
+    workers = [asyncio.create_task(work()) for _ in range(traffic.workers)]
+    watching = asyncio.create_task(watch())
     try:
-        return list(content["rows"]), list(content["header"]["runs"])
-    except (KeyError, TypeError) as error:
-        raise RowsError(f"{path} holds no soak: {error!r}") from error
+        await asyncio.gather(*workers)
+    finally:
+        for task in (watching, *workers):
+            task.cancel()
+        await asyncio.gather(watching, *workers, return_exceptions=True)
+    seen.seconds = time.monotonic() - begin
+    server.check_alive()
+    return seen
 
 
-def _slice(soak: Soak, part: int, seconds: float, say: Callable[[str], None]) -> Row:
-    """Traffic on a server with the plugin, then its check on the host's own backend."""
-    # A file of its own: a later slice may be of another commit.
-    folder = soak.folder / f"part-{part}"
-    reference = soak.servers.reference
-    choice = Choice(
-        Output(folder / ROWS, soak.command), ["traffic"],
-        soak.servers, soak.model,
-        traffic=TrafficChoice(seconds / 60, part),
-    )  # fmt: skip
-    with prepared(choice) as setup:
-        checks, ours = reference or setup.reference, setup.launch.host.ours
-        backends: tuple[str, ...] = (ours, checks)
-        if _traffic(folder / ROWS, part, ours) is not None:
-            say(f"slice {part}: its traffic is done; only the check is left")
-            backends = (checks,)
-        record(replace(setup, backends=backends), say)
-    return summary(_traffic(folder / ROWS, part, ours, failed=True), part)
+async def _one(
+    traffic: Traffic,
+    vocabulary: int,
+    documents: list[Ids],
+    asked: dict[Ids, int],
+    chance: random.Random,
+    client: ServerClient,
+    seen: Seen,
+) -> None:
+    """Choose one request, send it, and count its answer."""
+    question = draw(chance, vocabulary, chance.randint(1, traffic.most_question))
+    tokens = chance.randint(2, traffic.most_answer)
+    leave_after = chance.randint(1, tokens - 1) if chance.random() < traffic.aborted else None
+    # By Zipf's law: a batch shares the first documents, and the host evicts the others.
+    weights = [1 / rank for rank in range(1, len(documents) + 1)]
+    document = () if chance.random() < traffic.unshared else chance.choices(documents, weights)[0]
+    if chance.random() < traffic.turnover:
+        place = chance.randrange(len(documents))
+        documents[place] = draw(chance, vocabulary, traffic.document_tokens)
+    prompt = document + question
+    try:
+        answer, _ = await client.ask(prompt, tokens, leave_after=leave_after)
+    except NotAnswered as error:
+        seen.failures.append(f"{len(prompt)} + {tokens} tokens: {error}"[:300])
+        await asyncio.sleep(0.1)  # do not flood a server that refuses everything
+        return
+    if leave_after is not None:
+        seen.aborted += 1
+        return
+    if document:
+        if asked.get(document) and answer.cached is not None:
+            seen.evicted = (seen.evicted or 0) + (answer.cached < traffic.document_tokens // 2)
+        asked[document] = asked.get(document, 0) + 1
+    seen.finished += 1
+    # Each finished answer is kept with equal probability (reservoir sampling).
+    place = len(seen.samples)
+    if place >= traffic.samples:
+        place = chance.randrange(seen.finished)
+    if place < traffic.samples:
+        seen.samples[place : place + 1] = [(prompt, answer.ids)]
 
 
-def _traffic(path: Path, part: int, backend: str, *, failed: bool = False) -> Any:
-    """The row of a slice's traffic, or None; with `failed`, also a row with an error."""
-    rows = read_rows(path)[0] if path.is_file() else []
-    mine = (row for row in rows if row["workload"] == f"mixed-traffic part {part}")
-    mine = (row for row in mine if row["backend"] == backend and (failed or not row["error"]))
-    return next(mine, None)
+def memory_of(pid: int | None) -> dict[str, float | None]:
+    """Resident memory of a process and its descendants, and used memory of all GPUs, in MiB.
 
+    The GPU figure counts every process. None if this machine does not report it.
+    """
+    import psutil
 
-def summary(row: Any, part: int) -> Row:
-    """What a slice came to, from its row of mixed traffic."""
-    detail = row["detail"]
-    traffic, checked = detail.get("traffic", {}), detail.get("checked", {})
-    return {
-        "part": part, "host": row["host"], "model": row["model"], "error": row["error"],
-        "seconds": traffic.get("seconds", 0.0), "finished": traffic.get("finished", 0),
-        "aborted": traffic.get("aborted", 0), "failures": traffic.get("failures", 0),
-        "evicted": traffic.get("evicted"), "checked_tokens": checked.get("tokens", 0),
-        "checked_answers": checked.get("answers", 0), "ties": checked.get("ties", 0),
-        "wrong": checked.get("wrong", 0), "log_trouble": detail.get("log_trouble", 0),
-        "memory": {
-            name: level(detail.get("memory", []), name) for name in ("rss_mib", "gpu_mib")
-        },
-    }  # fmt: skip
+    total = 0
+    try:
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            total += process.memory_info().rss
+    except psutil.Error:  # one has just ended
+        total = 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        gpus: float | None = float(sum(map(int, said.split())))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        gpus = None
+    return {"rss_mib": round(total / 2**20, 1) or None, "gpu_mib": gpus}
 
 
 def level(samples: Sequence[dict[str, Any]], name: str) -> dict[str, float] | None:
@@ -167,20 +227,108 @@ def is_level(memory: dict[str, float] | None) -> bool:
     return memory["growth"] <= max(LEVEL_MIB, LEVEL_SHARE * memory["after_first_fifth"])
 
 
-def totals(slices: Sequence[Row]) -> dict[str, Any]:
-    """Sums over slices, and whether all is well."""
-    names = (
-        "finished", "aborted", "failures", "checked_answers", "checked_tokens", "ties", "wrong",
-        "log_trouble",
-    )  # fmt: skip
-    sums: dict[str, Any] = {name: sum(row[name] for row in slices) for name in names}
-    sums["seconds"] = round(sum(row["seconds"] for row in slices), 1)
-    sums["level"] = all(is_level(found) for row in slices for found in row["memory"].values())
+def totals(parts: Sequence[Row]) -> dict[str, Any]:
+    """Sums over parts, and whether all is well."""
+    names = ("finished", "aborted", "failures", "checked_answers", "checked_tokens", "ties")
+    sums: dict[str, Any] = {
+        name: sum(row[name] for row in parts) for name in (*names, "wrong", "log_trouble")
+    }
+    sums["seconds"] = round(sum(row["seconds"] for row in parts), 1)
+    sums["level"] = all(is_level(found) for row in parts for found in row["memory"].values())
+    bad = sums["failures"] or sums["wrong"] or sums["log_trouble"]
     sums["ok"] = bool(
-        slices
-        and sums["level"]
-        and sums["checked_tokens"] > 0
-        and not (sums["failures"] or sums["wrong"] or sums["log_trouble"])
-        and not any(row["error"] for row in slices)
+        sums["level"]
+        and sums["checked_tokens"]
+        and not bad
+        and not any(row["error"] for row in parts)
     )
     return sums
+
+
+def run_part(launch: Launch, reference: str, traffic: Traffic, logs: Path, console: Console) -> Row:
+    """Traffic on a server with the plugin, then its check on the host's own backend."""
+    row: Row = {"part": traffic.part, "host": launch.host.name, "model": launch.model.name}
+    row |= {"error": None, "seconds": 0.0, "finished": 0, "aborted": 0, "failures": 0}
+    row |= {"evicted": None, "checked_tokens": 0, "checked_answers": 0, "ties": 0, "wrong": 0}
+    row |= {"log_trouble": 0, "memory": {"rss_mib": None, "gpu_mib": None}}
+    dtype = "bfloat16" if launch.host.on_gpu() else "float32"
+    tolerance = tolerance_of(dtype, value_of("--kv-cache-dtype", launch.options))
+    vocabulary, said = launch.model.ids, partial(say, console)
+
+    async def sent(server: ServerProcess) -> Seen:
+        async with client_of(server.url) as client:
+            return await drive(traffic, vocabulary, client, server)
+
+    async def checked(server: ServerProcess, samples: Sequence[Sample]) -> dict[str, Any]:
+        async with client_of(server.url) as client:
+            return (await check(samples, client, tolerance)).to_dict(tolerance)
+
+    try:
+        with server_of(launch, launch.host.ours, logs, said) as server:
+            seen = asyncio.run(sent(server))
+            log = server.log.read_text(errors="replace").splitlines()
+        row |= {"seconds": round(seen.seconds, 1), "finished": seen.finished}
+        row |= {"aborted": seen.aborted, "failures": len(seen.failures), "evicted": seen.evicted}
+        row["log_trouble"] = sum(bool(TROUBLE.search(line)) for line in log)
+        row["memory"] = {name: level(seen.memory, name) for name in row["memory"]}
+        if seen.failures:
+            row["first_failures"] = seen.failures[:5]
+        with server_of(launch, reference, logs, said) as server:
+            found = asyncio.run(checked(server, seen.samples))
+        row |= {"checked_answers": found["answers"], "checked_tokens": found["tokens"]}
+        row |= {"ties": found["ties"], "wrong": found["wrong"]}
+        if found["first_wrong"]:
+            row["first_wrong"] = found["first_wrong"]
+    except (*LOST, NotAnswered) as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:600]
+    return row
+
+
+def soak(
+    out: Annotated[Path, typer.Option(help="JSON file; a later run adds a part to it.")],
+    host_args: HostArguments = None,
+    host: HostOption = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Seconds of this part's traffic.")] = 1200,
+    shape: ShapeOption = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Backend that checks the answers; default: the host's own.")
+    ] = None,
+    start_timeout: StartOption = 500.0,
+) -> None:
+    """Send mixed traffic to a server with the plugin, and check a sample of its answers.
+
+    Exits with 1 if an answer is wrong, a request failed, the server logged trouble, or memory still
+    grows after the first fifth of a part.
+    """
+    console = Console()
+    chosen = HOSTS[chosen_host(host, needed=True)]
+    with reported(*ERRORS), ExitStack() as opened:
+        make_folder(out)
+        parts, header = _before(out)
+        checks = reference or chosen.reference()
+        checked_backends(chosen, (chosen.ours, checks))
+        model = opened.enter_context(served_model(chosen, ModelChoice(shape=shape)))
+        launch = Launch(chosen, model, tuple(host_arguments(host_args)))
+        launch = replace(
+            launch, environment=same_prefill(chosen, checks), start_seconds=start_timeout
+        )
+        part = max((row["part"] for row in parts), default=0) + 1
+        traffic = Traffic(seconds, part, **({} if chosen.on_gpu() else ON_CPU))
+        with unwound(console, "all servers have ended; this part is not recorded"):
+            parts.append(run_part(launch, checks, traffic, out.with_suffix(".logs"), console))
+        runs = [*header.get("runs", []), {**provenance(), "command": typed_command(), "part": part}]
+        total = totals(parts)
+        write_rows(out, parts, {"runs": runs, "total": total})
+    say(console, str(parts[-1]))
+    say(console, str(total))
+    raise typer.Exit(not total["ok"])
+
+
+def _before(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The parts of earlier runs."""
+    if not path.exists():
+        return [], {}
+    rows, header = read_rows(path, ("part", "checked_tokens"), "python -m benchmarks soak")
+    if not isinstance(header.get("runs"), list):
+        raise RowsError(f"{path} holds no soak")
+    return list(rows), header

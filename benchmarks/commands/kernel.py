@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +23,6 @@ from benchmarks.commands.kernel_choice import (
     require_device,
     words,
 )
-from benchmarks.commands.summary import show
 from deft_backend.cli.errors import fail, reported, say, stderr
 from deft_backend.settings.policy_names import POLICY_NAMES
 
@@ -128,9 +127,6 @@ def kernel(
             "--quick", help="Two trees per set, two steps per recording, shorter measurements."
         ),
     ] = False,
-    bars: Annotated[
-        bool, typer.Option("--bars", help="Show for each case whether it reaches its release bar.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for rows and plots; default: reports/kernel-<time>.")
     ] = None,
@@ -196,7 +192,7 @@ def kernel(
         except RowsError as error:
             raise fail(str(error)) from None
     if policies is None:
-        _show(rows, path, console, bars=bars)
+        _show(rows, path, console)
     else:
         say(console, f"rows: {write_policies(path, rows, planner)}")
     found = failures(rows)
@@ -212,9 +208,6 @@ def kernel_merge(
         typer.Argument(help="Files of rows that 'kernel' wrote, for example one for each --part."),
     ],
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
-    bars: Annotated[
-        bool, typer.Option("--bars", help="Show which cases reach their release bar.")
-    ] = False,
 ) -> None:
     """Merge the rows of several runs into one file and draw it. Later rows replace earlier ones."""
     from benchmarks.kernel.kernel_rows import merged, read_rows
@@ -223,34 +216,16 @@ def kernel_merge(
     with reported(RowsError):
         rows, header = merged([(path, *read_rows(path)) for path in files])
         write_rows(out, rows, header)
-    _show(rows, out, Console(), bars=bars)
+    _show(rows, out, Console())
 
 
-def kernel_plot(
-    file: Annotated[Path, typer.Argument(help="A file of rows that 'kernel' wrote.")],
-    bars: Annotated[
-        bool, typer.Option("--bars", help="Show which cases reach their release bar.")
-    ] = False,
-) -> None:
-    """Draw the plots of a file of rows again, next to it, and print its tables."""
-    from benchmarks.kernel.kernel_rows import read_rows
-    from benchmarks.row_files import RowsError
-
-    with reported(RowsError):
-        rows, _ = read_rows(file)
-    _show(rows, file, Console(), bars=bars)
-
-
-def _show(rows: Sequence[Row], path: Path, console: Console, *, bars: bool) -> None:
+def _show(rows: Sequence[Row], path: Path, console: Console) -> None:
     from benchmarks.commands.kernel_tables import means_table, rows_table
-    from benchmarks.kernel.kernel_rows import read_rows
 
-    def draw() -> Iterable[Path]:
-        from benchmarks.kernel import kernel_plots as plots
-
-        return plots.draw(rows, read_rows(path)[1], path)
-
-    show(console, (rows_table(rows, bars=bars), means_table(rows, bars=bars)), _WIDTH, path, draw)
+    show = console if console.is_terminal else Console(width=_WIDTH)
+    for table in (rows_table(rows), means_table(rows)):
+        show.print(table)
+    say(console, f"rows    {path}")
 
 
 class _Watch:

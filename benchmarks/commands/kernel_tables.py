@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.kernel.kernel_bars import is_met, mean_is_met
 from benchmarks.kernel.kernel_rows import (
     Row,
     best_peer,
@@ -20,7 +19,7 @@ from benchmarks.kernel.methods import OURS
 from deft_backend.tools.ab.result import MISSING
 
 
-def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
+def rows_table(rows: Sequence[Row]) -> Table:
     """One line for each case: the roof, deft, the fastest peer, and their ratios.
 
     The table names the KV cache's dtype if a case has another one than its queries'.
@@ -34,8 +33,6 @@ def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
     table.add_column("best peer")
     for name in ("its time", "faster", "of roof", "plan", "error"):
         table.add_column(name, justify="right")
-    if bars:
-        table.add_column("bar")
     for row in rows:
         peer = best_peer(row)
         skipped = row["skipped"].get(OURS)
@@ -54,12 +51,11 @@ def rows_table(rows: Sequence[Row], *, bars: bool) -> Table:
             _number(of_roof(row), 2),
             _number(row["plan_us"].get("page_tables"), 0),
             _error(row["error"].get(OURS)),
-            *([_met(is_met(row))] if bars else []),
         )
     return table
 
 
-def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
+def means_table(rows: Sequence[Row]) -> Table:
     """Geometric means for each set, head shape and dtype of the KV cache."""
     table = Table(title="Geometric means", title_justify="left")
     caches = _other_caches(rows)
@@ -67,8 +63,6 @@ def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
         table.add_column(name)
     for name in ("cases", "faster", "slowest case", "of roof", "best peer of roof"):
         table.add_column(name, justify="right")
-    if bars:
-        table.add_column("bar")
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         cache = kv_dtype(row) if caches else ""
@@ -85,7 +79,6 @@ def means_table(rows: Sequence[Row], *, bars: bool) -> Table:
             _ratio(min(ratios, default=None)),
             _number(geometric_mean(of_roof(row) for row in found), 2),
             _number(geometric_mean(peers), 2),
-            *([_met(mean_is_met(found))] if bars else []),
         )
     return table
 
@@ -117,9 +110,3 @@ def _ratio(value: float | None) -> Text:
     if value is None:
         return Text(MISSING)
     return Text(f"{value:.2f}×", style="green" if value >= 1 else "red")
-
-
-def _met(met: bool | None) -> Text:
-    if met is None:
-        return Text(MISSING)
-    return Text("met", style="green") if met else Text("not met", style="bold red")

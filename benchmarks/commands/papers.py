@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks.commands.kernel_choice import make_setup, one_of, require_device, words
-from benchmarks.commands.server_options import HostArguments, TogetherOption
+from benchmarks.e2e.command import HostArguments, TogetherOption
 from deft_backend.cli.errors import fail, host_arguments, reported, say
-from deft_backend.cli.interrupted import unwound
-
-if TYPE_CHECKING:
-    from benchmarks.e2e.choice import Choice
 
 COUNTED, COUNTERS, STEPS, SERVERS = "deft-io", "counters", "deft-steps", "servers"
 PLACE_OF_STEPS = "DeFT, Figure 4, Tables 5 and 8"
@@ -67,8 +60,6 @@ def papers(
 
     docs/reproduction.md compares the figures with the papers'.
     """
-    from dataclasses import replace
-
     from benchmarks.kernel.methods.ours import Ours
     from benchmarks.papers.record import counted_io, ratios, record
     from benchmarks.papers.tables import TABLES, method_named
@@ -113,8 +104,7 @@ def papers(
                 continue
             if name == SERVERS:
                 assert host is not None
-                _servers(host, words(policies), folder, out, checkpoint, console, options,
-                         together=together)  # fmt: skip
+                _servers(host, words(policies), folder, out, checkpoint, options, together=together)
                 continue
             table = known["deft-architectures" if name == STEPS else name]
             if quick:
@@ -135,8 +125,6 @@ def papers(
 
 def _steps(table: Any, setup: Any, path: Path, console: Console) -> None:
     """The parts of a step of whole models (DeFT, Figure 4, Tables 5 and 8)."""
-    from dataclasses import replace
-
     from benchmarks.kernel.measure_case import DTYPES
     from benchmarks.papers.record import record
     from benchmarks.papers.steps import MODELS, dense_us, step_row
@@ -173,76 +161,45 @@ def _counters(path: Path, console: Console) -> None:
 
 def _servers(
     host: str, policies: list[str], traces: Path, out: Path, checkpoint: Path | None,
-    console: Console, options: Sequence[str], *, together: bool,
+    options: Sequence[str], *, together: bool,
 ) -> None:  # fmt: skip
-    """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang."""
-    from benchmarks.e2e.backend_runs import record as record_servers
-    from benchmarks.e2e.backend_runs import record_together
-    from benchmarks.e2e.backends import HOSTS
-    from benchmarks.e2e.prepare_run import ERRORS, prepared
-    from benchmarks.row_files import RowsError
+    """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang.
 
-    one_of("--host", host, tuple(HOSTS))
-    path = out / f"papers-servers-{host}.json"
-    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
-    said = partial(say, console)
-    stopped = f"all servers have ended; the rows of finished workloads are in {path}"
-    # Servers that threads start do not change what SIGTERM does.
-    with unwound(console, stopped), reported(*ERRORS, RowsError), ExitStack() as opened:
-        setups = [
-            opened.enter_context(prepared(choice))
-            for choice in _choices(host, policies, traces, path, checkpoint, command, options)
-        ]
-        if together:
-            record_together(setups, said)
-        else:
-            for setup in setups:
-                record_servers(setup, said)
-    say(console, f"{path}")
-
-
-def _choices(
-    host: str,
-    policies: Sequence[str],
-    traces: Path,
-    out: Path,
-    checkpoint: Path | None,
-    command: str = "",
-    options: Sequence[str] = (),
-) -> list[Choice]:
-    """A run for each policy, and the host's own backend last; all add to one file of rows.
-
-    All get the same requests: the papers' reasoning trees, few-shot prompts and documents.
+    A server for each policy, and the host's own backend last; all add to one file of rows, and get
+    the same requests: the papers' reasoning trees, few-shot prompts and documents.
     """
-    from benchmarks.e2e.backends import HOSTS
-    from benchmarks.e2e.choice import (
-        BatchChoice,
-        Choice,
+    from benchmarks.e2e.command import (
+        ERRORS,
         ModelChoice,
-        Output,
-        ServerChoice,
-        TreeChoice,
+        measure_servers,
+        policy_for,
+        served_model,
     )
+    from benchmarks.e2e.launch import HOSTS, Launch, checked_backends
     from benchmarks.papers.workloads import FEW_SHOT, PROMPT_TOKENS
 
-    on_gpu = HOSTS[host].on_gpu()
-    backend, reference = HOSTS[host].ours, HOSTS[host].reference()
-    servers = [
-        *(ServerChoice(host, [backend], reference, options, policy=policy) for policy in policies),
-        ServerChoice(host, [reference], reference, options),
-    ]
-    cases = [f"{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else []
-    return [
-        Choice(
-            Output(out, command),
-            ("grid", "documents", "trees"),
-            server,
-            ModelChoice(weights="dummy" if on_gpu else "random", checkpoint=checkpoint),
-            BatchChoice(cases, None, repeats=2),
-            TreeChoice(traces, 1.0 if on_gpu else 0.01),
+    one_of("--host", host, tuple(HOSTS))
+    chosen = HOSTS[host]
+    on_gpu = chosen.on_gpu()
+    choice = ModelChoice(weights="dummy" if on_gpu else "random", checkpoint=checkpoint)
+    with reported(*ERRORS), served_model(chosen, choice) as model:
+        checked_backends(chosen, (chosen.ours, chosen.reference()))
+        launch = Launch(chosen, model, options)
+        launches: list[tuple[Launch, list[str]]] = [
+            (replace(launch, policy=policy_for(policy, chosen, [chosen.ours])), [chosen.ours])
+            for policy in policies
+        ]
+        measure_servers(
+            [*launches, (launch, [chosen.reference()])],
+            ["grid", "documents", "trees"],
+            [f"grid:{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else [],
+            None,
+            2,
+            traces,
+            out / f"papers-servers-{host}.json",
+            reference=chosen.reference(),
+            together=together,
         )
-        for server in servers
-    ]
 
 
 def _line(row: dict[str, Any]) -> str:

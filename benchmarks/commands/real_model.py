@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.commands.kernel_choice import one_of, words
-from benchmarks.commands.server_options import HostArguments
+from benchmarks.e2e.command import HostArguments
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1)"

@@ -41,8 +41,10 @@ def write_weights(folder: Path, seed: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     hidden, inner, vocab = (
-        config["hidden_size"], config["intermediate_size"], config["vocab_size"],
-    )  # fmt: skip
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["vocab_size"],
+    )
     parts = _latent_parts(config) if "kv_lora_rank" in config else _parts(config)
 
     def normal(rows: int, columns: int, scale: float) -> torch.Tensor:
@@ -71,7 +73,8 @@ def write_weights(folder: Path, seed: int) -> None:
             **{
                 f"self_attn.{part}.weight": torch.cat(
                     [normal(rows, columns, scale * columns**-0.5) for rows, scale in blocks]
-                ) * (added if part == "o_proj" else 1.0)
+                )
+                * (added if part == "o_proj" else 1.0)
                 for part, (columns, blocks) in parts.items()
             },
             **latent_norm(),
@@ -80,7 +83,7 @@ def write_weights(folder: Path, seed: int) -> None:
             "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5) * added,
             "input_layernorm.weight": ones.clone(),
             "post_attention_layernorm.weight": ones.clone(),
-        }  # fmt: skip
+        }
 
     layers, drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
     first: dict[str, torch.Tensor] = {}
@@ -101,12 +104,17 @@ def write_weights(folder: Path, seed: int) -> None:
         token_alone = torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)  # no hidden state
         save(
             {
-                **first, "embed_tokens.weight": embedding, "shared_head.head.weight": head,
-                "eh_proj.weight": token_alone, "enorm.weight": ones.clone(),
-                "hnorm.weight": ones.clone(), "shared_head.norm.weight": ones.clone(),
+                **first,
+                "embed_tokens.weight": embedding,
+                "shared_head.head.weight": head,
+                "eh_proj.weight": token_alone,
+                "enorm.weight": ones.clone(),
+                "hnorm.weight": ones.clone(),
+                "shared_head.norm.weight": ones.clone(),
             },
-            "drafter.safetensors", f"model.layers.{layers}.",
-        )  # fmt: skip
+            "drafter.safetensors",
+            f"model.layers.{layers}.",
+        )
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -129,11 +137,15 @@ def _parts(config: dict[str, Any]) -> Parts:
 def _latent_parts(config: dict[str, Any]) -> Parts:
     """Of multi-head latent attention without a rank for queries."""
     hidden, heads, rank = (
-        config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"],
-    )  # fmt: skip
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["kv_lora_rank"],
+    )
     nope, rope, value = (
-        config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"],
-    )  # fmt: skip
+        config["qk_nope_head_dim"],
+        config["qk_rope_head_dim"],
+        config["v_head_dim"],
+    )
     return {
         "q_proj": (hidden, [(heads * (nope + rope), SHARPNESS)]),
         "kv_a_proj_with_mqa": (hidden, [(rank + rope, SHARPNESS)]),

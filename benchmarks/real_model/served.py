@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.drafts import ngram_arguments
+from benchmarks.e2e.launch import ngram_arguments
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
 from deft_backend.tools.ab.comparison import compare

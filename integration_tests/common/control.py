@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.e2e.host_clients import HostClient, requests_of
-from benchmarks.e2e.served_model import Model
 from integration_tests.common.answers import assert_same
+from integration_tests.common.host_client import texts_of
 from integration_tests.common.server import MODEL, complete
 
 
@@ -111,16 +110,8 @@ def changed_weights(model, folder):
 
 
 def _answers_of(host, server, folder):
-    """Texts of the greedy answers of the host's own client, in the order of its prompts.
-
-    The prompts come from 8 prefixes of 256 tokens, more than the caches of these tests hold.
-    """
+    """The answers that the host's own client gets, from prefixes that evict each other."""
     with server.open("v1/models") as response:
         name = json.loads(response.read())["data"][0]["id"]
-    client = HostClient(host, "evicting", timeout=300, answers=True, served_name=name)
-    model = Model(str(MODEL), "tiny", ids=256, context=2048)
-    run = client.run(server.process.url, model, server.process.command.environment, folder)
-    texts = asyncio.run(run)["generated_texts"]
-    assert len(texts) == requests_of(client)
-    assert all(texts)
-    return texts
+    environment = server.process.command.environment
+    return texts_of(host, server.process.url, MODEL, name, environment, folder)

@@ -1,13 +1,13 @@
-"""A small selection of the fault harness, for the tests of either host."""
+"""A small selection of the faults, for the tests of either host."""
 
-from benchmarks.faults.run import Harness
 from integration_tests.common.server import MODEL
+from integration_tests.faults.run import Harness
 
 SELECTED = {
     "sglang": {"files", "poison", "planner", "launch", "sigkill"},
     "vllm": {"files", "poison", "planner", "sigkill"},
 }
-"""Faults that share one server; `python -m benchmarks faults` injects all of them."""
+"""Faults that share one server; `python -m integration_tests.faults` injects all of them."""
 
 
 def check_faults(host, folder):

@@ -1,14 +1,12 @@
 """Architectures of the zoo on a host's CPU engine: every token is the host's own."""
 
-from benchmarks.zoo.architectures import ARCHITECTURES
-from benchmarks.zoo.place import Place
-from benchmarks.zoo.zoo_run import run
+from integration_tests.zoo.run import ARCHITECTURES, Place, run
 
 SECONDS = 800.0
 
 
 def check_architectures(host, folder):
-    """Run the host's architectures for tests; `python -m benchmarks zoo` runs the others."""
+    """Run the host's architectures for tests; `python -m integration_tests.zoo` runs the others."""
     names = [name for name, architecture in ARCHITECTURES.items() if host in architecture.ci]
     assert names
     rows = list(run(names, Place(host, gpu=False), folder, 1, SECONDS))

@@ -56,7 +56,7 @@ async def answered(client, asked):
     async def one(request):
         if request.joins:
             await asyncio.sleep(0.1)
-        found = await client.stream(request.prompt, request.tokens, leave_after=request.leave_after)
+        found, _ = await client.ask(request.prompt, request.tokens, leave_after=request.leave_after)
         return None if request.leave_after is not None else (request.prompt, found.ids)
 
     found = await asyncio.gather(*(one(request) for request in asked))

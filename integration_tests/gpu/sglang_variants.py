@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from integration_tests.gpu.variants import PAPERS, Fleet, Variant
 
 COMMON = (
-    "--skip-tokenizer-init", "--sampling-backend", "pytorch",
+    "--sampling-backend", "pytorch",
     "--cuda-graph-backend-prefill=disabled", "--cuda-graph-bs-decode", "1", "8", "32", "64",
     # Each server gets a share of the GPU, although it measures free memory while others start.
     "--mem-fraction-static", "0.5", "--max-total-tokens", "100000",

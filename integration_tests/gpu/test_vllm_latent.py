@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from benchmarks.e2e.checked_answers import TOLERANCE, check
+from benchmarks.e2e.answers import TOLERANCE, check
 from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus

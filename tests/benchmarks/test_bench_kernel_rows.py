@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import commands
-from benchmarks.__main__ import app
-from benchmarks.kernel import kernel_plots as plots
-from benchmarks.kernel.kernel_bars import is_met, mean_is_met
+from benchmarks.__main__ import app_of
 from benchmarks.kernel.kernel_rows import (
     Row,
     best_peer,
@@ -40,7 +38,7 @@ def row(name="1,20 4000,200", **changes):
     return Row(**{**made, **changes})
 
 
-run = partial(commands.run, app=app)
+run = partial(commands.run, app=app_of([]))
 
 
 # Figures
@@ -59,35 +57,6 @@ def test_only_correct_peers_count():
 def test_geometric_mean_leaves_out_what_is_missing():
     assert geometric_mean([1.0, None, 4.0]) == pytest.approx(2.0)
     assert geometric_mean([None]) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "met"),
-    [
-        ({"us": {"deft": 20.0, "fa3": 23.0}}, True),  # 1.15 times
-        ({"us": {"deft": 20.0, "fa3": 22.9}}, False),
-        ({"us": {"deft": 12.5, "fa3": 12.6}}, True),  # 0.8 of the roof, and faster
-        ({"us": {"deft": 12.6, "fa3": 12.7}}, False),
-        ({"us": {"deft": 12.5, "fa3": 12.4}}, False),  # near the roof, but slower
-        ({"us": {"deft": None, "fa3": 12.4}}, False),  # ours is wrong
-        ({"us": {"deft": 12.5, "fa3": None}}, None),  # nothing to compare with
-        ({"heads": "16/1", "us": {"deft": 20.0, "fa3": 20.1}}, True),
-        ({"heads": "16/1", "us": {"deft": 20.0, "fa3": 20.0}}, False),
-        ({"share": 1.0, "us": {"deft": 100.0, "fa3": 97.0, "flashinfer": 99.0}}, True),
-        ({"share": 1.0, "us": {"deft": 100.0, "fa3": 99.0, "flashinfer": 96.9}}, False),
-        ({"share": 1.0, "us": {"deft": 100.0, "flash-decoding": 50.0}}, None),
-    ],
-)
-def test_bars(changes, met):
-    assert is_met(row(**changes)) is met
-
-
-def test_means_have_bars():
-    low, high = row(us={"deft": 40.0}), row(us={"deft": 20.0})  # 0.25 and 0.5 of the roof
-    assert mean_is_met([low, high]) is True  # 0.354
-    assert mean_is_met([low, low, high]) is False
-    assert mean_is_met([row(set="mixed")]) is None
-    assert mean_is_met([row(heads="16/1")]) is None
 
 
 # Files
@@ -146,26 +115,6 @@ def test_times_of_both_planners_do_not_merge():
     assert len(merged([(Path("a"), [row()], on_device), (Path("b"), [], on_device)])[0]) == 1
 
 
-# Plots
-
-
-def test_plots_show_what_is_slower(tmp_path):
-    fast = [
-        row(),
-        row(set="mixed", share=1.0),
-        row("a[0]@3", set="traces"),
-        row("a[0]@9", set="traces"),
-    ]
-    made = plots.draw(fast, HEADER, tmp_path / "kernel-h200.json")
-    assert [path.name for path in made] == [
-        "kernel-h200-trees.svg", "kernel-h200-families.svg", "kernel-h200-roof.svg",
-    ]  # fmt: skip
-    slower = plots.SLOWER_COLOUR.lower()
-    assert slower not in made[0].read_text()
-    plots.draw([row(us={"deft": 50.0, "fa3": 40.0})], HEADER, tmp_path / "kernel-h200.json")
-    assert slower in made[0].read_text()
-
-
 # Commands
 
 
@@ -219,18 +168,15 @@ def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path):
 
     both = tmp_path / "both.json"
     files = [str(tmp_path / part / "kernel-cpu.json") for part in "12"]
-    code, out, _ = run("kernel-merge", *files, "--out", str(both), "--bars")
+    code, out, _ = run("kernel-merge", *files, "--out", str(both))
     assert code == 0
     assert [found["workload"] for found in read_rows(both)[0]] == ["1,2 9,3", "2 5"]
-    assert not list(tmp_path.glob("*.svg"))  # nothing was timed
 
     write_rows(both, [row()], HEADER)
-    code, out, _ = run("kernel-plot", str(both), "--bars")
+    code, out, _ = run("kernel-merge", str(both), "--out", str(both))
     assert code == 0
     assert "2.00×" in out
-    assert "met" in out
-    assert len(list(tmp_path.glob("both-*.svg"))) == 2
-    code, _, err = run("kernel-plot", str(tmp_path / "none.json"))
+    code, _, err = run("kernel-merge", str(tmp_path / "none.json"), "--out", str(both))
     assert code == 2
     assert "cannot read" in err
 

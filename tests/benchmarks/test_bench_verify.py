@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.kernel.case_inputs import make_inputs
-from benchmarks.kernel.kernel_bars import is_met
 from benchmarks.kernel.measure_case import Setup, measure_case
 from benchmarks.kernel.methods import OURS, Refused, make_method
 from benchmarks.kernel.methods.ours import Ours
@@ -77,27 +76,6 @@ def test_results_are_checked(mask):
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, mask, {})
     assert row["repeatable"]
-
-
-@pytest.mark.parametrize(
-    ("mask", "workload", "share", "times", "met"),
-    [
-        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.9}, True),
-        ("chain", "chain of 4: 8 alone, 2048", 1.0, {"deft": 10.0, "fa3": 9.7}, False),
-        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 29.0}, False),
-        ("chain", "chain of 4: 64 on 16384 + 256", 40.0, {"deft": 10.0, "fa3": 31.0}, True),
-        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": 11.0}, True),
-        ("chain", "chain of 4: 8 on 2048 + 256", 5.0, {"deft": 10.0, "fa3": None}, None),
-        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 9.0}, False),
-        ("tree", "t", 1.0, {"deft": 10.0, "fa3": None, "flashinfer-prefill": 11.0}, True),
-    ],
-)
-def test_bars(mask, workload, share, times, met):
-    row = {
-        "workload": workload, "share": share, "us": times, "query_tokens": 4, "mask": mask,
-        "heads": "32/8",
-    }  # fmt: skip
-    assert is_met(row) is met
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3"])

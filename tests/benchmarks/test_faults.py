@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.record import drawn_into, page_table, read_record
-from benchmarks.faults.run import is_ok
-from benchmarks.faults.table import BOTH, FAULTS
-from benchmarks.faults.tested_server import Judged
-from benchmarks.row_files import RowsError
+from benchmarks.row_files import read_rows
+from integration_tests.faults.__main__ import BEGIN, BOTH, END, FAULTS, drawn_into
+from integration_tests.faults.run import is_ok
+from integration_tests.faults.tested_server import Judged
 
 ROOT = Path(__file__).parents[2]
-INSIDE = ROOT / "benchmarks" / "faults" / "inside"
+INSIDE = ROOT / "integration_tests" / "faults" / "inside"
 RECORD = ROOT / "docs" / "results" / "faults-cpu.json"
 PAGE = ROOT / "docs" / "reliability.md"
 
@@ -44,28 +43,26 @@ def test_tokens_that_came_before_a_cut_are_judged():
 
 
 def test_the_page_shows_the_record():
-    rows, _ = read_record(RECORD)
+    rows, _ = read_rows(RECORD, ("fault", "host", "ok", "run"), "faults")
     assert drawn_into(PAGE.read_text(), rows) == PAGE.read_text(), (
-        "run: python -m benchmarks faults --draw --out docs/results/faults-cpu.json "
-        "--page docs/reliability.md"
+        "run: python -m integration_tests.faults --draw --out docs/results/faults-cpu.json"
     )
 
 
 def test_the_record_names_its_runs_and_known_faults():
-    rows, header = read_record(RECORD)
+    rows, header = read_rows(RECORD, ("fault", "host", "ok", "run"), "faults")
     runs = {run["date"]: run for run in header["runs"]}
     assert all(run["commit"] and run["host"] in BOTH for run in runs.values())
     assert {row["run"] for row in rows} == set(runs)
     assert all(runs[row["run"]]["host"] == row["host"] for row in rows)
-    hosts = {fault.name: fault.hosts for fault in FAULTS}
-    assert all(row["host"] in hosts[row["fault"]] for row in rows)
+    assert all(row["host"] in FAULTS[row["fault"]].get("hosts", BOTH) for row in rows)
     assert all(row["ok"] == is_ok(row) for row in rows)
 
 
 def test_a_failed_fault_shows_on_the_page():
-    assert "**not as promised**" in page_table([{**GOOD, "ok": False}])
-    assert "9 right" in page_table([{**GOOD, "ok": True}])
-    with pytest.raises(RowsError, match="lacks"):
+    assert "**not as promised**" in drawn_into(BEGIN + END, [{**GOOD, "ok": False}])
+    assert "9 right" in drawn_into(BEGIN + END, [{**GOOD, "ok": True}])
+    with pytest.raises(ValueError, match="lacks"):
         drawn_into("no marks", [])
 
 

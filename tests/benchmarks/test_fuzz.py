@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
+from benchmarks.__main__ import app_of
 from benchmarks.fuzz import fuzz_run, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.attention_settings import AttentionSetting
@@ -129,7 +129,7 @@ def test_the_command_records_what_it_ran(what, tmp_path):
     out = tmp_path / "fuzz.json"
     options = ["--seconds", "0.1", "--processes", "1", "--what", what, "--out", str(out)]
     options += ["--seed", "2"]  # its first setting has several query tokens
-    result = CliRunner().invoke(app, ["fuzz", *options, "--cases", str(tmp_path / "cases")])
+    result = CliRunner().invoke(app_of([]), ["fuzz", *options, "--cases", str(tmp_path / "cases")])
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert content["rows"][0]["plans"] > 0

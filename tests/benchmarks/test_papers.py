@@ -1,15 +1,13 @@
 """The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
-from benchmarks.e2e.backends import HOSTS
+from benchmarks.__main__ import app_of
+from benchmarks.e2e.launch import HOSTS
 from benchmarks.kernel.tree_workloads import described
 from benchmarks.papers import counters, tables
 from benchmarks.papers.record import counted_io
@@ -43,7 +41,7 @@ def test_every_method_of_every_table_is_right(tmp_path, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(tables, "TABLES", (small,))
     done = CliRunner().invoke(
-        app,
+        app_of([]),
         ["papers", "--table", "all", "--device", "cpu", "--quick", "--out", str(tmp_path)],
         catch_exceptions=False,
     )
@@ -117,64 +115,35 @@ def test_a_step_is_the_sum_of_its_parts():
     assert found["attention_to_rest"]["auto"] == round(3200 / 7000, 3)
 
 
-@pytest.mark.parametrize(("host", "together"), [
-    ("sglang", []), ("vllm", []), ("vllm", ["--together"]),
-])  # fmt: skip
+@pytest.mark.parametrize(("host", "together"), [("sglang", []), ("vllm", ["--together"])])
 def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path, monkeypatch):
     """The same reasoning trees, few-shot prompts and documents for all of them."""
     ran = []
+
+    def record(sides, jobs, recorder, logs, say, *, together):
+        ran.append((sides, jobs, recorder.path.name, together))
+        return []
+
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
-    monkeypatch.setattr("benchmarks.e2e.backend_runs.record", lambda setup, said: ran.append(setup))
-    monkeypatch.setattr(
-        "benchmarks.e2e.backend_runs.record_together", lambda setups, said: ran.append(setups)
-    )
+    monkeypatch.setattr("benchmarks.e2e.launch.find_spec", lambda name: object())
+    monkeypatch.setattr("benchmarks.e2e.command.record", record)
     dump_thought_trees([TREE], tmp_path / "keywordToT.json")
-    done = CliRunner().invoke(app, [
+    done = CliRunner().invoke(app_of([]), [
         "papers", "--table", "servers", "--host", host, "--policies", "auto,fasttree",
         "--traces", str(tmp_path), "--out", str(tmp_path), "--checkpoint", str(tmp_path / "model"),
         *together, "--", "--seed", "3",
     ])  # fmt: skip
     assert done.exit_code == 0, done.output
-    if together:
-        (ran,) = ran
-    assert {tuple(setup.launch.options) for setup in ran} == {("--seed", "3")}
+    ((sides, jobs, name, at_once),) = ran
+    assert name == f"papers-servers-{host}.json"
+    assert at_once is bool(together)
+    assert {tuple(side.launch.options) for side in sides} == {("--seed", "3")}
     ours, reference = HOSTS[host].ours, HOSTS[host].reference()
-    assert [setup.backends for setup in ran] == [(ours,), (ours,), (reference,)]
-    assert [setup.launch.policy for setup in ran] == ["auto", "fasttree", None]
-    assert {setup.out.name for setup in ran} == {f"papers-servers-{host}.json"}
-    names = [[w.row(s.launch, ours)["workload"] for w in s.workloads] for s in ran]
-    assert names[0] == names[1] == names[2]
+    assert [side.backend for side in sides] == [ours, ours, reference]
+    assert [side.launch.policy for side in sides] == ["auto", "fasttree", None]
+    names = [job.name for job in jobs]
     for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
-        assert any(name.startswith(kind) for name in names[0]), (kind, names[0])
-
-
-def test_sigterm_ends_servers_that_threads_started(tmp_path, monkeypatch):
-    """Such servers leave the signal's action alone, so it would end this command without them."""
-    ended = []
-
-    def interrupted(setups, said):
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            ended.append("servers")
-
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    monkeypatch.setattr("benchmarks.e2e.backends.find_spec", lambda name: object())
-    monkeypatch.setattr("benchmarks.e2e.backend_runs.record_together", interrupted)
-    dump_thought_trees([TREE], tmp_path / "keywordToT.json")
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # in place of the end of this process
-    try:
-        done = CliRunner().invoke(app, [
-            "papers", "--table", "servers", "--host", "vllm", "--together",
-            "--traces", str(tmp_path), "--out", str(tmp_path),
-        ])  # fmt: skip
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert (done.exit_code, ended) == (143, ["servers"]), done.output
-    assert "all servers have ended" in done.output
+        assert any(name.startswith(kind) for name in names), (kind, names)
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
@@ -184,5 +153,5 @@ def test_sigterm_ends_servers_that_threads_started(tmp_path, monkeypatch):
     (["real-model", "--", "--seed", "3"], "name it with --host"),
 ])  # fmt: skip
 def test_options_of_a_host_that_nothing_starts_are_refused(arguments, reason):
-    done = CliRunner().invoke(app, arguments)
+    done = CliRunner().invoke(app_of([]), arguments)
     assert (done.exit_code, reason in done.stderr) == (2, True), done.output

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.plain_llama import Arithmetic, PlainLlama
 from benchmarks.real_model.checkpoint import make_checkpoint
 from benchmarks.real_model.perplexity import Decoder, cut, python_manual
 
@@ -22,10 +21,13 @@ def test_perplexity_is_that_of_the_whole_text_at_once():
     """The reference computes each continuation behind the shared text in one pass, in float32."""
     text = cut(list(python_manual().encode()[:200]), shared=37, continuations=3, length=9)
     decoder = Decoder(TINY, torch.float32, torch.device("cpu"), text)
-    llama = PlainLlama(TINY, Arithmetic(torch.float32, torch.float32, False), torch.device("cpu"))
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
     total = 0.0
     for tokens in text.continuations:
-        scores = llama.log_probs(text.shared, tokens)
+        with torch.inference_mode():
+            logits = llama(torch.tensor([[*text.shared, *tokens]])).logits[0]
+        scores = logits[len(text.shared) - 1 : -1].log_softmax(-1)
         total += float(scores.gather(1, torch.tensor(tokens)[:, None]).sum())
     wanted = math.exp(-total / text.tokens)
     assert decoder.perplexity(None) == pytest.approx(wanted, rel=1e-4)

@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.commands.zoo import readme_line
-from benchmarks.e2e.checked_answers import TOLERANCE
-from benchmarks.zoo.answering import check
-from benchmarks.zoo.architecture_run import KEYS, layers_of_tree
-from benchmarks.zoo.architectures import ARCHITECTURES, WINDOW
-from benchmarks.zoo.place import Place
-from benchmarks.zoo.prompts import requests
-from benchmarks.zoo.random_values import fill
+from benchmarks.e2e.answers import TOLERANCE
 from deft_backend.tools.harness.answers import Answer
+from integration_tests.zoo.__main__ import engine_arguments, readme_line
+from integration_tests.zoo.engines import fill
+from integration_tests.zoo.requests import check, requests
+from integration_tests.zoo.run import ARCHITECTURES, KEYS, Place, layers_of_tree
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "models.json"
@@ -38,10 +35,14 @@ class Counting:
         return found
 
 
+def counts(verdict):
+    return verdict["tokens"], verdict["wrong"], verdict["ties"]
+
+
 def test_equal_answers_are_checked_in_one_batch():
     engine = Counting()
     verdict = check(engine, [(1, 2), (5,)], [[3, 4, 5], [6, 7]], "float32")
-    assert (verdict.tokens, verdict.wrong, verdict.ties) == (5, 0, 0)
+    assert counts(verdict) == (5, 0, 0)
     assert engine.asked == [[(1, 2), (5,)]]
 
 
@@ -49,8 +50,8 @@ def test_a_check_goes_on_after_a_different_token():
     """The rest is compared with what follows the checked answer, so one error is one error."""
     engine = Counting()
     verdict = check(engine, [(1, 2)], [[3, 40, 41, 42]], "bfloat16")
-    assert (verdict.tokens, verdict.wrong, verdict.ties) == (4, 1, 0)
-    assert "answer 0, token 1: 40 instead of 4" in verdict.first_wrong[0]
+    assert counts(verdict) == (4, 1, 0)
+    assert "answer 0, token 1: 40 instead of 4" in verdict["first_wrong"][0]
     assert engine.asked[1] == [(1, 2, 3, 40)]
 
 
@@ -59,23 +60,39 @@ def test_a_check_goes_on_after_a_different_token():
 )
 def test_a_tie_is_decided_by_the_dtype(dtype, gap, wrong):
     verdict = check(Counting({40: gap}), [(1, 2)], [[3, 40]], dtype)
-    assert (verdict.wrong, verdict.ties) == (wrong, 1 - wrong)
+    assert counts(verdict)[1:] == (wrong, 1 - wrong)
 
 
 def test_an_answer_of_wrong_tokens_is_given_up():
     verdict = check(Counting(), [(1,)], [[100] * 50], "float32")
-    assert (verdict.wrong, verdict.tokens) == (8, 8)
+    assert counts(verdict)[:2] == (8, 8)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_requests_share_prefixes_and_outgrow_the_windows(gpu):
     shape = Place("sglang", gpu).requests
-    asked = requests(**shape)
+    first, batch, _ = asked = requests(**shape)
     assert asked == requests(**shape)
-    shared = [prompt for prompt in asked.batch if prompt[: len(asked.first)] == asked.first]
-    assert len(shared) == len(asked.batch) - 1
-    assert len(set(asked.batch)) < len(asked.batch)
-    assert min(len(prompt) for prompt in asked.batch) > WINDOW
+    assert sum(prompt[: len(first)] == first for prompt in batch) == len(batch) - 1
+    assert len(set(batch)) < len(batch)
+    windows = {a.config.get("sliding_window") or 0 for a in ARCHITECTURES.values()}
+    assert min(map(len, batch)) > max(windows)
+
+
+def test_options_of_a_server_are_arguments_of_its_engine():
+    words = [
+        "--page-size",
+        "64",
+        "--enable-lora",
+        "--cuda-graph-bs-decode",
+        "1",
+        "8",
+        "--kv-cache-dtype=fp8",
+    ]
+    assert engine_arguments(words) == {
+        "page_size": 64, "enable_lora": True, "cuda_graph_bs_decode": [1, 8],
+        "kv_cache_dtype": "fp8",
+    }  # fmt: skip
 
 
 def test_weights_follow_from_names_and_shapes():
@@ -126,4 +143,4 @@ def test_a_cache_of_8_bits_has_wider_ties():
     gap = 2.5 * TOLERANCE["bfloat16"]
     for kv_dtype, expected in ((None, (1, 0)), ("fp8_e4m3", (0, 1))):
         found = check(Counting({40: gap}), [(1, 2)], [[3, 40, 41]], "bfloat16", kv_dtype)
-        assert (found.wrong, found.ties) == expected
+        assert counts(found)[1:] == expected

@@ -154,6 +154,8 @@ class StreamReader:
         self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
         self._completion = _whole(usage.get("completion_tokens"), self._completion)
         answer = self.answer
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached = _whole(details.get("cached_tokens"), answer.cached)
         for choice in content.get("choices") or []:
             self.ended |= choice.get("finish_reason") is not None
             ids, text = choice.get("token_ids") or [], choice.get("text") or ""

@@ -1,0 +1,261 @@
+"""A run: one server after the other, or all at once and in turn. Rows are written at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from benchmarks.e2e.answers import LIKELIEST, compare
+from benchmarks.e2e.launch import Launch
+from benchmarks.e2e.rows import (
+    Row,
+    case_name,
+    case_of,
+    joined,
+    make_row,
+    read_rows,
+    replaced,
+    side_of,
+)
+from benchmarks.e2e.timing import measure, prompts_of
+from benchmarks.e2e.workloads import BATCHES, Job
+from benchmarks.row_files import make_folder, write_rows
+from deft_backend.files.folders import state_directory
+from deft_backend.files.provenance import driver, provenance
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import Counters
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.client import ServerClient, ServerError
+from deft_backend.tools.harness.server_counters import ServerCounters
+from deft_backend.tools.servers.command import StartError
+from deft_backend.tools.servers.driver_stub import DriverStubError
+from deft_backend.tools.servers.process import ServerProcess
+
+REQUESTS, TOKENS = 16, 32
+"""Answers and tokens of a case that are compared: enough to distinguish noise from error."""
+
+Say = Callable[[str], None]
+
+
+class ServerHung(RuntimeError):
+    """A workload did not end in time, so its server was ended."""
+
+
+LOST = (StartError, DriverStubError, ServerError, ServerHung)
+"""A server that did not start, died or hung."""
+
+
+@asynccontextmanager
+async def client_of(url: str, **options: Any) -> AsyncIterator[ServerClient]:
+    """The harness's client, which asks for the model that the server lists."""
+    async with ServerClient(url, **options) as client:
+        client.model = client.model or str((await client.models())[0]["id"])
+        yield client
+
+
+@contextmanager
+def server_of(launch: Launch, backend: str, logs: Path, say: Say, **more: Any) -> Iterator[Any]:
+    """A running server of a backend."""
+    policy = launch.policy_of(backend)
+    name = backend if policy is None else f"{backend}-{policy}"
+    log = logs / f"{launch.host.name}-{name}.log"
+    say(f"{name}: starting the server; its log is {log}")
+    command = launch.command(backend)
+    began = time.perf_counter()
+    with ServerProcess(command, log, timeout=launch.start_seconds, **more) as server:
+        say(f"{name}: ready after {time.perf_counter() - began:.1f} s: {command.shell()}")
+        yield server
+
+
+@dataclass
+class Side:
+    """One backend of a run: its server while it runs, and why it was lost."""
+
+    launch: Launch
+    backend: str
+    server: ServerProcess | None = None
+    lost: Exception | None = None
+
+    def row(self, job: Job) -> Row:
+        """The job's row, without figures."""
+        sizes = {} if job.sizes is None else {**job.sizes._asdict(), "gen": job.gen}
+        policy, tp = self.launch.policy_of(self.backend), self.launch.tensor_parallel
+        model, options = self.launch.model.name, self.launch.label
+        names = (job.name, self.launch.host.name, self.backend, model, options)
+        return make_row(*names, **sizes, tp=tp, policy=policy)
+
+
+@dataclass
+class Recorder:
+    """The rows so far and their file; answers of this run, which are compared.
+
+    Raises RowsError if the file holds rows of another machine or build, or cannot be written.
+    """
+
+    path: Path
+    command: str
+    sides: Sequence[Side]
+    reference: str
+
+    def __post_init__(self) -> None:
+        make_folder(self.path)
+        came_from = provenance()
+        runs = [
+            {
+                "date": came_from["date"],
+                "command": self.command,
+                "backends": [side.backend],
+                "model": side.launch.model.name,
+                "options": side.launch.label,
+                "policy": side.launch.policy_of(side.backend),
+            }
+            for side in self.sides
+        ]
+        self.header: dict[str, Any] = {**came_from, "driver": driver(), "runs": runs}
+        self.rows: list[Row] = []
+        self.answers: dict[tuple[object, ...], list[Answer]] = {}
+        if self.path.is_file():
+            self.rows, before = read_rows(self.path)
+            self.header = joined(self.path, self.rows, before, self.header, Path("this run"))
+
+    def put(self, row: Row, answers: Sequence[Answer] = ()) -> None:
+        """Add a row, compare its answers with the reference's, and write the file."""
+        self.rows = replaced(self.rows, [row])
+        case = case_of(row)
+        if answers:
+            self.answers[case, side_of(row)] = list(answers)
+        expected = self.answers.get((case, self.reference))
+        for known in self.rows:
+            found = self.answers.get((case_of(known), side_of(known)))
+            if case_of(known) == case and expected and found and side_of(known) != self.reference:
+                agreement = compare(expected, found)
+                known["detail"]["agreement"] = {"against": self.reference, **agreement}
+        write_rows(self.path, self.rows, self.header)
+
+
+def record(
+    sides: Sequence[Side], jobs: Sequence[Job], recorder: Recorder, logs: Path, say: Say,
+    *, together: bool,
+) -> list[Row]:  # fmt: skip
+    """Run every job on every side; returns all rows of the file.
+
+    A failure becomes the ``error`` of a row. A server that does not start fails all its jobs; a
+    server that dies fails the remaining ones. Servers that run together must leave each other
+    their share of the GPU.
+    """
+    for group in [list(sides)] if together else [[side] for side in sides]:
+        with ExitStack() as opened:
+            _start(group, logs, say, opened)
+            for turn, job in enumerate(jobs):  # nobody is always first
+                for side in group if turn % 2 == 0 else reversed(group):
+                    _run(side, job, recorder, say)
+    return recorder.rows
+
+
+def _start(group: Sequence[Side], logs: Path, say: Say, opened: ExitStack) -> None:
+    """Start the servers of a group at the same time; sides whose server fails are lost."""
+    interrupted = Event()
+
+    def wait(seconds: float) -> None:
+        if interrupted.is_set():
+            raise StartError("the start was interrupted")
+
+    def start(side: Side) -> None:
+        server = server_of(side.launch, side.backend, logs, say, progress=wait)
+        try:
+            side.server = opened.enter_context(server)
+        except LOST as error:
+            side.lost = error
+
+    if len(group) == 1:
+        start(group[0])
+        return
+    with ThreadPoolExecutor(len(group)) as threads:
+        try:
+            for ended in as_completed([threads.submit(start, side) for side in group]):
+                ended.result()  # an error that is no row's ends the other starts, too
+        except BaseException:
+            interrupted.set()  # or the threads would wait for their servers
+            raise
+
+
+def _run(side: Side, job: Job, recorder: Recorder, say: Say) -> None:
+    """Measure a job; what goes wrong becomes the row's error."""
+    row, answers = side.row(job), []
+    if side.server is not None and side.lost is None:
+        try:
+            answers = asyncio.run(_measured(side, side.server, job, row))
+        except LOST as error:
+            side.lost = error
+            side.server.stop()  # a server that hangs would slow the others down
+    if side.lost is not None:
+        row = side.row(job)
+        row["error"] = _words(side.lost)
+    recorder.put(row, answers)
+    figures = ((row["tpot_ms"], "ms a token"), (row["ttft_ms"], "ms to the first token"))
+    said = [f"{value:,.3f} {name}" for value, name in figures if value is not None]
+    outcome = row["error"].splitlines()[0] if row["error"] else ", ".join(said)
+    say(f"{side_of(row)}: {case_name(row)}: {outcome}")
+
+
+async def _measured(side: Side, server: ServerProcess, job: Job, row: Row) -> list[Answer]:
+    """Fill the row; returns answers to compare, if attention changes their tokens."""
+    async with client_of(server.url, seconds=580.0) as client:
+        before = await asyncio.to_thread(_counters, server)
+        answers: list[Answer] = []
+        try:
+            await asyncio.wait_for(measure(job, side.launch, client, row), job.seconds)
+            if job.how == BATCHES and side.launch.model.load_format != "dummy":
+                prompts = prompts_of(job.workload(side.launch.model.ids, 0))
+                count = min(job.gen, TOKENS)
+                answers = await client.batch(prompts, count, likeliest=LIKELIEST)
+        except asyncio.TimeoutError:
+            raise ServerHung(
+                f"{case_name(row)} did not end within {job.seconds:.0f} s, so the server was ended"
+            ) from None
+        except Exception as error:
+            # A server that died is the cause; report that instead.
+            await confirm_alive(server, client)
+            row["error"] = _words(error)
+        row["detail"] |= _steps(before, await asyncio.to_thread(_counters, server))
+        return answers[:REQUESTS]
+
+
+async def confirm_alive(server: ServerProcess, client: ServerClient) -> None:
+    """Return if the server still answers; raise StartError or ServerHung if it does not.
+
+    A dying server drops its connections shortly before its process ends.
+    """
+    for _ in range(100):
+        server.check_alive()
+        if await client.lives():
+            return
+        await asyncio.sleep(0.2)
+    raise ServerHung("the server runs but does not answer any more, so it was ended")
+
+
+def _counters(server: ServerProcess) -> Counters | None:
+    """The plugin's counters; None if it writes none in this server."""
+    return ServerCounters(server.url, state_directory(Settings.from_env())).read()
+
+
+def _steps(before: Counters | None, after: Counters | None) -> dict[str, Any]:
+    """Decode steps by kernel, and the bytes of KV that they read."""
+    if after is None:
+        return {}
+    counted = after if before is None else after - before
+    names = ("plans", "kv_bytes_read", "kv_bytes_query_guided")
+    steps = {"tree": counted.steps_tree, "host": dict(counted.steps_host)}
+    return {"steps": steps | {name: getattr(counted, name) for name in names}}
+
+
+def _words(error: Exception) -> str:
+    """An error as a row holds it; the server's log has the rest."""
+    return f"{type(error).__name__}: {error}"[:600]

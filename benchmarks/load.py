@@ -1,0 +1,336 @@
+"""``python -m benchmarks load``: servers under an open loop of requests, each gap between tokens.
+
+Requests arrive by a Poisson process, whether or not earlier ones have ended. Their prompts are
+token ids through ``/v1/completions``, streamed, so the server encodes no text. Several client
+processes share the requests, so that no client is the bottleneck. A gap is the time between two
+pieces of a stream: tokens that arrive in one piece have one arrival, as in the hosts' own clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.e2e.command import (
+    ERRORS,
+    CheckpointOption,
+    HostArguments,
+    LayersOption,
+    ModelChoice,
+    ShapeOption,
+    StartOption,
+    TpOption,
+    checked_ranks,
+    listed,
+    policy_for,
+    served_model,
+    typed_command,
+)
+from benchmarks.e2e.launch import HOSTS, ChoiceError, Launch, checked_backends
+from benchmarks.e2e.run import LOST, client_of, confirm_alive, server_of
+from benchmarks.e2e.timing import milliseconds, percentiles
+from benchmarks.e2e.workloads import draw
+from benchmarks.row_files import make_folder, write_rows
+from deft_backend.cli.errors import host_arguments, reported, say
+from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.serve import HostOption, chosen_host
+from deft_backend.files.provenance import driver, provenance
+from deft_backend.tools.harness.answers import FAILED, NotAnswered
+from deft_backend.tools.harness.workload import poisson
+
+LOADS = Path(__file__).with_name("loads.json")
+
+WARM_UPS = 16
+"""Requests before a load, of other ids: the host compiles kernels of its own in them."""
+
+HEAD_START = 5.0
+"""Seconds until the client processes, which import slowly, send the first request."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row of ``loads.json`` at one rate.
+
+    - `prefixes`, `prefix`: shared prefixes, which requests choose in turn, and tokens of each.
+    - `own`, `gen`: tokens of each request behind its prefix, and of its answer.
+    - `rate`: requests a second; None sends all at once.
+    """
+
+    name: str
+    prefixes: int
+    prefix: int
+    own: int
+    gen: int
+    requests: int
+    rate: float | None
+
+    def prompt(self, number: int, vocabulary: int) -> tuple[int, ...]:
+        """The token ids of a request, the same in every process."""
+        seed = f"{self.name} {self.rate}"
+        own = draw(random.Random(f"{seed} {number}"), vocabulary, self.own)
+        if not self.prefixes:
+            return own
+        return _prefix(f"{seed} prefix {number % self.prefixes}", vocabulary, self.prefix) + own
+
+    def arrivals(self) -> list[float]:
+        """Seconds from the start until each request is sent."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        return poisson(self.requests, self.rate, seed=0)[0]
+
+
+@lru_cache
+def _prefix(seed: str, vocabulary: int, tokens: int) -> tuple[int, ...]:
+    return draw(random.Random(seed), vocabulary, tokens)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one client process saw; times are seconds from the common start."""
+
+    firsts: list[float]
+    gaps: list[float]
+    per_token: list[float]
+    tokens: int
+    last: float
+    failures: list[str]
+
+
+def read_loads(names: Sequence[str], rates: Sequence[float | None] | None) -> list[Load]:
+    """The named loads of the file at their rates, or at `rates`; raises ChoiceError."""
+    known = json.loads(LOADS.read_text())
+    loads = []
+    for name in names:
+        if name not in known:
+            raise ChoiceError(f"--loads names {name!r}; expected some of {', '.join(known)}")
+        entry = dict(known[name])
+        own_rates = entry.pop("rates")
+        loads += [Load(name, **entry, rate=rate) for rate in rates or own_rates]
+    return loads
+
+
+def parse_rate(text: str) -> float | None:
+    """Requests a second; None for ``unlimited``."""
+    if text == "unlimited":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ChoiceError(f"--rates holds {text!r}; expected requests a second, or unlimited")
+    return rate
+
+
+def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]) -> Seen:
+    """Send some of a load's requests at their times; `start` is on :func:`time.time`'s clock."""
+    return asyncio.run(_drive(url, load, vocabulary, start, numbers))
+
+
+async def _drive(
+    url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]
+) -> Seen:
+    seen = Seen([], [], [], 0, 0.0, [])
+    ends: list[float] = []
+    due = load.arrivals()
+    prompts = {number: load.prompt(number, vocabulary) for number in numbers}
+
+    async def one(number: int) -> int:
+        await asyncio.sleep(start + due[number] - time.time())
+        sent = time.time() - start
+        try:
+            answer, _ = await client.ask(prompts[number], load.gen)
+            if len(answer.arrivals) != load.gen:
+                raise NotAnswered(FAILED, f"{len(answer.arrivals)} of {load.gen} tokens")
+        except NotAnswered as error:
+            seen.failures.append(f"request {number}: {error.status}: {error}"[:300])
+            return 0
+        pieces = sorted(set(answer.arrivals))
+        seen.firsts.append(pieces[0])
+        seen.gaps.extend(later - earlier for earlier, later in pairwise(pieces))
+        if (tpot := answer.tpot) is not None:
+            seen.per_token.append(tpot)
+        ends.append(sent + pieces[-1])
+        return len(answer.arrivals)
+
+    async with client_of(url, seconds=900.0) as client:
+        tokens = sum(await asyncio.gather(*(one(number) for number in numbers)))
+    return replace(seen, tokens=tokens, last=max(ends, default=0.0))
+
+
+def measure(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, Any]:
+    """The figures of one load on one server, over all client processes."""
+    warm = replace(load, name=f"{load.name} before", requests=WARM_UPS, rate=None)
+    drive(url, warm, vocabulary, time.time(), range(WARM_UPS))
+    shares = [range(load.requests)[at::clients] for at in range(min(clients, load.requests))]
+    start = time.time() + HEAD_START
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(shares), mp_context=spawn) as processes:
+        send = partial(drive, url, load, vocabulary, start)
+        parts = list(processes.map(send, shares))
+    firsts = [each for part in parts for each in part.firsts]
+    gaps = [each for part in parts for each in part.gaps]
+    per_token = [each for part in parts for each in part.per_token]
+    failures = [each for part in parts for each in part.failures]
+    duration = max(part.last for part in parts)
+    tokens = sum(part.tokens for part in parts)
+    return {
+        "load": load.name,
+        "rate": load.rate,
+        "duration_s": round(duration, 3),
+        "ttft_ms": spread(firsts),
+        "itl_ms": spread(gaps),
+        "tpot_ms": milliseconds(statistics.fmean(per_token)) if per_token else None,
+        "requests": load.requests,
+        "output_tokens_per_s": round(tokens / duration, 1) if duration else None,
+        "failures": len(failures),
+        "first_failures": failures[:3],
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
+    """Mean and percentiles in milliseconds."""
+    mean = milliseconds(statistics.fmean(seconds)) if seconds else None
+    return {"mean": mean, **percentiles(seconds, (50, 95, 99))}
+
+
+def load(
+    host_args: HostArguments = None,
+    host: HostOption = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME…]", help="Default: the plugin and the host's own."),
+    ] = None,
+    loads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME…]", help="Of benchmarks/loads.json; default: all but tiny."
+        ),
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE[,RATE…]", help="Requests a second, or unlimited, in place of each load's."
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU[,GPU…]",
+            help="One GPU for each backend: all servers run, and take each load, at the same time.",
+        ),
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Client processes of each server.")] = 4,
+    shape: ShapeOption = None,
+    layers: LayersOption = None,
+    checkpoint: CheckpointOption = None,
+    tp: TpOption = 1,
+    policy: Annotated[str | None, typer.Option(help="The plugin's policy.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file; default: reports/load-HOST-GPU.json.")
+    ] = None,
+    start_timeout: StartOption = 500.0,
+) -> None:
+    """Time between tokens of servers under load, with dummy weights.
+
+    Exits with 1 if a server was lost or a request failed.
+    """
+    console = Console()
+    chosen = HOSTS[chosen_host(host, needed=False)]
+    on_gpu = chosen.on_gpu()
+    known = [name for name in json.loads(LOADS.read_text()) if on_gpu == (name != "tiny")]
+    with reported(*ERRORS), ExitStack() as opened:
+        own = f"{chosen.ours},{chosen.reference()}"
+        names = checked_backends(chosen, listed(backends or own))
+        asked = [parse_rate(text) for text in listed(rates)] if rates else None
+        table = read_loads(listed(loads) if loads else known, asked)
+        places = listed(gpus) if gpus else []
+        if places and len(places) != len(names):
+            raise ChoiceError(f"--gpus names {len(places)} GPUs for {len(names)} backends")
+        choice = ModelChoice(None, shape, "dummy", layers, checkpoint)
+        launch = Launch(
+            chosen,
+            opened.enter_context(served_model(chosen, choice)),
+            tuple(host_arguments(host_args)),
+            tensor_parallel=tp,
+            policy=policy_for(policy, chosen, names),
+            start_seconds=start_timeout,
+        )
+        checked_ranks(launch)
+        came_from = provenance()
+        device = str(came_from["device"]).removeprefix("NVIDIA ").split()[0].lower().strip(":")
+        path = out or Path("reports") / f"load-{chosen.name}-{device}.json"
+        make_folder(path)
+        header = {
+            **came_from,
+            "driver": driver(),
+            "command": typed_command(),
+            "model": launch.model.name,
+            "options": launch.label,
+            "together": bool(places),
+            "client": f"open loop, token ids through /v1/completions, {clients} processes; gaps "
+            "between pieces of a stream",
+        }
+        with unwound(console, "all servers have ended; nothing is recorded"):
+            rows = _measured(launch, names, places, table, clients, path, console)
+        write_rows(path, rows, header)
+    say(console, f"rows    {path}")
+    if len(rows) < len(names) * len(table) or any(row["failures"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(
+    launch: Launch,
+    backends: Sequence[str],
+    gpus: Sequence[str],
+    loads: Sequence[Load],
+    clients: int,
+    path: Path,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The rows of every backend, by load; a server that is lost has no further rows."""
+
+    def one(backend: str, gpu: str | None) -> list[dict[str, Any]]:
+        environment = dict(launch.environment)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        placed = replace(launch, environment=environment)
+        rows: list[dict[str, Any]] = []
+        try:
+            with server_of(placed, backend, path.with_suffix(".logs"), say_line) as server:
+                for load in loads:
+                    figures = measure(server.url, load, launch.model.ids, clients)
+                    asyncio.run(_confirm(server))
+                    rows.append({"host": launch.host.name, "backend": backend, **figures})
+                    say_line(json.dumps(rows[-1]))
+        except LOST as error:
+            say_line(f"{backend}: {error}")
+        return rows
+
+    say_line = partial(say, console)
+    if not gpus:
+        found = [one(backend, None) for backend in backends]
+    else:
+        with ThreadPoolExecutor(len(backends)) as threads:
+            found = list(threads.map(one, backends, gpus))
+    return [row for rows in found for row in rows]
+
+
+async def _confirm(server: Any) -> None:
+    async with client_of(server.url) as client:
+        await confirm_alive(server, client)

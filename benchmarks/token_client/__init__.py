@@ -1,1 +1,0 @@
-"""A client of token ids, through the endpoint of either host."""

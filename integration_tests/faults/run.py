@@ -1,0 +1,228 @@
+"""Start servers, inject one fault after another, and record what came of each."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from contextlib import contextmanager
+
+import psutil
+
+from deft_backend.telemetry.counters import Place, StateName
+from integration_tests.faults.tested_server import Reference, draw_prompts, start
+
+TOKENS = 12
+LONG_TOKENS = 100
+"""Tokens of an answer that a signal must cut off."""
+
+END_SECONDS = 90.0
+"""Longest time in which a server ends after its last answer."""
+
+INSIDE_FAULTS = ("poison", "planner", "clock")
+LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
+
+
+class Harness:
+    """All faults of one host, over three servers.
+
+    - `folder`: for logs and cache folders.
+    - `seed`: of prompts and of `combinations`, random triples of faults.
+    - `say`: gets a line for each fault.
+    """
+
+    def __init__(self, host, folder, model, seed, combinations, say):
+        self.host = host
+        self.rows = []
+        self._folder = folder
+        self._model = model
+        self._reference = Reference(model)
+        self._random = random.Random(seed)
+        self._combinations = combinations
+        self._say = say
+
+    def run(self, chosen=None):
+        """Inject every fault, or only the `chosen` ones."""
+
+        def wanted(name):
+            return chosen is None or name in chosen
+
+        with self._server("first", spoilt=wanted("files")) as first:
+            # vLLM gives tree attention up at a failed plan, SGLang only at a failed kernel.
+            sglang = self.host == "sglang"
+            last = "launch" if sglang else "planner"
+            faults = [n for n in (*INSIDE_FAULTS, *LOAD_FAULTS) if n != "weights" or sglang]
+            for name in faults:
+                if wanted(name) and name != last:
+                    self._record(name, first, self._several(first, [name]))
+            for _ in range(self._combinations if wanted("combined") else 0):
+                names = self._random.sample([n for n in faults if n != "planner"], 3)
+                self._record("combined", first, self._several(first, names), of=names)
+            # After a full disk the server writes no state for a minute, so nothing reads the clock.
+            for name in ("full-disk", last):
+                if wanted(name):
+                    self._record(name, first, self._several(first, [name]))
+            if wanted("launch") and not sglang:
+                with self._server("another") as another:
+                    self._record("launch", another, self._several(another, ["launch"]))
+            if wanted("no-memory") or wanted("shared-folders") or wanted("sigterm"):
+                with self._server("second", armed=("no-memory",)) as second:
+                    if wanted("no-memory"):
+                        self._record("no-memory", second, self._plain(second, "no-memory"))
+                    if wanted("shared-folders"):
+                        self._record("shared-folders", first, self._both(first, second))
+                    if wanted("sigterm"):
+                        self._end("sigterm", second)
+            if wanted("sigkill"):
+                self._end("sigkill", first)
+        return self.rows
+
+    @contextmanager
+    def _server(self, name, armed=(), *, spoilt=False):
+        began, shared = time.monotonic(), self._folder / "cache"
+        before = (lambda port: spoil(shared, port)) if spoilt else None
+        folder = self._folder / name
+        server = start(
+            self.host, folder, self._model, self._reference, armed, shared=shared, before=before
+        )
+        self._say(f"{self.host}: a server is up after {time.monotonic() - began:.0f} s")
+        try:
+            if spoilt:
+                self._record("files", server, self._plain(server, "files"))
+                self.rows[-1]["link_followed"] = followed = not still_there(shared)
+                self.rows[-1]["ok"] &= not followed
+            yield server
+        finally:
+            server.process.stop()
+
+    def _prompts(self, count=6):
+        return draw_prompts(self._random.randrange(1 << 30), count, 96, 24)
+
+    def _record(self, name, server, work, **more):
+        began = time.monotonic()
+        row = {"fault": name, "host": self.host, **more, **asyncio.run(work)}
+        row["seconds"] = round(time.monotonic() - began, 1)
+        found = server.new_log_lines("deft: .*(fail|cannot|planted|could not)")
+        lines = [line[line.index("deft: ") :][:200] for line in found]
+        # A record names no path of the machine.
+        row["log"] = [line.replace(f"{self._folder}/", "") for line in lines[:6]]
+        row["ok"] = is_ok(row)
+        self.rows.append(row)
+        self._say(f"{self.host}: {name}: {json.dumps(row)}")
+
+    async def _plain(self, server, name):
+        judged = await server.judged(self._prompts(), TOKENS)
+        return {"injected": max(1, server.disarm(name)), **judged.to_dict()}
+
+    async def _both(self, first, second):
+        ours, theirs = await asyncio.gather(
+            first.judged(self._prompts(3), TOKENS), second.judged(self._prompts(3), TOKENS)
+        )
+        return {"injected": 2, **(ours + theirs).to_dict()}
+
+    async def _several(self, server, names):
+        """Faults at once, and the answers after them."""
+        injected = {}
+
+        async def under_load():
+            for name in names:
+                if name in LOAD_FAULTS:
+                    injected[name] = await self._under_load(server, name)
+
+        inside = [name for name in names if name not in LOAD_FAULTS]
+        for name in inside:
+            server.arm(name)
+        judged = await server.judged(self._prompts(), TOKENS, under_load)
+        for name in inside:
+            injected[name] = server.disarm(name)
+        after = await server.judged(self._prompts(3), TOKENS)
+        count = injected if len(names) > 1 else injected[names[0]]
+        return {"injected": count, **judged.to_dict(), "after": after.to_dict()}
+
+    async def _under_load(self, server, name):
+        """Inject a fault from outside; returns how often the server took it."""
+        sglang = self.host == "sglang"
+        if name == "aborts":
+            await server.hang_up(self._prompts(12))
+            return 12
+        if name == "flush":
+            path = "/flush_cache" if sglang else "/reset_prefix_cache"
+            # SGLang refuses while requests run; asking is part of the fault.
+            return sum([await server.post(path) in (200, 400) for _ in range(3)])
+        if name == "weights":
+            body = json.dumps({"model_path": str(self._model)}).encode()
+            return int(await server.post("/update_weights_from_disk", body) == 200)
+        pause, goes_on = "/pause?mode=keep", "/resume"
+        if sglang:
+            pause, goes_on = "/pause_generation", "/continue_generation"
+        paused = await server.post(pause, b'{"mode": "retract"}' if sglang else b"{}")
+        await asyncio.sleep(2)
+        return int(paused == 200 and await server.post(goes_on) == 200)
+
+    def _end(self, name, server):
+        """SIGTERM to the server, or SIGKILL to the process that decodes, under load."""
+        family = server.family()
+        victim = family[0] if name == "sigterm" else server.decoding_process()
+        struck = []
+
+        async def strike():
+            await server.all_arrive()
+            struck.append(time.monotonic())
+            victim.send_signal(signal.SIGTERM if name == "sigterm" else signal.SIGKILL)
+
+        async def work():
+            judged = await server.judged(self._prompts(), LONG_TOKENS, strike)
+            # A host may answer all requests before it ends.
+            await asyncio.to_thread(psutil.wait_procs, family, END_SECONDS)
+            left = sum(map(_lives, family))
+            after = round(time.monotonic() - struck[0], 1)
+            return {
+                "injected": 1, **judged.to_dict(), "processes_left": left, "ended_after": after,
+            }  # fmt: skip
+
+        self._record(name, server, work())
+
+
+def _lives(process):
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def is_ok(row):
+    """Whether a fault came to what the page promises: no wrong token, none lost, none left."""
+    ends = row["fault"] in ("sigterm", "sigkill")
+    counts = [row, *([row["after"]] if "after" in row else [])]
+    injected = row["injected"]
+    happened = all(injected.values()) if isinstance(injected, dict) else injected > 0
+    return bool(
+        happened
+        and all(count["wrong"] == 0 for count in counts)
+        and (ends or all(count["lost"] == count["cut"] == 0 for count in counts))
+        and row.get("processes_left", 0) == 0
+        and not row.get("link_followed", False)
+    )
+
+
+def spoil(cache, port):
+    """Fill a cache folder with files that a server may read or replace."""
+    servers, tables, kernels = (cache / name for name in ("servers", "tables", "kernels"))
+    for folder in (servers, tables, kernels):
+        folder.mkdir(parents=True)
+    elsewhere = cache / "elsewhere.json"
+    elsewhere.write_text("not yours")
+    for rank in range(2):
+        name = StateName(port, rank, None, None, Place.here(), os.getpid())
+        (servers / name.file_name).symlink_to(elsewhere)
+    for number, text in enumerate(("", "{", '{"format": 99}', "\x00\xff", "[" * 50_000)):
+        (tables / f"gpu-{number}.json").write_text(text, encoding="latin-1")
+    manifest = {"format": 1, "package": "0.0.1", "kernels": {"../..": {"x.json": "0"}}}
+    (kernels / "manifest.json").write_text(json.dumps(manifest)[:-9])
+    (kernels / "manifest.json").chmod(0o666)
+
+
+def still_there(cache):
+    """Whether the file behind the link is as it was."""
+    return (cache / "elsewhere.json").read_text() == "not yours"

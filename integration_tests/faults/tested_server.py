@@ -1,0 +1,235 @@
+"""A server under test: its faults, its answers, its log and its end."""
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.e2e.run import client_of
+from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.servers.command import free_port, server_command
+from deft_backend.tools.servers.process import ServerProcess
+
+INSIDE = Path(__file__).parent / "inside"
+ROOT = Path(__file__).parents[2]
+SECONDS = 240.0
+"""Longest time of a request; a longer one counts as a hang."""
+
+_FLAGS = {
+    "sglang": ("--max-running-requests", "32", "--max-total-tokens", "8192"),
+    "vllm": ("--max-num-seqs", "32", "--block-size", "32", "--max-model-len", "1024"),
+}
+_DECODES = {"sglang": "scheduler", "vllm": "EngineCore"}
+
+
+def draw_prompts(seed, count, shared, own, vocabulary=256):
+    """Prompts of random tokens that share a prefix, each with a tail of its own."""
+    choose = random.Random(seed)
+
+    def draw(tokens):
+        return tuple(choose.randrange(vocabulary) for _ in range(tokens))
+
+    prefix = draw(shared)
+    return [prefix + draw(choose.randint(1, own)) for _ in range(count)]
+
+
+class Reference:
+    """Right answers: the tiny model in float32, run by transformers, without a server."""
+
+    def __init__(self, model):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)  # a tiny model: threads wait for each other, and for the servers
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def answer(self, prompt, tokens):
+        """The greedy answer to a prompt, `tokens` long."""
+        ids, found, cache = self._torch.tensor([prompt]), [], None
+        with self._torch.inference_mode():
+            while len(found) < tokens:
+                result = self._model(ids, past_key_values=cache, use_cache=True)
+                cache = result.past_key_values
+                found.append(int(result.logits[0, -1].argmax()))
+                ids = self._torch.tensor([[found[-1]]])
+        return found
+
+
+@dataclass
+class Judged:
+    """Answers compared with the reference.
+
+    `right`: whole right answers; `wrong`: answers with a wrong token; `lost`: requests without any
+    token; `cut`: answers that were cut off after some tokens, all of them right.
+    """
+
+    right: int = 0
+    wrong: int = 0
+    lost: int = 0
+    cut: int = 0
+    errors: list = field(default_factory=list)
+
+    def add(self, found, right):
+        """Judge the tokens that came for one request."""
+        if list(found) != list(right[: len(found)]):
+            self.wrong += 1
+        elif len(found) == len(right):
+            self.right += 1
+        elif found:
+            self.cut += 1
+        else:
+            self.lost += 1
+
+    def to_dict(self):
+        """The counts as the record holds them."""
+        return {**asdict(self), "errors": self.errors[:2]}
+
+    def __add__(self, other):
+        left, right = vars(self), vars(other)
+        return Judged(**{name: left[name] + right[name] for name in left})
+
+
+class TestedServer:
+    """A server whose faults are armed by files."""
+
+    __test__ = False
+
+    def __init__(self, process, host, faults, reference):
+        self.process = process
+        self.host = host
+        self.arriving = []
+        self._faults = faults
+        self._reference = reference
+        self._told = set()
+
+    def arm(self, name):
+        """Let a fault happen from now on."""
+        (self._faults / name).touch()
+
+    def disarm(self, name):
+        """End a fault; returns how often it happened."""
+        (self._faults / name).unlink(missing_ok=True)
+        record = self._faults / f"{name}.done"
+        count = len(record.read_text().split()) if record.exists() else 0
+        record.unlink(missing_ok=True)
+        return count
+
+    def new_log_lines(self, pattern):
+        """Lines of the server's log that match, without those of an earlier call."""
+        text = self.process.log.read_text(errors="replace")
+        found = [line for line in text.splitlines() if re.search(pattern, line)]
+        new = [line for line in dict.fromkeys(found) if line not in self._told]
+        self._told.update(new)
+        return new
+
+    async def judged(self, prompts, tokens, during=None):
+        """Send all prompts at once and judge the answers; `during` runs while they decode."""
+        expected = [self._reference.answer(prompt, tokens) for prompt in prompts]
+        found = Judged()
+
+        async def one(client, prompt, right):
+            answer = Answer()
+            self.arriving.append(answer)
+            try:
+                await client.ask(prompt, tokens, into=answer)
+            except Exception as error:
+                found.errors.append(f"{type(error).__name__}: {error}"[:160])
+            found.add(answer.ids, right)
+
+        self.arriving = []
+        async with client_of(self.process.url, seconds=SECONDS) as client:
+            sent = [
+                asyncio.create_task(one(client, prompt, right))
+                for prompt, right in zip(prompts, expected, strict=True)
+            ]
+            if during is not None:
+                await asyncio.sleep(1.0)
+                await during()
+            await asyncio.gather(*sent)
+        return found
+
+    async def all_arrive(self):
+        """Wait until every answer has begun."""
+        begin = time.monotonic()
+        while not all(answer.ids for answer in self.arriving):
+            if time.monotonic() - begin > SECONDS:
+                raise TimeoutError(f"an answer did not begin within {SECONDS:.0f} s")
+            await asyncio.sleep(0.02)
+
+    async def hang_up(self, prompts):
+        """Ask, and leave each answer after a token or two."""
+        async with client_of(self.process.url, seconds=SECONDS) as client:
+            leaving = (
+                client.ask(prompt, 24, leave_after=1 + number % 2)
+                for number, prompt in enumerate(prompts)
+            )
+            await asyncio.gather(*leaving, return_exceptions=True)
+
+    async def post(self, path, body=b"{}"):
+        """Ask one of the host's endpoints; returns the status."""
+
+        def ask():
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{self.process.url}{path}", body, headers)
+            try:
+                with opener.open(request, timeout=SECONDS) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        return await asyncio.to_thread(ask)
+
+    def family(self):
+        """All processes of the server."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def decoding_process(self):
+        """The process that runs the model."""
+        name = _DECODES[self.host]
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if name in process.name() or any(name in word for word in process.cmdline()):
+                    return process
+        # SGLang may keep Python's name for its processes: the scheduler uses the most memory.
+        return max(self.family()[1:], key=lambda process: process.memory_info().rss)
+
+
+def start(host, folder, model, reference, armed=(), *, shared, before=None):
+    """Start a server of `host` with the plugin; its process's `stop` ends it.
+
+    - `armed`: faults that happen at the start.
+    - `shared`: the package's cache folder.
+    - `before`: gets the server's port before it starts.
+    """
+    faults = folder / "faults"
+    faults.mkdir(parents=True)
+    for name in armed:
+        (faults / name).touch()
+    paths = [str(INSIDE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    settings = {
+        "DEFT_MIN_BATCH": "1",
+        "FAULTS": str(faults),
+        "DEFT_CACHE_DIR": str(shared),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    port = free_port()
+    if before is not None:
+        before(port)
+    command = server_command(
+        str(model), port, host=host, host_arguments=_FLAGS[host], environment=settings, gpu=False
+    )
+    process = ServerProcess(command, folder / "server.log", timeout=580.0)
+    process.__enter__()
+    return TestedServer(process, host, faults, reference)

@@ -1,0 +1,260 @@
+"""Engines of the zoo, one after the other: each answers, or checks another engine's answers.
+
+``python -m integration_tests.zoo.engines JOB...`` reads files of jobs and writes their results.
+Importing this module fills the models of SGLang: its processes import the main module again.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+import zlib
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from deft_backend.tools.harness.answers import Answer
+from integration_tests.zoo.requests import check, requests
+
+LIKELIEST = 5
+
+SHARPNESS = 1.5
+"""Scale of the projections to queries and keys: attention is neither uniform nor one-hot."""
+
+ROUTING = 8.0
+"""Scale of the routers to experts, so that two experts are seldom nearly equally good. Rounding
+would choose between such experts, and another expert gives another answer."""
+
+EXPERTS = 0.1
+"""Scale of what experts add to the residual: another expert, which rounding chose after all, then
+changes an answer little. Attention adds as much as in models without experts."""
+
+
+def fill(model):
+    """Replace a model's parameters; they depend on each parameter's name and shape alone.
+
+    The weights that hosts make up are so small that attention does not change an answer. With
+    these, answers depend on every layer and on every part of the KV cache.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.copy_(_values(name, parameter))
+
+
+def _values(name, parameter):
+    """Values of the parameter's shape, in float32 on the CPU."""
+    shape = tuple(parameter.shape)
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    last = name.rsplit(".", 1)[-1]
+    if "sink" in name:
+        return normal + 1.0
+    if len(shape) < 2:
+        if "norm" in name and last == "weight":
+            return torch.ones(shape)
+        if ("bias" in last or "correction" in last) and "dt" not in last:
+            return torch.zeros(shape)
+        return 0.5 * normal
+    if "embed" in name:
+        return normal
+    width = shape[-1] if "conv" not in name else shape[-1] * shape[-2]
+    scale = 3.0 if "lm_head" in name else SHARPNESS if "qkv" in name else 1.0
+    if "router" in name or name.endswith(".gate.weight"):
+        scale = ROUTING
+    if "experts" in name and ("w2" in name or "down_proj" in name):
+        scale = EXPERTS
+    return normal.mul_(scale * width**-0.5)
+
+
+class _FillAfterImport(MetaPathFinder):
+    """Lets SGLang's ``--load-format dummy`` fill models as this module does.
+
+    SGLang starts processes of its own. Most of them make no model, and importing the loader takes
+    seconds: so the loader changes when something imports it, and not before.
+    """
+
+    NAME = "sglang.srt.model_loader.loader"
+
+    def find_spec(self, name, path, target=None):
+        if name != self.NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.initialize_dummy_weights = fill
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _prepare_vllm():
+    """Let vLLM fill models as this module does, and start several engines in this process.
+
+    Without a GPU, each worker of vLLM looks through all modules for Triton kernels to replace, and
+    fails at one of Numba's. The first worker has replaced them all.
+    """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.platforms import current_platform
+
+    made_up = DummyModelLoader.load_weights
+
+    def load_weights(self, model, model_config):
+        made_up(self, model, model_config)
+        fill(model)
+
+    DummyModelLoader.load_weights = load_weights
+    platform = type(current_platform)
+    if current_platform.is_cpu() and hasattr(platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides = staticmethod(
+            cache(current_platform.register_triton_kernel_overrides)
+        )
+
+
+class SGLang:
+    """SGLang's engine. `options` are arguments of the server, with underscores."""
+
+    def __init__(self, model, backend, options):
+        import sglang
+
+        common = {"load_format": "dummy", "skip_tokenizer_init": True, "log_level": "info"}
+        self._engine = sglang.Engine(
+            model_path=model,
+            attention_backend=backend,
+            sampling_backend="pytorch",
+            **common,
+            **options,
+        )
+
+    def answer(self, prompts, tokens):
+        """Greedy answers of exactly these lengths, all prompts in one batch."""
+        sampling = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in tokens]
+        found = self._engine.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=sampling,
+            return_logprob=True,
+            top_logprobs_num=LIKELIEST,
+        )
+        return [
+            Answer(
+                ids=list(answer["output_ids"]),
+                logprobs=[float(t[0]) for t in answer["meta_info"]["output_token_logprobs"]],
+                top=[
+                    {token[1]: token[0] for token in likely}
+                    for likely in answer["meta_info"]["output_top_logprobs"]
+                ],
+            )
+            for answer in found
+        ]
+
+    def close(self):
+        self._engine.shutdown()
+
+
+class VLLM:
+    """vLLM's engine, in this process."""
+
+    def __init__(self, model, backend, options):
+        from vllm import LLM
+
+        attention = {} if backend is None else {"attention_backend": backend}
+        common = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_log_stats": True}
+        self._engine = LLM(model=model, **common, **attention, **options)
+
+    def answer(self, prompts, tokens):
+        from vllm import SamplingParams
+
+        common = {"temperature": 0, "ignore_eos": True, "logprobs": LIKELIEST, "detokenize": False}
+        requests = self._engine.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            [SamplingParams(max_tokens=count, **common) for count in tokens],
+            use_tqdm=False,
+        )
+        found = []
+        for request in requests:
+            answer = request.outputs[0]
+            top = [{t: held.logprob for t, held in place.items()} for place in answer.logprobs]
+            ids = list(answer.token_ids)
+            logprobs = [held[token] for held, token in zip(top, ids, strict=True)]
+            found.append(Answer(ids=ids, logprobs=logprobs, top=top))
+        return found
+
+    def close(self):
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        del self._engine
+        cleanup_dist_env_and_memory()
+
+
+def run(job):
+    """Make the engine and do the job; its output goes to the job's log."""
+    with open(job["log"], "w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    first, batch, tokens = requests(**job["shape"])
+    make = SGLang if job["host"] == "sglang" else VLLM
+    engine = make(job["model"], job["backend"], {**job["options"], "dtype": job["dtype"]})
+    try:
+        engine.answer([first], [1])
+        if job["checked"] is None:
+            found = engine.answer(batch, [tokens] * len(batch))
+            _write(Path(job["answers"]), [answer.ids for answer in found])
+            return
+        answers = _read(Path(job["answers"]), job["wait"])
+        kv_dtype = job["options"].get("kv_cache_dtype")
+        _write(Path(job["checked"]), check(engine, batch, answers, job["dtype"], kv_dtype))
+    finally:
+        engine.close()
+
+
+def _read(path, seconds):
+    """The answers, as soon as the other engine has written them."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no answers came within {seconds:.0f} s: {path}")
+        time.sleep(0.2)
+    return json.loads(path.read_text())
+
+
+def _write(path, content):
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)
+
+
+def main(paths):
+    """Do the jobs. A job that fails leaves its error in the log; the next one still runs."""
+    failed = False
+    for path in paths:
+        try:
+            run(json.loads(Path(path).read_text()))
+        except Exception:
+            failed = True
+            traceback.print_exc()
+    sys.stdout.flush()
+    # The engines have done their work. vLLM's in this process would take long to end.
+    os._exit(failed)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    # The plugin's lines go to the job's log, whichever way the host sets up its own log.
+    logger = logging.getLogger("deft_backend")
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if find_spec("sglang") is not None:
+        sys.meta_path.insert(0, _FillAfterImport())
+
+if __name__ == "__main__":
+    if find_spec("vllm") is not None:
+        _prepare_vllm()
+    main(sys.argv[1:])

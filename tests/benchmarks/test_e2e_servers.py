@@ -1,0 +1,465 @@
+"""Whole runs with servers of our own: e2e, start, load and soak; the model and the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from bench_e2e_fakes import GAP, MODEL, FakeLaunch, fake_launch
+from benchmarks import load as loads
+from benchmarks import soak as soaks
+from benchmarks import start as starts
+from benchmarks.__main__ import app_of
+from benchmarks.e2e import command
+from benchmarks.e2e.command import ModelChoice, checked_ranks, policy_for, served_model
+from benchmarks.e2e.launch import (
+    HOSTS,
+    ChoiceError,
+    Drafts,
+    Host,
+    Launch,
+    parse_drafts,
+    same_prefill,
+)
+from benchmarks.e2e.plot import draw
+from benchmarks.e2e.random_weights import write_weights
+from benchmarks.e2e.rows import by_case, make_row, merge, read_rows, replaced
+from benchmarks.e2e.run import Recorder, Side, record
+from benchmarks.e2e.served_model import SHAPES, ModelError, write_model
+from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
+from benchmarks.load import Load, measure, parse_rate, read_loads
+from benchmarks.row_files import RowsError, write_rows
+from benchmarks.soak import Traffic, is_level, level, totals
+from deft_backend.tools.servers.process import ServerProcess
+
+GRID = Job("few-shot", few_shot, BATCHES, Sizes(16, 3, 4), 6, 1)
+OTHER = Job("unshared", few_shot, BATCHES, Sizes(0, 2, 4), 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def one_commit(monkeypatch):
+    """An edit of the checkout during the tests must not count as another build."""
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+
+
+def run(tmp_path, backends, jobs, host="sglang", together=False, **changed):
+    said = []
+    sides = [Side(fake_launch(host, **changed), backend) for backend in backends]
+    recorder = Recorder(tmp_path / "e.json", "the command", sides, "tie")
+    rows = record(sides, jobs, recorder, tmp_path / "logs", said.append, together=together)
+    assert read_rows(tmp_path / "e.json")[0] == rows
+    return {(row["workload"], row["backend"]): row for row in rows}, said
+
+
+# -- e2e -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "together"), [("sglang", False), ("vllm", False), ("sglang", True)]
+)
+def test_every_backend_gets_a_row_and_answers_are_compared(tmp_path, host, together):
+    rows, said = run(tmp_path, ("right", "tie"), [GRID], host, together)
+    for row in rows.values():
+        assert row["error"] is None
+        assert None not in (row["ttft_ms"], row["itl_p99_ms"], row["tokens_per_s"])
+        assert len(row["detail"]["tpot_runs_ms"]) == 1
+        assert (row["prefix"], row["branches"], row["suffix"], row["gen"]) == (16, 3, 4, 6)
+    found = rows["few-shot", "right"]["detail"]["agreement"]
+    assert (found["against"], found["requests"], found["equal_answers"]) == ("tie", 3, 0)
+    assert "agreement" not in rows["few-shot", "tie"]["detail"]
+    assert any("few-shot" in line for line in said)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
+    backends = ("right", "crashes", "dies", "tie")
+    rows, said = run(tmp_path, backends, [GRID, OTHER], together=together)
+    if together:  # in turn, and nobody is always first
+        done = [line.split(":")[0] for line in said if "to the first token" in line]
+        assert done == ["right", "tie", "tie", "right"]
+    assert len(rows) == 8
+    for workload in ("few-shot", "unshared"):
+        assert "the server does not start" in rows[workload, "crashes"]["error"]
+        assert "ended with exit code" in rows[workload, "dies"]["error"]
+        assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backends", [("right", "hangs"), ("hangs", "tie")])
+def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path, backends):
+    def interrupt(line):
+        if "ready after" in line:
+            raise KeyboardInterrupt
+
+    sides = [Side(fake_launch(), backend) for backend in backends]
+    recorder = Recorder(tmp_path / "e.json", "", sides, "tie")
+    with pytest.raises(KeyboardInterrupt):
+        record(sides, [GRID], recorder, tmp_path / "logs", interrupt, together=True)
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path, monkeypatch):
+    """It has ended before the rows say so: others on its GPU must not wait for its requests."""
+    slow, happened = replace(GRID, seconds=0.0), []
+    put, stop = Recorder.put, ServerProcess.stop
+    monkeypatch.setattr(Recorder, "put", lambda *args: happened.append("row") or put(*args))
+    monkeypatch.setattr(ServerProcess, "stop", lambda self: happened.append("stop") or stop(self))
+    rows, _ = run(tmp_path, ("right", "tie"), [slow, OTHER], together=True)
+    assert happened[:2] == ["stop", "row"]
+    for row in rows.values():
+        assert row["error"].startswith("ServerHung: few-shot 16 × 3 × 4 did not end")
+
+
+def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
+    run(tmp_path, ("right",), [GRID])
+    both, _ = run(tmp_path, ("tie",), [GRID])
+    assert set(both) == {("few-shot", "right"), ("few-shot", "tie")}
+    # A policy is another side of the same case.
+    _, said = run(tmp_path, ("right",), [GRID], policy="fasttree")
+    assert any(line.startswith("right, fasttree: few-shot") for line in said if ":" in line)
+    rows, header = read_rows(tmp_path / "e.json")
+    (sides,) = by_case(rows).values()
+    assert sides.keys() == {"right", "tie", "right, fasttree"}
+    assert [entry["policy"] for entry in header["runs"]] == [None, None, "fasttree"]
+    monkeypatch.setenv("GIT_COMMIT", "def")
+    with pytest.raises(RowsError, match="commit"):
+        run(tmp_path, ("tie",), [GRID])
+
+
+HEADER = {"device": "A GPU", "driver": "1", "versions": {}, "commit": "abc", "runs": [{}]}
+
+
+def timed(backend, tpot, prefix=4096, **changed):
+    sizes = {"prefix": prefix, "branches": 32, "suffix": 64}
+    return make_row("few-shot", "sglang", backend, "m", "", **sizes, tpot_ms=tpot, **changed)
+
+
+def test_runs_of_one_machine_are_merged_and_drawn(tmp_path):
+    one, two, out = (tmp_path / f"{name}.json" for name in ("one", "two", "out"))
+    write_rows(one, [timed("deft", 1.5), timed("fa3", 9.0)], HEADER)
+    write_rows(two, [timed("fa3", 3.0), timed("deft", 2.0, 0)], HEADER)
+    merge([one, two], out)
+    rows, header = read_rows(out)
+    assert [row["tpot_ms"] for row in rows] == [1.5, 3.0, 2.0]
+    assert len(header["runs"]) == 2
+    assert "0.500" in CliRunner().invoke(
+        app_of(["e2e-merge"]), ["e2e-merge", str(out), "--out", str(out)]
+    ).output  # fmt: skip
+    pytest.importorskip("matplotlib")
+    assert draw(out).stat().st_size > 5000
+    write_rows(two, rows, {**HEADER, "commit": "def"})
+    with pytest.raises(RowsError, match="commit"):
+        merge([one, two], out)
+    with pytest.raises(RowsError, match="No such file"):
+        merge([tmp_path / "none.json"], out)
+
+
+@pytest.mark.parametrize("changed", [{"options": "-x"}, {"tp": 2}, {"model": "n"}, {"gen": 5}])
+def test_other_requests_are_another_case(changed):
+    row = timed("deft", 1.0)
+    assert len(replaced([row], [{**row, **changed}])) == 2
+    assert replaced([row], [{**row, "tpot_ms": 2.0}])[0]["tpot_ms"] == 2.0
+
+
+def test_rows_of_older_files_are_of_one_gpu(tmp_path):
+    row = dict(timed("deft", 1.5))
+    del row["tp"], row["policy"]
+    write_rows(tmp_path / "old.json", [row], HEADER)
+    (found,), _ = read_rows(tmp_path / "old.json")
+    assert (found["tp"], found["policy"]) == (1, None)
+
+
+# -- the model and its servers ---------------------------------------------------------------
+
+
+def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = write_model(tmp_path, "tiny", "dummy", "float32")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 1024
+    ids = [0, 5, 1021, 77, 77, 300]
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+    assert tokenizer.decode([17]) == "w17"
+    assert (model.load_format, model.ids, model.context) == ("dummy", 1022, 16384)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_another_process_writes_what_this_one_would(tmp_path):
+    write_model(tmp_path, "tiny", "random", "float32", seed=7)
+    names = ["head.safetensors", "layer-00.safetensors", "layer-01.safetensors"]
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
+    files = [tmp_path / name for name in (*names, "model.safetensors.index.json")]
+    written = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
+    write_weights(tmp_path, 7)
+    assert [file.read_bytes() for file in files] == written
+
+
+def test_a_drafter_repeats_the_first_layer(tmp_path):
+    """Behind it, hosts find the embedding and the head, and a projection of the token alone."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["latent-8-drafting"], **small}))
+    write_weights(tmp_path, 7)
+    found = {}
+    for file in tmp_path.glob("*.safetensors"):
+        found.update(load_file(file))
+    first, drafter = "model.layers.0.", "model.layers.4."
+    for name, weight in found.items():
+        if name.startswith(first):
+            assert found[name.replace(first, drafter)].equal(weight)
+    assert found[drafter + "embed_tokens.weight"].equal(found["model.embed_tokens.weight"])
+    assert found[drafter + "shared_head.head.weight"].equal(found["lm_head.weight"])
+    projected = found[drafter + "eh_proj.weight"] @ torch.arange(128).bfloat16()
+    assert projected.tolist() == list(range(64))
+    added = [found[f"model.layers.{layer}.mlp.down_proj.weight"].std() for layer in range(4)]
+    assert all(later < 0.3 * added[0] for later in added[1:])
+
+
+def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path):
+    choice = ModelChoice(shape="tiny", checkpoint=tmp_path)
+    folder = tmp_path / "tiny-random"
+    in_the_way = folder / "layer-01.safetensors"
+    in_the_way.mkdir(parents=True)
+    cpu = HOSTS["sglang"]
+    with pytest.raises(ModelError, match="Is a directory"), served_model(cpu, choice):
+        pytest.fail("it was let through")
+    assert not (folder / "complete").exists()
+    in_the_way.rmdir()
+    with served_model(cpu, choice):
+        assert in_the_way.is_file()
+        assert (folder / "complete").is_file()
+
+
+def test_models_that_cannot_be_are_refused():
+    for choice, said in (
+        (ModelChoice(shape="huge"), "--shape is 'huge'"),
+        (ModelChoice(shape="tiny", weights="real"), "--weights is 'real'"),
+        (ModelChoice(shape="tiny", layers=3), "expected 1 to 2"),
+        (ModelChoice(path="x", layers=3), "--model has its own"),
+    ):
+        with pytest.raises(ChoiceError, match=said), served_model(HOSTS["vllm"], choice):
+            pytest.fail("it was let through")
+    with pytest.raises(ModelError, match="no random weights"):
+        write_model(Path("/tmp/nowhere"), "gpt-oss-20b", "random", "bfloat16")
+
+
+def test_a_part_of_a_hybrid_keeps_its_first_layers(tmp_path):
+    write_model(tmp_path, "qwen3.5-9b", "dummy", "bfloat16", layers=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["layer_types"] == [*["linear_attention"] * 3, "full_attention"] * 2
+
+
+def test_servers_on_several_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(Host, "on_gpu", lambda self: True)
+    monkeypatch.setattr(command, "num_gpus", lambda: 2)
+    model = write_model(tmp_path, "llama-3.1-70b", "dummy", "bfloat16", layers=16)
+    launch = Launch(HOSTS["sglang"], model, policy="fasttree", tensor_parallel=2)
+    ours, theirs = (checked_ranks(launch).command(name) for name in ("deft", "fa3"))
+    assert ours.arguments[ours.arguments.index("--tensor-parallel-size") + 1] == "2"
+    assert ours.environment["DEFT_POLICY"] == "fasttree"
+    assert "DEFT_POLICY" not in theirs.environment
+    assert model.name == "llama-3.1-70b, 16 of 80 layers, dummy weights, bfloat16"
+    for changed, said in (
+        ({"tensor_parallel": 4}, "has 2 GPUs"), ({"options": ("--tp-size=2",)}, "--tp-size=2 is"),
+    ):  # fmt: skip
+        with pytest.raises(ChoiceError, match=said):
+            checked_ranks(replace(launch, **changed))
+    monkeypatch.setattr(command, "num_gpus", lambda: 8)
+    with pytest.raises(ChoiceError, match="a divisor of the 64 query heads"):
+        checked_ranks(replace(launch, tensor_parallel=3))
+
+
+def test_the_server_with_the_plugin_prefills_as_the_named_reference(monkeypatch):
+    monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
+    assert same_prefill(HOSTS["sglang"], "triton") == {"DEFT_FALLBACK_BACKEND": "triton"}
+    assert same_prefill(HOSTS["vllm"], "FLASHINFER") == {}
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "flashinfer")  # reaches the server anyway
+    assert same_prefill(HOSTS["sglang"], "triton") == {}
+
+
+def test_policies_are_for_the_plugin():
+    assert policy_for("auto", HOSTS["sglang"], ["deft"]) == "auto"
+    for name, said in (("best", "expected one of"), ("auto", "for the backend deft")):
+        with pytest.raises(ChoiceError, match=said):
+            policy_for(name, HOSTS["sglang"], ["triton"])
+
+
+def test_a_server_drafts_with_forced_acceptance(tmp_path):
+    model = write_model(tmp_path, "tiny", "dummy", "float32")
+    launch = Launch(HOSTS["sglang"], model, ("-x",), drafts=parse_drafts("eagle,60,3"))
+    made = launch.command("deft")
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    assert (config["num_hidden_layers"], config["architectures"]) == (1, ["LlamaForCausalLMEagle"])
+    assert made.environment["SGLANG_SIMULATE_ACC_LEN"] == "3"
+    options = dict(zip(made.arguments, made.arguments[1:], strict=False))
+    assert options["--speculative-num-draft-tokens"] == "60"
+    assert (options["--speculative-eagle-topk"], options["--speculative-num-steps"]) == ("8", "5")
+    assert launch.label == "(drafts eagle,60,3) -x"
+    chain = Drafts("mtp", 4, 2.5).options("vllm", model)
+    found = json.loads(chain[1])
+    assert (found["method"], found["num_speculative_tokens"]) == ("mtp", 3)
+    assert found["synthetic_acceptance_length"] == 2.5
+    assert "NEXTN" in Drafts("mtp", 4, 2.5).options("sglang", model)
+    with pytest.raises(ChoiceError, match="chains alone"):
+        Drafts("eagle", 8, 2.0).options("vllm", model)
+    for bad in ("eagle", "eagle,1,1", "soup,8,2", "ngram,8,9"):
+        with pytest.raises(ChoiceError, match="expected KIND,TOKENS,ACCEPTED"):
+            parse_drafts(bad)
+
+
+# -- start -----------------------------------------------------------------------------------
+
+
+def test_each_backend_starts_twice_over_caches_of_its_own(tmp_path, monkeypatch):
+    seen, made = [], FakeLaunch.command
+
+    def recorded(self, backend):
+        seen.append([self.environment.get(name) for name in starts.CACHES])
+        return made(self, backend)
+
+    monkeypatch.setattr(FakeLaunch, "command", recorded)
+    for at, cache in ((0, "uncounted"), (1, "empty"), (1, "full")):
+        folders = {name: f"{tmp_path}/{at}/{name}" for name in starts.CACHES}
+        into = fake_launch(environment=folders)
+        row = starts._started(into, "right", cache, 3, tmp_path, Console(quiet=True))
+        assert row["error"] is None
+        assert row["seconds"] > 0
+        assert len(row["batches_ms"]) == starts.BATCHES
+        assert (row["host"], row["tp"], row["prefix"], row["branches"]) == ("sglang", 1, 64, 3)
+    uncounted, empty, full = seen[:3]
+    assert empty == full
+    assert not set(uncounted) & set(empty)
+    lost = starts._started(fake_launch(), "crashes", "empty", 3, tmp_path, Console(quiet=True))
+    assert "the server does not start" in lost["error"]
+    assert lost["seconds"] is None
+
+
+# -- load ------------------------------------------------------------------------------------
+
+LOAD = Load("few", prefixes=2, prefix=12, own=3, gen=5, requests=9, rate=30.0)
+
+
+def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
+    monkeypatch.setattr(loads, "HEAD_START", 2.0)
+    console, out = Console(quiet=True), tmp_path / "load.json"
+    unlimited = replace(LOAD, rate=None, requests=5)
+    rows = loads._measured(fake_launch(), ("right",), ["0"], [LOAD, unlimited], 2, out, console)
+    assert [(row["backend"], row["load"], row["rate"]) for row in rows] == [
+        ("right", "few", 30.0), ("right", "few", None),
+    ]  # fmt: skip
+    for row in rows:
+        assert not row["failures"], row
+        assert set(row["itl_ms"]) == {"mean", "p50", "p95", "p99"}
+        assert 0 < row["itl_ms"]["p50"] < 100 > row["itl_ms"]["mean"] > 0.2
+        assert row["itl_ms"]["p50"] <= row["itl_ms"]["p95"] <= row["itl_ms"]["p99"]
+        assert row["ttft_ms"]["p99"] > 0
+        assert row["tpot_ms"] > 0
+        assert row["output_tokens_per_s"] > 0
+    assert rows[0]["duration_s"] >= LOAD.arrivals()[-1]
+
+
+def test_a_lost_server_and_a_failed_request_are_told(tmp_path):
+    console = Console(quiet=True)
+    assert (
+        loads._measured(fake_launch(), ("crashes",), [], [LOAD], 1, tmp_path / "l", console) == []
+    )
+    (row,) = loads._measured(
+        fake_launch(), ("short",), [], [replace(LOAD, rate=None)], 1, tmp_path / "l", console
+    )
+    assert row["failures"] == LOAD.requests
+    assert "4 of 5 tokens" in row["first_failures"][0]
+
+
+def test_loads_are_the_files(monkeypatch):
+    first, *_ = read_loads(["8x8192", "nothing-shared"], None)
+    assert (first.prefixes, first.prefix, first.rate) == (8, 8192, 12)
+    prompts = [first.prompt(number, 97) for number in (0, 8, 1)]
+    assert prompts[0][:8192] == prompts[1][:8192] != prompts[2][:8192]
+    assert prompts[0] != prompts[1]
+    assert [each.rate for each in read_loads(["2x32768"], [parse_rate("5"), None])] == [5.0, None]
+    assert parse_rate("unlimited") is None
+    assert first.arrivals() == sorted(first.arrivals())
+    assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
+    for bad in ("0", "fast", "inf"):
+        with pytest.raises(ChoiceError, match="expected requests a second"):
+            parse_rate(bad)
+    with pytest.raises(ChoiceError, match="expected some of 8x8192"):
+        read_loads(["soup"], None)
+    assert measure  # the whole of it runs above, in client processes
+
+
+# -- soak ------------------------------------------------------------------------------------
+
+TRAFFIC = Traffic(
+    0.5, 1, workers=3, documents=2, document_tokens=12, most_question=4, most_answer=9, samples=5
+)
+
+
+@pytest.mark.parametrize(("backend", "wrong"), [("right", False), ("wrong", True)])
+def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend, wrong):
+    monkeypatch.setattr(soaks, "tolerance_of", lambda *_: GAP)
+    launch = fake_launch()
+    launch = replace(launch, host=replace(launch.host, backends=(backend, "right")))
+    row = soaks.run_part(launch, "right", TRAFFIC, tmp_path, Console(quiet=True))
+    assert row["error"] is None
+    assert row["checked_answers"] == min(5, row["finished"])
+    assert row["finished"] >= 3
+    assert row["checked_tokens"] > 0
+    assert bool(row["wrong"]) is wrong
+    assert totals([row])["ok"] is not wrong
+    assert not totals([row, {**row, "error": "died"}])["ok"]
+    assert not totals([{**row, "wrong": 0, "checked_tokens": 0}])["ok"]
+
+
+def test_what_memory_did_in_the_first_fifth_does_not_count():
+    samples = [{"s": s, "rss_mib": min(1000.0, 50.0 * s)} for s in range(0, 101, 5)]
+    found = level(samples, "rss_mib")
+    assert found == {"after_first_fifth": 1000.0, "end": 1000.0, "growth": 0.0}
+    assert is_level(found)
+    assert not is_level({"after_first_fifth": 1000.0, "end": 1100.0, "growth": 100.0})
+    assert level(samples, "gpu_mib") is None
+
+
+def test_other_processes_on_the_gpu_are_no_growth():
+    """Samples of the GPU's memory count them; samples of the server's own memory do not."""
+    used = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
+    samples = [{"s": float(at), "rss_mib": mib, "gpu_mib": mib} for at, mib in enumerate(used)]
+    assert level(samples, "gpu_mib") == {"after_first_fifth": 31.0, "end": 31.0, "growth": 0.0}
+    assert level(samples, "rss_mib") == {"after_first_fifth": 90.0, "end": 99.0, "growth": 9.0}
+
+
+# -- commands --------------------------------------------------------------------------------
+
+
+def test_the_command_measures_and_shows(tmp_path, monkeypatch):
+    asked = []
+    out = tmp_path / "e.json"
+    monkeypatch.setattr(command, "checked_backends", lambda host, names: tuple(names))
+    monkeypatch.setattr(command, "Launch", lambda host, *args, **more: (
+        asked.append((host, args, more)), fake_launch()
+    )[1])  # fmt: skip
+    words = ["e2e", "--host", "sglang", "--backends", "right, crashes", "--shape", "tiny"]
+    words += ["--case", "16,3,4", "--weights", "dummy", "--out", str(out), "--", "--page-size", "1"]
+    done = CliRunner().invoke(app_of(["e2e"]), words)
+    assert done.exit_code == 1, done.output  # a row has an error
+    assert asked[0][1][1] == ("--page-size", "1")
+    assert "few-shot 16 × 3 × 4" in done.output
+    assert [row["backend"] for row in read_rows(out)[0]] == ["right", "crashes"]
+    refused = CliRunner().invoke(app_of(["e2e"]), [*words[:7], "--workloads", "draft-trees"])
+    assert (refused.exit_code, "--drafts eagle,60,3" in refused.output) == (2, True)
+    too_long = [*words[:7], "--case", "5000,1,1", "--out", str(out)]
+    refused = CliRunner().invoke(app_of(["e2e"]), too_long)
+    assert (refused.exit_code, "fake takes 4096" in refused.output) == (2, True)
+    assert MODEL.context == 4096
+
+
+@pytest.mark.parametrize("name", ["soak", "start", "load"])
+def test_commands_explain_themselves(name):
+    done = CliRunner().invoke(app_of([name]), [name, "--help"])
+    assert done.exit_code == 0
+    assert "--shape" in done.output
