@@ -112,6 +112,7 @@ print("all planted")
 STATE = """
 import json, os
 from pathlib import Path
+from deft_backend.telemetry.counters import Decoded
 from deft_backend.telemetry.state import ServerState, StateWriter
 folder = Path(os.environ["FAULTS"])
 state = ServerState(1, 0, "h", "1", "b", "auto", "cpu", "float32", 2, 4, 2, 64, 4)
