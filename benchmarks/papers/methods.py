@@ -25,7 +25,7 @@ MOST_SCORE_BYTES = 4 << 30
 
 
 class Tuned(Ours):
-    """Tree attention under a policy with parameters of its own, planned on the host.
+    """Tree attention under a policy with parameters of its own, planned by the reference.
 
     Parameters
     ----------

@@ -1,5 +1,6 @@
 """The library: plan a batch once, then run its decode attention for every layer and step."""
 
+from deft_backend.attention.current_plan import PlannedAttention
 from deft_backend.attention.latent_attention import LatentAttention
 from deft_backend.attention.run_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
@@ -15,6 +16,7 @@ __all__ = [
     "LatentCall",
     "LatentKernel",
     "PlanError",
+    "PlannedAttention",
     "TreeAttention",
     "plain_latent_attention",
 ]

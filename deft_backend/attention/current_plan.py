@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -56,26 +57,26 @@ class PlannedBatch:
     grouping: Grouping | None = None
 
 
-class PlanHolder:
-    """What every attention over a plan offers for its plan."""
+class PlannedAttention(ABC):
+    """What adapters need of an attention over a plan, whatever it computes."""
 
+    device: torch.device
+    capacity: PlanCapacity
+    max_batch: int  # most requests of a batch
+    query_tokens: int  # most query tokens of a request
     _current: CurrentPlan
 
-    @property
-    def forest(self) -> PrefixForest | None:
-        """The forest of the plan, with a query for each query block; None for a plan made on the
-        device."""
-        return self._current.batch.forest
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The host planner's plan; None for a plan made on the device."""
-        return self._current.batch.plan
-
-    @property
-    def planned_on_device(self) -> bool:
-        """Whether `plan_batch` or `plan_on_device` made the plan."""
-        return self._current.batch.from_rows
+    @abstractmethod
+    def plan_batch(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        query_tokens: int = 1,
+    ) -> None:
+        """Plan a batch from its page table; see
+        :meth:`TreeAttention.plan_batch <deft_backend.TreeAttention.plan_batch>`."""
 
     @property
     def counters(self) -> torch.Tensor:
@@ -91,20 +92,29 @@ class PlanHolder:
         return self._current.counters
 
     @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, and the reference plans batches."""
+        return self._current.interpreted
+
+    @property
     def device_planner(self) -> DevicePlanner:
         """The planner behind `plan_on_device`; the first use allocates its memory."""
         return self._current.device_planner
 
+    @property
+    def forest(self) -> PrefixForest | None:
+        """The forest of the plan, with a query for each query block; None for a plan of the device
+        planner."""
+        return self._current.batch.forest
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan; None for a plan of the device planner."""
+        return self._current.batch.plan
+
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels then return at once for any batch."""
         self._current.clear()
-
-    def restore_plan(self) -> None:
-        """Put the host planner's last plan back after :meth:`clear_plan`.
-
-        Afterwards kernels of any stream see it.
-        """
-        self._current.restore()
 
 
 class CurrentPlan:
@@ -134,7 +144,7 @@ class CurrentPlan:
         self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
-        self._interpreted = interpreted
+        self.interpreted = interpreted
         self._device_planner: DevicePlanner | None = None
         self._counters = new_counters(device)
 
@@ -146,8 +156,8 @@ class CurrentPlan:
 
     @property
     def counters(self) -> torch.Tensor:
-        """The counts of both planners; see :attr:`PlanHolder.counters`."""
-        if not self._interpreted:
+        """The counts of both planners; see :attr:`PlannedAttention.counters`."""
+        if not self.interpreted:
             return self.device_planner.counters
         check_served(self.policy)
         return self._counters
@@ -167,19 +177,19 @@ class CurrentPlan:
                 self._device,
                 self._page_size,
                 overlapped=self._overlapped,
-                interpreted=self._interpreted,
+                interpreted=self.interpreted,
                 counters=self._counters,
             )
         return self._device_planner
 
-    def plan_on_host(
+    def plan_forest(
         self,
         forest: PrefixForest,
         blocks: QueryBlocks,
         target: Target,
         policy: Policy | None = None,
     ) -> Plan:
-        """Replace the plan by the host planner's; see :func:`~deft_backend.planner.plan_forest`.
+        """Replace the plan by the reference's; see :func:`~deft_backend.planner.plan_forest`.
 
         `forest` has a query for each request. `target` is that of requests with these `blocks`.
         A `policy` replaces the usual one for this plan.
@@ -227,7 +237,7 @@ class CurrentPlan:
         seq_lens: torch.Tensor,
         plan: Callable[[PrefixForest], Plan],
     ) -> None:
-        """Replace the plan by the CPU's for these rows of a page table in CPU memory; count it.
+        """Replace the plan by the reference's for these rows of a page table; count it.
 
         `plan` makes the plan of a forest current. Afterwards it serves whatever a plan of the
         device planner serves.
@@ -277,14 +287,3 @@ class CurrentPlan:
         with device_as_current(self._device):
             self.arrays.clear()
         self.batch = replace(self.batch, requests=0)
-
-    def restore(self) -> None:
-        """Put the host planner's last plan back after :meth:`clear`, for kernels on any stream."""
-        batch = self.batch
-        if batch.plan is not None and batch.forest is not None:
-            with device_as_current(self._device):
-                self.arrays.upload(batch.plan)
-            requests = batch.forest.batch_size // batch.blocks.blocks
-            self.batch = replace(batch, requests=requests)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deft_backend.attention.current_plan import CurrentPlan, PlanHolder, device_as_current, numbered
+from deft_backend.attention.current_plan import (
+    CurrentPlan,
+    PlannedAttention,
+    device_as_current,
+    numbered,
+)
 from deft_backend.attention.run_inputs import AttentionError, check_batch, check_operand
 from deft_backend.costs.latent_costs import (
     LAUNCH_NS,
@@ -31,7 +36,7 @@ NODE_REQUESTS, FEWEST_NODES = 4, 4
 cost time in every call: the kernel looks through empty entries."""
 
 
-class LatentAttention(PlanHolder):
+class LatentAttention(PlannedAttention):
     """MLA of decode and verification over a batch that shares prefixes: plan, lay out, run.
 
     The host's own MLA kernel computes every node of the forest once, as a request of many query
@@ -100,7 +105,6 @@ class LatentAttention(PlanHolder):
         self._kernel = kernel
         self._blocks = QueryBlocks(query_tokens, 1, query_tokens)
         gpu = Gpu.at(self.device) if self.device.type == "cuda" else compiled_for
-        self.interpreted = gpu is None
         self.target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
         self._current = CurrentPlan(
             Auto(chunks="whole"),
@@ -109,7 +113,7 @@ class LatentAttention(PlanHolder):
             self.device,
             page_size,
             overlapped=gpu is not None and gpu.capability[0] >= 9,
-            interpreted=self.interpreted,
+            interpreted=gpu is None,
         )
         self._launches = LatentLaunches(
             self.shape,
@@ -127,7 +131,7 @@ class LatentAttention(PlanHolder):
         return self._launches.num_bytes + self._current.num_bytes
 
     def plan(self, forest: PrefixForest, *, policy: Policy | None = None) -> Plan:
-        """Plan a batch with the host planner; copy the plan to the device, on the current stream.
+        """Plan a forest on the CPU; copy the plan to the device, on the current stream.
 
         A tree that needs more than a call has room for is computed request by request. `policy`
         replaces `auto`, for tests.
@@ -137,10 +141,10 @@ class LatentAttention(PlanHolder):
         PlanError
             If the batch is larger than `max_batch`.
         """
-        plan = self._current.plan_on_host(forest, self._blocks, self.target, policy)
+        plan = self._current.plan_forest(forest, self._blocks, self.target, policy)
         if not self._has_room(plan, forest):
             alone = get_policy(FLASH_DECODING)
-            plan = self._current.plan_on_host(forest, self._blocks, self.target, alone)
+            plan = self._current.plan_forest(forest, self._blocks, self.target, alone)
         return plan
 
     def gains(self, forest: PrefixForest, num_layers: int) -> bool:
@@ -228,7 +232,7 @@ class LatentAttention(PlanHolder):
         return rows
 
     def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
-        """Write the calls of the kernel for a step; needed in each step of a host plan.
+        """Write the calls of the kernel for a step; needed in each step after :meth:`plan`.
 
         Parameters
         ----------
@@ -327,7 +331,9 @@ class LatentAttention(PlanHolder):
         """Items and entries of a batch of so many requests: leaves, and nodes above them."""
         items = requests + max(FEWEST_NODES, requests // NODE_REQUESTS)
         entries = max(1, (1 + LEVELS) * requests)
-        return PlanCapacity(requests, items, entries, items)
+        return PlanCapacity(
+            max_batch=requests, max_items=items, max_entries=entries, max_segments=items
+        )
 
 
 def _target(shape: LatentShape, max_batch: int, query_tokens: int, sms: int) -> Target:

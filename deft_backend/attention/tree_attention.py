@@ -7,7 +7,12 @@ from functools import partial
 
 import torch
 
-from deft_backend.attention.current_plan import CurrentPlan, PlanHolder, device_as_current, numbered
+from deft_backend.attention.current_plan import (
+    CurrentPlan,
+    PlannedAttention,
+    device_as_current,
+    numbered,
+)
 from deft_backend.attention.device_target import QueryShape, QueryShapes
 from deft_backend.attention.run_inputs import (
     AttentionError,
@@ -26,7 +31,7 @@ from deft_backend.policies.grouping import partial_result_bytes
 from deft_backend.shapes import AttentionShape, QueryBlocks
 
 
-class TreeAttention(PlanHolder):
+class TreeAttention(PlannedAttention):
     """Attention of decode and verification over a batch that shares prefixes: plan, then run.
 
     :meth:`plan` plans a forest on the CPU, whenever the batch's composition changes.
@@ -203,11 +208,6 @@ class TreeAttention(PlanHolder):
         return sum(part.nbytes for part in held) + self._current.num_bytes
 
     @property
-    def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels."""
-        return self._shape.config.interpreted
-
-    @property
     def few_queries(self) -> int:
         """The largest number of queries for which stage 2 uses its kernel configuration for few
         queries."""
@@ -215,7 +215,7 @@ class TreeAttention(PlanHolder):
         return shape.config.few_queries(self.num_query_heads * shape.blocks.tokens)
 
     def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
-        """Plan a batch with the host planner; copy the plan to the device, on the current stream.
+        """Plan a forest on the CPU; copy the plan to the device, on the current stream.
 
         Parameters
         ----------
@@ -232,7 +232,7 @@ class TreeAttention(PlanHolder):
             If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
         """
         shape = self._shape_of(query_tokens)
-        return self._current.plan_on_host(forest, shape.blocks, shape.target)
+        return self._current.plan_forest(forest, shape.blocks, shape.target)
 
     def plan_batch(
         self,
@@ -455,7 +455,7 @@ class TreeAttention(PlanHolder):
                 step,
                 self._workspace,
                 blocks=planned.blocks,
-                host_plan=None if static_launch else planned.plan,
+                known_plan=None if static_launch else planned.plan,
                 masked_tiles=self.policy.several_segments,
                 table_by_segment=by_segment,
             )

@@ -103,7 +103,7 @@ def run_plan(
     partial: Partials,
     *,
     blocks: QueryBlocks = ONE_TOKEN,
-    host_plan: Plan | None,
+    known_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
 ) -> None:
@@ -111,7 +111,7 @@ def run_plan(
 
     - `partial`: the workspace, which counts query tokens.
     - `blocks`: the query blocks of a request that the plan counts as its queries.
-    - `host_plan`: the plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes
+    - `known_plan`: the plan in `plan`, if the CPU knows it. Then `run_plan` skips tile shapes
       without items, and stage 2 without partial results. With None, `run_plan` launches every
       kernel that a batch of this size may need, as a CUDA graph must.
     - `masked_tiles`: whether to launch masked tiles if the CPU does not know the plan.
@@ -146,12 +146,12 @@ def run_plan(
     queries = len(step.seq_lens) * blocks.blocks
     query_vectors = blocks.tokens * kind.num_heads // kind.num_kv_heads
     for shape, programs in _tiles_to_launch(
-        config, host_plan, kind.num_kv_heads, queries, query_vectors, masked_tiles
+        config, known_plan, kind.num_kv_heads, queries, query_vectors, masked_tiles
     ):
         launches.stage1[shape][follows].run(programs, arguments, types, aligned)
         follows = config.overlapped
 
-    merged = queries if host_plan is None else len(host_plan.reduce_query)
+    merged = queries if known_plan is None else len(known_plan.reduce_query)
     if merged == 0:
         return
     # The batch decides, because only the device knows how many results there are to merge. So the
@@ -214,7 +214,7 @@ def _kind(
 
 def _tiles_to_launch(
     config: KernelConfiguration,
-    host_plan: Plan | None,
+    known_plan: Plan | None,
     num_kv_heads: int,
     queries: int,
     query_vectors: int,
@@ -230,8 +230,8 @@ def _tiles_to_launch(
     found = []
     for shape in range(len(config.tiles) - 1, -1, -1):
         programs = config.tiles[shape].programs
-        if host_plan is not None:
-            begin, end = host_plan.items_of(shape)
+        if known_plan is not None:
+            begin, end = known_plan.items_of(shape)
             if begin == end:
                 continue
             if shape == 0:  # as many as the planner expects

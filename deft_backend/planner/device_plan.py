@@ -45,7 +45,7 @@ class DevicePlan:
     All arrays are int32, and views of one buffer. So a new plan needs one copy to the device,
     ordered on the current stream like any kernel. The buffer also holds the counts (`tile_ptr`,
     `num_reduce`), which kernels read there. Only the device planner writes `segment_table`, the
-    page table's row of each segment; the host planner knows request indices only.
+    page table's row of each segment; the reference knows request indices only.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:

@@ -92,7 +92,7 @@ def looked_at(arguments):
 def launch_all(
     *,
     config=CONFIG,
-    host_plan=None,
+    known_plan=None,
     logit_cap=0.0,
     device="cpu",
     dtype=torch.bfloat16,
@@ -135,7 +135,7 @@ def launch_all(
     )  # fmt: skip
     partial = Partials(torch.zeros(8, 16, 256), torch.zeros(8, 16), torch.zeros(8, 16))
     run_plan(
-        config, PLAN, step, partial, host_plan=host_plan, masked_tiles=False,
+        config, PLAN, step, partial, known_plan=known_plan, masked_tiles=False,
         table_by_segment=by_segment,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def launch_all(
         {"config": replace(CONFIG, tiles=(replace(TILES[0], num_warps=2), *TILES[1:]))},
         {"config": replace(CONFIG, few=ReduceConfig(4, 1, 1, 100))},
         {"queries": 20},
-        {"host_plan": LEAVES},
+        {"known_plan": LEAVES},
         {"logit_cap": 30.0},
         {"device": "meta"},
         {"dtype": torch.float16},
@@ -201,7 +201,7 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
     [
         ({}, [("hopper_large_tile_attention", False), ("small_tile_attention", True),
               ("reduce_partials", True)]),
-        ({"host_plan": LEAVES}, [("small_tile_attention", False), ("reduce_partials", True)]),
+        ({"known_plan": LEAVES}, [("small_tile_attention", False), ("reduce_partials", True)]),
         *(
             (kind, [("partial_attention", False), ("small_tile_attention", True),
                     ("reduce_partials", True)])
@@ -239,16 +239,16 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
 
 
 @pytest.mark.parametrize(
-    ("queries", "host_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
+    ("queries", "known_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
 )
 def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
-    queries, host_plan, programs, monkeypatch
+    queries, known_plan, programs, monkeypatch
 ):
     """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
     compiler = Compiler(monkeypatch)
     large = replace(TILES[1], programs_for_one_tile=12)
     config = replace(CONFIG, tiles=(TILES[0], large, *TILES[2:]))
-    call = partial(launch_all, queries=queries, host_plan=host_plan, config=config)
+    call = partial(launch_all, queries=queries, known_plan=known_plan, config=config)
     assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
 
@@ -260,19 +260,19 @@ def test_small_programs_in_two_waves(leaves, programs, monkeypatch):
     plan = leaves and SimpleNamespace(
         items_of={0: (0, leaves), 1: (0, 0), 2: (leaves, leaves)}.get, reduce_query=[0]
     )
-    call = partial(launch_all, queries=20, host_plan=plan, config=config)
+    call = partial(launch_all, queries=20, known_plan=plan, config=config)
     grids = {name: grid for name, grid, _, _ in compiler.launches_of(call)}
     assert grids["small_tile_attention"] == (programs, 1, 1)
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
-@pytest.mark.parametrize("host_plan", [None, LEAVES], ids=["device", "host"])
+@pytest.mark.parametrize("known_plan", [None, LEAVES], ids=["device", "host"])
 def test_results_of_few_queries_are_merged_many_at_a_time(
-    queries, expected, host_plan, monkeypatch
+    queries, expected, known_plan, monkeypatch
 ):
     """By the batch alone, so that results do not hang on who planned them."""
     compiler = Compiler(monkeypatch)
-    launched = compiler.launches_of(partial(launch_all, queries=queries, host_plan=host_plan))
+    launched = compiler.launches_of(partial(launch_all, queries=queries, known_plan=known_plan))
     (named, _) = launched[-1][2]
     assert (named["BLOCK_P"], named["num_warps"]) == (expected.partials, expected.num_warps)
 

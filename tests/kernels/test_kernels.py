@@ -378,16 +378,20 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device):
     """Its items would read and write beyond the batch."""
     attention = tree_attention(max_batch=4)
     table, lens = torch.tensor([[0, 1], [0, 2], [0, 3]]).int(), torch.tensor([2, 2, 2])
-    if on_device:
-        attention.plan_on_device(table, lens)
-    else:
-        attention.plan(forest_from_page_tables(table, lens))
+
+    def plan():
+        if on_device:
+            attention.plan_on_device(table, lens)
+        else:
+            attention.plan(forest_from_page_tables(table, lens))
+
+    plan()
     q, (k, v) = torch.zeros(3, 4, 64), torch.zeros(2, 9, 2, 64)
     with pytest.raises(AttentionError, match="q is for 2 requests; the plan is for 3"):
         attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
     attention.clear_plan()  # as during the capture of a graph of another size
     attention.run(q[:2], k, v, table[:2], lens[:2], static_launch=True)
-    attention.restore_plan()
+    plan()
     attention.run(q, k, v, table, lens, static_launch=True)
     larger = torch.zeros(5, 4, 64)
     with pytest.raises(AttentionError, match=r"5 requests, .*max_batch 4"):

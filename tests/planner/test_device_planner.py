@@ -1,4 +1,4 @@
-"""The device planner in the interpreter: the same attention as the host planner's `auto`."""
+"""The device planner in the interpreter: the same attention as the reference's `auto`."""
 
 from collections import Counter
 from dataclasses import replace
@@ -109,7 +109,7 @@ def check(batch, plan, target=TARGET):
 
 
 def plans_of(batch, target, capacity, device=CPU, policy=AUTO):
-    """The plans of the host planner and of the device planner, which decide the same."""
+    """The plans of the reference and of the device planner, which decide the same."""
     host, _ = plan_forest(batch.forest(), policy, target, capacity)
     made = plan_of(batch, target, capacity, device, policy)
     assert items_of(made) == items_of(host)
@@ -166,7 +166,7 @@ def test_leaves_merge_as_many_results_as_the_hosts_do():
 
 @pytest.fixture
 def all_candidates(monkeypatch):
-    """All chunk lengths that a GPU prices, like the host planner; the interpreter prices four."""
+    """All chunk lengths that a GPU prices, like the reference; the interpreter prices four."""
     interpreted = ProgramWork.interpreted
 
     def as_on_a_gpu(cls, size):
@@ -334,7 +334,7 @@ def many(requests, seed=0):
 
 
 def check_same(batch, capacity, device=CPU):
-    """The device planner decides like the host planner, and covers every query's tokens."""
+    """The device planner decides like the reference, and covers every query's tokens."""
     target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
     host, found = plans_of(batch, target, capacity, device)
     uncut, _ = plan_forest(batch.forest(), Auto(), replace(target, block_tokens=1 << 15), capacity)

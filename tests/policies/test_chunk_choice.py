@@ -36,8 +36,8 @@ costs_of_tiles = st.fixed_dictionaries(
 ranges = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20_000)), min_size=1, max_size=16)
 
 
-def host_price(found, shape, num_chunks, costs):
-    """Price and chunk length of one candidate, by the host planner's functions."""
+def reference_price(found, shape, num_chunks, costs):
+    """Price and chunk length of one candidate, by the functions of the reference."""
     mine = [(q, n) for q, n in found if (q > TILES[0]) == (shape == 1)]
     queries = np.array([q for q, _ in mine], dtype=np.int64)
     tokens = np.array([n for _, n in mine], dtype=np.int64)
@@ -95,7 +95,7 @@ def test_both_planners_price_every_candidate_alike(found, costs):
     price, chunk = device_prices(found, num_chunks, costs)
     for shape in {int(q > TILES[0]) for q, _ in found}:
         for at, count in enumerate(num_chunks):
-            expected, length = host_price(found, shape, count, costs)
+            expected, length = reference_price(found, shape, count, costs)
             assert chunk[shape, at] == length
             # Terms as large as the transfer cancel if small tiles hide a large tile.
             assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
@@ -126,7 +126,7 @@ def test_the_cheapest_candidate_is_chosen(found, costs):
         np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28, 1 << 28),
     )  # fmt: skip
     for shape in {int(q > TILES[0]) for q, _ in found}:
-        priced = [host_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
+        priced = [reference_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
         least = min(price for price, _ in priced)
         of_chosen = [price for price, chunk in priced if chunk == chosen[shape]]
         assert of_chosen
@@ -150,7 +150,9 @@ def test_a_whole_range_of_a_large_tile_leaves_results_too(queries, added):
         "programs": (100, 100), "sms": 16, "block": 64,
     }  # fmt: skip
     free, priced = (
-        host_price([(queries, 128)], int(queries > TILES[0]), 2, {**costs, "partial_ns": partial})
+        reference_price(
+            [(queries, 128)], int(queries > TILES[0]), 2, {**costs, "partial_ns": partial}
+        )
         for partial in (0.0, 3.0)
     )
     assert priced[0] - free[0] == pytest.approx(3.0 * added)

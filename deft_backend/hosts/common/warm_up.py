@@ -42,7 +42,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmUpPlan:
-    """A plan of the host planner, and the requests of the batch that it serves."""
+    """A plan of the reference, and the requests of the batch that it serves."""
 
     plan: Plan
     requests: int

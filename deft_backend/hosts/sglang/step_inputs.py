@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention import PlannedAttention
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.sglang.versions import draft_links
-
-Attention = TreeAttention | LatentAttention
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class StepInputs:
         """Query tokens of all requests."""
         return len(self.seq_lens) * self.query_tokens
 
-    def plan(self, attention: Attention, page_table: torch.Tensor) -> None:
+    def plan(self, attention: PlannedAttention, page_table: torch.Tensor) -> None:
         """Launch the planning of the step."""
         attention.plan_batch(
             page_table, self.seq_lens, table_rows=self.table_rows, query_tokens=self.query_tokens

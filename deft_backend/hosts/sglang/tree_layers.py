@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import PlannedAttention, TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.sglang.layers import unsupported_layer
-from deft_backend.hosts.sglang.step_inputs import Attention, StepInputs
+from deft_backend.hosts.sglang.step_inputs import StepInputs
 from deft_backend.telemetry.state import ServerState
 
 
@@ -59,12 +59,12 @@ class StepLayers(ABC):
     """
 
     known_arguments: tuple[str, ...]
-    attention: Attention
+    attention: PlannedAttention
 
     def __init__(
         self,
         host: Any,
-        attention: Attention,
+        attention: PlannedAttention,
         state: ServerState,
         division: Division[int, LayerShape],
         *,

@@ -61,7 +61,7 @@ def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
     reason = failed_self_check(attention, tensors_of(), on_device=False)
     assert reason is not None
     assert "NVIDIA A100-SXM4-80GB has no recorded results" in reason
-    assert "decode, soft cap, planned on the host: row 0 is off by 2 " in reason
+    assert "decode, soft cap, planned on the CPU: row 0 is off by 2 " in reason
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3"])
