@@ -45,7 +45,7 @@ API = (
     "files",
     "tools",
 )
-"""Folders of the package with a page of their own, the library's first."""
+"""Folders and modules of the package with a page of their own, the library's first."""
 
 ENTRY = {"attention": "tree_attention", "forest": "prefix_forest", "planner": "plan"}
 """The module that a reader of the folder's page looks for first."""
@@ -147,6 +147,8 @@ def source_page(path: str) -> str:
 def modules(name: str) -> list[str]:
     """Dotted names of the modules under a folder of the package: those it exports come first."""
     folder = PACKAGE / name
+    if not folder.is_dir():
+        return [f"deft_backend.{name}"]
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted(folder.rglob("*.py"))
@@ -162,8 +164,10 @@ def modules(name: str) -> list[str]:
 
 
 def api_page(name: str, found: list[str]) -> str:
-    about = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
-    lines = [f"# deft_backend.{name}", "", about or "", ""]
+    lines = [f"# deft_backend.{name}", ""]
+    if (PACKAGE / name).is_dir():
+        about = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+        lines += [about or "", ""]
     for module in found:
         lines += [f"## {module.removeprefix('deft_backend.')}", "", f"::: {module}", ""]
     return "\n".join(lines)
