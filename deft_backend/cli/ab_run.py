@@ -43,8 +43,11 @@ from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
 from deft_backend.tools.servers.command import (
     BACKEND,
     BACKEND_NAMES,
+    LOOPBACK,
     StartError,
+    check_port,
     use_gpu,
+    value_of,
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
@@ -216,7 +219,7 @@ def run_asked(asked: AbOptions) -> None:
     if exact is None:
         exact = asked.urls is None and asked.rate is None and asked.arrivals is None
     folder = asked.out or Path("reports") / f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    problems = (WorkloadError, TraceError, ServerError, ModelFilesError)
+    problems = (WorkloadError, TraceError, ServerError, ModelFilesError, StartError)
     with reported(*problems), Progress(console) as progress:
         asked.check()
         state_folder = state_directory(settings)
@@ -243,7 +246,7 @@ def run_asked(asked: AbOptions) -> None:
             say(console, f"deft ab · {name}")
         make_report_folder(folder)
         with (
-            reported(StartError, DriverStubError, AbError),
+            reported(DriverStubError, AbError),
             unwound(console, "no server of this command is left") as stopped,
         ):
             result = compare(sides, build, model, progress, exact=exact)
@@ -297,6 +300,10 @@ def _server(asked: AbOptions) -> tuple[str, str, list[str], bool]:
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
     served.check()
     chosen_host(host, compared=True)
+    if (port := value_of("--port", extra)) is not None:
+        check_port(value_of("--host", extra) or LOOPBACK, port)
+    if value_of("--api-key", extra) is not None and not os.environ.get("OPENAI_API_KEY"):
+        raise fail("--api-key is given behind '--'; set OPENAI_API_KEY to the same key as well")
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
     return served.name, host, extra, on_gpu
 

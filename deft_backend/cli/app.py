@@ -18,6 +18,8 @@ from deft_backend.cli.views import inspect, top
 from deft_backend.cli.warm import warm
 from deft_backend.settings.version import VERSION
 
+_START_HOSTS = ("serve", "ab")
+
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -32,6 +34,12 @@ class _Commands(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             raise fail("cannot write the output: no space is left on the device") from None
+        except Exception as error:
+            # By name: Typer raises click's class, or that of its own copy of click.
+            if type(error).__name__ == "NoSuchOption" and ctx.invoked_subcommand in _START_HOSTS:
+                unknown: Any = error
+                unknown.message += " (options of the host server go behind '--')"
+            raise
 
 
 app = typer.Typer(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deft_backend.settings.config import Settings, SettingsError
+from deft_backend.tools.servers.command import value_of
 
 BAD_INPUT = 2  # exit code of a command that could not start its work
 
@@ -44,6 +45,12 @@ def host_arguments(words: Sequence[str] | None) -> list[str]:
             f"unexpected argument {arguments[0]!r}. Put options of the host server behind '--', "
             "for example: -- --mem-fraction-static 0.8"
         )
+    for option in ("--attention-backend", "--decode-attention-backend"):
+        if value_of(option, arguments) is not None:
+            raise fail(
+                f"{option} is given behind '--', where it would replace the plugin. Omit it; "
+                "'deft ab --baseline' names the backend to compare with"
+            )
     return arguments
 
 

@@ -79,7 +79,7 @@ def serve(
             check_port(
                 value_of("--host", extra) or LOOPBACK, value_of("--port", extra) or str(port)
             )
-    with reported(DriverStubError):
+    with reported(DriverStubError, StartError):
         command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:
         typer.echo(command.shell())

@@ -41,6 +41,14 @@ class ServerCommand:
     port: int
     on_gpu: bool
     notes: tuple[str, ...] = field(default=())
+    address: str = "127.0.0.1"  # where it listens
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        every = {"0.0.0.0": LOOPBACK, "::": "::1"}  # a server listens there, nobody is there
+        host = every.get(self.address, self.address)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def shell(self) -> str:
         """The command as you type it in a shell."""
@@ -120,7 +128,7 @@ def server_command(
     """Command line and environment of a host server.
 
     - `model`: a checkpoint's folder, a hub name, or anything else that the host takes as a model.
-    - `port`: TCP port to listen on.
+    - `port`: TCP port to listen on, unless `host_arguments` name another one.
     - `host`: the host: one of :data:`HOSTS`.
     - `backend`: ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice
       to the host.
@@ -129,14 +137,17 @@ def server_command(
     - `environment`: further variables for the server.
     - `gpu`: run on the GPU; None means the result of :func:`use_gpu`.
 
-    Raises StartError if there is no such host. Raises DriverStubError if SGLang's CPU engine needs
-    the driver stand-in, and it cannot be compiled.
+    Raises StartError if there is no such host, or if `host_arguments` name an impossible port.
+    Raises DriverStubError if SGLang's CPU engine needs the driver stand-in, and it cannot be
+    compiled.
     """
     if host not in HOSTS:
         raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
     on_gpu = use_gpu() if gpu is None else gpu
     if host == "vllm" and gpu is None:
         on_gpu = on_gpu and not vllm_is_cpu_build()
+    address = value_of("--host", host_arguments) or LOOPBACK
+    port = _port(value_of("--port", host_arguments), port)
     place = ["--host", LOOPBACK, "--port", str(port)]
     arguments = [sys.executable, "-m", *_MODULES[host], model, *place]
     if backend is not None:
@@ -159,7 +170,19 @@ def server_command(
         else:
             _vllm_on_cpu(arguments, extra)
     arguments += host_arguments
-    return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes))
+    return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes), address)
+
+
+def _port(named: str | None, default: int) -> int:
+    if named is None:
+        return default
+    try:
+        port = int(named)
+    except ValueError:
+        port = 0
+    if not 1 <= port <= 65535:
+        raise StartError(f"--port is {named!r}; expected a number from 1 to 65535")
+    return port
 
 
 _MODULES = {

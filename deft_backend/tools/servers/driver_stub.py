@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from deft_backend.settings.config import SettingsError
 SONAME = "libcuda.so.1"
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
+
+_SPECIAL = ":;$"  # in a list of library folders: separators, and the start of a variable
 
 _SOURCE = f"""
 /* Answers every query with CUDA_ERROR_NOT_INITIALIZED. */
@@ -93,6 +96,16 @@ def ensure_driver_stub() -> Path:
                 f"{reason}, so another user could exchange {library}; set DEFT_CACHE_DIR to a "
                 "folder that is yours alone"
             )
+        if set(str(folder)) & set(_SPECIAL):
+            raise StubFolderError(
+                f"the path {folder} has one of the characters {' '.join(_SPECIAL)}, which mean "
+                "something in LD_LIBRARY_PATH; set DEFT_CACHE_DIR to a folder without them"
+            )
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            raise StubFolderError(
+                f"{folder} is on a file system that is mounted with noexec, from which no library "
+                "can be loaded; set DEFT_CACHE_DIR to a folder on another one"
+            )
         if not is_private(library):
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 built = _compile(_needed_compiler(), Path(work))
@@ -103,6 +116,15 @@ def ensure_driver_stub() -> Path:
             f"cannot write {library}: {error}; set DEFT_CACHE_DIR to a folder that you may write"
         ) from error
     return folder
+
+
+def loading_fails(folder: Path) -> str | None:
+    """Why a process cannot load the stand-in in a folder; None if it can."""
+    load = f"import ctypes; ctypes.CDLL({str(folder / SONAME)!r}).cuPointerGetAttribute"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", load], capture_output=True, text=True, check=False
+    )
+    return done.stderr.strip().rpartition("\n")[2] or None if done.returncode else None
 
 
 def _needed_compiler() -> list[str]:

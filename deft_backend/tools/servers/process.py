@@ -7,26 +7,31 @@ import http.client
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from deft_backend.files.folders import create_private
 from deft_backend.files.private_files import open_private
+from deft_backend.tools.servers import sessions
 from deft_backend.tools.servers.command import ServerCommand, StartError
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.25
+_REAP_SECONDS = 3.0  # until the system has ended a killed process
 
 
 class ServerProcess:
     """Context manager around a server; inside the block it answers requests.
 
-    In a process with the default action for SIGTERM, the signal raises KeyboardInterrupt from the
-    first entry on, so that it also ends the server. Python allows this in the main thread only.
+    The server ends with the block, and also if this process is killed: a small process of its own
+    watches for that. In a process with the default action for SIGTERM, the signal raises
+    KeyboardInterrupt from the first entry on. Python allows this in the main thread only.
 
     - `command`: the server to start.
     - `log`: receives the server's output.
@@ -50,30 +55,37 @@ class ServerProcess:
         self._timeout = timeout
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.command.port}"
+        return self.command.url
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     def __enter__(self) -> ServerProcess:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
         create_private(self.log.parent)
-        with open_private(self.log) as output:
-            self._process = subprocess.Popen(
-                self.command.arguments,
-                env=self.command.full_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own process group: Ctrl-C reaches only us
-            )
         try:
+            with open_private(self.log) as output, _held_signals():
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-S", sessions.__file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd="/",
+                )
+                self._process = subprocess.Popen(
+                    self.command.arguments,
+                    env=self.command.full_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # its own process group: Ctrl-C reaches only us
+                )
+                self._tell_guard(self._process.pid)
             self._wait_until_healthy()
         except BaseException:
             self.stop()
@@ -87,25 +99,36 @@ class ServerProcess:
         """Raise :class:`StartError` with the end of the log if the server has ended."""
         if self._process is None:
             raise StartError("the server was not started; use it as a context manager")
-        code = self._process.poll()
+        code = _exit_code(self._process)
         if code is not None:
             raise StartError(f"the server ended with exit code {code}. {self._end_of_log()}")
 
     def stop(self) -> None:
-        """End the server and every process it started: ask, wait 15 s, then kill."""
+        """End the server and every process it started: ask, wait 10 s, then kill."""
         process, self._process = self._process, None
-        if process is None:
+        if process is not None:
+            sessions.end_session(process.pid)
+            end = time.monotonic() + _REAP_SECONDS
+            while _exit_code(process) is None and time.monotonic() < end:
+                time.sleep(0.02)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+            process.returncode = 0  # so that nobody waits for it again
+        self._tell_guard(0)
+
+    def _tell_guard(self, leader: int) -> None:
+        """Tell the guard which session to end if this process dies; 0: none, and it ends."""
+        guard = self._guard
+        if guard is None or guard.stdin is None or guard.stdin.closed:
             return
-        members = _tree(process.pid)
-        try:
-            # Ask only the server: it ends its workers. If a worker ended first, the server would
-            # report a crash.
-            process.terminate()
+        with contextlib.suppress(OSError):  # without a guard, only this process ends the server
+            guard.stdin.write(b"%d\n" % leader)
+            guard.stdin.flush()
+            if not leader:
+                guard.stdin.close()
+        if not leader:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=15)
-        finally:  # an interrupted wait must leave no server behind either
-            _kill_tree(process.pid, members)
-            process.wait()
+                guard.wait(timeout=_REAP_SECONDS)
 
     def _wait_until_healthy(self) -> None:
         begin = time.monotonic()
@@ -119,36 +142,53 @@ class ServerProcess:
                 self._progress(waited)
             time.sleep(_POLL_SECONDS)
         raise StartError(
-            f"the server did not answer on port {self.command.port} within {self._timeout:.0f} s. "
+            f"the server did not answer on {self.url} within {self._timeout:.0f} s. "
             f"{self._end_of_log()}"
         )
 
     def _end_of_log(self) -> str:
-        with self.log.open(errors="replace") as lines:
+        with self.log.open(encoding="utf-8", errors="replace") as lines:
             last = "".join(deque(lines, maxlen=_LAST_LINES)).rstrip()
         return f"The log is {self.log}; it ends with:\n{last or '(nothing)'}"
 
 
-def _tree(pid: int) -> list[int]:
-    """All descendants of a process, in its process group or not."""
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code of a child that has ended, or None; its process id stays taken.
+
+    `Popen.poll` takes a lock. An interrupt at the wrong moment leaves it locked, and a later
+    `Popen.wait` then waits for ever.
+    """
     try:
-        import psutil
-    except ImportError:  # without psutil, only the process group ends
-        return []
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # somebody else has waited for it
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _kill_tree(leader: int, members: list[int]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-    for pid in members:
-        # Only if it is still in the same session: another process may have this id by now.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) == leader:
-                os.kill(pid, signal.SIGKILL)
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Let signals wait until the block ends: a server must not start unseen."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in numbers
+        if signal.getsignal(number) not in (None, signal.SIG_IGN)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            os.kill(os.getpid(), came[0])
 
 
 def get_page(url: str, seconds: float = 10.0) -> str | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from deft_backend.tools.servers import command as command_module
+from deft_backend.tools.servers import process as process_module
+from deft_backend.tools.servers import sessions
 from deft_backend.tools.servers.command import ServerCommand, StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 
@@ -84,15 +86,59 @@ with ServerProcess(server, Path(sys.argv[1])) as started:
 """
 
 
-def test_sigterm_to_its_starter_ends_it(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_what_ends_its_starter_ends_it(number, tmp_path):
+    """Also what no program can catch: a killed command, or a terminal that is gone."""
     arguments = [str(tmp_path / "log"), *command(SERVER, "/health").arguments]
     starter = [sys.executable, "-c", STARTER, *arguments]
     with subprocess.Popen(starter, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         server = int(process.stdout.readline())
         os.kill(server, 0)
-        process.terminate()
+        child = int((tmp_path / "log").read_text().split()[1])
+        process.send_signal(number)
     assert gone(server)
+    assert gone(child)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
+    """An interrupted `Popen.poll` may leave its lock taken for good."""
+    with ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
+        child = int((tmp_path / "log").read_text().split()[1])
+        process = server._process
+        assert process is not None
+        process._waitpid_lock.acquire()
+        server.check_alive()
+        began = time.monotonic()
+    assert time.monotonic() - began < 15
+    assert gone(process.pid)
+    assert gone(child)
+
+
+def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions.end_session, "__defaults__", (0.5,))
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
+    with ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
+        leader = server.pid
+    assert leader is not None
+    assert gone(leader)
+
+
+def test_a_signal_while_it_starts_ends_it(tmp_path, monkeypatch):
+    """The signal waits until the new process is known."""
+    real, started = subprocess.Popen, []
+
+    def start(*arguments, **options):
+        started.append(real(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        ServerProcess(command(SERVER, "/health"), tmp_path / "log").__enter__()
+    assert len(started) == 2
+    assert all(gone(process.pid) for process in started)
 
 
 def test_early_death_shows_the_end_of_the_log(tmp_path):
@@ -110,7 +156,7 @@ def test_early_death_shows_the_end_of_the_log(tmp_path):
 def test_silence_is_given_up_on(tmp_path):
     script = "import time; time.sleep(600)"
     process = ServerProcess(command(script), tmp_path / "log", timeout=1.0)
-    with pytest.raises(StartError, match=r"did not answer on port \d+ within 1 s"):
+    with pytest.raises(StartError, match=r"did not answer on http://127\.0\.0\.1:\d+ within 1 s"):
         process.__enter__()
     assert process.pid is None
 
@@ -124,6 +170,26 @@ def test_death_while_in_use_is_told(tmp_path):
         with pytest.raises(StartError, match="exit code -9"):
             server.check_alive()
     assert gone(child)
+
+
+@pytest.mark.parametrize(
+    ("words", "url"),
+    [
+        (("--port", "31201"), "http://127.0.0.1:31201"),
+        (("--port=31201", "--host", "::1"), "http://[::1]:31201"),
+        (("--host=0.0.0.0",), "http://127.0.0.1:1234"),
+        (("--host", "::"), "http://[::1]:1234"),
+        (("--host", "10.1.2.3"), "http://10.1.2.3:1234"),
+    ],
+)
+def test_the_server_is_asked_where_its_arguments_let_it_listen(words, url):
+    assert server_command("M", 1234, host="vllm", host_arguments=words, gpu=True).url == url
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "many", ""])
+def test_an_impossible_port_is_refused(port):
+    with pytest.raises(StartError, match="--port is "):
+        server_command("M", 1234, host="vllm", host_arguments=["--port", port], gpu=True)
 
 
 def test_the_cpu_engine_gets_its_environment(tmp_path, monkeypatch):
