@@ -18,11 +18,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.cli.errors import checked_settings, fail, reported, say
+from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder
 from deft_backend.cli.interrupted import unwound
 from deft_backend.cli.models import served_model
 from deft_backend.cli.serve import check_policy, chosen_host
-from deft_backend.files.folders import create_private, state_directory
+from deft_backend.files.folders import create_private
 from deft_backend.tools.ab.comparison import both_answer, compare
 from deft_backend.tools.ab.report import notes, write_report
 from deft_backend.tools.ab.result import AbResult
@@ -213,7 +213,7 @@ def written_into(folder: Path) -> Iterator[None]:
 
 def run_asked(asked: AbOptions) -> None:
     """Compare, print, write the report and exit."""
-    settings = checked_settings()
+    checked_settings()
     console = Console()
     exact = asked.exact
     if exact is None:
@@ -222,13 +222,13 @@ def run_asked(asked: AbOptions) -> None:
     problems = (WorkloadError, TraceError, ServerError, ModelFilesError, StartError)
     with reported(*problems), Progress(console) as progress:
         asked.check()
-        state_folder = state_directory(settings)
+        servers = state_folder()
         if asked.urls is not None:
             urls = base_url(asked.urls[0]), base_url(asked.urls[1])
-            on_gpu = not any(_on_cpu(url, state_folder) for url in urls)
+            on_gpu = not any(_on_cpu(url, servers) for url in urls)
             build = asked_workloads(asked, on_gpu=on_gpu)
             both_answer(urls)
-            model, sides = asked.model, running_sides(urls, state_folder, progress)
+            model, sides = asked.model, running_sides(urls, servers, progress)
         else:
             model = None
             name, host, extra, on_gpu = _server(asked)
@@ -237,7 +237,7 @@ def run_asked(asked: AbOptions) -> None:
                 name,
                 host,
                 folder,
-                state_folder,
+                servers,
                 progress,
                 policy=asked.policy,
                 baseline=asked.baseline,

@@ -34,6 +34,8 @@ class _Commands(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             raise fail("cannot write the output: no space is left on the device") from None
+        except ImportError as error:
+            raise fail(f"{error}; run 'deft doctor' for what is missing") from None
         except Exception as error:
             # By name: Typer raises click's class, or that of its own copy of click.
             if type(error).__name__ == "NoSuchOption" and ctx.invoked_subcommand in _START_HOSTS:

@@ -4,11 +4,12 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Literal
 
-from deft_backend.files.folders import state_directory
+from deft_backend.files.folders import state_directory, write_fails
 from deft_backend.hosts.common.contract import version_key
 from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
 from deft_backend.hosts.sglang.versions import SGLANG
@@ -27,6 +28,7 @@ from deft_backend.tools.servers.driver_stub import (
     ensure_driver_stub,
     find_compiler,
     has_nvidia_driver,
+    loading_fails,
     num_gpus,
 )
 
@@ -94,6 +96,21 @@ def check_packages() -> Iterator[Check]:
         elif installed or host is HOSTS[0]:
             yield _host(host.versions)
     yield from (_bounded(*package) for package in _PACKAGES)
+
+
+def check_imports() -> Iterator[Check]:
+    """Whether what a server imports can be imported: an installed package may be broken."""
+    for module in ("numpy", "torch", "triton", "deft_backend.attention"):
+        if not find_spec(module.partition(".")[0]):
+            return  # reported above
+        try:
+            import_module(module)
+        except Exception as error:  # a library that is missing, or any error of its code
+            text = f"{module} is installed, but cannot be imported: {error!r}"
+            remedy = f"pip install --force-reinstall {module.partition('.')[0]}"
+            yield Check("imports", "problem", text, remedy)
+            return
+    yield Check("imports", "ok", "numpy, torch, triton and the kernels")
 
 
 def _host(versions: TestedVersions) -> Check:
@@ -213,8 +230,12 @@ def _stub() -> Iterator[Check]:
     except DriverStubError as error:
         remedy = _CACHE if isinstance(error, StubFolderError) else _COMPILER
         yield Check("driver", "problem", str(error), remedy)
-    else:
+        return
+    reason = loading_fails(folder)
+    if reason is None:
         yield Check("driver", "note", f"no NVIDIA driver; a stand-in is in {folder}")
+    else:
+        yield Check("driver", "problem", f"the stand-in cannot be loaded: {reason}", _CACHE)
 
 
 def _engine() -> Check:
@@ -222,7 +243,7 @@ def _engine() -> Check:
         return Check("device", "note", "no GPU: servers use the CPU engine, and times mean nothing")
     try:
         import torch
-    except ImportError as error:
+    except Exception as error:
         remedy = "pip install 'deft-backend[sglang]'"
         return Check("device", "problem", f"torch cannot be imported: {error}", remedy)
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -236,13 +257,15 @@ def _engine() -> Check:
 def _state_folder() -> Iterator[Check]:
     try:
         folder = state_directory(Settings.from_env())
-    except SettingsError:
-        return  # reported above, with the variable's name
-    base: Path = folder
-    while not base.exists():
-        base = base.parent
-    if os.access(base, os.W_OK):
+    except SettingsError as error:
+        if "DEFT_" not in str(error).split(" ")[0]:  # otherwise reported above
+            yield Check("state folder", "problem", str(error), _CACHE)
+        return
+    reason = write_fails(folder)
+    if reason is None:
         yield Check("state folder", "ok", str(folder))
     else:
-        remedy = _CACHE
-        yield Check("state folder", "note", f"{folder} cannot be written", remedy)
+        text = (
+            f"{folder} cannot be written: {reason}. Servers run, and `deft top` does not show them"
+        )
+        yield Check("state folder", "note", text, _CACHE)

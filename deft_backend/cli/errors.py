@@ -3,11 +3,13 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings, SettingsError
 from deft_backend.tools.servers.command import value_of
 
@@ -35,6 +37,12 @@ def checked_settings() -> Settings:
     """The settings of the environment; fails with one line for each bad variable."""
     with reported(SettingsError):
         return Settings.from_env()
+
+
+def state_folder() -> Path:
+    """The folder of servers' state files; fails in one line if the settings name none."""
+    with reported(SettingsError):
+        return state_directory(Settings.from_env())
 
 
 def host_arguments(words: Sequence[str] | None) -> list[str]:

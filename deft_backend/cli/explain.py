@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from deft_backend.cli.errors import checked_settings, fail, reported
+from deft_backend.cli.errors import fail, reported, state_folder
 from deft_backend.cli.shapes import parse_heads
-from deft_backend.files.folders import state_directory
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.shapes import DTYPE_BYTES, SHORT_DTYPES
 
@@ -124,7 +123,7 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     )
     from deft_backend.tools.explain import server_target
 
-    folder = state_directory(checked_settings())
+    folder = state_folder()
     path = server_file(folder, port)
     state = read_state(path)
     forest = state.forest

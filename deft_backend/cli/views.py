@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from deft_backend.cli.errors import checked_settings, fail, reported, say
+from deft_backend.cli.errors import fail, reported, say, state_folder
 from deft_backend.cli.interrupted import ended_by_signals
-from deft_backend.files.folders import state_directory
 
 if TYPE_CHECKING:
     from deft_backend.tools.watch.engines import Follower, Row
@@ -41,7 +40,7 @@ def top(
     from deft_backend.telemetry.state_reader import StateError
     from deft_backend.tools.watch.top_view import view
 
-    folder = state_directory(checked_settings())
+    folder = state_folder()
     known: dict[Path, Follower] = {}
     console = Console()
     try:
@@ -74,7 +73,7 @@ def inspect(
     from deft_backend.telemetry.state_reader import StateError, server_file
     from deft_backend.tools.watch.page_server import Inspector, PageServer
 
-    folder = state_directory(checked_settings())
+    folder = state_folder()
     with reported(StateError):
         server = int(server_file(folder, server).name.split("-")[0])
     inspector = Inspector(folder, server)

@@ -1,9 +1,12 @@
 """The package's folders on this machine: their paths and their creation."""
 
 import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from deft_backend.settings.config import Settings
+from deft_backend.settings.config import Settings, SettingsError
 
 TRITON_CACHE = "TRITON_CACHE_DIR"
 
@@ -21,7 +24,10 @@ def cache_directory() -> Path:
 
 
 def state_directory(settings: Settings) -> Path:
-    """The folder of servers' state files: `servers` in the cache folder."""
+    """The folder of servers' state files: `servers` in the cache folder.
+
+    Raises SettingsError if this user has no home, and the folder in its place is another user's.
+    """
     return _cache_directory(settings) / "servers"
 
 
@@ -62,5 +68,27 @@ def _cache_directory(settings: Settings) -> Path:
         return settings.cache_dir
     cache = os.environ.get("XDG_CACHE_HOME", "")
     # By the XDG specification, a relative path is invalid and must be ignored.
-    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return root / "deft-backend"
+    if os.path.isabs(cache):
+        return Path(cache) / "deft-backend"
+    home = os.path.expanduser("~")
+    if os.path.isabs(home):
+        return Path(home) / ".cache" / "deft-backend"
+    # No HOME, and a user id without an entry in the system's list: a container's `--user`.
+    folder = Path(tempfile.gettempdir()) / f"deft-backend-{os.getuid()}"
+    with suppress(FileNotFoundError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise SettingsError(
+                f"this user has no home folder, and {folder} is another user's; set DEFT_CACHE_DIR"
+            )
+    return folder
+
+
+def write_fails(folder: Path) -> str | None:
+    """Why files cannot be written into a folder, or None. A missing folder is made."""
+    try:
+        create_private(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

@@ -1,0 +1,118 @@
+"""The commands on other people's machines: other users, homes, file systems, broken packages."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from deft_backend.files import folders
+from deft_backend.files.folders import cache_directory, write_fails
+from deft_backend.settings.config import SettingsError
+from strangers import ROOT, UID, as_stranger, missing
+
+REASON = missing()
+strange = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@strange
+@pytest.mark.parametrize("words", [("top", "--once"), ("inspect",), ("explain", "--server")])
+def test_a_home_that_cannot_be_read_is_one_line(words, tmp_path):
+    """As in a container with `--user` and HOME=/root."""
+    code, said = as_stranger(tmp_path, *words, HOME=tmp_path / "closed")
+    assert code == 2
+    (line,) = said.splitlines()
+    assert line.startswith("Error: cannot read the folder of servers' state ")
+    assert f"{tmp_path}/closed/.cache/deft-backend/servers: Permission denied" in line
+    assert "DEFT_CACHE_DIR" in line
+
+
+def checks(said, part):
+    return {each["subject"]: each for each in json.loads(said)[part]}
+
+
+@strange
+def test_doctor_in_a_home_that_cannot_be_read(tmp_path):
+    code, said = as_stranger(tmp_path, "doctor", "--json", HOME=tmp_path / "closed")
+    folder = checks(said, "settings")["state folder"]
+    assert folder["status"] == "note"
+    assert (
+        "closed/.cache/deft-backend/servers cannot be written: Permission denied"
+        in (folder["state"])
+    )
+    assert folder["remedy"].startswith("export DEFT_CACHE_DIR=/tmp/deft-$(id -u)")
+    if "driver" in checks(said, "machine") and code:  # SGLang's CPU engine needs the stand-in
+        assert "closed/.cache" in checks(said, "machine")["driver"]["state"]
+
+
+@strange
+def test_a_user_without_a_home_has_a_folder_under_the_temporary_one(tmp_path):
+    code, said = as_stranger(tmp_path, "top", "--once", TMPDIR="/tmp")
+    assert code == 1
+    assert f"according to /tmp/deft-backend-{UID}/servers." in said
+    code, said = as_stranger(tmp_path, "explain", "--tree", "1,4 64,8")
+    assert code == 0, said
+
+
+@strange
+def test_a_cache_on_a_file_system_without_programs(tmp_path):
+    code, said = as_stranger(
+        tmp_path, "serve", "--dry-run", "--host", "sglang", DEFT_CACHE_DIR=tmp_path / "noexec/own"
+    )
+    assert code == 2
+    assert "noexec, from which no library can be loaded; set DEFT_CACHE_DIR" in said
+
+
+def test_without_a_home_another_users_folder_is_refused(tmp_path, monkeypatch):
+    for name in ("DEFT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(folders.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"deft-backend-{os.getuid()}"
+    assert cache_directory() == own
+    own.mkdir()
+    assert cache_directory() == own
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(SettingsError, match=r"no home folder.*set DEFT_CACHE_DIR"):
+        cache_directory()
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x", "/sys/x"])
+def test_a_folder_that_cannot_be_made_is_no_folder(folder):
+    assert write_fails(Path(folder)) is not None
+
+
+def deft(*words, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "deft_backend", *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", ["numpy", "triton"])
+def test_a_package_that_is_installed_and_broken(package, tmp_path):
+    """`doctor` imports what a server imports; the other commands say it in one line."""
+    (tmp_path / package).mkdir()
+    broken = "raise ImportError('libbroken.so: cannot open shared object file')\n"
+    (tmp_path / package / "__init__.py").write_text(broken)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "patches")])
+    code, said = deft("doctor", "--check", "--json", PYTHONPATH=path)
+    assert code == 1
+    content = json.loads(said)
+    assert not content["works"]
+    found = checks(said, "installed")["imports"]
+    assert found["status"] == "problem"
+    assert f"{package} is installed, but cannot be imported" in found["state"]
+    assert "libbroken.so: cannot open" in found["state"]
+    code, said = deft("warm", "--target", "sm_90", PYTHONPATH=path)
+    assert code == 2
+    assert said.splitlines()[-1].endswith("run 'deft doctor' for what is missing")
+    assert "Traceback" not in said
