@@ -14,12 +14,12 @@ SHARED, OWN, REQUESTS = 1500, 3, 5  # so much is shared that costs are for a nod
 TOLERANCE = 1.6e-2  # largest relative error: several times that of rounding to bfloat16
 
 
-def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) -> str | None:
+def failed_latent_check(attention: LatentAttention) -> str | None:
     """Why the kernel cannot be used here, in one line, or None.
 
     A few requests that share a prefix are planned and computed, with a padding request if a batch
     can hold more than two. The kernel must read rows of the page table, ranges that begin within
-    one, and empty entries. With `on_device`, the device planner plans them too.
+    one, and empty entries. Plans come from a forest and, as in a server, from a page table.
     """
     shape, device = attention.shape, attention.device
     if attention.max_batch < 2:
@@ -63,9 +63,9 @@ def failed_latent_check(attention: LatentAttention, *, on_device: bool = False) 
     errors = [error(table)]
     # Padding requests of graphs: of no tokens in vLLM, in SGLang of the query tokens of a chain.
     paddings = (0,) if tokens == 1 else (0, tokens)
-    for padding in paddings if on_device else ():
+    for padding in paddings:
         lens[requests:] = padding
-        attention.plan_on_device(table[rows], lens.int())
+        attention.plan_batch(table[rows], lens.int())
         errors.append(error(table[rows]))
     attention.clear_plan()
     wrong = [error for error in errors if not error < TOLERANCE]  # NaN is less than nothing

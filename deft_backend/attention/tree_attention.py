@@ -207,13 +207,6 @@ class TreeAttention(PlannedAttention):
         held: list[torch.Tensor] = list(self._workspace)
         return sum(part.nbytes for part in held) + self._current.num_bytes
 
-    @property
-    def few_queries(self) -> int:
-        """The largest number of queries for which stage 2 uses its kernel configuration for few
-        queries."""
-        shape = self._shape
-        return shape.config.few_queries(self.num_query_heads * shape.blocks.tokens)
-
     def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
         """Plan a forest on the CPU; copy the plan to the device, on the current stream.
 

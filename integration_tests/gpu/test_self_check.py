@@ -36,9 +36,9 @@ def failure(monkeypatch):
         )  # fmt: skip
         cache = torch.zeros(2, 8, head_dim, dtype=torch.bfloat16, device="cuda")
         tensors = StepTensors(cache, cache, [131072])
-        warm_up_attention(attention, tensors, on_device=True)
+        warm_up_attention(attention, tensors)
         began = time.perf_counter()
-        found = self_check.failed_self_check(attention, tensors, on_device=True)
+        found = self_check.failed_self_check(attention, tensors)
         seconds = round(time.perf_counter() - began, 2)
         report("self-check", str(found), {"seconds": seconds})
         return found

@@ -130,7 +130,7 @@ def test_the_check_at_start_names_a_wrong_result(at, off, most):
         num_query_heads=8, dtype=torch.float32, device="cpu", kernel=kernel, max_batch=most,
         query_tokens=2, value_dim=VALUE, rope_dim=ROPE,
     )  # fmt: skip
-    said = failed_latent_check(attention, on_device=True)
+    said = failed_latent_check(attention)
     assert len(calls) == 6
     assert (said is None) == (at is None), said
     assert said is None or "other results than float64" in said

@@ -132,8 +132,9 @@ def test_kernels_on_hopper(head_dim, dtype, page_size):
         assert large.name == LARGE
         check(small, config.tiles[0].programs)
         check(large, config.tiles[1].programs)
-        reduce = config.few if requests <= attention.few_queries else config.reduce
-        assert (requests <= attention.few_queries) is (requests == 16)
+        few = requests <= config.few_queries(attention.num_query_heads)
+        assert few is (requests == 16)
+        reduce = config.few if few else config.reduce
         check(stage_2, min(16 * H100.sms, reduce.programs))
 
 

@@ -49,4 +49,4 @@ class DescribedLatentServer:
             query_tokens=self.query_tokens, compiled_for=gpu,
         )  # fmt: skip
         integers = _INTEGERS[self.host]
-        return latent_variants(attention, (integers, integers), on_device=True)
+        return latent_variants(attention, (integers, integers))

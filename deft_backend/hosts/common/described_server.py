@@ -53,12 +53,12 @@ class DescribedServer:
             query_tokens=self.query_tokens, policy=settings.policy, compiled_for=gpu,
         )  # fmt: skip
         smallest = settings.min_batch
-        found = step_variants(attention, tensors, on_device=True, smallest=smallest)
+        found = step_variants(attention, tensors, smallest=smallest)
         extends = extend_attention(attention, settings, gpu)
         if extends is not None and self.host == "vllm":
             for size in sizes_of(extends, settings):
                 steps = tensors_of(tensors, size)
-                found += step_variants(extends, steps, on_device=True, smallest=smallest)
+                found += step_variants(extends, steps, smallest=smallest)
         return list(dict.fromkeys(found))
 
 

@@ -24,14 +24,12 @@ def checked_latent_attention(
     num_query_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device,
     kernel: LatentKernel, settings: Settings, *, max_batch: int,
     integers: tuple[torch.dtype, torch.dtype], page_size: int = 1, query_tokens: int = 1,
-    on_device: bool = False,
 ) -> LatentAttention:  # fmt: skip
     """MLA by the host's `kernel`, after it has passed a check on this machine.
 
     - `dims`: elements of a token's latent vector and of its rotated key.
     - `integers`: of the host's table rows and of its sequence lengths.
     - `query_tokens`: of each request: 1 in decode, more in the verification of chains.
-    - `on_device`: whether the device planner makes the plans.
 
     Raises Unsupported with the reason for the log. On the CPU, a stand-in replaces the kernel.
     """
@@ -52,9 +50,9 @@ def checked_latent_attention(
         raise Unsupported(str(error)) from None
     with ranks_cache(settings, attention.device) as shared:
         if device.type == "cuda":
-            variants = latent_variants(attention, integers, on_device=on_device)
+            variants = latent_variants(attention, integers)
             compile_for_server(variants, attention.device, shared)
-        refuse_if(failed_latent_check(attention, on_device=on_device))
+        refuse_if(failed_latent_check(attention))
     return attention
 
 

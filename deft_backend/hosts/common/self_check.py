@@ -17,23 +17,17 @@ logger = logging.getLogger("deft_backend")
 SECONDS = 2.0
 
 
-def prepare_kernels(
-    attention: TreeAttention, tensors: StepTensors, settings: Settings, *, on_device: bool
-) -> None:
+def prepare_kernels(attention: TreeAttention, tensors: StepTensors, settings: Settings) -> None:
     """Compile every kernel of a server into the cache of its ranks, run and check each.
 
     Raises Unsupported if this machine has no recorded results and the check failed.
     """
     with ranks_cache(settings, attention.device) as shared:
-        warm_up_attention(
-            attention, tensors, on_device=on_device, smallest=settings.min_batch, shared=shared
-        )
-        refuse_if(failed_self_check(attention, tensors, on_device=on_device))
+        warm_up_attention(attention, tensors, smallest=settings.min_batch, shared=shared)
+        refuse_if(failed_self_check(attention, tensors))
 
 
-def failed_self_check(
-    attention: TreeAttention, tensors: StepTensors, *, on_device: bool
-) -> str | None:
+def failed_self_check(attention: TreeAttention, tensors: StepTensors) -> str | None:
     """Why the kernels must not decode on this machine, for the log; None if they may.
 
     Call it after the warm-up, which compiles the kernels, and before the host captures graphs. The
@@ -44,7 +38,7 @@ def failed_self_check(
     if unknown is None:
         return None
     began = time.perf_counter()
-    failed = first_failure(attention, _cases(tensors, on_device), tensors, SECONDS)
+    failed = first_failure(attention, _cases(tensors), tensors, SECONDS)
     if failed is not None:
         return (
             f"{unknown} has no recorded results, and the check of its kernels failed "
@@ -62,12 +56,12 @@ def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def _cases(tensors: StepTensors, on_device: bool) -> list[Case]:
+def _cases(tensors: StepTensors) -> list[Case]:
     """A case for each kind of the server's steps and layers."""
-    drafts = tensors.drafts if on_device else None
+    drafts = tensors.drafts
     steps: list[tuple[int, bool, bool]] = []  # query tokens, and whether trees and ragged
     if drafts is None or not drafts.always:
         steps.append((1, False, False))
     if drafts is not None:
         steps.append((drafts.query_tokens, drafts.trees, drafts.ragged))
-    return [Case(on_device, *step, *kind) for kind in tensors.layers for step in steps]
+    return [Case(True, *step, *kind) for kind in tensors.layers for step in steps]

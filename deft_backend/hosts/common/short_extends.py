@@ -68,8 +68,8 @@ class ShortExtends:
         for size in self.sizes:
             mine = tensors_of(tensors, size)
             smallest = self.settings.min_batch
-            warm_up_attention(self.attention, mine, on_device=True, smallest=smallest)
-            refuse_if(failed_self_check(self.attention, mine, on_device=True))
+            warm_up_attention(self.attention, mine, smallest=smallest)
+            refuse_if(failed_self_check(self.attention, mine))
 
 
 def extend_attention(

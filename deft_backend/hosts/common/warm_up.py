@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,8 @@ from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import HostTensors
 from deft_backend.compile.shared_cache import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
-from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.forest.token_tree import words_of
-from deft_backend.planner import Plan, plan_grouping
 from deft_backend.planner.on_device import SIZES
-from deft_backend.policies import GroupingBuilder, Segment
 
 logger = logging.getLogger("deft_backend")
 
@@ -41,14 +38,6 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WarmUpPlan:
-    """A plan of the reference, and the requests of the batch that it serves."""
-
-    plan: Plan
-    requests: int
-
-
-@dataclass(frozen=True)
 class StepTensors(HostTensors):
     """A host's tensors with what its steps do, as far as kernels are compiled for them."""
 
@@ -57,15 +46,17 @@ class StepTensors(HostTensors):
 
 
 def warm_up_attention(
-    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1,
+    attention: TreeAttention,
+    tensors: StepTensors,
+    *,
+    smallest: int = 1,
     shared: SharedCache | None = None,
-) -> Compiled | None:  # fmt: skip
+) -> Compiled | None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
 
     A GPU's kernels are compiled side by side; the log says how many and how long it took. On the
     CPU kernels are interpreted: one small batch shows that they run.
 
-    - `on_device`: whether the device planner makes the plans.
     - `smallest`: requests of the smallest batch that tree attention decodes.
     - `shared`: the cache that other ranks fill at the same time, in use.
 
@@ -74,9 +65,9 @@ def warm_up_attention(
     device = attention.device
     done = None
     if device.type == "cuda":
-        variants = step_variants(attention, tensors, on_device=on_device, smallest=smallest)
+        variants = step_variants(attention, tensors, smallest=smallest)
         done = compile_for_server(variants, device, shared)
-    for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
+    for step in _steps(attention, tensors, smallest=smallest):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -95,29 +86,28 @@ def compile_for_server(
 
 
 def step_variants(
-    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int = 1
+    attention: TreeAttention, tensors: StepTensors, *, smallest: int = 1
 ) -> list[Variant]:
     """The kernels of every launch of :func:`warm_up_attention`; nothing is compiled or run."""
     with recorded() as variants:
-        for step in _steps(attention, tensors, on_device=on_device, smallest=smallest):
+        for step in _steps(attention, tensors, smallest=smallest):
             step()
     return list(variants)
 
 
 def latent_variants(
-    attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype], *, on_device: bool
+    attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype]
 ) -> list[Variant]:
     """The kernels of the check of MLA and of a server's steps; nothing is compiled or run.
 
-    - `integers`: of the host's table rows and of its sequence lengths.
-    - `on_device`: whether the device planner makes the plans.
+    `integers` are those of the host's table rows and of its sequence lengths.
     """
     with recorded() as variants:
-        failed_latent_check(attention, on_device=on_device)
+        failed_latent_check(attention)
         table = torch.zeros((1, 1), dtype=torch.int32, device=attention.device)
-        for batch in _batches(1, attention.max_batch) if on_device else ():
+        for batch in _batches(1, attention.max_batch):
             rows, lens = (torch.zeros(batch, dtype=t, device=table.device) for t in integers)
-            attention.plan_on_device(table, lens, table_rows=rows)
+            attention.plan_batch(table, lens, table_rows=rows)
     attention.clear_plan()
     return list(variants)
 
@@ -132,14 +122,13 @@ def _batches(least: int, largest: int, blocks: int = 1) -> list[int]:
 
 
 def _steps(
-    attention: TreeAttention, tensors: StepTensors, *, on_device: bool, smallest: int
+    attention: TreeAttention, tensors: StepTensors, *, smallest: int
 ) -> Iterator[Callable[[], None]]:
     """Yield steps that together launch every kernel variant the server may need.
 
-    Every request reads the same page. With the device planner: a batch of each size that its
-    kernels are compiled for. The smallest batch too: it may use no large tiles. With the host
-    planner: every set of tile shapes, with and without a reduction, because a launch is compiled
-    for whether another follows. Each step runs a layer of each kind.
+    Every request reads the same page. There is a batch of each size that the device planner's
+    kernels are compiled for. The smallest batch too: it may use no large tiles. Each step runs a
+    layer of each kind.
     """
     device, largest = attention.device, attention.max_batch
     least = min(smallest, largest)
@@ -157,9 +146,18 @@ def _steps(
             if kind.sinks is not None:
                 sinks = torch.zeros(attention.num_query_heads, dtype=kind.sinks, device=device)
             attention.run(
-                q, tensors.k_cache, tensors.v_cache, table, lens, k_scale=scale, v_scale=scale,
-                logit_cap=float(kind.soft_cap), sinks=sinks, out=out, **step,
-            )  # fmt: skip
+                q,
+                tensors.k_cache,
+                tensors.v_cache,
+                table,
+                lens,
+                k_scale=scale,
+                v_scale=scale,
+                logit_cap=float(kind.soft_cap),
+                sinks=sinks,
+                out=out,
+                **step,
+            )
 
     def held(batch: int, columns: int, tokens: int) -> tuple[torch.Tensor, ...]:
         """Page table, sequence lengths and table rows of requests of `tokens` + 1 tokens."""
@@ -168,98 +166,38 @@ def _steps(
         lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
         return table, lens, torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
 
-    def run(batch: int, columns: int, static_launch: bool) -> None:
+    def run(batch: int, columns: int) -> None:
         table, lens, rows = held(batch, columns, 1)
-        if static_launch:
-            attention.plan_on_device(table, lens, table_rows=rows)
-        attend(batch, table, lens, table_rows=rows, static_launch=static_launch)
+        attention.plan_batch(table, lens, table_rows=rows)
+        attend(batch, table, lens, table_rows=rows, static_launch=True)
 
     def verify(drafts: Drafts, batch: int, columns: int) -> None:
         tokens = drafts.query_tokens
         table, lens, rows = held(batch, columns, tokens)
-        attention.plan_on_device(table, lens, table_rows=rows, query_tokens=tokens)
+        attention.plan_batch(table, lens, table_rows=rows, query_tokens=tokens)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
         bits = torch.zeros((batch, tokens, words_of(tokens)), dtype=torch.int64, device=device)
         attend(
-            batch * tokens, table, lens, table_rows=rows,
+            batch * tokens,
+            table,
+            lens,
+            table_rows=rows,
             query_start=starts if drafts.ragged else None,
             ancestors=bits if drafts.trees else None,
-        )  # fmt: skip
+        )
 
-    def run_plan(planned: WarmUpPlan, columns: int) -> None:
-        attention.use(planned.plan, _forest(planned.requests))
-        run(planned.requests, columns, static_launch=False)
-
-    drafts = tensors.drafts if on_device else None
+    drafts = tensors.drafts
     decodes = drafts is None or not drafts.always
-    if on_device and attention.interpreted:
+    if attention.interpreted:
         if decodes:
-            yield lambda: run(min(largest, 4), tensors.table_columns[0], True)
+            yield lambda: run(min(largest, 4), tensors.table_columns[0])
         if drafts is not None:
             yield lambda: verify(drafts, min(largest, 4), tensors.table_columns[0])
         return
-
-    if drafts is not None:
-        for columns in tensors.table_columns:
-            for batch in _batches(least, largest, attention.capacity.max_batch // largest):
-                yield lambda batch=batch, columns=columns: verify(drafts, batch, columns)  # type: ignore[misc]
-    if on_device:
-        for columns in tensors.table_columns if decodes else ():
-            for batch in _batches(least, largest):
-                yield lambda batch=batch, columns=columns: run(batch, columns, True)  # type: ignore[misc]
-        return
-    plans = [*plans_of_all_shapes(attention), *plans_of_many(attention)]
     for columns in tensors.table_columns:
-        for planned in plans:
-            yield lambda planned=planned, columns=columns: run_plan(planned, columns)  # type: ignore[misc]
-
-
-def _forest(requests: int) -> PrefixForest:
-    """Requests of two tokens each that share nothing."""
-    return build_forest(range(requests), [0] * (requests - 1), [2] * requests)
-
-
-def plans_of_all_shapes(attention: TreeAttention) -> Iterator[WarmUpPlan]:
-    """A plan for every set of tile shapes, without and with a reduction.
-
-    No plan has a set that no batch of the attention's size and policy reaches.
-    """
-    target, largest = attention.target, attention.capacity.max_batch
-    queries = []  # of a group that runs in each tile shape
-    below = 0
-    for held, ranges in zip(target.tile_queries, target.tile_segments, strict=True):
-        if ranges > 1:
-            queries.append(1 if attention.policy.several_segments else 0)
-        else:
-            queries.append(below + 1 if held > below else 0)
-            below = max(below, held)
-    reached = [shape for shape, needed in enumerate(queries) if 0 < needed <= largest]
-    subsets = (combinations(reached, count) for count in range(1, len(reached) + 1))
-    for shapes in chain.from_iterable(subsets):
-        batch = sum(queries[shape] for shape in shapes)
-        if batch > largest:
-            continue
-        forest = _forest(batch)
-        for repeats in (1, 2):  # two items a query: stage 2 merges them
-            builder = GroupingBuilder()
-            first = 0
-            for shape in shapes:
-                rows = list(range(first, first + queries[shape]))
-                token = Segment(first, 0, 1, False, 0, len(rows))
-                several = target.tile_segments[shape] > 1
-                for _ in range(repeats):
-                    builder.add(rows, [token, token] if several else [token])
-                first += len(rows)
-            yield WarmUpPlan(plan_grouping(builder.build(), forest, target), batch)
-
-
-def plans_of_many(attention: TreeAttention) -> Iterator[WarmUpPlan]:
-    """A plan of the smallest batch that stage 2 merges with its configuration for many queries."""
-    batch = attention.few_queries + 1
-    if batch > attention.capacity.max_batch:
-        return
-    builder = GroupingBuilder()
-    for row in range(batch):
-        for _ in range(2):
-            builder.add([row], [Segment(row, 0, 1, False, 0, 1)])
-    yield WarmUpPlan(plan_grouping(builder.build(), _forest(batch), attention.target), batch)
+        blocks = attention.capacity.max_batch // largest
+        if drafts is not None:
+            for batch in _batches(least, largest, blocks):
+                yield partial(verify, drafts, batch, columns)
+        for batch in _batches(least, largest) if decodes else ():
+            yield partial(run, batch, columns)

@@ -158,7 +158,7 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
     )
     if attention.device.type == "cuda":
         tensors = _step_tensors(runner, division.tree)
-        prepare_kernels(attention, tensors, settings, on_device=True)
+        prepare_kernels(attention, tensors, settings)
     return TreeLayers(
         host,
         attention,
@@ -264,7 +264,7 @@ def _compiler_of(
         done.add((rows, lens))
         with ranks_cache(settings, attention.device) as shared:
             warm_up_attention(
-                attention, replace(known, rows_dtype=rows, lens_dtype=lens), on_device=True,
+                attention, replace(known, rows_dtype=rows, lens_dtype=lens),
                 smallest=settings.min_batch, shared=shared,
             )  # fmt: skip
 

@@ -60,7 +60,6 @@ def latent_attention(
     attention = checked_latent_attention(
         shape.heads, shape[1:], dtype, device, sglang_latent_attention, settings,
         max_batch=largest, integers=(torch.int64, torch.int64), query_tokens=query_tokens,
-        on_device=device.type == "cuda",
     )  # fmt: skip
     return attention, division
 

@@ -124,7 +124,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
             policy=settings.policy,
         )
         tensors = _step_tensors(attention, layers, _kinds(attention, mine, vllm_config))
-        prepare_kernels(attention, tensors, settings, on_device=True)
+        prepare_kernels(attention, tensors, settings)
         return attention
 
     sleeps = can_sleep(vllm_config)

@@ -171,7 +171,7 @@ def latent_attention(
     return checked_latent_attention(
         heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
         vllm_latent_attention, settings, max_batch=max_batch, integers=(torch.int32, torch.int32),
-        page_size=page_size, query_tokens=query_tokens_of(vllm_config), on_device=True,
+        page_size=page_size, query_tokens=query_tokens_of(vllm_config),
     )  # fmt: skip
 
 

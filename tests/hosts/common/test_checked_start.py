@@ -48,7 +48,7 @@ def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkey
     monkeypatch.setattr(self_check, "SECONDS", 600.0)
     runs = ran(monkeypatch)
     with caplog.at_level(logging.INFO, "deft_backend"):
-        assert failed_self_check(attention, tensors_of(drafts), on_device=True) is None
+        assert failed_self_check(attention, tensors_of(drafts)) is None
     assert runs == [(count, 20.0) for count in rows]
     # A server of an earlier test may still report from its thread.
     (line,) = [said for said in caplog.messages if "recorded results" in said]
@@ -58,10 +58,10 @@ def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkey
 def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
     monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA A100-SXM4-80GB")
     ran(monkeypatch, fault=True)
-    reason = failed_self_check(attention, tensors_of(), on_device=False)
+    reason = failed_self_check(attention, tensors_of())
     assert reason is not None
     assert "NVIDIA A100-SXM4-80GB has no recorded results" in reason
-    assert "decode, soft cap, planned on the CPU: row 0 is off by 2 " in reason
+    assert "decode, soft cap, planned on the device: row 0 is off by 2 " in reason
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3"])
@@ -69,5 +69,5 @@ def test_the_cpu_and_recorded_gpus_check_nothing(gpu, attention, monkeypatch):
     monkeypatch.setattr(self_check, "gpu_name", lambda device: gpu)
     monkeypatch.setattr(self_check, "unrecorded", lambda name: None)
     runs = ran(monkeypatch, fault=True)
-    assert failed_self_check(attention, tensors_of(), on_device=True) is None
+    assert failed_self_check(attention, tensors_of()) is None
     assert runs == []

@@ -1,23 +1,19 @@
 """The warm-up before the first request: it runs every batch size that kernels are compiled for."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deft_backend import TreeAttention
 from deft_backend.attention import Gpu, LatentAttention
-from deft_backend.compile.variants import compile_all, compiling_for, recorded
+from deft_backend.compile.variants import recorded
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
     StepTensors,
     latent_variants,
-    plans_of_many,
     warm_up_attention,
 )
-from deft_backend.kernels.configurations import ReduceConfig
 
 
 class Recorder:
@@ -38,7 +34,7 @@ class Recorder:
         self.integers = set()
         self.layers = set()
 
-    def plan_on_device(self, table, lens, *, table_rows, query_tokens=1):
+    def plan_batch(self, table, lens, *, table_rows, query_tokens=1):
         assert len(table_rows) == len(lens)
         self.query_tokens = query_tokens
         if query_tokens > 1:
@@ -86,7 +82,7 @@ def test_the_device_planner_runs_every_size_it_is_compiled_for(
     attention = Recorder(device, max_batch)
     cache = torch.zeros((2, 16, 2, 64), device=device)
     tensors = StepTensors(cache, cache, [9], rows_dtype=torch.int16, lens_dtype=torch.int32)
-    done = warm_up_attention(attention, tensors, on_device=True, smallest=smallest)
+    done = warm_up_attention(attention, tensors, smallest=smallest)
     assert done is None  # nothing to compile without a GPU
     assert set(attention.planned) == expected
     assert attention.ran == attention.planned
@@ -107,7 +103,7 @@ def test_verification_runs_every_size_that_the_planner_is_compiled_for(
     attention = Recorder("meta", 300, blocks)
     cache = torch.zeros((2, 16, 2, 64), device="meta")
     tensors = StepTensors(cache, cache, [9], drafts=drafts)
-    warm_up_attention(attention, tensors, on_device=True, smallest=2)
+    warm_up_attention(attention, tensors, smallest=2)
     assert set(attention.verified) == {
         (batch, drafts.query_tokens, drafts.ragged, drafts.trees) for batch in expected
     }
@@ -119,24 +115,9 @@ def test_every_step_runs_a_layer_of_each_kind():
     cache = torch.zeros((2, 16, 2, 64), device="meta")
     kinds = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
     tensors = StepTensors(cache, cache, [9], drafts=Drafts(5), layers=kinds)
-    warm_up_attention(attention, tensors, on_device=True)
+    warm_up_attention(attention, tensors)
     assert attention.layers == set(kinds)
     assert len(attention.verified) == 2 * len(kinds)  # batches of 1 and of 64
-
-
-@pytest.mark.parametrize(("max_batch", "expected"), [(5, []), (6, [6]), (2048, [6])])
-def test_stage_2_is_warmed_up_for_many_queries_by_no_more_than_need_be(max_batch, expected):
-    """A larger `max_batch` must not make a server's start longer."""
-    attention = TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
-        max_batch=max_batch,
-    )  # fmt: skip
-    few = ReduceConfig(32, heads=2, num_warps=1, programs=11)  # two programs for each query
-    shape = attention._shapes[1]
-    attention._shapes[1] = shape._replace(config=replace(shape.config, few=few))
-    plans = list(plans_of_many(attention))
-    assert [planned.requests for planned in plans] == expected
-    assert all(len(planned.plan.reduce_query) == planned.requests for planned in plans)
 
 
 def latent_on(gpu, max_batch, query_tokens=1):
@@ -156,7 +137,7 @@ def latent_on(gpu, max_batch, query_tokens=1):
 def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, integers):
     """Of batches of all sizes that the planner's kernels are compiled for."""
     attention = latent_on("sm_90", 300, query_tokens)
-    known = latent_variants(attention, integers, on_device=True)
+    known = latent_variants(attention, integers)
     names = [variant.name for variant in known]
     assert names.count("compare_rows") == 3 + (integers[0] == torch.int64)  # one of the check
     assert names.count("gather_queries") == names.count("merge_results") == 1
@@ -172,16 +153,3 @@ def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, in
             attention.run(transposed, rope, cache, table, sm_scale=1.0)
         assert launched
         assert set(launched) <= set(known)
-
-
-def test_plans_of_the_host_need_no_kernels_of_the_device_planner():
-    """They compile as the server compiles them."""
-    attention = latent_on("sm_90", 64)
-    known = latent_variants(attention, (torch.int64, torch.int64), on_device=False)
-    assert {v.name for v in known} == {"lay_out", "gather_queries", "merge_results"}
-    with compiling_for(90):
-        assert len(compile_all(known).kernels) == len(known) == 3
-
-
-def test_a_server_of_one_request_compiles_nothing_for_plans_of_the_host():
-    assert latent_variants(latent_on("sm_90", 1), (torch.int64,) * 2, on_device=False) == []

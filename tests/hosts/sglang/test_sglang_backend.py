@@ -535,9 +535,7 @@ def test_a_gpu_whose_check_fails_is_refused(monkeypatch):
     def start(reason):
         monkeypatch.setattr(self_check, "failed_self_check", lambda *given, **named: reason)
         tensors = _step_tensors(make_runner(500), ())
-        self_check.prepare_kernels(
-            small_attention(max_batch=4), tensors, Settings(), on_device=True
-        )
+        self_check.prepare_kernels(small_attention(max_batch=4), tensors, Settings())
 
     monkeypatch.setattr(self_check, "warm_up_attention", lambda *given, **named: None)
     start(None)
