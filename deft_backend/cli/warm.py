@@ -300,9 +300,6 @@ def described_latent(
         )
     if settings.policy != AUTO:
         raise fail(f"DEFT_POLICY is {settings.policy}, and MLA takes plans of auto alone; unset it")
-    refused = "host" if host == "vllm" else "device" if drafts is None else None
-    if settings.planner == refused:
-        raise fail(f"DEFT_PLANNER is {refused}, with which MLA stays with the host; unset it")
     if latent.sparse:
         raise fail("the model's latent attention (MLA) is sparse, which is not supported")
     if (latent.value_dim, latent.rope_dim) != (VALUE_DIM, ROPE_DIM):

@@ -15,7 +15,6 @@ from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 logger = logging.getLogger(__name__)
 
 LOG_LEVELS = {"quiet": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
-PLANNERS = ("auto", "host", "device")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -103,14 +102,6 @@ class Settings:
     """
 
     policy: str = _setting(AUTO, _one_of(POLICY_NAMES), "The rule that groups queries and KV.")
-    planner: str = _setting(
-        "auto",
-        _one_of(PLANNERS),
-        "Which planner makes the plans. `host`: on the CPU, when the batch's composition changes; "
-        "vLLM offers it without a GPU only. `device`: on the GPU, in every step, inside the "
-        "step's CUDA graph. `auto`: the device planner on Hopper GPUs (not for `deft-flatten`) and "
-        "in every vLLM server; otherwise the host planner.",
-    )
     min_batch: int = _setting(
         2,
         _number(int, 1),
@@ -121,14 +112,6 @@ class Settings:
         _number(int, 1, 4096),
         "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
         "The host's kernel decodes larger batches.",
-    )
-    short_extends: int = _setting(
-        0,
-        _number(int, 0, 32),
-        "Most new tokens of a request in a short extend; 0: the host's kernel computes all of "
-        "them. If every request of a batch computes at most so many tokens behind a cached prefix, "
-        "and the batch shares enough, tree attention computes it. GQA groups of many query heads "
-        "lower the number.",
     )
     mla: bool = _setting(
         False,
@@ -207,6 +190,8 @@ VARIABLES = tuple(Variable(each.name, *each.metadata["variable"]) for each in fi
 _EVERY_BATCH = "tree attention decodes every batch of DEFT_MIN_BATCH requests or more"
 
 REMOVED = {
+    "DEFT_PLANNER": "a GPU plans its batches itself, and a server on the CPU plans in NumPy",
+    "DEFT_SHORT_EXTENDS": "the host's kernel computes every prefill; no measurement showed a gain",
     "DEFT_OBSERVE": "`deft ab` computes what the host's kernel reads from the requests' lengths",
     "DEFT_STATE_DIR": "state files are in `servers` in the cache folder; set DEFT_CACHE_DIR",
     "DEFT_MIN_SHARE": _EVERY_BATCH,

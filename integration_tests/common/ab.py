@@ -8,7 +8,7 @@ import sys
 from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
 
 
-def deft_ab(folder, *arguments, settings=None):
+def deft_ab(folder, *arguments, plugins=(), settings=None):
     """Run it into a folder and check its results; returns the results and its output.
 
     Parameters
@@ -17,6 +17,8 @@ def deft_ab(folder, *arguments, settings=None):
         The folder of ``results.json`` and ``report.html``.
     arguments : str
         Of the command; those of the host last, after ``--``.
+    plugins : sequence of str
+        Further functions that every process of the servers calls, each ``module:function``.
     settings : mapping, optional
         Further environment variables.
     """
@@ -31,7 +33,7 @@ def deft_ab(folder, *arguments, settings=None):
     # Send even a lone request through the slow kernels. Otherwise a fast machine ends each of these
     # short requests before the next one arrives, and no two requests share a step.
     environment |= {
-        "DEFT_MIN_BATCH": "1", **plugin_settings(folder / "plugins", QUICK_INTERPRETER),
+        "DEFT_MIN_BATCH": "1", **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
         **(settings or {}),
     }  # fmt: skip
     done = subprocess.run(

@@ -2,23 +2,43 @@
 
 import re
 import time
+from itertools import product
+from operator import add
 
 import pytest
 
 LINE = re.compile(
-    r"deft: (?:([\d,]+) decode steps? through tree attention)?(?:, )?"
-    r"(?:([\d,]+)(?: decode steps?)? on the host's kernel \(.+?\))?"
+    r"deft: (?:(?P<tree>[^;(]*?) steps? through tree attention)?(?:, )?"
+    r"(?:(?P<host>[^;(]*?)(?: steps?)? on the host's kernel \(.+?\))?"
+    r"(?:; tree attention did \d+ % of the decoding)?"
     r"(?:; [\d,]+ tokens verified)?(?:; acceptance length [\d.]+)?; KV read "
 )
 
 
 def expected_series(state):
     """The series that correspond to a state file."""
-    host = state["steps_host"]
+    totals = dict.fromkeys(
+        product(("decode", "mixed", "verification"), ("tree", "host")), (0, 0, 0)
+    )
+    for row in state["steps"]:
+        content = row["kind"], "tree" if row["reason"] is None else "host"
+        numbers = (row[name] for name in ("steps", "rows", "kv_bytes"))
+        totals[content] = tuple(map(add, totals[content], numbers))
     values = [
-        ("deft_decode_steps_total", {"kernel": "tree"}, state["steps_tree"]),
-        ("deft_decode_steps_total", {"kernel": "host"}, sum(host.values())),
-        *(("deft_host_decode_steps_total", {"reason": r}, n) for r, n in host.items()),
+        *(
+            (f"deft_decode_{name}_total", {"kind": kind, "kernel": kernel}, numbers[at])
+            for (kind, kernel), numbers in totals.items()
+            for at, name in enumerate(("steps", "rows", "context_bytes"))
+        ),
+        *(
+            (
+                "deft_host_decode_steps_total",
+                {"kind": row["kind"], "reason": row["reason"]},
+                row["steps"],
+            )
+            for row in state["steps"]
+            if row["reason"] is not None
+        ),
         ("deft_kv_read_bytes_total", {}, state["kv_bytes_read"]),
         ("deft_kv_query_guided_bytes_total", {}, state["kv_bytes_query_guided"]),
         ("deft_plans_total", {}, state["plans"]),
@@ -27,7 +47,6 @@ def expected_series(state):
         ("deft_verified_drafts_total", {}, state["verified_drafts"]),
         ("deft_accepted_tokens_total", {}, state["accepted_tokens"]),
         ("deft_compile_seconds_total", {}, state["compile_seconds"]),
-        ("deft_short_extends_total", {}, state["short_extends"]),
     ]
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}
 
@@ -46,8 +65,10 @@ def check_metrics(server):
 
 def logged_steps(log):
     """Steps through tree attention and through the host's kernel, of all lines."""
-    tree = host = 0
-    for line in LINE.finditer(log):
-        tree += int((line[1] or "0").replace(",", ""))
-        host += int((line[2] or "0").replace(",", ""))
-    return tree, host
+    found = [(number_of(line["tree"]), number_of(line["host"])) for line in LINE.finditer(log)]
+    return sum(tree for tree, _ in found), sum(host for _, host in found)
+
+
+def number_of(words):
+    """The sum of the numbers in a part of a line, such as "1,200 decode and 3 mixed"."""
+    return sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", words or ""))

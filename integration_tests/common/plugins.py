@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GROUPS = ("sglang.srt.plugins", "vllm.general_plugins")
 QUICK_INTERPRETER = "quick_interpreter:install"
+CPU_BACKEND = "vllm_cpu_backend:install"  # for vLLM's servers with tree attention on the CPU
 
 
 def plugin_settings(folder, *targets):

@@ -6,6 +6,7 @@ import pytest
 
 from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.ab import deft_ab
+from integration_tests.common.plugins import CPU_BACKEND
 from integration_tests.common.server import DRAFT
 
 
@@ -14,7 +15,7 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     data, _ = deft_ab(
         tmp_path, "--host", "vllm", "--workload", "few-shot", "--workload", "parallel-samples",
         "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "6",
-        "--", "--block-size", "32", "--max-num-batched-tokens", "512",
+        "--", "--block-size", "32", "--max-num-batched-tokens", "512", plugins=[CPU_BACKEND],
     )  # fmt: skip
     assert len(data["workloads"]) == 2
     assert [side["backend"] for side in data["sides"]] == ["CPU_ATTN", backend_name()]
@@ -27,7 +28,7 @@ def test_ab_compares_two_servers_that_speculate(tmp_path):
         tmp_path, "--host", "vllm", "--workload", "few-shot", "--branches", "3",
         "--prefix-tokens", "150", "--max-tokens", "12", "--", "--block-size", "32",
         "--max-num-batched-tokens", "512", "--speculative-config",
-        json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}),
+        json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}), plugins=[CPU_BACKEND],
     )  # fmt: skip
     host, deft = (side["acceptance_length"] for side in data["sides"])
     assert 1.5 < deft <= 4.0

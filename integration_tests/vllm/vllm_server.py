@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
 from integration_tests.common.answers import POLICY_GROUPS
+from integration_tests.common.plugins import CPU_BACKEND
 from integration_tests.common.server import (
     DRAFT,
     MODEL,
@@ -37,7 +38,7 @@ GROUPS = {
     # Prefix caching is on, which is vLLM's default.
     "default": Group(
         ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
-        {"VLLM_LOG_STATS_INTERVAL": "1", "DEFT_SHORT_EXTENDS": "16"},
+        {"VLLM_LOG_STATS_INTERVAL": "1"},
         lora=True,
     ),
     # Prefill in chunks, no prefix cache, and fewer pages than the requests need; another memory
@@ -124,7 +125,7 @@ def together(asks):
 
 def running(backend, group, folder, adapter):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
-    settings = {**state_settings(backend, folder), "VLLM_SERVER_DEV_MODE": "1"}
+    settings = {**state_settings(backend, folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
     if backend == "deft":
         settings |= group.settings
     flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]

@@ -78,7 +78,6 @@ def test_a_server_finds_its_kernels_in_the_folder(
     [
         ({}, [], {}, "unless DEFT_MLA=1 is set; set it here, too"),
         ({}, [], {**ON, "DEFT_POLICY": "fasttree"}, "DEFT_POLICY is fasttree, and MLA takes"),
-        ({}, [], {**ON, "DEFT_PLANNER": "device"}, "DEFT_PLANNER is device, with which MLA"),
         ({}, ["--heads", "16/16"], ON, "--heads and --model both set the shape"),
         ({}, ["--kv-cache-dtype", "fp8_e4m3"], ON, "--kv-cache-dtype is fp8_e4m3, and MLA reads"),
         ({}, ["--draft-tokens", "2", "--draft-trees"], ON, "servers verify MLA's chains alone"),

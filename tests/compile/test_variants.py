@@ -21,7 +21,6 @@ from deft_backend.compile.variants import Variant, compile_all, compiling_for, r
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
 from deft_backend.hosts.common.planner_choice import planned_on_device
-from deft_backend.hosts.common.short_extends import extend_attention
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu, configurations
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
@@ -30,7 +29,6 @@ from deft_backend.kernels.launches import launches_of
 from deft_backend.settings.config import Settings
 
 HOPPER = Gpu.named("sm_90")
-EXTENDS = Settings(short_extends=16)
 SIZES = (2, 3, 4, 7, 8, 16, 33, 34, 64, 65, 100, 160, 256, 257, 512, 1000, 1024, 1025, 2048)
 
 needs_gluon = pytest.mark.skipif(
@@ -153,26 +151,6 @@ def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     assert ("hopper_large_tile_attention" in names) is gluon
 
 
-@needs_gluon
-@pytest.mark.parametrize("name", ["sglang-e4m3", "vllm-sinks"])
-def test_exactly_what_short_extends_launch_is_compiled(name, gluon):
-    host, _, kv_dtype, layers = SERVED[name]
-    described = replace(server(host), kv_dtype=kv_dtype, layers=layers)
-    compiled = set(described.variants(HOPPER, EXTENDS))
-    attention = extend_attention(attention_of(described), EXTENDS, HOPPER)
-    assert attention is not None
-    launched = set()
-    for size in (4, 8):
-        for width in (131072, 131076):
-            for batch in [*(size for size in SIZES if size < 256), 256]:
-                with recorded() as found:
-                    verify(attention, described, Drafts(size, ragged=True), batch, width)
-                launched |= set(found)
-    assert {variant.name for variant in launched - compiled} == set()
-    compiled -= set(described.variants(HOPPER, Settings()))
-    assert {variant.name for variant in compiled - launched} == set()
-
-
 def decode(attention, described, batch, width):
     """A step without drafts."""
     step = step_of(attention, described, batch, width)
@@ -210,9 +188,9 @@ def run_layers(attention, described, step, **options):
 
 
 @pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])
-def test_plans_of_the_host_need_no_other_kernel(policy):
+def test_plans_of_the_reference_need_no_other_kernel(policy):
     described = server("sglang")
-    settings = Settings(planner="host", policy=policy)
+    settings = Settings(policy=policy)
     compiled = set(described.variants(HOPPER, settings))
     attention = attention_of(described, policy)
     generator = torch.Generator().manual_seed(1)

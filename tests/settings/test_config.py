@@ -41,7 +41,6 @@ def test_every_field_has_a_variable():
     [
         ("DEFT_POLICY", "fasttree", "policy", "fasttree"),
         ("DEFT_MAX_BATCH", "4096", "max_batch", 4096),
-        ("DEFT_SHORT_EXTENDS", "32", "short_extends", 32),
         ("DEFT_FALLBACK_BACKEND", "triton", "fallback_backend", "triton"),
         ("DEFT_VERIFY", "true", "verify", True),
         ("DEFT_VERIFY", "No", "verify", False),

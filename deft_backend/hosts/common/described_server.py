@@ -10,7 +10,6 @@ import torch
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
 from deft_backend.hosts.common.planner_choice import planned_on_device
-from deft_backend.hosts.common.short_extends import extend_attention, sizes_of, tensors_of
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, step_variants
 from deft_backend.settings.config import Settings
 
@@ -54,11 +53,6 @@ class DescribedServer:
         )  # fmt: skip
         smallest = settings.min_batch
         found = step_variants(attention, tensors, smallest=smallest)
-        extends = extend_attention(attention, settings, gpu)
-        if extends is not None and self.host == "vllm":
-            for size in sizes_of(extends, settings):
-                steps = tensors_of(tensors, size)
-                found += step_variants(extends, steps, smallest=smallest)
         return list(dict.fromkeys(found))
 
 

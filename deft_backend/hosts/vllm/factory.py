@@ -15,7 +15,7 @@ from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import Unsupported, refuse_if
-from deft_backend.hosts.common.planner_choice import capability_of, planned_on_device, untried
+from deft_backend.hosts.common.planner_choice import planned_on_device
 from deft_backend.hosts.common.self_check import prepare_kernels
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
 from deft_backend.hosts.vllm.group import GroupAttention
@@ -95,7 +95,6 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     refuse_if(unsupported_spec(spec, latent=layer.value_dim is not None))
     refuse_if(_unsupported_shape(layers, shape, layer))
     query_tokens = query_tokens_of(vllm_config)
-    refuse_if(untried(settings, capability_of(device), query_tokens))
     key = (tuple(layer_names), spec.block_size, device)
     if key in server.groups:
         held: GroupAttention = server.groups[key]
