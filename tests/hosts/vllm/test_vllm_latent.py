@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
@@ -20,8 +21,6 @@ from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
 from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.kernels.latent import plain_latent_attention
-from deft_backend.planner.on_device import DevicePlanner
-from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend
@@ -146,19 +145,17 @@ class Step:
 
 
 @pytest.mark.parametrize("in_one", [False, True])
-def test_layers_decode_over_a_device_plan(in_one, monkeypatch):
+def test_layers_decode_over_one_plan(in_one, monkeypatch):
     planned = []
-    plan = DevicePlanner.plan
+    plan = LatentAttention.plan_batch
     monkeypatch.setattr(
-        DevicePlanner, "plan",
+        LatentAttention, "plan_batch",
         lambda self, *args, **kwargs: planned.append(args) or plan(self, *args, **kwargs),
     )  # fmt: skip
     step = Step(Batch(DECODE, shared=2))
     assert step_of(step.metadata) is not None
     step.check(in_one=in_one)
-    # The first layer plans for all, with the kernels of the check at start.
-    check, first = ([tensor.dtype for tensor in args] for args in planned)
-    assert check == first
+    assert len(planned) == 1  # the first layer plans for all
     counters = state().counters()
     assert (counters.steps_tree, counters.decode_steps) == (1, 1)
 
@@ -225,13 +222,13 @@ def test_batches_that_lack_drafts_are_the_hosts(query_lens, padding, rows):
     assert found.steps_host == {UNEVEN: 1}
 
 
-def test_prompts_as_long_as_a_chain_are_the_hosts():
+def test_prompts_as_long_as_a_chain_are_computed_like_chains():
     batch = Batch(DECODE, shared=2, query_lens=[4] * 5)
     step = chains(batch)
     prefilling = torch.tensor([False, False, True, False, False])
-    metadata = step.builder.build(0, batch.common(is_prefilling=prefilling))
-    assert step_of(metadata) is None
-    assert not step.builder.deft_group.takes_step()
+    step.metadata = step.builder.build(0, batch.common(is_prefilling=prefilling))
+    assert step.builder.deft_group.takes_step()
+    step.check()
 
 
 def test_a_drafter_is_the_hosts_with_the_targets_metadata():
@@ -244,7 +241,7 @@ def test_a_drafter_is_the_hosts_with_the_targets_metadata():
     assert step_of(step.metadata) is not None
     out, _ = drafter.impls[0].forward_mqa(q, step.cache, step.metadata, None)
     assert out.eq(5.0).all()
-    assert state().counters().steps_tree == 0
+    assert state().counters().plans == 0
     step.check()
     assert state().num_layers == target.count
     captured = step.builder.build_for_cudagraph_capture(step.common())
@@ -515,14 +512,14 @@ def test_hosts_graphs_are_as_the_patch_expects(monkeypatch):
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in unsupported_graphs(config)
 
 
-def shared_by(batch, gains=True, **environment):
+def shared_by(batch, gains=True):
     """What decides on a GPU, where costs count."""
     asked = []
     attention = SimpleNamespace(
         device=torch.device("cuda"),
         gains=lambda forest, layers: (asked.append(forest), gains)[1],
     )  # fmt: skip
-    sharing = LatentSharing(attention, Settings.from_env(environment), 27, PAGE)
+    sharing = LatentSharing(attention, 27, PAGE)
     if batch is not None:
         sharing.observe(message(batch))
     return sharing, asked
@@ -537,7 +534,7 @@ def test_costs_count_query_tokens(tokens, gains):
         page_size=PAGE, max_batch=64, query_tokens=tokens,
     )  # fmt: skip
     asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
-    sharing = LatentSharing(asked, Settings.from_env({}), 27, PAGE)
+    sharing = LatentSharing(asked, 27, PAGE)
     sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))
     assert (sharing.too_little() is None) is gains
 
