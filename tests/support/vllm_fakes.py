@@ -15,7 +15,7 @@ def make_config(**changes):
     parallel = SimpleNamespace(
         tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
         data_parallel_rank=0, data_parallel_index=0, decode_context_parallel_size=1,
-        prefill_context_parallel_size=1, use_ubatching=False,
+        prefill_context_parallel_size=1, use_ubatching=False, distributed_executor_backend=None,
     )  # fmt: skip
     config = SimpleNamespace(
         parallel_config=parallel,
@@ -169,6 +169,7 @@ class Batch:
             "max_query_len": int(queries.max()), "max_seq_len": int(self.lens.max()),
             "block_table_tensor": self.table,
             "slot_mapping": torch.full((len(self.query),), -1, dtype=torch.int64),
+            "seq_lens_cpu_upper_bound": self.lens,
             "causal": True, "is_prefilling": torch.zeros(rows, dtype=torch.bool), **changes,
         }  # fmt: skip
         return CommonAttentionMetadata(**values)
@@ -186,7 +187,7 @@ def message(batch, name="", **changes):
     values = {
         "scheduled_new_reqs": new, "scheduled_cached_reqs": cached_ones,
         "num_scheduled_tokens": dict(zip(requests, tokens, strict=False)),
-        "finished_req_ids": set(), **changes,
+        "finished_req_ids": set(), "preempted_req_ids": None, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -241,7 +242,9 @@ class Step:
             self.batch.query = query.float() * q_scale
         output = torch.full(query.shape, 7.0)
         impl = self.layers.impls[0]
-        impl.forward(module, query, None, None, stored.view(torch.uint8), self.metadata, output)
+        key, value = torch.full((2, len(query), KV_HEADS, DIM), float("nan"))
+        stored = stored.view(torch.uint8)
+        impl.forward(module, query, key, value, stored, self.metadata, output)
         close(output, reference(self.batch, self.cache))
 
 
@@ -296,7 +299,8 @@ def run(impl, batch, cache, metadata, rows=0):
     padding = torch.full((rows, HEADS, DIM), 7.0)
     output = torch.full((len(batch.query) + rows, HEADS, DIM), 7.0)
     query = torch.cat([batch.query, padding]) if rows else batch.query
-    found = impl.forward(None, query, None, None, cache.tensor, metadata, output)
+    key, value = torch.full((2, len(query), KV_HEADS, DIM), float("nan"))  # the cache has them
+    found = impl.forward(None, query, key, value, cache.tensor, metadata, output)
     assert found is output
     return output
 

@@ -78,10 +78,8 @@ class TreeImplementation:
         """
 
         def host() -> torch.Tensor:
-            forward = cast(Any, super(TreeImplementation, self)).forward
-            return cast(
-                torch.Tensor,
-                forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs),
+            return self._host_forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
 
         step = step_of(attn_metadata)
@@ -95,7 +93,15 @@ class TreeImplementation:
         mine = self.deft_layer.scaled(float(self.scale))
         sinks = self.sinks if mine.sinks else None
         call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
-        return output if step.group.attend(step, call) else host()
+        if not step.group.attend(step, call):
+            return host()
+        if step.rest is not None:
+            q, k, v, rest = (each[step.tokens :] for each in (query, key, value, output))
+            self._host_forward(layer, q, k, v, kv_cache, step.rest, rest, *args, **kwargs)
+        return output
+
+    def _host_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return cast(torch.Tensor, cast(Any, super()).forward(*args, **kwargs))
 
 
 class LatentImplementation(TreeImplementation):

@@ -7,14 +7,13 @@ from typing import Any, ClassVar, cast
 import torch
 
 from deft_backend.hosts.vllm.content import Content, content_of, prefills, sees_later_tokens
-from deft_backend.hosts.vllm.factory import LayerGroup, create_group, unsupported_server
+from deft_backend.hosts.vllm.factory import LayerGroup, create_group, log, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.mixed import DOCUMENTS, RestBuilder, unsplit
 from deft_backend.hosts.vllm.step import TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
-
-DOCUMENTS = "tokens of documents that attend to later tokens"
 
 
 class TreeBuilder:
@@ -26,14 +25,22 @@ class TreeBuilder:
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
     deft_group: GroupAttention | None
+    deft_rest: RestBuilder | None  # for mixed steps, if these may be split
+    reorder_batch_threshold: int | None
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.deft_group = create_group(
+        group = self.deft_group = create_group(
             LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
         )
+        self.deft_rest = None
+        if group is not None and group.prefixes is not None:
+            arguments = (kv_cache_spec, layer_names, vllm_config, device)
+            self.deft_rest = RestBuilder(self.host, self, arguments)
+            if self.reorder_batch_threshold is None:  # decode rows first, in model runner V1
+                self.reorder_batch_threshold = group.query_tokens
 
     def _host(self) -> Any:
         return cast(Any, super())
@@ -61,7 +68,7 @@ class TreeBuilder:
     ) -> Any:
         """The host's metadata, with a step attached if tree attention decodes the batch."""
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        self._attach(metadata, common_prefix_len, common_attn_metadata)
+        self._attach(metadata, common_prefix_len, common_attn_metadata, *args, **kwargs)
         return metadata
 
     _capturing = False
@@ -80,7 +87,9 @@ class TreeBuilder:
         finally:
             self._capturing = False
 
-    def _attach(self, metadata: Any, common_prefix_len: int, common: Any) -> None:
+    def _attach(
+        self, metadata: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Attach the step of a batch, if it has one, and count its decode rows."""
         step, group = None, self.deft_group
         content = None if group is None else content_of(common, group.query_tokens)
@@ -88,6 +97,10 @@ class TreeBuilder:
             reason = self._refuses(group, content, common_prefix_len, common)
             if reason is None:
                 step = tree_step(group, content, common)
+            if step is not None and content.kind == MIXED:
+                step.rest = self._rest(content, common, *args, **kwargs)
+                if step.rest is None:
+                    step, reason = None, "no metadata for a part of the batch"
             if not self._capturing:
                 group.count(step, content.decoded, reason)
         attach(metadata, step)
@@ -104,10 +117,15 @@ class TreeBuilder:
         """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
         step, group = step_of(metadata), self.deft_group
-        if step is not None:
-            held = group is not None and group.refuses(*step.size) is None
-            step = step.with_page_table(group, blk_table) if group is not None and held else None
-        attach(updated, step)
+        if step is not None and group is not None and group.refuses(*step.size) is None:
+            rest = step.rest
+            if rest is not None and self.deft_rest is not None:
+                rest = self.deft_rest.builder.update_block_table(
+                    rest, blk_table[len(step.seq_lens) :], slot_mapping[step.tokens :]
+                )
+            attach(updated, step.with_page_table(group, blk_table, rest))
+        else:
+            attach(updated, None)
         return updated
 
     def use_cascade_attention(
@@ -125,17 +143,33 @@ class TreeBuilder:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
+    def _rest(self, content: Content, common: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's metadata of the requests behind a mixed step's decode rows, or None."""
+        if self.deft_rest is None or args or kwargs.keys() - {"fast_build"}:
+            return None
+        try:
+            return self.deft_rest.build(content, common, **kwargs)
+        except Exception as error:
+            self.deft_rest = None
+            log.warn(
+                f"{self.host.get_name()} made no metadata for a part of a batch ({error!r}); it "
+                "computes every step with prefills alone"
+            )
+            return None
+
     def _refuses(
         self, group: GroupAttention, content: Content, common_prefix_len: int, common: Any
     ) -> str | None:
         """Why the host's implementation decodes a batch, or None."""
-        if content.kind == MIXED:
-            return "a step with prefills"
         if content.kind == DECODE and content.tokens != content.requests:
             return "query tokens of no request"
-        query_tokens = 1 if content.kind == DECODE else group.query_tokens
-        reason = group.refuses(content.requests, query_tokens) or group.uneven(common)
-        reason = reason or group.too_little(capturing=self._capturing)
+        query_tokens = group.query_tokens if content.verifies else 1
+        reason = group.refuses(content.requests, query_tokens)
+        if content.kind == MIXED:
+            reason = reason or group.gains_too_little() or unsplit(content, common)
+        else:
+            reason = reason or group.uneven(common)
+            reason = reason or group.too_little(capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:
@@ -155,7 +189,7 @@ def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
     step = TreeStep(
         group, common.block_table_tensor[:requests], common.seq_lens[:requests], content.tokens
     )
-    if content.kind == VERIFICATION:
+    if content.verifies:
         # One number of query tokens for all batches: kernels are compiled for it.
         step.query_tokens = group.query_tokens
         step.query_start = common.query_start_loc[: requests + 1]

@@ -16,18 +16,33 @@ class CachedPrefixes:
     """Knows the blocks of a worker's requests, from the messages before each step.
 
     All ranks get the same messages, so they decide alike by them, and nobody waits for the GPU.
+
+    - `block_tokens`: of a block in the messages.
+    - `query_tokens`: most query tokens of a request that decodes or verifies a draft.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int, query_tokens: int = 1) -> None:
+        self.block_tokens = block_tokens
+        self._query_tokens = query_tokens
         self._blocks: dict[str, npt.NDArray[np.int32]] = {}
         self._later: dict[str, list[Any]] = {}  # what :meth:`blocks_of` adds to `_blocks`
         self.scheduled: Mapping[str, int] = {}  # tokens of each request in the next step
+        self._prompts: set[str] = set()  # requests that have not decoded yet
+        # The blocks of each request at its first decode step; the blocks that it gets later are its
+        # own. And how many of these requests hold a block.
+        self._decoding: dict[str, npt.NDArray[np.int32]] = {}
+        self._holders = np.zeros(1, dtype=np.int32)
+        self._repeats = 0  # blocks of a request that an earlier one holds, too
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that decoding the requests together reads less often than one by one."""
+        return self._repeats * self.block_tokens
 
     def observe(self, message: Any) -> None:
         """Observer of the scheduler's messages (``SchedulerOutput``)."""
-        for request in message.finished_req_ids:
-            self._blocks.pop(request, None)
-            self._later.pop(request, None)
+        for request in chain(message.finished_req_ids, message.preempted_req_ids or ()):
+            self._forget(request)
         for new in message.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids)
         cached = message.scheduled_cached_reqs
@@ -40,11 +55,36 @@ class CachedPrefixes:
             elif request in self._blocks:
                 self._later.setdefault(request, []).append(blocks)
         self.scheduled = message.num_scheduled_tokens
+        for request in [*self._prompts]:
+            if 0 < self.scheduled.get(request, 0) <= self._query_tokens:
+                self._decode(request)
 
     def _begin(self, request: str, blocks: Any) -> None:
         """A request has these blocks alone: a new one, or one that was preempted."""
+        self._forget(request)
         self._blocks[request] = _blocks_of(blocks)
+        self._prompts.add(request)
+
+    def _decode(self, request: str) -> None:
+        self._prompts.remove(request)
+        blocks = self.blocks_of(request)
+        if blocks is None or not len(blocks):
+            return
+        most = int(blocks.max())
+        if most >= len(self._holders):
+            self._holders = np.append(self._holders, np.zeros(most, dtype=np.int32))
+        self._repeats += int(np.count_nonzero(self._holders[blocks]))
+        self._holders[blocks] += 1
+        self._decoding[request] = blocks
+
+    def _forget(self, request: str) -> None:
+        self._blocks.pop(request, None)
         self._later.pop(request, None)
+        self._prompts.discard(request)
+        blocks = self._decoding.pop(request, None)
+        if blocks is not None:
+            self._holders[blocks] -= 1
+            self._repeats -= int(np.count_nonzero(self._holders[blocks]))
 
     def blocks_of(self, request: str) -> npt.NDArray[np.int32] | None:
         """A request's blocks; None for an unknown request.

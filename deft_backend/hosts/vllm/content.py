@@ -20,6 +20,11 @@ class Content(NamedTuple):
     decoded: Decoded  # for the counters
     scattered: bool = False  # whether others of them stand behind requests with longer prompts
 
+    @property
+    def verifies(self) -> bool:
+        """Whether a request has several query tokens."""
+        return self.kind == VERIFICATION or (self.kind == MIXED and self.tokens > self.requests)
+
 
 def content_of(common: Any, query_tokens: int) -> Content | None:
     """The content of a batch; None if all its requests compute their prompt.

@@ -15,6 +15,7 @@ _REGISTRY = "vllm.v1.attention.backends.registry"
 _LAYER = "vllm.model_executor.layers.attention_layer_base"
 _DEFAULTS = "vllm.model_executor.models.config"
 _COMPILATION = "vllm.config.compilation"
+_SLICES = "vllm.v1.worker.ubatch_utils"
 _SCHEDULED = "vllm.v1.core.sched.output"
 
 
@@ -67,6 +68,14 @@ CONTRACT: tuple[Member, ...] = (
            "read: planned from, on the device"),
     *every(_BACKEND, "CommonAttentionMetadata", "query_start_loc_cpu seq_lens_cpu_upper_bound",
            "read: verified tokens, and bytes that the host's kernel reads"),
+    # Mixed steps: mixed.py, builder.py
+    Member(_SLICES, "UBatchSlice", ("request_slice", "token_slice"), use="made: a part of a batch"),
+    Member(_SLICES, "_make_metadata_with_slice", ("ubatch_slice", "attn_metadata"),
+           use="called, for the rest of a mixed step"),
+    *every(_BACKEND, "CommonAttentionMetadata", "logits_indices_padded encoder_seq_lens",
+           "read: such a batch is not split"),
+    Member(_BACKEND, "AttentionMetadataBuilder.reorder_batch_threshold",
+           use="set, so that model runner V1 puts decode rows first"),
     # The implementation: backend.py, layers.py
     Member(_BACKEND, "AttentionImpl",
            ("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window",
@@ -127,7 +136,7 @@ CONTRACT: tuple[Member, ...] = (
            ("scheduler_output",), use="wrapped: accepted draft tokens, and what requests share"),
     *every(_SCHEDULED, "SchedulerOutput",
            "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-           "scheduled_spec_decode_tokens finished_req_ids", "read: the same"),
+           "scheduled_spec_decode_tokens finished_req_ids preempted_req_ids", "read: the same"),
     *every(_SCHEDULED, "NewRequestData", "req_id block_ids", "read: what requests share"),
     *every(_SCHEDULED, "CachedRequestData",
            "req_ids resumed_req_ids num_computed_tokens new_block_ids", "read: the same"),

@@ -18,6 +18,7 @@ from deft_backend.hosts.common.limits import Unsupported, refuse_if
 from deft_backend.hosts.common.planner_choice import planned_on_device
 from deft_backend.hosts.common.self_check import prepare_kernels
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import (
     LatentGroup,
@@ -26,7 +27,7 @@ from deft_backend.hosts.vllm.latent import (
     latent_attention,
 )
 from deft_backend.hosts.vllm.layers import Layer, divide_layers, drafts, kv_views, query_tokens_of
-from deft_backend.hosts.vllm.server import Counted, server_of
+from deft_backend.hosts.vllm.server import Counted, server_of, untold
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.vllm import observe_steps
@@ -138,6 +139,9 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         sharing = LatentSharing(attention, alike, vllm_config.cache_config.block_size)
         made, server.prefixes = partial(LatentGroup, sharing=sharing), sharing
         observe_steps.install(sharing.observe)
+    else:
+        server.prefixes = server.prefixes or known_prefixes(vllm_config, query_tokens)
+        made = partial(made, prefixes=server.prefixes)
     group = made(
         attention,
         settings,
@@ -155,6 +159,17 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         host.get_name(),
     )  # fmt: skip
     return group
+
+
+def known_prefixes(vllm_config: Any, query_tokens: int) -> CachedPrefixes | None:
+    """What the server's requests share; None, with a log line, if this worker is not told."""
+    reason = untold(vllm_config)
+    if reason is not None:
+        log.warn(f"steps with prefills are the host's alone: {reason}")
+        return None
+    prefixes = CachedPrefixes(vllm_config.cache_config.block_size, query_tokens)
+    observe_steps.install(prefixes.observe)
+    return prefixes
 
 
 def unsupported_server(vllm_config: Any) -> str | None:

@@ -12,12 +12,16 @@ from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Decoded
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
+
+LAYER_MS, PLAN_MS = 0.012, 0.08
+"""What tree attention adds to a mixed step: the launches of a layer, and those of its plan."""
 
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
@@ -37,6 +41,8 @@ class GroupAttention:
     state: ServerState  # receives the counters
     tree_layers: int  # layers of the whole model that go through tree attention
     counts: bool  # whether this group counts the server's steps; exactly one group does
+    # What the requests share; without it, the host decodes mixed steps.
+    prefixes: CachedPrefixes | None = None
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     current: TreeStep | None = None  # the step of the metadata that was made last
     failure: FailureLatch = field(default_factory=FailureLatch)
@@ -76,6 +82,24 @@ class GroupAttention:
 
     def too_little(self, *, capturing: bool) -> str | None:
         """Why a batch shares too little for tree attention; None if that does not matter."""
+        return None
+
+    def gains_too_little(self) -> str | None:
+        """Why a mixed step is the host's; None if tree attention saves more than it launches.
+
+        The scheduler's messages say what the requests share, so all ranks decide alike.
+        """
+        if self.prefixes is None:
+            return "steps with prefills are not split"
+        tokens = self.prefixes.shared_tokens
+        if tokens == 0:
+            return "a step with prefills whose other requests share nothing"
+        if self.attention.device.type == "cuda":
+            shape = self.shape
+            token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self.kv_dtype.itemsize
+            saved = self.attention.target.costs.transfer_ms(tokens * token_bytes)
+            if saved < LAYER_MS + PLAN_MS / self.tree_layers:
+                return "a step with prefills whose other requests share too little"
         return None
 
     def attend(self, step: TreeStep, call: LayerCall) -> bool:

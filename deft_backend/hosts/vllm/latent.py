@@ -40,9 +40,9 @@ class LatentSharing(CachedPrefixes):
     """
 
     def __init__(self, attention: LatentAttention, num_layers: int, block_tokens: int) -> None:
-        super().__init__()
+        super().__init__(block_tokens)
         self._attention = attention
-        self._num_layers, self._block_tokens = num_layers, block_tokens
+        self._num_layers = num_layers
         self._requests: set[str] = set()
         self._reason: str | None = UNKNOWN
 
@@ -62,7 +62,7 @@ class LatentSharing(CachedPrefixes):
         tables = np.zeros((len(known), int(lens.max())), dtype=np.int32)
         for row, each in zip(tables, known, strict=True):
             row[: len(each)] = each
-        size = self._block_tokens
+        size = self.block_tokens
         forest = forest_from_page_tables(tables, lens * size, size, check=False)
         return gains_too_little(self._attention, forest, self._num_layers)
 
@@ -115,6 +115,10 @@ class LatentGroup(GroupAttention):
         except Exception as error:
             self._log.batch_left(error)
             return "planning failed"
+
+    def gains_too_little(self) -> str | None:
+        """The host's MLA divides a mixed step by its own rule, which this does not follow."""
+        return "a step with prefills over MLA"
 
     def capture_tree(self, capturing: bool) -> None:
         """The host captures graphs with tree attention from now on, or no longer."""

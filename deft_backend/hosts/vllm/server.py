@@ -109,7 +109,7 @@ class Server:
         if self.state is None:
             state = _state_of(self.config, counted, settings)
             self.drafts = _count_drafts(state, self.config)
-            if _tells_requests(self.config):
+            if untold(self.config) is None:
                 state.serving = False
                 observe_steps.install(self.observe)
             _start_reporting(state, self.config.parallel_config, settings)
@@ -167,10 +167,11 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
     )
 
 
-def _tells_requests(vllm_config: Any) -> bool:
-    """Whether the worker's observers see the first step of requests."""
-    ray = vllm_config.parallel_config.distributed_executor_backend == "ray"
-    return not ray and observe_steps.missing() is None
+def untold(vllm_config: Any) -> str | None:
+    """Why this worker's observers see no message of the scheduler, in a few words; or None."""
+    if vllm_config.parallel_config.distributed_executor_backend == "ray":
+        return "workers under Ray get other messages"
+    return observe_steps.missing()
 
 
 def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None:

@@ -44,6 +44,8 @@ class TreeStep:
     query_tokens: int = 1  # most query tokens of a request
     # [B + 1] int32, in verification: the first row of each request.
     query_start: torch.Tensor | None = None
+    # In a mixed step: the host's metadata of the requests behind these. Their rows follow `tokens`.
+    rest: Any = None
     counted: Decoded | None = None  # what the counters hold of this step
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
 
@@ -52,10 +54,10 @@ class TreeStep:
         """Requests and query tokens, which a graph is captured for."""
         return len(self.seq_lens), self.query_tokens
 
-    def with_page_table(self, group: Group, page_table: torch.Tensor) -> TreeStep:
+    def with_page_table(self, group: Group, page_table: torch.Tensor, rest: Any) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
         rows = page_table[: len(self.seq_lens)]
-        return replace(self, group=group, page_table=rows, counted=None, ran=set())
+        return replace(self, group=group, page_table=rows, rest=rest, counted=None, ran=set())
 
 
 class LayerCall(NamedTuple):

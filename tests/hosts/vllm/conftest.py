@@ -31,7 +31,7 @@ def new_server(
 
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(server, "_current", None)
-    monkeypatch.setattr(server, "_tells_requests", lambda config: False)  # no worker runs
+    monkeypatch.setattr(server, "untold", lambda config: "no worker runs")
     monkeypatch.setattr(factory, "log", OnceLog())
     monkeypatch.setattr(registered, "log", OnceLog())
     monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deft_backend.kernels.latent.plain_kernel import plain_latent_attention
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode

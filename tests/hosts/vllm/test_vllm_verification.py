@@ -53,7 +53,7 @@ def test_rows_of_one_length_and_of_several(query_lens):
 @pytest.mark.usefixtures("policy")
 def test_a_server_counts_from_its_first_request(monkeypatch):
     """vLLM warms up with verifications like those of requests, before it captures graphs."""
-    monkeypatch.setattr(server, "_tells_requests", lambda config: True)
+    monkeypatch.setattr(server, "untold", lambda config: None)
     step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
     step.check()
     assert replace(state().counters(), compile_seconds=0.0) == Counters()

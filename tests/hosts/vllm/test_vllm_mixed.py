@@ -1,0 +1,443 @@
+"""vLLM's mixed steps: decode rows through tree attention, the rest through the host."""
+
+import dataclasses
+import logging
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm import group, server
+from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.step import step_of
+from deft_backend.telemetry.counters import Content, Steps
+from failure_lines import raising
+from vllm_cpu_backend import PlainCpuBuilder, PlainCpuImplementation
+from vllm_fakes import (
+    DIM,
+    KV_HEADS,
+    Batch,
+    Cache,
+    Step,
+    close,
+    make_config,
+    make_spec,
+    message,
+    reference,
+    run,
+    speculating,
+    state,
+    tree_layers,
+)
+
+LENS = [40, 37, 33, 50, 5]
+MIXED = [1, 1, 1, 30, 5]  # three decode, one ends its prompt, one begins
+PREFILLING = torch.tensor([False, False, False, True, True])
+TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
+
+
+def told(batch, **changes):
+    """The scheduler tells the worker of the batch's requests, which have decoded before."""
+    prefixes = server._current.prefixes
+    prefixes.observe(message(replace(batch, query_lens=None)))
+    prefixes.observe(message(batch, scheduled_new_reqs=[], **changes))
+
+
+def mixed(query_lens=MIXED, layers=None, shared=2, lens=LENS, **changes):
+    """A mixed step of requests that share their first blocks."""
+    layers = layers or tree_layers()
+    layers.builder(make_spec())
+    batch = Batch(lens, shared=shared, query_lens=query_lens)
+    told(batch)
+    changes = {"is_prefilling": PREFILLING, **changes}
+    return Step(batch, layers, batch.common(**changes))
+
+
+@pytest.fixture
+def rests(monkeypatch):
+    """Query tokens of every call of the host's implementation, for a step's rest or all of it."""
+    tokens = []
+    forward = PlainCpuImplementation.forward
+
+    def recorded(self, layer, query, key, value, *args, **kwargs):
+        assert len(query) == len(key) == len(value)
+        tokens.append(len(query))
+        return forward(self, layer, query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
+    return tokens
+
+
+@pytest.mark.usefixtures("policy")
+def test_decode_rows_go_through_tree_attention(rests):
+    step = mixed()
+    assert (step.tree.tokens, step.tree.query_tokens) == (3, 1)
+    step.check()
+    assert rests == [35, 35]  # in two layers
+    counted = state().counters()
+    assert counted.steps == {Content("mixed", None): Steps(1, 3, (40 + 37 + 33) * TOKEN)}
+    assert counted.plans == 1
+    assert counted.kv_bytes_query_guided == 110 * TOKEN
+    assert counted.kv_bytes_read < counted.kv_bytes_query_guided
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_division_of_a_batch(seed, rests):
+    """Any number of decode rows, with and without drafts, before prompts of any length."""
+    draw = random.Random(seed)
+    drafts = seed % 2
+    decoding, prompts = draw.randint(2, 5), draw.randint(1, 3)
+    lens = [draw.randint(40, 70) for _ in range(decoding + prompts)]
+    queries = [draw.randint(1, 1 + 3 * drafts) for _ in range(decoding)]
+    queries += [draw.randint(5, lens[decoding + at]) for at in range(prompts)]
+    layers = tree_layers(make_config(speculative_config=speculating(3)) if drafts else None)
+    prefilling = torch.tensor([False] * decoding + [True] * prompts)
+    step = mixed(queries, layers, lens=lens, is_prefilling=prefilling)
+    assert step.tree is not None
+    step.check()
+    assert rests == [sum(queries[decoding:])] * 2
+    several = sum(queries[:decoding]) > decoding
+    assert step.tree.query_tokens == (4 if several else 1)
+    assert state().counters().verified_tokens == (sum(queries[:decoding]) if several else 0)
+
+
+def test_padding_behind_the_batch_is_the_hosts():
+    step = mixed()
+    found = step.run(rows=3)
+    close(found[:-3], reference(step.batch, step.cache))
+    assert found[-3:].eq(7.0).all()
+
+
+def test_sinks_and_soft_caps_in_both_parts():
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    layers = tree_layers(arguments={"sinks": sinks, "logits_soft_cap": 2.0})
+    step = mixed(layers=layers)
+    assert step.tree is not None
+    found = step.check(sinks=sinks, cap=2.0)
+    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+def test_a_cache_of_eight_bits(kind):
+    layers = tree_layers(arguments={"kv_cache_dtype": kind})
+    layers.builder(make_spec(dtype=torch.uint8))
+    batch = Batch(LENS, shared=2, query_lens=MIXED)
+    told(batch)
+    step = Step(batch, layers, batch.common(is_prefilling=PREFILLING), dtype=torch.uint8)
+    assert step.tree is not None
+    step.check_quantised(kind)
+
+
+def test_a_layer_of_the_host_gets_the_whole_batch(rests):
+    """In a group of full layers, and in one of windows: hybrids are divided layer by layer."""
+    config = make_config()
+    full = tree_layers(config, count=1, prefix="full", spec=make_spec())
+    windowed = tree_layers(
+        config, count=1, prefix="window", arguments={"sliding_window": 9},
+        spec=SlidingWindowSpec(
+            block_size=16, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32,
+            sliding_window=9,
+        ),
+    )  # fmt: skip
+    builder = full.backend.get_builder_cls()(
+        make_spec(), ["full.0", "window.0"], config, torch.device("cpu")
+    )
+    batch = Batch(LENS, shared=2, query_lens=MIXED)
+    told(batch)
+    metadata, cache = (
+        builder.build(0, batch.common(is_prefilling=PREFILLING)),
+        Cache(batch.pages, 16),
+    )
+    close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+    close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
+    close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
+    assert rests == [38, 35, 38]
+    assert state().counters().plans == 1
+
+
+@pytest.mark.usefixtures("policy")
+@pytest.mark.parametrize("failing", ["plan_batch", "run"])
+def test_a_failure_in_a_mixed_step_leaves_all_of_it_to_the_host(
+    failing, monkeypatch, failures, rests
+):
+    """The first layer may have run, and the metadata of the whole batch is still there."""
+    step = mixed()
+    if failing == "run":
+        close(step.run(0), reference(step.batch, step.cache))
+        rests.clear()
+    else:
+        step.tree.ran.clear()
+    monkeypatch.setattr(TreeAttention, failing, raising(RuntimeError("no such instruction")))
+    close(step.run(1), reference(step.batch, step.cache))
+    assert rests == [38]
+    (line,) = failures
+    assert "no such instruction" in line
+    failures.clear()
+    reason = {"run": "kernel failed", "plan_batch": "planning failed"}[failing]
+    assert state().counters().steps == {Content("mixed", reason): Steps(1, 3, 110 * TOKEN)}
+    step.build(step.batch.common(is_prefilling=PREFILLING))
+    assert step.tree is None
+    step.check()
+    assert state().counters().total("mixed", tree=False).steps == 2
+
+
+def test_verified_results_in_a_mixed_step(monkeypatch, failures):
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    step = mixed()
+    step.check()
+    attention_run = TreeAttention.run
+
+    def wrong(self, *args, **kwargs):
+        out = attention_run(self, *args, **kwargs)
+        out[2, 1, 3] += 0.01
+        return out
+
+    monkeypatch.setattr(TreeAttention, "run", wrong)
+    step.build(step.batch.common(is_prefilling=PREFILLING))
+    step.check()
+    (line,) = failures
+    assert "of tree attention and of the host's kernel differ by" in line
+    failures.clear()
+
+
+def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeypatch):
+    """A builder may keep buffers between builds: FLASH_ATTN's, which graphs read."""
+    build = PlainCpuBuilder.build
+
+    def into_buffers(self, common_prefix_len, common, **options):
+        metadata = build(self, common_prefix_len, common, **options)
+        if not hasattr(self, "buffer"):
+            self.buffer = torch.zeros(16, dtype=torch.int32)
+        self.buffer[: len(metadata.seq_lens)] = metadata.seq_lens
+        return dataclasses.replace(metadata, seq_lens=self.buffer[: len(metadata.seq_lens)])
+
+    monkeypatch.setattr(PlainCpuBuilder, "build", into_buffers)
+    step = mixed()
+    assert step.metadata.seq_lens.tolist() == LENS
+    assert step.tree.rest.seq_lens.tolist() == LENS[3:]
+    step.check()
+
+
+def test_one_workspace_serves_both_builders(monkeypatch):
+    """FLASHINFER's has hundreds of megabytes; the host shares it between micro-batches."""
+    made = []
+    monkeypatch.setattr(PlainCpuBuilder, "_get_workspace_buffer", lambda self: self, raising=False)
+    monkeypatch.setattr(
+        PlainCpuBuilder, "set_workspace_buffer", lambda self, it: made.append((self, it)),
+        raising=False,
+    )  # fmt: skip
+    step = mixed()
+    ((rest, first),) = made
+    assert first is step.builder
+    assert rest is step.builder.deft_rest.builder
+    assert type(rest) is PlainCpuBuilder
+
+
+def test_another_group_with_the_same_requests(monkeypatch, rests):
+    """Model runner V1 copies a group's metadata for another group."""
+
+    def update(self, metadata, blk_table, slot_mapping):
+        copied = dataclasses.replace(metadata, block_table=blk_table)
+        vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
+        return copied
+
+    monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
+    config = make_config()
+    first, second = (tree_layers(config, prefix=name) for name in ("first", "second"))
+    builders = [layers.builder(make_spec()) for layers in (first, second)]
+    batch = Batch(LENS, shared=2, query_lens=MIXED)
+    other = Batch(LENS, shared=0, first_page=3, query_lens=MIXED)
+    other.query = batch.query
+    told(batch)
+    cache = Cache(max(batch.pages, other.pages), 16)
+    metadata = builders[0].build(0, batch.common(is_prefilling=PREFILLING))
+    slots = torch.full((38,), -1)
+    updated = builders[1].update_block_table(metadata, other.table, slots)
+    for layers, of, held in ((first, batch, metadata), (second, other, updated)):
+        assert step_of(held) is not None
+        close(run(layers.impls[0], of, cache, held), reference(of, cache))
+    assert rests == [35, 35]
+
+
+def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
+    """The host's function to slice a batch may refuse; then the host computes such steps alone."""
+    from vllm.v1.worker import ubatch_utils
+
+    monkeypatch.setattr(ubatch_utils, "_make_metadata_with_slice", raising(AssertionError("empty")))
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        step = mixed()
+        step.build(step.batch.common(is_prefilling=PREFILLING))
+    assert step.tree is None
+    step.check()
+    assert caplog.text.count("made no metadata for a part of a batch") == 1
+    assert state().counters().total("mixed", tree=False).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "changes", "reason"),
+    [
+        ([1, 1, 30, 1, 5], {"is_prefilling": torch.tensor([0, 0, 1, 0, 1]).bool()}, "behind"),
+        ([30, 1, 1, 1, 1], {"is_prefilling": None}, "batch smaller than DEFT_MIN_BATCH=2"),
+        (MIXED, {"mm_req_doc_ranges": {3: [(20, 30)]}}, "documents"),
+        (MIXED, {"logits_indices_padded": torch.zeros(5)}, "logits_indices_padded"),
+        (MIXED, {"dcp_local_seq_lens": torch.ones(5)}, "dcp_local_seq_lens"),
+        (MIXED, {"causal": False}, "attention that is not causal"),
+        (MIXED, {"seq_lens_cpu_upper_bound": None}, "prefills of unknown lengths"),
+        ([1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
+    ],
+)
+def test_steps_that_are_not_split(query_lens, changes, reason, monkeypatch):
+    monkeypatch.setattr(PlainCpuBuilder, "build", lambda self, *args, **kwargs: SimpleNamespace())
+    assert mixed(query_lens, **changes).tree is None
+    ((content, steps),) = state().counters().steps.items()
+    assert content.kind == "mixed"
+    assert reason in content.reason
+    assert steps.steps == 1
+
+
+def test_prompts_alone_are_no_decode_step(rests):
+    step = mixed([5, 20, 33, 30, 5], is_prefilling=torch.ones(5, dtype=torch.bool))
+    assert step.tree is None
+    step.check()
+    assert not state().counters().steps
+
+
+def test_a_short_end_of_a_prompt_goes_with_the_decode_rows():
+    """Causal attention is the same for it; the counters know it from decode rows."""
+    prefilling = torch.tensor([False, False, True, True, True])
+    step = mixed(is_prefilling=prefilling)
+    assert step.tree.tokens == 3
+    step.check()
+    assert state().counters().total("mixed").rows == 2
+
+
+def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):
+    from deft_backend.hosts.vllm import factory
+
+    monkeypatch.setattr(factory, "untold", lambda config: "workers under Ray get other messages")
+    layers = tree_layers()
+    with caplog.at_level(logging.WARNING, "deft_backend"):
+        builder = layers.builder(make_spec())
+    assert "steps with prefills are the host's alone: workers under Ray" in caplog.text
+    assert builder.deft_rest is None
+    batch = Batch(LENS, shared=2, query_lens=MIXED)
+    step = Step(batch, layers, batch.common(is_prefilling=PREFILLING))
+    assert step.tree is None
+    step.check()
+
+
+def test_decode_rows_come_first_in_model_runner_v1(monkeypatch):
+    """V1 sorts for the smallest threshold that a builder names; FLASH_ATTN names none."""
+    config = make_config(speculative_config=speculating(3))
+    assert tree_layers(config).builder(make_spec()).reorder_batch_threshold == 4
+    monkeypatch.setattr(PlainCpuBuilder, "reorder_batch_threshold", 1)
+    assert tree_layers(config).builder(make_spec()).reorder_batch_threshold == 1
+    monkeypatch.undo()
+    windows = tree_layers(arguments={"sliding_window": 9}).builder(make_spec())
+    assert windows.reorder_batch_threshold is None
+
+
+@pytest.mark.parametrize(("shared", "splits"), [(0, False), (2, True)])
+def test_what_decode_rows_share_decides(shared, splits):
+    step = mixed(shared=shared)
+    assert (step.tree is not None) == splits
+    step.check()
+    assert splits or "share nothing" in next(iter(state().counters().steps_host))
+
+
+@pytest.mark.parametrize(("tokens", "splits"), [(1_000, False), (100_000, True)])
+def test_costs_decide_on_a_gpu(tokens, splits):
+    """At a bandwidth of 4 TB/s, against the launches of 32 layers."""
+    costs = SimpleNamespace(transfer_ms=lambda num_bytes: num_bytes / 4e9)
+    asked = SimpleNamespace(
+        prefixes=SimpleNamespace(shared_tokens=tokens),
+        attention=SimpleNamespace(device=torch.device("cuda"), target=SimpleNamespace(costs=costs)),
+        shape=SimpleNamespace(num_kv_heads=8, head_dim=128),
+        kv_dtype=torch.bfloat16,
+        tree_layers=32,
+    )
+    assert (group.GroupAttention.gains_too_little(asked) is None) == splits
+
+
+# What requests share, by the scheduler's messages
+
+
+class Requests:
+    """Requests of a scheduler; each message lists the tokens of those in the next step."""
+
+    def __init__(self, query_tokens=1):
+        self.prefixes = CachedPrefixes(16, query_tokens)
+
+    def step(self, scheduled, new=None, more=None, finished=(), resumed=(), preempted=None):
+        more = more or {}
+        self.prefixes.observe(
+            SimpleNamespace(
+                finished_req_ids=set(finished), preempted_req_ids=preempted,
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, block_ids=(blocks,))
+                    for name, blocks in (new or {}).items()
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=[*more], resumed_req_ids=set(resumed),
+                    new_block_ids=[blocks and (blocks,) for blocks in more.values()],
+                ),
+                num_scheduled_tokens=scheduled,
+            )
+        )  # fmt: skip
+        return self.prefixes.shared_tokens // 16
+
+
+def test_blocks_count_once_their_request_decodes():
+    requests = Requests()
+    assert requests.step({"a": 64}, {"a": [1, 2]}) == 0
+    assert requests.step({"a": 16}, more={"a": [3]}) == 0  # a later chunk of its prompt
+    assert requests.step({"a": 1, "b": 20}, {"b": [1, 2, 4]}) == 0
+    assert requests.step({"a": 1, "b": 1}) == 2
+    assert requests.step({"a": 1, "b": 1, "c": 1}, {"c": [1, 2, 3]}) == 5
+    assert requests.step({"a": 1, "b": 1, "c": 1}, more={"a": [8], "b": [], "c": None}) == 5
+    assert requests.step({"b": 1, "c": 1}, finished=["a"]) == 2
+    assert requests.step({"c": 1}, finished=["b"]) == 0
+    assert requests.step({}, finished=["c"]) == 0
+    assert not requests.prefixes._holders.any()
+    assert not requests.prefixes._blocks
+    assert not requests.prefixes._decoding
+
+
+def test_a_preempted_request_shares_nothing_until_it_decodes_again():
+    requests = Requests()
+    requests.step({"a": 1, "b": 1}, {"a": [1, 2, 3], "b": [1, 2, 4]})
+    assert requests.prefixes.shared_tokens == 32
+    assert requests.step({"a": 1}, preempted={"b"}) == 0
+    assert requests.step({"a": 1, "b": 30}, more={"b": [1, 5]}, resumed=["b"]) == 0
+    assert requests.step({"a": 1, "b": 1}) == 1
+    # Some versions do not name it when it is preempted.
+    assert requests.step({"a": 1, "b": 30}, more={"b": [1, 2]}, resumed=["b"]) == 0
+    assert requests.step({"a": 1, "b": 1}) == 2
+
+
+def test_requests_with_drafts_decode():
+    requests = Requests(query_tokens=4)
+    assert requests.step({"a": 4, "b": 5}, {"a": [1, 2], "b": [1, 2, 3]}) == 0
+    assert requests.step({"a": 1, "b": 3}) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_leaves_nothing_behind(seed):
+    draw = random.Random(seed)
+    requests, alive, names = Requests(), {}, iter(range(1000))
+    for _ in range(200):
+        gone = [name for name in alive if draw.random() < 0.1]
+        for name in gone:
+            del alive[name]
+        new = {}
+        for _ in range(draw.randint(0, 2)):
+            prefix = list(range(1, draw.randint(2, 9)))
+            new[f"r{next(names)}"] = [*prefix, *draw.sample(range(10, 5000), 3)]
+        alive |= new
+        shared = requests.step(dict.fromkeys(alive, 1), new, finished=gone)
+        blocks = [block for held in alive.values() for block in held]
+        assert shared == len(blocks) - len(set(blocks))
