@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,28 @@ import pytest
 from deft_backend.files import folders
 from deft_backend.files.folders import cache_directory, write_fails
 from deft_backend.settings.config import SettingsError
-from strangers import ROOT, UID, as_stranger, missing
+from strangers import ROOT, UID, as_stranger, interpreter, missing
 
 REASON = missing()
 strange = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    return interpreter(tmp_path_factory.mktemp("python"))
+
+
+@pytest.fixture
+def deft_of_a_stranger(python, tmp_path):
+    """Runs a command as another user; returns its exit code and its output."""
+    return partial(as_stranger, python, tmp_path)
+
+
 @strange
 @pytest.mark.parametrize("words", [("top", "--once"), ("inspect",), ("explain", "--server")])
-def test_a_home_that_cannot_be_read_is_one_line(words, tmp_path):
+def test_a_home_that_cannot_be_read_is_one_line(words, deft_of_a_stranger, tmp_path):
     """As in a container with `--user` and HOME=/root."""
-    code, said = as_stranger(tmp_path, *words, HOME=tmp_path / "closed")
+    code, said = deft_of_a_stranger(*words, HOME=tmp_path / "closed")
     assert code == 2
     (line,) = said.splitlines()
     assert line.startswith("Error: cannot read the folder of servers' state ")
@@ -35,8 +47,8 @@ def checks(said, part):
 
 
 @strange
-def test_doctor_in_a_home_that_cannot_be_read(tmp_path):
-    code, said = as_stranger(tmp_path, "doctor", "--json", HOME=tmp_path / "closed")
+def test_doctor_in_a_home_that_cannot_be_read(deft_of_a_stranger, tmp_path):
+    code, said = deft_of_a_stranger("doctor", "--json", HOME=tmp_path / "closed")
     folder = checks(said, "settings")["state folder"]
     assert folder["status"] == "note"
     assert (
@@ -49,18 +61,18 @@ def test_doctor_in_a_home_that_cannot_be_read(tmp_path):
 
 
 @strange
-def test_a_user_without_a_home_has_a_folder_under_the_temporary_one(tmp_path):
-    code, said = as_stranger(tmp_path, "top", "--once", TMPDIR="/tmp")
+def test_a_user_without_a_home_has_a_folder_under_the_temporary_one(deft_of_a_stranger):
+    code, said = deft_of_a_stranger("top", "--once", TMPDIR="/tmp")
     assert code == 1
     assert f"according to /tmp/deft-backend-{UID}/servers." in said
-    code, said = as_stranger(tmp_path, "explain", "--tree", "1,4 64,8")
+    code, said = deft_of_a_stranger("explain", "--tree", "1,4 64,8")
     assert code == 0, said
 
 
 @strange
-def test_a_cache_on_a_file_system_without_programs(tmp_path):
-    code, said = as_stranger(
-        tmp_path, "serve", "--dry-run", "--host", "sglang", DEFT_CACHE_DIR=tmp_path / "noexec/own"
+def test_a_cache_on_a_file_system_without_programs(deft_of_a_stranger, tmp_path):
+    code, said = deft_of_a_stranger(
+        "serve", "--dry-run", "--host", "sglang", DEFT_CACHE_DIR=tmp_path / "noexec/own"
     )
     assert code == 2
     assert "noexec, from which no library can be loaded; set DEFT_CACHE_DIR" in said

@@ -16,10 +16,9 @@ UID = 12345  # without an entry in the system's list of users
 
 _SETUP = """
 set -e
-mount --bind "$1" "$2/python"
-mount -t tmpfs -o noexec,mode=755 tmpfs "$2/noexec"
-mkdir -m 700 "$2/noexec/own" && chown "$3" "$2/noexec/own"
-exec setpriv --reuid="$3" --regid="$3" --clear-groups env -i -C "$2" "${@:4}"
+mount -t tmpfs -o noexec,mode=755 tmpfs "$1/noexec"
+mkdir -m 700 "$1/noexec/own" && chown "$2" "$1/noexec/own"
+exec setpriv --reuid="$2" --regid="$2" --clear-groups env -i -C "$1" "${@:3}"
 """
 
 
@@ -34,20 +33,40 @@ def missing():
     return None if tried.returncode == 0 else "no mount namespaces here"
 
 
-def as_stranger(folder, *words, **environment):
+def interpreter(folder):
+    """Python where everybody may run it: a copy, if it is in somebody's home."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix)
+    if all(place.stat().st_mode & 0o005 == 0o005 for place in (base, *base.parents)):
+        return base / "bin" / version
+    opened(folder)
+    unneeded = shutil.ignore_patterns("site-packages", "test", "__pycache__", "idlelib", "*.a")
+    shutil.copytree(base / "lib" / version, folder / "lib" / version, ignore=unneeded)
+    for library in (base / "lib").glob("libpython*.so*"):
+        shutil.copy2(library, folder / "lib" / library.name)
+    (folder / "bin").mkdir()
+    return Path(shutil.copy2(base / "bin" / version, folder / "bin" / version))
+
+
+def opened(folder):
+    """Let others enter a folder of the tests."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_uid == os.getuid() and place != Path("/"):
+            place.chmod(place.stat().st_mode | 0o055)
+
+
+def as_stranger(python, folder, *words, **environment):
     """Exit code and output of `deft`, run by another user.
 
-    - `folder`: gets `closed` (root's alone), `noexec/own` (the stranger's, on a file system that is
-      mounted with noexec) and the interpreter. The stranger may enter it.
+    - `python`: the interpreter.
+    - `folder`: gets `closed` (root's alone) and `noexec/own` (the stranger's, on a file system that
+      is mounted with noexec). The stranger may enter it.
     - `environment`: all the variables that the command has, besides those of Python.
     """
-    for name, mode in (("python", 0o755), ("noexec", 0o755), ("closed", 0o700)):
+    for name, mode in (("noexec", 0o755), ("closed", 0o700)):
         (folder / name).mkdir(mode=mode, exist_ok=True)
-    for parent in (folder, *folder.parents):
-        if parent.stat().st_uid == os.getuid() and str(parent).startswith("/tmp/"):
-            parent.chmod(0o755)
+    opened(folder)
     paths = [ROOT, ROOT / "patches", sysconfig.get_paths()["purelib"]]
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -57,9 +76,9 @@ def as_stranger(folder, *words, **environment):
     }
     done = subprocess.run(
         [
-            *("unshare", "-m", "bash", "-c", _SETUP, "_", sys.base_prefix, folder, str(UID)),
+            *("unshare", "-m", "bash", "-c", _SETUP, "_", folder, str(UID)),
             *(f"{name}={value}" for name, value in variables.items()),
-            *(folder / "python" / "bin" / version, "-m", "deft_backend", *words),
+            *(python, "-m", "deft_backend", *words),
         ],
         capture_output=True,
         text=True,

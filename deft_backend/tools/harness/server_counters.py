@@ -1,9 +1,9 @@
 """What a server counts: the plugin's counters, and the acceptance length of its drafts."""
 
 import json
-import re
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from deft_backend.telemetry.state_reader import (
 )
 from deft_backend.tools.servers.process import get_page
 
-_SERIES = re.compile(r"(deft_\w+_total)(?:\{(.*)\})? (\S+)")
-_DRAFTS = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)", re.M)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_DRAFTS = "vllm:spec_decode_num_drafts_total"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class ServerCounters:
@@ -81,20 +80,20 @@ class ServerCounters:
 def counters_of_page(page: str) -> Counters | None:
     """The counters on a page of metrics: bytes of all ranks, steps of the first ones."""
     total: dict[tuple[str, str, str], float] = defaultdict(float)
-    for name, labels, value in _SERIES.findall(page):
-        values: dict[str, str] = dict(_LABEL.findall(labels))
+    for name, values, value in _samples(page):
         every = name.startswith("deft_kv_")  # each rank reads its own part of the KV cache
         if not every and any(values.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank")):
             continue
         kernel = values.get("kernel", values.get("reason", ""))
-        total[name, values.get("kind", ""), kernel] += float(value)
+        total[name, values.get("kind", ""), kernel] += value
     if (STEPS.series, DECODE, "tree") not in total:
         return None
     figures: dict[str, Any] = {
-        field: total[metric.series, "", ""] if field.endswith("_seconds")
+        field: total[metric.series, "", ""]
+        if field.endswith("_seconds")
         else int(total[metric.series, "", ""])
         for field, metric in FIGURES.items()
-    }  # fmt: skip
+    }
     steps: dict[Content, Steps] = {}
     for kind in KINDS:
         tree, host = (
@@ -128,7 +127,20 @@ def acceptance_length(url: str) -> float | None:
 
 def _acceptance_of_vllm(page: str) -> float | None:
     """From vLLM's counters, over all its engines."""
-    totals = {"drafts": 0.0, "accepted_tokens": 0.0}
-    for name, value in _DRAFTS.findall(page):
-        totals[name] += float(value)
-    return 1.0 + totals["accepted_tokens"] / totals["drafts"] if totals["drafts"] else None
+    totals = {_DRAFTS: 0.0, _ACCEPTED: 0.0}
+    for name, _, value in _samples(page):
+        if name in totals:
+            totals[name] += value
+    return 1.0 + totals[_ACCEPTED] / totals[_DRAFTS] if totals[_DRAFTS] else None
+
+
+def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """Name, labels and value of each series on a page; none from a page that is none of metrics."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+    except (ImportError, ValueError):
+        return

@@ -6,13 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from deft_backend.forest import PrefixForest
-from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.counters import DECODE, KINDS, MIXED, VERIFICATION, Counters
 from deft_backend.telemetry.decode_log import counted, size, time_of_a_plan
 from deft_backend.tools.watch.engines import ENDED, IDLE, SILENT, Engine, Row, ShownBatch, Stretch
 
 REASONS = 3  # reasons of steps on the host's kernel that a line shows
 
 _HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}
+
+_KIND_WORDS = {
+    DECODE: "pure decode",
+    MIXED: "mixed with prefills",
+    VERIFICATION: "verifications",
+}
 
 STRONG, GOOD, NOW, DIM, WARN, PLAIN = "strong", "good", "now", "dim", "warn", ""
 """What a part of a line is; each view has its own colours for them."""
@@ -78,6 +84,8 @@ def lines(row: Row) -> Iterator[Line]:
         said = f"process {engine.reading.pid} hangs, is stopped, or is another program"
         yield Line("silent", ((f"no sign of life for {lasting(engine.since)}: {said}", WARN),))
     yield Line("steps", _steps(counters, row.now))
+    if any(counters.total(kind).steps for kind in KINDS if kind != DECODE):
+        yield Line("of these", ((_kinds(counters), PLAIN),))
     if counters.steps_host:
         yield Line("by the host", ((_reasons(counters.steps_host), PLAIN),))
     yield Line("KV read", _reads(counters, row.now))
@@ -100,6 +108,18 @@ def _steps(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
     if now is not None and now.counters.decode_steps:
         parts.append((f" · now {now.steps_a_second:,.1f} steps/s", NOW))
     return tuple(parts)
+
+
+def _kinds(counters: Counters) -> str:
+    """Steps through tree attention of each kind, and the part of the decoding that it did."""
+    parts = []
+    for kind in KINDS:
+        every, tree = counters.total(kind).steps, counters.total(kind, tree=True).steps
+        if every:
+            parts.append(f"{tree:,} of {every:,} {_KIND_WORDS[kind]}")
+    if counters.tree_share is not None:
+        parts.append(f"{percent(counters.tree_share)} of the decoding, by KV bytes of contexts")
+    return " · ".join(parts)
 
 
 def _reads(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:

@@ -22,9 +22,11 @@ from sglang_fakes import make_state
 pytest.importorskip("matplotlib")
 
 
-from counted_steps import host_step
+from counted_steps import host_step, tree_step
 from deft_backend.cli.ab_run import print_result
+from deft_backend.compile.clock import COMPILING
 from deft_backend.telemetry.counters import Content, Counters, Steps
+from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
@@ -312,11 +314,13 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path):
     steps = {
         Content("decode", None): Steps(30, 90),
         Content("mixed", None): Steps(2),
-        Content("mixed", 'a \\"b\\"'): Steps(5, 0, 70),
+        Content("mixed", 'a "b"'): Steps(5, 0, 70),
     }
     expected = Counters(steps, 3, 2000, 4000, 0.0)
     assert counters_of_page(page) == expected
     assert counters_of_page("vllm:x 3") is None
+    assert counters_of_page("<html>no metrics</html>") is None
+    assert counters_of_page('deft_decode_steps_total{kernel="tree" 3') is None
     with serving(Fake(metrics=page)) as fake:
         assert ServerCounters(fake.url, tmp_path).read() == expected
     state = make_state()
@@ -324,6 +328,22 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path):
     StateWriter(state, tmp_path).look()
     assert ServerCounters("http://localhost:1", tmp_path).read() == state.counters()
     assert ServerCounters("http://example.invalid:1", tmp_path).state() is None
+
+
+def test_counters_of_a_page_that_the_library_writes(tmp_path):
+    """With its `# HELP` and `# TYPE` lines, and the host's own metrics before ours."""
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    client.Counter("host_requests", "Requests: {all}, \\ and more.", registry=registry).inc()
+    register_states(tmp_path, 1, registry)
+    state = make_state()
+    tree_step(state, tokens=10, loaded=4)
+    host_step(state, "small", 5)
+    writer = StateWriter(state, tmp_path)
+    writer.look()
+    page = client.generate_latest(registry).decode()
+    assert "# HELP deft_decode_steps_total Steps that decode" in page
+    assert counters_of_page(page) == replace(state.counters(), compile_seconds=COMPILING.seconds)
 
 
 def test_addresses():

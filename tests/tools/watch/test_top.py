@@ -1,8 +1,11 @@
 """`deft top`: every server's state file, and what the terminal shows of it."""
 
+import contextlib
 import io
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +18,16 @@ from commands import run
 from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
-from deft_backend.telemetry.counters import Content, Counters, DraftCounts, Place, Steps
+from deft_backend.telemetry.counters import (
+    MIXED,
+    VERIFICATION,
+    Content,
+    Counters,
+    Decoded,
+    DraftCounts,
+    Place,
+    Steps,
+)
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import running_here, server_file
@@ -203,7 +215,7 @@ def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(COMPILING, "seconds", 9.81)
     state, writer = decoding(tmp_path)
     host_step(state, "batch smaller than DEFT_MIN_BATCH=2", 10)
-    state.plans, state.plan_seconds = 1, 0.002
+    state.planned[3] = 2_000_000  # nanoseconds of the plan
     writer.look()
     code, text = shown(tmp_path, "--once")
     assert code == 0
@@ -279,7 +291,7 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path):
 def test_the_acceptance_length_of_a_server_that_speculates(tmp_path):
     state, writer = decoding(tmp_path)
     assert "verified" not in shown(tmp_path, "--once")[1]
-    state.verified_tokens = 1240
+    state.count(Decoded(VERIFICATION, 310, 9000, verified=1240))
     writer.look()
     _, text = shown(tmp_path, "--once")
     assert "1,240 query tokens" in text
@@ -287,3 +299,55 @@ def test_the_acceptance_length_of_a_server_that_speculates(tmp_path):
     state.read_drafts = lambda: DraftCounts(310, 403)
     writer.look()
     assert "1,240 query tokens · acceptance length 2.30" in shown(tmp_path, "--once")[1]
+
+
+def test_steps_are_shown_by_what_they_contain(tmp_path):
+    state, writer = decoding(tmp_path)
+    assert "of these" not in shown(tmp_path, "--once")[1]  # pure decode alone
+    tree_step(state, tokens=300, loaded=100, rows=3, kind=MIXED)
+    host_step(state, "shares nothing", 100, rows=2, kind=MIXED)
+    tree_step(state, tokens=80, loaded=80, kind=VERIFICATION)
+    writer.look()
+    text = " ".join(shown(tmp_path, "--once")[1].replace("│", " ").split())
+    assert "1 of 1 pure decode · 1 of 2 mixed with prefills · 1 of 1 verifications" in text
+    share = (270 + 300 + 80) / (270 + 300 + 100 + 80)
+    assert f"{100 * share:.0f} % of the decoding, by KV bytes of contexts" in text
+
+
+def ended_in_a_terminal(folder, number):
+    """What `deft top` writes to a terminal until a signal ends it, and its exit code."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deft_backend", "top"], stdin=slave, stdout=slave, stderr=slave,
+        env={**os.environ, "DEFT_CACHE_DIR": str(folder.parent), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(slave)
+    said = b""
+    while b"according to" not in said:
+        said += os.read(master, 65536)
+    process.send_signal(number)
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while more := os.read(master, 65536):
+            said += more
+    os.close(master)
+    return said, process.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_terminal_is_as_before(number, tmp_path):
+    said, code = ended_in_a_terminal(tmp_path, number)
+    assert code == (0 if number == signal.SIGINT else 128 + number)
+    for switched_on, switched_off in ((b"[?1049h", b"[?1049l"), (b"[?25l", b"[?25h")):
+        assert switched_on in said
+        assert said.rindex(switched_off) > said.rindex(switched_on)
+
+
+def test_outside_a_terminal_every_look_is_printed(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"], text=True,
+        stdout=subprocess.PIPE, env={**os.environ, "DEFT_CACHE_DIR": str(tmp_path.parent)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        looks = [process.stdout.readline() for _ in range(7)]
+        process.terminate()
+    assert sum(line.startswith("deft top · 0 servers") for line in looks) >= 2
