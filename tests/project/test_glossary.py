@@ -27,8 +27,7 @@ EXEMPT = (
     "docs/glossary.md",  # it names the retired words
     "docs/kernel-log.md",  # the record of experiments uses the words of its time
     "docs/results/",  # recorded data
-    "benchmarks/e2e/prompt_cases.py",  # recorded data hold the names of its cases
-    "benchmarks/e2e/chosen_workloads.py",
+    "benchmarks/e2e/workloads.py",  # recorded data hold the names of its cases
 )
 
 
