@@ -15,7 +15,7 @@ from triton import knobs
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend import TreeAttention
 from deft_backend.compile import variants
 from deft_backend.compile.variants import Variant, compile_all, compiling_for, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
@@ -185,29 +185,6 @@ def run_layers(attention, described, step, **options):
             **step, **options, logit_cap=30.0 * layer.soft_cap,
             sinks=None if sinks is None else sinks.to(layer.sinks),
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("policy", ["auto", "fasttree", "deft-flatten"])
-def test_plans_of_the_reference_need_no_other_kernel(policy):
-    described = server("sglang")
-    settings = Settings(policy=policy)
-    compiled = set(described.variants(HOPPER, settings))
-    attention = attention_of(described, policy)
-    generator = torch.Generator().manual_seed(1)
-    launched = set()
-    for batch in (2, 5, 40, 300):
-        step = step_of(attention, described, batch, 131076)
-        lens = torch.randint(1, 3000, (batch,), generator=generator)
-        pages = torch.arange(batch)[:, None] * 4000 + torch.arange(3000)
-        pages[: batch // 2, :900] = torch.arange(900)
-        forest = forest_from_page_tables(pages.int(), lens.int())
-        attention.plan(forest)
-        with recorded() as found:
-            attention.run(**step)  # an eager step
-            attention.run(**step, static_launch=True)  # a captured one
-        launched |= set(found)
-    assert launched
-    assert not {variant.name for variant in launched - compiled}
 
 
 @pytest.fixture
