@@ -69,6 +69,11 @@ GROUPS = {
     "retracting": Group(
         settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
+    "mixed": Group(("--enable-mixed-chunk", "--chunked-prefill-size", "32"), EAGER),
+    "mixed-ranks": Group(
+        ("--enable-mixed-chunk", "--chunked-prefill-size", "64", "--tensor-parallel-size", "2"),
+        {**EAGER, **_TWO_PROCESSES},
+    ),
     "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
     "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),

@@ -21,9 +21,9 @@ def assert_same_forest(ours, theirs):
 
 
 def mode(name):
-    """What a batch does: "decode", "verify" or "extend"."""
+    """What a batch does: "decode", "verify", "extend" or "mixed"."""
     return SimpleNamespace(
-        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: False,
+        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: name == "mixed",
         is_target_verify=lambda: name == "verify", is_idle=lambda: False,
     )  # fmt: skip
 

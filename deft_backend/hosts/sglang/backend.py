@@ -26,10 +26,11 @@ def _computing(name: str) -> Callable[..., Any]:
         self: DeftAttentionBackend, q: Any = None, k: Any = None, v: Any = None, layer: Any = None,
         forward_batch: Any = None, save_kv_cache: bool = True, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        layers, call = self.deft.layers, LayerCall(q, k, v, layer, save_kv_cache, kwargs)
+        layers = self.deft.layers
+        call = LayerCall(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         if layers.has_planned(forward_batch):
             return layers.run(call)
-        return call.by(getattr(layers.host, name), forward_batch)
+        return call.by(getattr(layers.host, name))
 
     return method
 
@@ -70,6 +71,13 @@ class DeftAttentionBackend:
         if self.deft.reads_during_forward(mode):
             return read_end()
         return self.deft.layers.host.shared_read_ends(mode)
+
+    def resolve_prefill_shared_read_ends(self, forward_batch: Any, **kwargs: Any) -> Any:
+        """The same for a prefill, whose host metadata is made (SGLang asks from 0.5.22 on)."""
+        if self.deft.layers.splits:
+            return read_end()
+        host = self.deft.layers.host
+        return host.resolve_prefill_shared_read_ends(forward_batch, **kwargs)
 
 
 def surround(host: Any, steps: TreeSteps) -> Any:

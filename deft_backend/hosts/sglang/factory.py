@@ -33,6 +33,7 @@ from deft_backend.hosts.sglang.layers import (
     model_asks,
     unsupported_model,
 )
+from deft_backend.hosts.sglang.mixed import MixedSteps
 from deft_backend.hosts.sglang.prefixes import BatchObserver
 from deft_backend.hosts.sglang.report import AcceptedDrafts, start_reporting, state_of
 from deft_backend.hosts.sglang.step_inputs import Verification
@@ -40,7 +41,10 @@ from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
 from deft_backend.hosts.sglang.versions import (
     attention_layers,
+    backend_names,
+    batch_slicer,
     decode_graphs,
+    decodes_per_rank,
     draft_tokens,
     drafts_trees,
     read_end,
@@ -215,9 +219,34 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
             undo.callback(tree_graphs.install(runner, steps))
     elif isinstance(attention, TreeAttention):
         steps.compile_for = _compiler_of(attention, runner, settings, layers.division.tree)
+    if getattr(resolved(runner.server_args), "enable_mixed_chunk", False):
+        steps.mixed = _mixed(runner, layers, settings, undo)
     if read_end() is None and has_graphs:  # the host does not ask until when tables are read
         undo.callback(page_table_fence.install(runner, steps.replayed_tree))
     return steps
+
+
+def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> MixedSteps:
+    """Steps that decode and prefill; the log says why the host computes them whole."""
+    slicer, (prefill, decode) = batch_slicer(), backend_names(runner.server_args)
+    unsplit = None
+    if not isinstance(layers, TreeLayers):
+        unsplit = "MLA prefills through other layers"
+    elif layers.attention.query_tokens > 1:
+        unsplit = "the server verifies drafts"
+    elif layers.division.host or layers.model_asks:
+        unsplit = "some layers read the host's metadata of whole batches"
+    elif prefill != decode:
+        unsplit = f"prefills go to another backend ({prefill})"
+    elif decodes_per_rank(runner.server_args):
+        unsplit = "DP attention pads batches"
+    elif slicer is None:
+        unsplit = "this SGLang does not slice batches"
+    if unsplit is not None:
+        logger.info("deft: the host's kernel decodes in steps that also prefill: %s", unsplit)
+    observer = BatchObserver(runner)
+    undo.callback(observe_batch.install(observer.observe))
+    return MixedSteps(layers, settings, observer, slicer, unsplit)
 
 
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:

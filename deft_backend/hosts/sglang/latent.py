@@ -17,7 +17,7 @@ from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.layers import device_of, unsupported_layer
 from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of
-from deft_backend.hosts.sglang.tree_layers import LayerCall, StepLayers, TreeStep, padded
+from deft_backend.hosts.sglang.tree_layers import LayerCall, StepLayers, TreeStep
 from deft_backend.settings.config import Settings
 
 ANSWERED_AFTER = 8
@@ -149,14 +149,13 @@ class LatentLayers(StepLayers):
             q_rope = q_rope.reshape(-1, heads, rope_dim)
         rows, cache = step.inputs.rows, self.pool.get_key_buffer(call.layer.layer_id)
         # The host's page table names rows, whatever the server's page size is.
-        out = self.attention.run(
+        return self.attention.run(
             q_nope[:rows],
             q_rope[:rows],
             cache.view(len(cache), 1, 1, cache.shape[-1]),
             self.page_table,
             sm_scale=call.layer.scaling,
         )
-        return padded(out, len(q_nope))
 
 
 @dataclass(eq=False)

@@ -247,6 +247,7 @@ class Observed:
     rids: Any  # the forward batch's own list of request ids; its identity names the batch
     requests: Sequence[Any]
     tree_cache: Any
+    decoding: int = 0  # in a mixed batch, the requests that decode: the last ones
 
 
 class BatchObserver:
@@ -259,7 +260,9 @@ class BatchObserver:
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
         """Observer of ``ForwardBatch.init_new``."""
         if runner is self._runner:
-            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache)
+            mixed = forward_batch.forward_mode.is_mixed()
+            decoding = len(batch.decoding_reqs or ()) if mixed else 0
+            self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, decoding)
 
     def of(self, forward_batch: Any) -> Observed | None:
         """Requests and tree of `forward_batch`; None if the last observed batch is another one.

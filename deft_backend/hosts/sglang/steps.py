@@ -11,6 +11,7 @@ import torch
 
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.latent import LatentSharing
+from deft_backend.hosts.sglang.mixed import MixedSteps
 from deft_backend.hosts.sglang.step_inputs import DECODE, StepKind, Verification
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
 from deft_backend.settings.config import Settings
@@ -40,6 +41,7 @@ class TreeSteps:
     decodes: bool = True
     # Leaves MLA batches that share too little to the host, which captures two sets of graphs.
     sharing: LatentSharing | None = None
+    mixed: MixedSteps | None = None  # for servers that mix prefill and decode in a step
     # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
     # failed graph may hold it. Such a graph reads page tables while it runs.
     _tree_graphs: set[int] = field(default_factory=set)
@@ -75,6 +77,12 @@ class TreeSteps:
                     layers.begin(step)
                     return
             self._count(kind, forward_batch, reason or "planning failed")
+        elif self.mixed is not None:
+            self._count_steps()
+            split = self.mixed.begin(forward_batch)
+            if split is not None:
+                layers.begin(split)
+                return
         layers.host.init_forward_metadata(forward_batch)
 
     def begin_capture(self, forward_batch: Any) -> None:
@@ -105,7 +113,7 @@ class TreeSteps:
                 forward_batch,
                 None,
                 captured=True,
-                host_ready=True,
+                prepared=forward_batch,
                 failed=partial(self._leave_graph, size),
             )
             self._tree_graphs.add(size)
@@ -167,7 +175,8 @@ class TreeSteps:
 
     def reads_during_forward(self, mode: Any) -> bool:
         """The host asks before it names the graph that it replays, so any such graph counts."""
-        return self._kind_of(mode) is not None and bool(self._tree_graphs or self._table_readers)
+        graphs = self._tree_graphs or self._table_readers
+        return self.layers.splits or (self._kind_of(mode) is not None and bool(graphs))
 
     def replayed_tree(self, forward_batch: Any) -> bool:
         """Whether the graph that was just replayed reads page tables while it runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ class TreeStep:
     batch: Any  # the host's batch; its identity tells whether a layer belongs to the step
     inputs: StepInputs | None  # None until a step that is planned in a graph is planned
     captured: bool = False  # whether the step is captured into a graph
-    host_ready: bool = False  # whether the host's metadata belongs to the batch
+    prepared: Any = None  # the batch that the host's metadata belongs to
+    # In a mixed step, the rows before ours as a batch of the host, and their query tokens.
+    rest: Any = None
+    first: int = 0
     # Called once, after the first layer has run through tree attention.
     ran: Callable[[], None] | None = None
     failed: Callable[[], None] | None = None  # called if a kernel fails before `ran` is called
@@ -38,12 +41,15 @@ class LayerCall:
     k: Any
     v: Any
     layer: Any
+    batch: Any
     save_kv_cache: bool
     others: Mapping[str, Any]  # further arguments by name
 
-    def by(self, method: Callable[..., Any], batch: Any) -> Any:
+    def by(self, method: Callable[..., Any]) -> Any:
         """Make the call of a method of the host's backend."""
-        return method(self.q, self.k, self.v, self.layer, batch, self.save_kv_cache, **self.others)
+        return method(
+            self.q, self.k, self.v, self.layer, self.batch, self.save_kv_cache, **self.others
+        )
 
 
 class StepLayers(ABC):
@@ -85,7 +91,7 @@ class StepLayers(ABC):
         self.step: TreeStep | None = None
         self.host_in_graphs = model_asks
         """Whether any layer in graphs with tree attention reads the host's metadata."""
-        self._model_asks, self._verify = model_asks, verify
+        self.model_asks, self._verify = model_asks, verify
         self._reasons: dict[int, str | None] = dict(division.host)
         self._left = 0  # layers that turned out to need the host's kernel
 
@@ -97,12 +103,24 @@ class StepLayers(ABC):
     def begin(self, step: TreeStep) -> None:
         """Run the layers of an eager step from now on."""
         self.step = step
-        if self._model_asks:
-            self._make_host_ready(step)
+        if self.model_asks:
+            self._make_host_ready(step, step.batch)
 
     def has_planned(self, forward_batch: Any) -> bool:
-        """Whether the plan on the device covers this batch."""
-        return self.step is not None and forward_batch is self.step.batch
+        """Whether the plan on the device covers this batch.
+
+        In a prefill graph, layers get a padded copy of the batch, with the same list of lengths.
+        """
+        step = self.step
+        if step is None or forward_batch is step.batch:
+            return step is not None
+        lens = getattr(forward_batch, "extend_seq_lens_cpu", None)
+        return self.splits and lens is not None and lens is step.batch.extend_seq_lens_cpu
+
+    @property
+    def splits(self) -> bool:
+        """Whether the current step is a mixed one, of which the host computes the first rows."""
+        return self.step is not None and self.step.rest is not None
 
     def run(self, call: LayerCall) -> Any:
         """Run a layer of the current step; the host's kernel runs it if it must."""
@@ -119,6 +137,7 @@ class StepLayers(ABC):
         except Exception as error:
             self.give_up(step, error)
             return self._run_in_host(call, step)
+        out = self._whole(out, call, step)
         if self._verify and not step.captured:
             theirs = self._run_in_host(call, step)
             if not self._agree(out, theirs, call, step):
@@ -138,15 +157,33 @@ class StepLayers(ABC):
         if error is not None:
             self.failure.kernel_failed(error)
         self.host_in_graphs |= step.captured
-        self._make_host_ready(step)
+        self._make_host_ready(step, step.batch)
         self.step = None
+
+    def _whole(self, out: torch.Tensor, call: LayerCall, step: TreeStep) -> torch.Tensor:
+        """[T, Hq * D]: the host's rows of a mixed step, ours, and zeros.
+
+        The host may pad a step's tokens, to a multiple of the attention's ranks or for a graph.
+        """
+        parts = [out.flatten(1)]
+        if step.rest is not None:
+            first = step.first
+            self._make_host_ready(step, step.rest)
+            others = replace(
+                call, q=call.q[:first], k=call.k[:first], v=call.v[:first], batch=step.rest
+            )
+            parts.insert(0, others.by(self.host.forward_extend).reshape(first, -1))
+        missing = len(call.q) - sum(map(len, parts))
+        if missing:
+            parts.append(parts[-1].new_zeros((missing, parts[-1].shape[1])))
+        return torch.cat(parts) if parts[1:] else parts[0]
 
     def _agree(
         self, out: torch.Tensor, theirs: torch.Tensor, call: LayerCall, step: TreeStep
     ) -> bool:
         """Whether a layer's results agree with the host's; if not, the host's kernel goes on."""
         assert step.inputs is not None
-        rows = step.inputs.rows
+        rows = step.first + step.inputs.rows
         eight_bits = self.pool.get_key_buffer(call.layer.layer_id).dtype.itemsize == 1
         found = differ(out[:rows], theirs.view(out.shape)[:rows], eight_bits=eight_bits)
         if found is not None:
@@ -156,16 +193,15 @@ class StepLayers(ABC):
 
     def _run_in_host(self, call: LayerCall, step: TreeStep) -> Any:
         self.host_in_graphs |= step.captured
-        self._make_host_ready(step)
+        self._make_host_ready(step, step.batch)
         decodes = step.batch.forward_mode.is_decode()
-        return call.by(
-            self.host.forward_decode if decodes else self.host.forward_extend, step.batch
-        )
+        return call.by(self.host.forward_decode if decodes else self.host.forward_extend)
 
-    def _make_host_ready(self, step: TreeStep) -> None:
-        if not step.host_ready:
-            self.host.init_forward_metadata(step.batch)
-            step.host_ready = True
+    def _make_host_ready(self, step: TreeStep, batch: Any) -> None:
+        """Have the host make its metadata for the step's batch, or for a part of it."""
+        if step.prepared is not batch:
+            self.host.init_forward_metadata(batch)
+            step.prepared = batch
 
     def _needs_host(self, call: LayerCall) -> bool:
         """Whether the host's kernel runs this call. A layer's first call decides and is logged."""
@@ -199,7 +235,7 @@ class StepLayers(ABC):
 
     @abstractmethod
     def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
-        """The step's attention in one layer, as the host's kernel returns it."""
+        """[rows, Hq, D]: the attention of the step's planned rows in one layer."""
 
 
 class TreeLayers(StepLayers):
@@ -229,6 +265,8 @@ class TreeLayers(StepLayers):
             # reads these keys and values.
             k, v = k.clone(), v.clone()
         slots = step.batch.out_cache_loc
+        if len(k) > len(slots):  # padding of a prefill graph
+            k, v = k[: len(slots)], v[: len(slots)]
         self.pool.set_kv_buffer(call.layer, self._location(slots, None), k, v, *scales)
 
     def _attend(self, call: LayerCall, step: TreeStep) -> torch.Tensor:
@@ -237,8 +275,8 @@ class TreeLayers(StepLayers):
         scales = self._scales(layer) or (1.0, 1.0)
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self.attention.run(
-            q[: inputs.rows],
+        return self.attention.run(
+            q[step.first : step.first + inputs.rows],
             self.pool.get_key_buffer(layer.layer_id),
             self.pool.get_value_buffer(layer.layer_id),
             self.page_table,
@@ -251,15 +289,3 @@ class TreeLayers(StepLayers):
             v_scale=v_scale,
             sinks=call.others.get("sinks"),
         )
-        return padded(out, len(q))
-
-
-def padded(out: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[tokens, Hq * D] from the results of fewer tokens, and zeros.
-
-    The host may pad a step's tokens to a multiple of the attention's ranks.
-    """
-    missing = tokens - len(out)
-    if missing:
-        out = torch.cat([out, out.new_zeros((missing, *out.shape[1:]))])
-    return out.view(tokens, -1)

@@ -1,0 +1,139 @@
+"""Mixed steps: some requests decode and others prefill (``--enable-mixed-chunk``).
+
+Tree attention decodes the rows that decode, and the host computes the others, each into its part of
+the output. The host's own code slices the batch, and makes its metadata for the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of
+from deft_backend.hosts.sglang.step_inputs import StepInputs
+from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
+from deft_backend.hosts.sglang.versions import BatchSlicer
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import MIXED, Decoded
+
+STEP_MS, LAYER_MS = 0.5, 0.03
+"""What splitting a step costs a GPU server, and each of its layers: launches of the CPU, for the
+plan, for stage 1 and 2 and for the parts of the output."""
+
+UNSUITABLE = ("encoder_lens", "attn_cp_metadata", "tbo_children", "global_num_tokens_cpu")
+"""Fields of a forward batch that are None where its attention is plain and all of one rank."""
+
+
+@dataclass(eq=False)
+class MixedSteps:
+    """Splits the mixed steps whose decode rows share so much KV that the launches pay.
+
+    The radix tree tells what they share, so nobody waits for the device. The decode rows are the
+    last ones of a batch.
+
+    - `slice_batch`: the host's function that makes a batch of the first rows of another.
+    - `unsplit`: why the host computes every mixed step whole; None if it need not.
+    """
+
+    layers: StepLayers
+    settings: Settings
+    observer: BatchObserver
+    slice_batch: BatchSlicer | None
+    unsplit: str | None = None
+    _tree: CachedTree = field(
+        default_factory=lambda: CachedTree("the host's kernel decodes in steps that also prefill")
+    )
+    _keys: list[Key] | None = None  # of the decode rows that `_too_little` is about
+    _requests: list[Any] | None = None  # kept alive so that the ids in `_keys` stay unique
+    _too_little: str | None = None
+
+    def begin(self, forward_batch: Any) -> TreeStep | None:
+        """The planned step of a mixed batch; None if the host computes the whole batch."""
+        observed = self.observer.of(forward_batch)
+        if observed is None or not observed.decoding:
+            return None
+        rows, lens = observed.decoding, forward_batch.seq_lens_cpu
+        decoded = Decoded(MIXED, rows, 0 if lens is None else int(lens[-rows:].sum()))
+        reason = self._refused(forward_batch, rows) or self._shares_too_little(observed, lens)
+        step = None
+        if reason is None:
+            step, reason = self._split(forward_batch, decoded)
+        if step is None:
+            self.layers.state.count(decoded, reason)
+        return step
+
+    def _refused(self, forward_batch: Any, rows: int) -> str | None:
+        """Why this batch is not split, whatever it shares."""
+        reason = self.layers.failure.reason or self.unsplit
+        reason = reason or refused(rows, self.settings, self.layers.attention.max_batch)
+        if reason is not None:
+            return reason
+        size, lens = forward_batch.batch_size, forward_batch.extend_seq_lens_cpu
+        plain = (
+            forward_batch.seq_lens_cpu is not None
+            and lens is not None
+            and len(lens) == len(forward_batch.seq_lens) == size > rows
+            and all(length == 1 for length in lens[-rows:])
+            and all(getattr(forward_batch, name, None) is None for name in UNSUITABLE)
+            and not any(getattr(forward_batch, "mm_inputs", None) or ())
+        )
+        return None if plain else "mixed batch of another form"
+
+    def _shares_too_little(self, observed: Observed, seq_lens: Any) -> str | None:
+        """Why the decode rows share too little; decided once for the same requests."""
+        requests = list(observed.requests[-observed.decoding :])
+        keys = [key_of(request) for request in requests]
+        if keys != self._keys:
+            self._keys, self._requests = keys, requests
+            lens = seq_lens.numpy()[-observed.decoding :]
+            forest = self._tree.forest(observed.tree_cache, requests, lens)
+            if forest is None:
+                self._too_little = "unreadable prefix cache"
+            else:
+                saved = forest.tokens_attended - forest.tokens_stored
+                self._too_little = None if self._pays(saved) else "shares too little to be split"
+        return self._too_little
+
+    def _pays(self, saved: int) -> bool:
+        """Whether tokens that need not be read again take longer than the launches."""
+        attention, state = self.layers.attention, self.layers.state
+        if attention.device.type != "cuda":  # the costs are a GPU's
+            return saved > 0
+        layers = self.layers.tree_layers
+        milliseconds = attention.target.costs.transfer_ms(saved * state.token_bytes * layers)
+        return milliseconds > STEP_MS + LAYER_MS * layers
+
+    def _split(self, forward_batch: Any, decoded: Decoded) -> tuple[TreeStep | None, str | None]:
+        """Plan the decode rows and have the host prepare the others, or the reason why not."""
+        layers, rows = self.layers, decoded.rows
+        first = sum(forward_batch.extend_seq_lens_cpu[:-rows])
+        assert self.slice_batch is not None
+        try:
+            rest = self.slice_batch(forward_batch, first, forward_batch.batch_size - rows)
+            layers.host.init_forward_metadata(rest)
+        except Exception as error:
+            self.unsplit = "the host cannot slice such batches"
+            layers.log.warn(
+                f"the host cannot slice a batch that decodes and prefills ({error!r}). Its kernel "
+                "decodes in such steps."
+            )
+            return None, self.unsplit
+        inputs = StepInputs(forward_batch.seq_lens[-rows:], forward_batch.req_pool_indices[-rows:])
+        try:
+            inputs.plan(layers.attention, layers.page_table)
+        except Exception as error:
+            layers.failure.planning_failed(error)
+            return None, "planning failed"
+        count = layers.state.count
+        step = TreeStep(
+            forward_batch,
+            inputs,
+            prepared=rest,
+            rest=rest,
+            first=first,
+            ran=partial(count, decoded),
+            failed=partial(count, decoded, "kernel failed"),
+        )
+        return step, None

@@ -1,0 +1,364 @@
+"""Steps in which some requests decode and others prefill: each row has the host's own result."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import MIXED, Steps
+from failure_lines import raising
+from sglang_fakes import (
+    RADIX_CACHE,
+    FakePool,
+    FakeServer,
+    Tree,
+    decode_attention,
+    device_planned,
+    make_batch,
+    make_layer,
+    make_state,
+    mode,
+    recording_backend,
+    requests_of,
+    small_attention,
+)
+
+
+def first_rows(batch, tokens, requests):
+    """As the host slices a batch, as far as the fake host looks."""
+    return SimpleNamespace(
+        forward_mode=batch.forward_mode,
+        batch_size=requests,
+        seq_lens=batch.seq_lens[:requests],
+        req_pool_indices=batch.req_pool_indices[:requests],
+        extend_seq_lens_cpu=batch.extend_seq_lens_cpu[:requests],
+        out_cache_loc=batch.out_cache_loc[:tokens],
+    )
+
+
+class MixedServer(FakeServer):
+    """A server whose last `decoding` requests decode and whose others prefill."""
+
+    def __init__(self, host, prompts, chunks, **attention):
+        from deft_backend.hosts.sglang.mixed import MixedSteps
+        from deft_backend.hosts.sglang.prefixes import BatchObserver
+
+        requests, table, lens = requests_of(prompts, Tree())
+        calls, pool, state = [], FakePool(int(table.max()) + 1), make_state()
+
+        class Host(recording_backend(host, pool, table, calls)):
+            """Computes every row over the page table, if its metadata is of the same batch."""
+
+            def init_forward_metadata(self, batch):
+                calls.append(f"metadata of {batch.batch_size}")
+                self.prepared = batch
+
+            def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
+                assert self.prepared.extend_seq_lens_cpu == batch.extend_seq_lens_cpu
+                calls.append(f"extend of {batch.batch_size}")
+                if save_kv_cache:
+                    location = SimpleNamespace(loc=batch.out_cache_loc)
+                    pool.set_kv_buffer(layer, location, k[: len(location.loc)], v)
+                keys, values = pool.buffers[layer.layer_id]
+                return attended(q, batch, SimpleNamespace(k=keys, v=values), table).float()
+
+        own = Host()
+        backend = device_planned(
+            own, small_attention(max_batch=8, **attention), state, Settings(min_batch=2)
+        )
+        observer = BatchObserver("runner")
+        layers = backend.deft.layers
+        backend.deft.mixed = MixedSteps(layers, Settings(min_batch=2), observer, first_rows)
+        super().__init__(
+            backend=backend,
+            calls=calls,
+            pool=pool,
+            state=state,
+            table=table,
+            own=own,
+            steps=backend.deft,
+            mixed=backend.deft.mixed,
+            observer=observer,
+            requests=requests,
+            lens=lens,
+            chunks=chunks,
+            attention=layers.attention,
+        )
+
+    def batch(self, padding=0):
+        """The next step: a chunk of each prefill, and a token of each request that decodes."""
+        decoding = len(self.lens) - len(self.chunks)
+        lens, new = torch.from_numpy(self.lens.copy()), [*self.chunks, *[1] * decoding]
+        slots = [
+            self.table[row, n - count : n]
+            for row, (n, count) in enumerate(zip(lens.tolist(), new, strict=True), start=1)
+        ]
+        made = make_batch(
+            "mixed",
+            self.table,
+            range(1, len(new) + 1),
+            lens,
+            out_cache_loc=torch.cat([torch.from_numpy(each).long() for each in slots]),
+            seq_lens_cpu=lens,
+            extend_seq_lens_cpu=new,
+            rids=[request.rid for request in self.requests],
+        )
+        scheduled = SimpleNamespace(
+            reqs=self.requests,
+            tree_cache=RADIX_CACHE,
+            decoding_reqs=self.requests[len(self.chunks) :],
+        )
+        self.observer.observe(made, scheduled, "runner")
+        return made
+
+    def draw(self, tokens, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.randn(tokens, heads * 64, generator=generator) for heads in (4, 2, 2))
+
+    def run(self, batch, given=None, *, layers=1, padding=0):
+        """The outputs of some layers of a step, each with the queries that it had."""
+        found = []
+        self.backend.init_forward_metadata(batch)
+        for layer_id in range(layers):
+            q, k, v = self.draw(len(batch.out_cache_loc) + padding, layer_id)
+            layer = make_layer(layer_id=layer_id)
+            found.append((q, self.backend.forward(q, k, v, layer, given or batch), layer_id))
+        return found
+
+    def check(self, found, batch):
+        """Every row is that of attention in float64 over what is now in the cache."""
+        tokens = len(batch.out_cache_loc)
+        for q, out, layer_id in found:
+            keys, values = self.pool.buffers[layer_id]
+            pool = SimpleNamespace(k=keys, v=values)
+            expected = attended(q[:tokens], batch, pool, self.table)
+            torch.testing.assert_close(out[:tokens].double(), expected, rtol=1e-5, atol=1e-6)
+            assert not out[tokens:].any()
+
+
+def attended(q, batch, pool, table):
+    """[T, 256] float64: each new token attends to its request's tokens up to itself."""
+    rows, lens = [], []
+    for row, length, new in zip(
+        batch.req_pool_indices.tolist(),
+        batch.seq_lens.tolist(),
+        batch.extend_seq_lens_cpu,
+        strict=True,
+    ):
+        rows += [row] * new
+        lens += range(length - new + 1, length + 1)
+    out = decode_attention(pool, table, rows, lens, q[: len(rows)])
+    return torch.cat([out, out.new_zeros((len(q) - len(rows), out.shape[1]))])
+
+
+SHARED = list(range(100, 160))
+PROMPTS = [[*range(200, 230)], [*SHARED, 1], [*SHARED, 2, 3], [*SHARED[:20], 4]]
+
+
+@pytest.fixture
+def server(host):
+    """One request prefills a chunk of 16 tokens, three decode behind a shared prefix."""
+    return MixedServer(host, PROMPTS, [16])
+
+
+def counted(server):
+    steps = server.state.counters().steps
+    return {(content.kind, content.reason): of.steps for content, of in steps.items()}
+
+
+def test_decode_rows_go_through_the_tree_and_the_others_through_the_host(server):
+    batch = server.batch()
+    found = server.run(batch, layers=2)
+    server.check(found, batch)
+    assert server.calls == ["metadata of 1", "extend of 1", "extend of 1"]
+    assert counted(server) == {(MIXED, None): 1}
+    (steps,) = server.state.counters().steps.values()
+    held = server.state.token_bytes * server.state.num_layers
+    assert steps == Steps(1, 3, int(server.lens[1:].sum()) * held)
+    read = server.state.counters()
+    assert read.kv_bytes_read < 0.75 * read.kv_bytes_query_guided
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chunks_of_every_size(host, seed):
+    """Chunks of 1 to 64 tokens, behind a prefix or without one; requests come and go."""
+    draw = random.Random(seed)
+    prefill = draw.randint(1, 3)
+    prompts = [[draw.randrange(3) for _ in range(draw.randint(65, 90))] for _ in range(prefill)]
+    for _ in range(draw.randint(2, 5)):
+        prompts.append([*SHARED[: draw.choice((10, 30, 60))], draw.randrange(9) + 300])
+    server = MixedServer(host, prompts, [draw.randint(1, 64) for _ in range(prefill)])
+    for _ in range(3):
+        batch = server.batch()
+        server.check(server.run(batch, layers=2), batch)
+        if len(server.requests) - prefill > 2:  # a request is aborted
+            server.requests, server.lens = server.requests[:-1], server.lens[:-1]
+        server.chunks = [draw.randint(1, 64) for _ in range(prefill)]
+    assert counted(server) == {(MIXED, None): 3}
+    assert not [call for call in server.calls if call.endswith(f"of {len(prompts)}")]
+
+
+def test_layers_in_a_prefill_graph_get_a_padded_copy(server):
+    batch = server.batch()
+    padded = SimpleNamespace(**vars(batch))
+    server.check(server.run(batch, padded, padding=13), batch)
+    assert server.calls == ["metadata of 1", "extend of 1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompts": [PROMPTS[0], [1, 2], [3, 4]]}, "shares too little to be split"),
+        ({"prompts": PROMPTS[:2]}, "batch smaller than DEFT_MIN_BATCH=2"),
+        ({"unsplit": "this SGLang does not slice batches"}, "this SGLang does not slice batches"),
+        ({"mm_inputs": [object()]}, "mixed batch of another form"),
+        ({"seq_lens_cpu": None}, "mixed batch of another form"),
+        ({"tree": object()}, "unreadable prefix cache"),
+    ],
+)
+def test_what_is_not_split_is_the_hosts(host, change, reason):
+    server = MixedServer(host, change.pop("prompts", PROMPTS), [16])
+    server.mixed.unsplit = change.pop("unsplit", None)
+    batch = server.batch()
+    if "tree" in change:
+        scheduled = SimpleNamespace(
+            reqs=server.requests, tree_cache=change.pop("tree"), decoding_reqs=server.requests[1:]
+        )
+        server.observer.observe(batch, scheduled, "runner")
+    vars(batch).update(change)
+    server.check(server.run(batch), batch)
+    size = len(server.requests)
+    assert server.calls == [f"metadata of {size}", f"extend of {size}"]
+    assert counted(server) == {(MIXED, reason): 1}
+
+
+def test_a_prefill_alone_is_the_hosts(server):
+    batch = server.batch()
+    batch.forward_mode = mode("extend")
+    server.observer.observe(
+        batch, SimpleNamespace(reqs=server.requests, tree_cache=None, decoding_reqs=None), "runner"
+    )
+    server.check(server.run(batch), batch)
+    assert server.calls == ["metadata of 4", "extend of 4"]
+    assert counted(server) == {}
+
+
+@pytest.mark.parametrize("broken", ["run", "plan_batch"])
+def test_after_a_failure_the_host_computes_the_whole_batch(server, monkeypatch, failures, broken):
+    """Also the step's other rows of the same layer; later steps too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(server.attention, broken, raising(RuntimeError("out of resources")))
+        batch = server.batch()
+        server.check(server.run(batch, layers=2), batch)
+    assert "out of resources" in failures.pop()
+    assert server.calls == ["metadata of 1", "metadata of 4", "extend of 4", "extend of 4"]
+    failed = {"run": "kernel failed", "plan_batch": "planning failed"}[broken]
+    assert counted(server) == {(MIXED, failed): 1}
+    batch = server.batch()
+    server.check(server.run(batch), batch)
+    assert counted(server) == {(MIXED, failed): 2}
+
+
+def test_a_kernel_that_fails_in_a_later_layer(server, monkeypatch, failures):
+    batch = server.batch()
+    found, real = [], server.attention.run
+    calls = iter([real, raising(RuntimeError("out of resources"))])
+    monkeypatch.setattr(
+        server.attention, "run", lambda *given, **named: next(calls)(*given, **named)
+    )
+    found = server.run(batch, layers=3)
+    server.check(found, batch)
+    assert "out of resources" in failures.pop()
+    assert server.calls[-2:] == ["extend of 4", "extend of 4"]
+
+
+def test_a_batch_that_the_host_cannot_slice_is_left_to_it(server, caplog):
+    server.mixed.slice_batch = raising(ValueError("Field x has value, but is not yet supported"))
+    for _ in range(2):
+        batch = server.batch()
+        server.check(server.run(batch), batch)
+    assert caplog.text.count("Field x has value") == 1
+    assert counted(server) == {(MIXED, "the host cannot slice such batches"): 2}
+
+
+def test_verification_compares_whole_mixed_steps(server, monkeypatch, failures):
+    """``DEFT_VERIFY``: the host computes the whole batch as well, over metadata of its own."""
+    server.steps.layers._verify = True
+    batch = server.batch()
+    server.check(server.run(batch, layers=2), batch)
+    once = ["metadata of 1", "extend of 1", "metadata of 4", "extend of 4"]
+    assert server.calls == once * 2
+    real = server.attention.run
+    monkeypatch.setattr(server.attention, "run", lambda *given, **named: real(*given, **named) + 1)
+    batch = server.batch()
+    server.check(server.run(batch, layers=2), batch)
+    assert "differ by" in failures.pop()
+    assert counted(server) == {(MIXED, None): 1, (MIXED, "kernel failed"): 1}
+
+
+def test_page_tables_are_read_until_a_split_step_ends(server):
+    from deft_backend.hosts.sglang.versions import read_end
+
+    type(server.own).shared_read_ends = lambda self, mode: "the host's"
+    type(server.own).resolve_prefill_shared_read_ends = lambda self, batch, **_: "the host's"
+    ends = server.backend.resolve_prefill_shared_read_ends
+    batch = server.batch()
+    assert ends(batch, num_qo_tokens=19) == "the host's"
+    server.backend.init_forward_metadata(batch)
+    assert ends(batch, num_qo_tokens=19) == read_end()
+    assert server.backend.shared_read_ends(mode("extend")) == read_end()
+    server.mixed.unsplit = "not now"
+    server.backend.init_forward_metadata(server.batch())
+    assert ends(batch, num_qo_tokens=19) == "the host's"
+
+
+@pytest.mark.parametrize(("layers", "tokens", "pays"), [(32, 60_000, True), (32, 20_000, False)])
+def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(
+    server, monkeypatch, layers, tokens, pays
+):
+    monkeypatch.setattr(server.attention, "device", torch.device("cuda"))
+    server.state.num_layers = layers
+    server.state.num_kv_heads, server.state.head_dim, server.state.dtype_bytes = 8, 128, 2
+    assert server.mixed._pays(tokens) is pays
+
+
+def test_the_hosts_own_code_slices(host, monkeypatch):
+    """The host's slice of a batch of its own class, as its backends take it."""
+    from sglang.srt.batch_overlap import two_batch_overlap
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from deft_backend.hosts.sglang.versions import batch_slicer
+
+    ranks = SimpleNamespace(attn_tp_size=1, moe_dense_tp_size=None)
+    monkeypatch.setattr(two_batch_overlap, "get_parallel", lambda: ranks)
+    new, lens = [5, 3, 1, 1], torch.tensor([9, 3, 40, 41])
+    tokens = sum(new)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.MIXED,
+        batch_size=4,
+        input_ids=torch.arange(tokens),
+        positions=torch.arange(tokens),
+        req_pool_indices=torch.arange(4),
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        seq_lens_sum=int(lens.sum()),
+        out_cache_loc=torch.arange(tokens) + 100,
+        extend_num_tokens=tokens,
+        extend_seq_lens=torch.tensor(new),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens=lens - torch.tensor(new),
+        extend_prefix_lens_cpu=(lens - torch.tensor(new)).tolist(),
+        extend_start_loc=torch.tensor([0, 5, 8, 9]),
+        rids=list("abcd"),
+    )
+    slicer = batch_slicer()
+    assert slicer is not None
+    part = slicer(batch, 8, 2)
+    assert (part.batch_size, part.seq_lens.tolist(), part.rids) == (2, [9, 3], ["a", "b"])
+    assert part.out_cache_loc.tolist() == list(range(100, 108))
+    assert (part.extend_seq_lens_cpu, part.extend_prefix_lens_cpu) == ([5, 3], [4, 0])
+    assert part.forward_mode.is_extend()
+    monkeypatch.delattr(two_batch_overlap.TboForwardBatchPreparer, "filter_batch")
+    assert batch_slicer() is None
