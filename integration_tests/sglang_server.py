@@ -95,6 +95,7 @@ class Ask:
     prompt: str
     tokens: int = 8
     n: int = 1
+    logprobs: bool = True  # the host mixes no prefill into the steps of requests that ask for them
 
     @property
     def choices(self):
@@ -102,10 +103,15 @@ class Ask:
 
     def body(self):
         """The request in the form of the `openai` client."""
-        return {
-            "model": "default", "prompt": self.prompt, "max_tokens": self.tokens, "n": self.n,
-            "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True},
-        }  # fmt: skip
+        body = {
+            "model": "default",
+            "prompt": self.prompt,
+            "max_tokens": self.tokens,
+            "n": self.n,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
+        return {**body, "logprobs": 1} if self.logprobs else body
 
 
 def running(backend, group, folder):

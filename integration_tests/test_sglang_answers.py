@@ -81,6 +81,22 @@ def test_every_rank_plans_for_itself(server, model):
     check_both_ranks(server)
 
 
+@on("mixed", "mixed-ranks", rare=["mixed-ranks"])
+def test_prompts_arrive_while_others_decode(server, model):
+    """Chunks of prefill share steps with requests that decode; some of these are aborted."""
+
+    def ask(prompt, tokens, n=1):
+        return Ask(prompt, tokens, n, logprobs=False)
+
+    first = [ask(PREFIX + f"Then came {topic},", 24) for topic in TOPICS[:4]]
+    later = [ask(f"{topic} " * 12 + PREFIX + "And then", 12) for topic in TOPICS[3:]]
+    check_joins_and_aborts(server, model, kept=first[:3], cut=first[3:], later=later)
+    check(server, model, [ask(PREFIX + f"Afterwards, {t}", 10, n=2) for t in TOPICS[:3]])
+    mixed = [each for each in server.state()["steps"] if each["kind"] == "mixed"]
+    assert sum(each["steps"] for each in mixed if each["reason"] is None) > 0
+    assert {each["reason"] for each in mixed} <= {None, "shares too little to be split"}
+
+
 @on("retracting")
 def test_retracted_requests_come_back(server, model):
     """The host retracts requests while they decode, and prefills them again later."""
