@@ -246,7 +246,10 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
         logger.info("deft: the host's kernel decodes in steps that also prefill: %s", unsplit)
     observer = BatchObserver(runner)
     undo.callback(observe_batch.install(observer.observe))
-    return MixedSteps(layers, settings, observer, slicer, unsplit)
+    steps = MixedSteps(layers, settings, observer, slicer, unsplit)
+    if isinstance(layers.attention, TreeAttention) and layers.attention.device.type == "cuda":
+        steps.costs = layers.attention.target.costs
+    return steps
 
 
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:

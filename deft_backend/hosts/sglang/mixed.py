@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from deft_backend.costs.cost_model import CostModel
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of
 from deft_backend.hosts.sglang.step_inputs import StepInputs
@@ -42,6 +43,7 @@ class MixedSteps:
     observer: BatchObserver
     slice_batch: BatchSlicer | None
     unsplit: str | None = None
+    costs: CostModel | None = None  # of the GPU; None on the CPU, where whatever is shared pays
     _tree: CachedTree = field(
         default_factory=lambda: CachedTree("the host's kernel decodes in steps that also prefill")
     )
@@ -98,12 +100,11 @@ class MixedSteps:
 
     def _pays(self, saved: int) -> bool:
         """Whether tokens that need not be read again take longer than the launches."""
-        attention, state = self.layers.attention, self.layers.state
-        if attention.device.type != "cuda":  # the costs are a GPU's
+        if self.costs is None:
             return saved > 0
         layers = self.layers.tree_layers
-        milliseconds = attention.target.costs.transfer_ms(saved * state.token_bytes * layers)
-        return milliseconds > STEP_MS + LAYER_MS * layers
+        saved_bytes = saved * self.layers.state.token_bytes * layers
+        return self.costs.transfer_ms(saved_bytes) > STEP_MS + LAYER_MS * layers
 
     def _split(self, forward_batch: Any, decoded: Decoded) -> tuple[TreeStep | None, str | None]:
         """Plan the decode rows and have the host prepare the others, or the reason why not."""

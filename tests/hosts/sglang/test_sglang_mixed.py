@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
 from failure_lines import raising
@@ -315,10 +316,8 @@ def test_page_tables_are_read_until_a_split_step_ends(server):
 
 
 @pytest.mark.parametrize(("layers", "tokens", "pays"), [(32, 60_000, True), (32, 20_000, False)])
-def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(
-    server, monkeypatch, layers, tokens, pays
-):
-    monkeypatch.setattr(server.attention, "device", torch.device("cuda"))
+def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, layers, tokens, pays):
+    server.mixed.costs = default_cost_model()
     server.state.num_layers = layers
     server.state.num_kv_heads, server.state.head_dim, server.state.dtype_bytes = 8, 128, 2
     assert server.mixed._pays(tokens) is pays
