@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,14 +27,20 @@ RECORDS = Path(__file__).parents[2] / "docs/results"
 
 
 class Counted:
-    """The stand-in; remembers its calls."""
+    """The stand-in; remembers its calls. Of an empty range it gives `empty` and any output."""
 
-    def __init__(self):
+    def __init__(self, empty=float("-inf")):
         self.calls = []
+        self.empty_ranges = 0
+        self._empty = empty
 
     def __call__(self, call):
         self.calls.append(call)
-        return plain_latent_attention(call)
+        out, lse = plain_latent_attention(call)
+        empty = lse == float("-inf")
+        self.empty_ranges += int(empty.sum())
+        out[empty.T] = float("nan")
+        return out, lse.masked_fill(empty, self._empty)
 
     @property
     def tokens(self):
@@ -51,9 +58,9 @@ def expected(q_nope, q_rope, cache, table, lens):
     return reference_attention(q, keys, values, table, lens, sm_scale=SCALE)[..., :value]
 
 
-def check(batch, heads, query_tokens, *, how, grow=0, padding=0):
+def check(batch, heads, query_tokens, *, how, grow=0, padding=0, empty=float("-inf")):
     """Plan, grow, lay out, run a layer of poisoned memory, and compare with float64."""
-    kernel = Counted()
+    kernel = Counted(empty)
     requests = len(batch.seq_lens)
     attention = LatentAttention(
         num_query_heads=heads, dtype=torch.float32, device="cpu", kernel=kernel,
@@ -99,6 +106,14 @@ def test_equals_attention_request_by_request(batch, heads, tokens, how, grow, pa
     if heads * tokens <= 32:
         padding = padding if how == "forest" else 0
         check(batch, heads, tokens, how=how, grow=grow, padding=padding)
+
+
+@pytest.mark.parametrize("empty", [float("-inf"), float("inf")])
+def test_an_empty_range_weighs_nothing(empty):
+    """Requests of equal tokens have empty leaves; kernels give them either infinity."""
+    table = np.arange(6000, dtype=np.int32)[None].repeat(4, axis=0)
+    kernel = check(Batch(table, np.full(4, 5900, np.int32), 1), 8, 1, how="forest", empty=empty)
+    assert kernel.empty_ranges == 4 * 8
 
 
 def flash_attention():

@@ -93,6 +93,24 @@ def test_a_wrong_row_is_found(fault, monkeypatch):
     assert found is not None
 
 
+def test_a_read_of_what_an_earlier_step_left_is_found(monkeypatch):
+    """Stale results of the same case are right; only a poisoned workspace shows such a read."""
+    run_plan = tree_attention.run_plan
+
+    def reads_stale_slots(config, plan, step, partial, **named):
+        stale = sum(part.double().sum() for part in partial)
+        run_plan(config, plan, step, partial, **named)
+        step.out[5] += (0.0 * stale).to(step.out.dtype)
+
+    monkeypatch.setattr(tree_attention, "run_plan", reads_stale_slots)
+    attention = attention_of()
+    for part in attention._workspace:
+        part.zero_()
+    failure = checked(attention, DECODE).failure
+    assert failure is not None
+    assert failure.startswith("row 5 is off by")
+
+
 @triton.jit
 def broken(x):
     x.no_such_operation()

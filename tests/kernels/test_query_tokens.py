@@ -5,12 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels import star
 
 from attention_checks import DEVICES, Batch, check, tree_attention
 from benchmarks.random_batches import random_batch
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.forest import build_forest, forest_of_blocks
+from deft_backend.policies import GroupingBuilder, Segment
 from deft_backend.shapes import QueryBlocks
 
 
@@ -119,9 +121,32 @@ def test_float32_soft_cap_and_fewer_query_tokens_than_the_most():
     check(batch, 6, most=40, dtype=torch.float32, logit_cap=3.0, tree=tree_bits(3, 6, 6))
 
 
-@pytest.mark.parametrize("policy", ["auto", "deft-node", "flash-decoding"])
+@pytest.mark.parametrize(
+    ("heads", "chunks", "merged"), [((6, 2), 1, 0), ((6, 2), 9, 5), ((4, 4), 8, 0), ((4, 4), 9, 5)]
+)
+def test_sinks_of_several_query_tokens(heads, chunks, merged):
+    """Merged by leaves of small tiles, and by stage 2: a head's sink joins each of its tokens."""
+
+    def group(forest, target):
+        builder = GroupingBuilder()
+        for n in range(chunks):
+            begin, end = n * 90 // chunks, (n + 1) * 90 // chunks
+            builder.add(list(range(5)), [Segment(0, begin, end, False, 0, 5)])
+        for row, length in enumerate(forest.seq_lens.tolist()):
+            builder.add([row], [Segment(row, 90, length, True, 0, 1)])
+        return builder.build()
+
+    batch = star(5, 90, [7, 20])
+    attention = check(
+        batch, 6, heads=heads, group=group, sinks=torch.float32, dtype=torch.float32, grow=0
+    )
+    assert attention.last_plan is not None
+    assert len(attention.last_plan.reduce_query) == merged
+
+
+@pytest.mark.parametrize("policy", ["auto", "flash-decoding"])
 def test_sinks(policy):
-    """Outputs written directly, merged by leaves and merged by stage 2."""
+    """Also of outputs that items write directly."""
     batch = drafts(13, 5, 4, 6, longest=90)
     check(
         batch, 6, policy=policy, heads=(6, 2), page_size=4, sinks=torch.float32, dtype=torch.float32

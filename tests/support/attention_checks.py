@@ -106,8 +106,9 @@ def check(
         if group is None:
             attention.plan(forest, query_tokens=query_tokens)
         else:
-            plan = plan_grouping(group(forest, attention.target), forest, attention.target)
-            attention.use(plan, forest)
+            target = attention._shapes[query_tokens].target
+            plan = plan_grouping(group(forest, target), forest, target)
+            attention.use(plan, forest, query_tokens=query_tokens)
     given = {
         "logit_cap": logit_cap, "sm_scale": sm_scale,
         "ancestors": None if tree is None else tree.to(device),

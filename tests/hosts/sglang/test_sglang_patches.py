@@ -63,13 +63,18 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
+    replayed = []
+
     def execute(runner, batch, proxy):
         model.war_fastpath_read_done_event = "metadata was read"
+        replayed.append(batch)
         return "logits"
 
-    readers = {id(model): lambda batch: batch == "reads"}
+    # The adapter's reader answers for the graph that has just been replayed.
+    readers = {id(model): lambda batch: replayed[-1] == batch == "reads"}
     monkeypatch.setattr(patch, "_readers", readers)
-    for batch, event in (("does not read", "metadata was read"), ("reads", None)):
+    for batch, event in (("reads", None), ("does not read", "metadata was read"), ("reads", None)):
+        replayed.append("another")
         assert patch._execute(execute, runner, batch) == "logits"
         assert model.war_fastpath_read_done_event == event
     readers.clear()

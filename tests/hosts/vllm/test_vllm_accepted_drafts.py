@@ -95,9 +95,14 @@ def test_counts_never_fall():
 def test_a_worker_shows_its_steps(caplog):
     worker = object.__new__(WorkerWrapperBase)
     worker._apply_mm_cache = lambda step: None
-    worker.worker = SimpleNamespace(execute_model=lambda step: f"result of {step}")
-    assert observe_steps.missing() is None
     seen = []
+
+    def execute_model(step):
+        seen.append(f"step {step}")
+        return f"result of {step}"
+
+    worker.worker = SimpleNamespace(execute_model=execute_model)
+    assert observe_steps.missing() is None
 
     def last(step):
         observe_steps.remove(last)
@@ -106,7 +111,7 @@ def test_a_worker_shows_its_steps(caplog):
     for observer in (raising(ValueError("too many")), last, seen.append):
         observe_steps.install(observer)
     assert [worker.execute_model(step) for step in ("a", "b")] == ["result of a", "result of b"]
-    assert seen == ["a", "b"]
+    assert seen == ["a", "step a", "b", "step b"]  # the step needs what the observer found
     assert [caplog.text.count(error) for error in ("too many", "by itself")] == [1, 1]
 
 
