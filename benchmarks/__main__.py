@@ -13,20 +13,19 @@ from benchmarks.row_files import RowsError
 from deft_backend.cli.errors import help_of, reported
 
 COMMANDS = {
-    "kernel": "commands.kernel",
-    "kernel-merge": "commands.kernel",
-    "kernel-check": "commands.kernel_check",
-    "policies": "commands.policies",
-    "mla": "commands.mla",
-    "papers": "commands.papers",
+    "kernel": "kernel.command",
+    "kernel-merge": "kernel.command",
+    "kernel-sets": "kernel.command",
+    "mla": "latent.command",
+    "papers": "papers.command",
     "planning": "planning",
-    "fuzz": "commands.fuzz",
+    "fuzz": "fuzz.command",
     "e2e": "e2e.command",
     "e2e-merge": "e2e.command",
     "load": "load",
     "soak": "soak",
     "start": "start",
-    "real-model": "commands.real_model",
+    "real-model": "real_model.command",
     "results": "results",
 }
 """Each command's module; only the one that runs is imported, because many import torch."""

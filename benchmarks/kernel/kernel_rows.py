@@ -35,7 +35,6 @@ class _EveryRow(TypedDict):
     us: dict[str, float | None]
     error: dict[str, float | None]
     skipped: dict[str, str]
-    plan_us: dict[str, float]
     facts: dict[str, dict[str, int]]
     repeatable: bool | None
 
@@ -131,3 +130,36 @@ def merged(
     runs = [run for _, _, other in parts for run in other.get("runs", [])]
     complete = all(other.get("complete", False) for _, _, other in parts)
     return list(found.values()), {**header, "complete": complete, "runs": runs}
+
+
+def averaged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A paper's table: means over the steps of each workload, tree attention under `auto`'s name.
+
+    A method that failed on any step has no time.
+    """
+    steps: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        steps.setdefault((row["set"], row["heads"]), []).append(row)
+    return [_mean_row(*key, of) for key, of in steps.items()]
+
+
+def _mean_row(workload: str, heads: str, rows: Sequence[Row]) -> dict[str, Any]:
+    named = {name: "auto" if name == OURS else name for name in rows[0]["us"]}
+    us = {called: [row["us"].get(name) for row in rows] for name, called in named.items()}
+    attended = sum(row["tokens_attended"] for row in rows)
+    return {
+        "workload": workload,
+        "heads": heads,
+        "steps": len(rows),
+        "batch": round(sum(row["batch"] for row in rows) / len(rows), 1),
+        "share": round(attended / max(1, sum(row["tokens_stored"] for row in rows)), 2),
+        "us": {
+            name: None if None in times else round(sum(filter(None, times)) / len(times), 2)
+            for name, times in us.items()
+        },
+        "error": {
+            called: max(row["error"].get(name) or 0.0 for row in rows)
+            for name, called in named.items()
+        },
+        "skipped": {name: why for row in rows for name, why in row["skipped"].items()},
+    }

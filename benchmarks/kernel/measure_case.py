@@ -13,7 +13,6 @@ from benchmarks.kernel.case_inputs import Inputs, make_inputs
 from benchmarks.kernel.kernel_rows import Row
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
-from benchmarks.kernel.plan_timing import plan_us
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.tools.tuning.launch_clock import Budget, Ceilings, captured, launch_us
@@ -55,8 +54,6 @@ class Setup:
         Ceilings of the device; None on the CPU.
     unavailable : dict
         Why a peer cannot run on this machine, by name; every row repeats it.
-    phases : bool
-        Also time each kernel launch of our method alone.
     kv_dtype : str
         One of :data:`KV_DTYPES`.
     """
@@ -72,7 +69,6 @@ class Setup:
     budget: Budget
     ceilings: Ceilings | None
     unavailable: dict[str, str]
-    phases: bool = False
     kv_dtype: str = SAME
 
 
@@ -118,7 +114,6 @@ def measure_case(case: Case, setup: Setup) -> Row:
         us={},
         error={},
         skipped=dict(setup.unavailable),
-        plan_us={},
         facts={},
         repeatable=None,
         query_tokens=inputs.query_tokens,
@@ -127,21 +122,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)
-    if setup.ours.name not in row["skipped"] and setup.ours.planner == "host" and not several:
-        times = plan_us(setup.ours.attention(inputs), inputs, setup.budget)
-        row["plan_us"] = {name: round(us, 1) for name, us in times.items()}
-        if setup.phases:
-            row["facts"].setdefault(OURS, {}).update(_phases_ns(inputs, setup))
     return row
-
-
-def _phases_ns(inputs: Inputs, setup: Setup) -> dict[str, int]:
-    """Nanoseconds of each kernel launch of our method alone."""
-    found = {}
-    for name, launch in setup.ours.phases(inputs):
-        timed = captured(launch)[0] if setup.graph else launch
-        found[f"{name}_alone_ns"] = round(launch_us(timed, setup.budget) * 1e3)
-    return found
 
 
 def _measure_method(

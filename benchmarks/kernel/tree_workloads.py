@@ -1,15 +1,11 @@
-"""The forests to measure: from ``tree_sets.json``, or described by the user."""
+"""Forests to measure, as workloads and cases."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
 
-from benchmarks.kernel.mixed_forests import mixed_forest
 from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
@@ -79,29 +75,6 @@ class Case:
         return f"{self.query_heads}/{self.kv_heads}"
 
 
-def set_names() -> list[str]:
-    """The sets of the data file, in its order."""
-    return list(_data())
-
-
-def workloads_of(name: str) -> list[Workload]:
-    """The workloads of a set of the data file.
-
-    Raises
-    ------
-    WorkloadChoiceError
-        If the set is unknown.
-    """
-    data = _data()
-    if name not in data:
-        raise WorkloadChoiceError(
-            f"there is no set {name!r}; expected one or more of "
-            f"{', '.join([*data, TRACES, VERIFY])}, "
-            "separated by commas"
-        )
-    return [_workload(name, entry) for entry in data[name]["trees"]]
-
-
 def described(tree: str) -> Workload:
     """The user's own tree: ``nodes per level  tokens per node at each level``.
 
@@ -116,15 +89,14 @@ def described(tree: str) -> Workload:
 
 
 def cases_of(
-    chosen: Sequence[Workload], heads: Sequence[tuple[int, int]] | None, page_size: int | None
+    chosen: Sequence[Workload], heads: Sequence[tuple[int, int]], page_size: int
 ) -> list[Case]:
-    """Each workload with each head shape; None takes the head shapes of its set."""
-    cases = []
-    for workload in chosen:
-        for query_heads, kv_heads in heads or _heads_of(workload.set):
-            size = workload.tokens_a_page() if page_size is None else page_size
-            cases.append(Case(workload, query_heads, kv_heads, size))
-    return cases
+    """Each workload with each head shape; a `page_size` of 0 takes the workload's own."""
+    return [
+        Case(workload, query_heads, kv_heads, page_size or workload.tokens_a_page())
+        for workload in chosen
+        for query_heads, kv_heads in heads
+    ]
 
 
 def quick(chosen: Sequence[Workload]) -> list[Workload]:
@@ -153,30 +125,6 @@ def parse_heads(text: str) -> tuple[int, int]:
             "second, several separated by commas"
         ) from None
     return query_heads, kv_heads
-
-
-def _data() -> dict[str, Any]:
-    path = Path(__file__).with_name("tree_sets.json")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
-
-
-def _heads_of(name: str) -> list[tuple[int, int]]:
-    found = _data().get(name, {"heads": ["32/8"]})
-    return [parse_heads(text) for text in found["heads"]]
-
-
-def _workload(name: str, entry: str | dict[str, Any]) -> Workload:
-    if isinstance(entry, str):
-        return Workload(name, entry, partial(forest_from_levels, entry))
-    page_size = entry.get("page_size")
-    if "tree" in entry:
-        describe = partial(forest_from_levels, entry["tree"])
-    elif "parents" in entry:
-        describe = partial(forest_from_parents, entry["parents"], entry["tokens"])
-    else:
-        describe = partial(mixed_forest, **entry["mixed"])
-    return Workload(name, entry["name"], describe, page_size)
 
 
 def forest_from_parents(parents: Sequence[int], tokens: Sequence[int]) -> PrefixForest:

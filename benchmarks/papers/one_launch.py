@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from benchmarks.kernel.case_inputs import make_inputs
+from benchmarks.kernel.methods import make_method
 from benchmarks.kernel.tree_workloads import cases_of, described, parse_heads
-from benchmarks.papers.tables import method_named
 
 
 def main(method: str, tree: str, heads: str) -> None:
     """Prepare and compile everything first, so that only the attention's kernels are counted."""
-    (case,) = cases_of([described(tree)], [parse_heads(heads)], None)
+    (case,) = cases_of([described(tree)], [parse_heads(heads)], 0)
     inputs = make_inputs(case, 128, torch.bfloat16, torch.device("cuda"), "shuffled", 0)
-    launch = method_named(method).prepare(inputs).launch
+    launch = make_method(method).prepare(inputs).launch
     launch()
     torch.cuda.synchronize()
     profiler: Any = torch.cuda.profiler

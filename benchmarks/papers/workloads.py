@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.kernel.recorded_workloads import spread
-from benchmarks.kernel.tree_workloads import Workload, described, workloads_of
+from benchmarks.kernel.tree_workloads import Workload, described
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, lay_out
 from deft_backend.tools.traces.trace_files import load_trace
@@ -77,11 +77,6 @@ def prompts(lengths: Sequence[int], trees: Sequence[int]) -> list[Workload]:
         for size in trees
         for length in lengths
     ]
-
-
-def of_set(name: str) -> list[Workload]:
-    """The trees of a set of the kernel benchmark, each on its own."""
-    return [replace(workload, set=workload.name) for workload in workloads_of(name)]
 
 
 def with_prompt(tree: ThoughtTree, tokens: int) -> ThoughtTree:

@@ -17,13 +17,8 @@ from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.recorded_workloads import recorded_workloads
-from benchmarks.kernel.tree_workloads import (
-    Case,
-    Workload,
-    described,
-    forest_from_parents,
-    workloads_of,
-)
+from benchmarks.kernel.sets import read_set
+from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from deft_backend.tools.traces.recorded_trees import TraceError
@@ -63,13 +58,13 @@ def inputs_of(forest, page_size, layout="shuffled"):
     ],
 )
 def test_trees_are_the_published_ones(name, batches, shares):
-    forests = [workload.forest for workload in workloads_of(name)]
+    forests = [workload.forest for workload in read_set(name, None)[1]]
     assert [forest.batch_size for forest in forests] == batches
     assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
 
 
 def test_flashforge_families_hold_what_they_are_named_for():
-    forests = {workload.name: workload.forest for workload in workloads_of("flashforge")}
+    forests = {workload.name: workload.forest for workload in read_set("flashforge", None)[1]}
     for tokens in (512, 1024, 2048, 4096, 8192):
         assert sorted(forests[f"length-{tokens}"].length) == [tokens, tokens, 120000]
     for batch in (4, 8, 16, 32, 64):
@@ -218,7 +213,7 @@ def correct(inputs):
 def setup(*peers, policy="auto", dtype="fp16"):
     return Setup(
         ours=Ours(OURS, policy), peers=peers, head_dim=64, dtype=dtype, device=CPU,
-        layout="shuffled", seed=0, graph=False, budget=replace(QUICK, plan_s=0.0),
+        layout="shuffled", seed=0, graph=False, budget=QUICK,
         ceilings=None, unavailable={"absent": "is not here"},
     )  # fmt: skip
 
@@ -266,15 +261,13 @@ def test_a_result_in_another_order_is_compared_row_by_row():
 @pytest.mark.parametrize(
     ("policy", "dtype", "page_size"), [("auto", "bf16", 16), ("deft-node", "fp16", 5)]
 )
-def test_ours_is_right_repeatable_and_its_plans_are_timed(policy, dtype, page_size):
+def test_ours_is_right_and_repeatable(policy, dtype, page_size):
     row = measure_case(case(mixed_small(), page_size), setup(policy=policy, dtype=dtype))
     assert "deft" not in row["skipped"]
     assert row["error"]["deft"] < (1e-3 if dtype == "fp16" else 6e-3)
     assert row["repeatable"] is True
     assert row["policy"] == policy
     assert row["page_size"] == page_size
-    assert set(row["plan_us"]) == {"plan", "page_tables", "paths"}
-    assert all(us > 0 for us in row["plan_us"].values())
 
 
 def test_caches_of_eight_bits_are_rows_of_their_own():
@@ -307,7 +300,6 @@ def test_plans_made_on_the_device_are_measured_too(page_size):
     assert "deft" not in row["skipped"]
     assert row["error"]["deft"] < 1e-3
     assert row["repeatable"] is True
-    assert row["plan_us"] == {}
     assert "items" not in row["facts"]["deft"]  # the CPU does not know
 
 
@@ -326,29 +318,3 @@ def test_a_result_that_changes_from_run_to_run_is_seen():
         case(described("1,2 4,2").forest, 1), replace(setup(), ours=Drifting(OURS, "auto"))
     )
     assert row["repeatable"] is False
-
-
-PHASED = forest_from_parents([-1, *[0] * 9, -1, 10, 10, -1], [300, *range(1, 10), 40, 3, 5, 700])
-"""Nine leaves on a shared node, two requests that fit a small tile, and a long unshared request."""
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("deft-node", ["large_tile", "small_tile", "reduction"]),
-        ("deft-flatten", ["masked_tile", "small_tile"]),
-        ("flash-decoding", ["small_tile"]),
-    ],
-)
-def test_launches_one_after_the_other_compute_the_plan(policy, expected):
-    inputs = make_inputs(case(PHASED, 1), 64, torch.float16, CPU, "shuffled", 0)
-    names, out = [], torch.empty(0)
-    for name, launch in Ours(OURS, policy).phases(inputs):
-        if not names:
-            launch().fill_(torch.nan)  # NaN shows elements that no launch writes
-        names.append(name)
-        out = launch()
-    every = ["masked_tile", "large_tile", "small_tile", "reduction"]
-    assert set(expected) <= set(names) <= set(every)
-    assert names == sorted(names, key=every.index)
-    assert relative_error(out, correct(inputs)) < 1e-3

@@ -1,4 +1,4 @@
-"""Rows of the kernel benchmark: files, merges, release bars, plots, and the commands."""
+"""Rows of the kernel benchmark: files, merges, and the commands."""
 
 import json
 import re
@@ -32,12 +32,14 @@ def row(name="1,20 4000,200", **changes):
         "tokens_attended": 84000, "share": 10.5, "policy": "auto", "roof_us": 10.0,
         "us": {"deft": 20.0, "fa3": 50.0, "flashinfer": 40.0, "cascade": None},
         "error": {"deft": 3e-4, "fa3": 3e-4, "flashinfer": 3e-4, "cascade": 0.5},
-        "skipped": {"cascade": "wrong result: relative error 0.5"}, "plan_us": {}, "facts": {},
+        "skipped": {"cascade": "wrong result: relative error 0.5"}, "facts": {},
         "repeatable": True,
     }  # fmt: skip
     return Row(**{**made, **changes})
 
 
+CPU = ["--device", "cpu", "--quick"]
+SMALL = [*CPU, "--with", "heads=2/1", "--with", "head_dim=64"]
 run = partial(commands.run, app=app_of([]))
 
 
@@ -121,12 +123,19 @@ def test_times_of_both_planners_do_not_merge():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "fasttre"], r"no set 'fasttre'; expected one or more of fasttree, deft, .*trac"),
-        (["--tree", "4,2 8,8"], r"no level has fewer nodes than the one above it"),
-        (["--heads", "32/5"], r"--heads is '32/5'; expected QUERY/KV such as 32/8"),
-        (["--planner", "device", "--phases"], r"--phases needs plans of the host planner"),
-        (["--peers", "fa4"], r"--peers is 'fa4'; expected one of flashinfer, cascade, fa3, flash-"),
-        (["--tree", "2 8", "--part", "2/2"], r"only 1 cases"),
+        (["--set", "fasttre", *CPU], r"no set 'fasttre'; expected .*fasttree, deft, "),
+        (["--tree", "4,2 8,8", *CPU], r"no level has fewer nodes than the one above it"),
+        (
+            ["--tree", "2 8", "--with", "heads=32/5", *CPU],
+            r"'32/5'; expected QUERY/KV",
+        ),
+        (
+            ["--tree", "2 8", "--with", "peers=fa4", *CPU],
+            r"peers is 'fa4'; expected one of none",
+        ),
+        (["--tree", "2 8", "--with", "blocks=3", *CPU], r"--with is 'blocks=3'; expected"),
+        (["--tree", "2 8", "--part", "3/2", *CPU], r"--part is '3/2'; expected I/N"),
+        (["--set", "traces", *CPU], r"needs recordings"),
         (["--device", "cpu"], r"add --quick"),
     ],
 )
@@ -151,17 +160,15 @@ def test_other_commands_refuse_bad_input_in_a_line(words, said):
     assert len(err.splitlines()) == 1
 
 
-def test_checks_results_on_the_cpu_and_merges_and_draws(tmp_path):
-    trees = ["--tree", "1,2 9,3", "--tree", "2 5"]
-    common = ["kernel", "--device", "cpu", "--quick", "--heads", "2/1", "--head-dim", "64", *trees]
+def test_checks_results_on_the_cpu_and_merges(tmp_path):
+    common = ["kernel", *SMALL, "--tree", "1,2 9,3", "--tree", "2 5"]
     for part in ("1/2", "2/2"):
         code, out, _ = run(*common, "--part", part, "--out", str(tmp_path / part[0]))
         assert code == 0
         assert "without fa3: needs an NVIDIA GPU" in out
     first, header = read_rows(tmp_path / "1" / "kernel-cpu.json")
     assert header["complete"] is True
-    assert header["runs"][0]["rows"] == 1
-    assert header["runs"][0]["options"]["part"] == "1/2"
+    assert header["runs"][0]["options"]["heads"] == ["2/1"]
     assert first[0]["workload"] == "1,2 9,3"
     assert first[0]["us"] == {"deft": None, "flash-decoding": None}
     assert all(0 < error < 1e-3 for error in first[0]["error"].values())
@@ -186,9 +193,8 @@ def test_a_wrong_result_of_ours_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_module, "TOLERANCE", {torch.float16: 1e-9})
     code, out, err = run(
-        "kernel", "--device", "cpu", "--quick", "--tree", "1,2 3,2", "--heads", "2/1",
-        "--head-dim", "64", "--peers", "none", "--out", str(tmp_path),
-    )  # fmt: skip
+        "kernel", *SMALL, "--tree", "1,2 3,2", "--with", "peers=none", "--out", str(tmp_path)
+    )
     assert code == 1
     assert re.search(r"wrong own, 1,2 3,2, heads 2/1: wrong result: relative error", err)
     assert "wrong or failed" in out
@@ -209,34 +215,10 @@ def test_what_was_measured_survives_an_interruption(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_module, "measure_case", once)
     code, _, _ = run(
-        "kernel", "--device", "cpu", "--quick", "--tree", "1,2 3,2", "--tree", "1 2", "--heads",
-        "2/1", "--head-dim", "64", "--peers", "none", "--out", str(tmp_path),
+        "kernel", *SMALL, "--tree", "1,2 3,2", "--tree", "1 2", "--with", "peers=none",
+        "--out", str(tmp_path),
     )  # fmt: skip
     assert code != 0
     rows, header = read_rows(tmp_path / "kernel-cpu.json")
     assert [found["workload"] for found in rows] == ["1,2 3,2"]
     assert header["complete"] is False
-
-
-def test_the_table_of_policies_holds_geometric_means_over_auto(tmp_path):
-    def rows(planner, *times):
-        return [
-            {"set": "own", "tree": str(at), "heads": "32/8", "planner": planner, "us": us}
-            for at, us in enumerate(times)
-        ]
-
-    times = {
-        "host": rows("host", {"auto": 10.0, "deft-node": 20.0}, {"auto": 10.0, "deft-node": 5.0}),
-        "device": rows("device", {"auto": 10.0, "deft-node": 40.0}, {"auto": 7.0}),
-    }
-    files = [tmp_path / f"{planner}.json" for planner in times]
-    for file in files:
-        write_rows(file, times[file.stem], {"commit": file.stem})
-    out = tmp_path / "both.json"
-    code, printed, _ = run("policies", *map(str, files), "--out", str(out))
-    assert code == 0
-    assert "| `auto` | 1 | 1 |\n| `deft-node` | 1.00 | 4.00 |" in printed
-    assert "fastest policy on 1 rows:\n- host, 32/8, own, 1: 2.000 of deft-node's" in printed
-    content = json.loads(out.read_text())
-    assert content["rows"] == [*times["host"], *times["device"]]
-    assert [run["commit"] for run in content["header"]["runs"]] == ["host", "device"]

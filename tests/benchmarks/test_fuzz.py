@@ -1,42 +1,64 @@
-"""The fuzzer finds planted faults, keeps failing seeds, and every kept case passes today."""
+"""The fuzzer: its strategies find planted faults, and every kept example passes today."""
 
 import json
 import os
-import time
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
-from benchmarks.fuzz import fuzz_run, ties
+from benchmarks.fuzz import command, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
-from benchmarks.fuzz.attention_settings import AttentionSetting
-from benchmarks.fuzz.case_files import CaseFileError, keep, replay
+from benchmarks.fuzz.attention_settings import LAYOUTS, AttentionSetting
+from benchmarks.fuzz.examples import (
+    Example,
+    Runner,
+    attention_examples,
+    example_of,
+    plan_examples,
+)
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
-from benchmarks.fuzz.fuzz_process import Job, work
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.plan_settings import PlanSetting
+from benchmarks.fuzz.poisoned_cache import PoisonedCache
 from deft_backend import TreeAttention
 from deft_backend.forest import forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import plan_forest
 from deft_backend.policies import get_policy
 
 CPU = torch.device("cpu")
-CASES = sorted((Path(__file__).parent / "fuzz_cases").glob("*.json"))
+CASES = json.loads((Path(__file__).parent / "fuzz_cases.json").read_text())
 SETTING = PlanSetting(8, 2, 64, 16, 33, (8, 64, 64), 1 << 15)
-ATTENTION = AttentionSetting(8, 2, 64, 16, "float32", "int32", 0.0)
+PLAIN = AttentionSetting(4, 2, 64, 5, "float32", "int32", 0.0)
+CHAIN = replace(PLAIN, query_tokens=4)
+TREE = replace(PLAIN, query_tokens=5, tree=True)
+RAGGED = replace(PLAIN, query_tokens=3, ragged=True)
+BYTES = replace(PLAIN, kv_dtype="float8_e4m3fn")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_every_kept_case_passes(path):
-    assert replay(path, CPU) == []
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['what']}: {case['why'][:40]}")
+def test_every_kept_example_passes(case):
+    example = example_of(case)
+    assert example_of(example.to_dict()) == example
+    assert Runner(CPU).run(example) == []
+
+
+@given(plan_examples(large=False, seeds=2))
+@settings(max_examples=6, deadline=None)
+def test_plans_of_both_planners_are_right(example):
+    assert Runner(CPU).run(example) == []
+
+
+@given(attention_examples(DTYPES, large=False, seeds=1))
+@settings(max_examples=6, deadline=None)
+def test_attention_is_right(example):
+    assert Runner(CPU).run(example) == []
 
 
 def test_every_kind_of_forest_is_drawn():
@@ -67,77 +89,6 @@ def test_the_walk_finds_shared_query_tokens():
 
     assert fault(4) == ""
     assert fault(0).startswith("several queries share query tokens")
-
-
-def test_attention_that_reads_wrong_values_fails(monkeypatch):
-    fuzzer = AttentionFuzzer(ATTENTION, CPU, large=False)
-    assert fuzzer.run([3, 4], "auto").failures == []
-    honest = TreeAttention.run
-
-    def other_values(self, q, k, v, *args, **kw):
-        return honest(self, q, k, v.nan_to_num().roll(1, 0), *args, **kw)
-
-    monkeypatch.setattr(TreeAttention, "run", other_values)
-    failures = fuzzer.run([3, 4], "auto").failures
-    assert {failure.seed for failure in failures} == {3, 4}
-
-
-def test_a_failing_seed_becomes_a_case(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
-    found = PlanFuzzer(SETTING, CPU, large=False).run([5]).failures
-    assert found[0].why == "planted"
-    failure = {"what": "plans", "large": False, "setting": vars(SETTING), **found[0]._asdict()}
-    (path,) = keep([failure], tmp_path)
-    assert replay(path, CPU) == found
-    monkeypatch.undo()
-    assert replay(path, CPU) == []
-
-
-def test_a_file_that_holds_no_case_is_refused(tmp_path):
-    path = tmp_path / "case.json"
-    path.write_text('{"what": "plans"}')
-    with pytest.raises(CaseFileError, match="planner"):
-        replay(path, CPU)
-
-
-def die(job):
-    job.now.write_text(
-        json.dumps({"what": "plans", "setting": {}, "planner": "device", "seeds": [7, 9]})
-    )
-    os._exit(3)
-
-
-def test_a_process_that_dies_is_a_failure_of_its_seeds(monkeypatch):
-    monkeypatch.setattr(fuzz_run, "work", die)
-    setup = fuzz_run.Fuzz(("plans",), 5.0, 0, 1, 1, 0, "cpu", ("float32",))
-    (row,) = fuzz_run.run(setup, lambda line: None)
-    (failure,) = row["failures"]
-    assert failure["seed"] == 7
-    assert "ended with 3" in failure["why"]
-
-
-def test_a_process_that_has_done_its_work_does_not_hang(tmp_path):
-    """It takes a moment to end, however long ago the first process began."""
-    job = Job("plans", 0, 1, time.time(), 1, 0, 1, tmp_path, "cpu", ("float32",))
-    work(job)
-    nothing = SimpleNamespace(is_alive=lambda: True, kill=lambda: None, join=lambda: None)
-    assert fuzz_run._ended(job, cast(BaseProcess, nothing), begin=0.0) is None
-
-
-@pytest.mark.parametrize("what", ["plans", "attention"])
-def test_the_command_records_what_it_ran(what, tmp_path):
-    out = tmp_path / "fuzz.json"
-    options = ["--seconds", "0.1", "--processes", "1", "--what", what, "--out", str(out)]
-    options += ["--seed", "2"]  # its first setting has several query tokens
-    result = CliRunner().invoke(app_of([]), ["fuzz", *options, "--cases", str(tmp_path / "cases")])
-    assert result.exit_code == 0, result.output
-    content = json.loads(out.read_text())
-    assert content["rows"][0]["plans"] > 0
-    kind = {"plans": "several query tokens", "attention": "tree"}[what]
-    assert content["rows"][0]["kinds"][kind] > 0
-    assert sum(content["rows"][0]["by_planner"].values()) == content["rows"][0]["attention"]
-    assert content["rows"][0]["failures"] == []
-    assert not (tmp_path / "cases").exists()
 
 
 def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
@@ -194,3 +145,111 @@ def test_nearby_costs_differ_by_a_rounding():
     for near in ties.nearby_targets(target):
         for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
             assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01
+
+
+def test_what_fails_is_counted_and_can_be_run_again(monkeypatch):
+    monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
+    runner = Runner(CPU)
+    (first, *_) = runner.run(Example(SETTING, "device", 5, 1, False))
+    assert first.why == "planted"
+    kept = json.loads(json.dumps(runner.counts.failures[0]))
+    monkeypatch.undo()
+    assert Runner(CPU).run(example_of(kept)) == []
+
+
+def die(what, seconds, seed, share, now):
+    now.write_text(json.dumps(Example(SETTING, "device", 7, 2, False).to_dict()))
+    os._exit(3)
+
+
+def test_a_process_that_dies_is_a_failure_of_its_example(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "work", die)
+    (failure,) = command.run("plans", 1.0, 0, 1, tmp_path)["failures"]
+    assert failure["seed"] == 7
+    assert "its process ended" in failure["why"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_records_what_it_ran(tmp_path):
+    out = tmp_path / "fuzz.json"
+    done = CliRunner().invoke(app_of(["fuzz"]), ["fuzz", "--seconds", "0.1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    plans, attention = json.loads(out.read_text())["rows"]
+    assert plans["plans"] > 0
+    assert plans["compared"] == plans["same"] + plans["ties"]
+    assert sum(attention["by_planner"].values()) == attention["plans"] > 0
+    assert attention["failures"] == plans["failures"] == []
+
+
+def left_out(name):
+    def change(_attention, _lens, options):
+        options[name] = {"sinks": None, "logit_cap": 0.0}.get(name, 1.0)
+
+    return change
+
+
+def flip_a_bit(_attention, _lens, options):
+    options["ancestors"] = options["ancestors"] ^ 1
+
+
+def see_one_more(attention, _lens, options):
+    tokens = attention._current.batch.blocks.query_tokens
+    requests = attention.forest.batch_size // attention._current.batch.blocks.blocks
+    seen = torch.ones(tokens, tokens).tril(1).long() << torch.arange(tokens)
+    options["ancestors"] = seen.sum(1)[None, :, None].expand(requests, -1, 1)
+
+
+def count_one_more(_attention, _lens, options):
+    starts = options["query_start"].clone()
+    starts[1:-1] = torch.minimum(starts[1:-1] + 1, starts[-1])  # no row lies outside the queries
+    options["query_start"] = starts
+
+
+def forget_growth(attention, lens, _options):
+    blocks = attention._current.batch.blocks.blocks
+    lens.copy_(torch.from_numpy(attention.forest.seq_lens[::blocks].copy()))
+
+
+@pytest.mark.parametrize(
+    ("setting", "fault"),
+    [
+        (BYTES, left_out("k_scale")),
+        (BYTES, left_out("v_scale")),
+        (replace(BYTES, kv_dtype="float8_e5m2", tensor_scales=True), left_out("v_scale")),
+        (replace(PLAIN, sinks="bfloat16"), left_out("sinks")),
+        (replace(PLAIN, soft_cap=1.0), left_out("logit_cap")),
+        (TREE, flip_a_bit),
+        (replace(TREE, query_tokens=70), flip_a_bit),
+        (CHAIN, see_one_more),
+        (RAGGED, count_one_more),
+        (PLAIN, forget_growth),
+        (CHAIN, forget_growth),
+    ],
+)
+def test_each_kind_can_fail(setting, fault, monkeypatch):
+    fuzzer = AttentionFuzzer(setting, CPU, large=False)
+    assert fuzzer.run(range(1, 5), "auto").failures == []
+    honest = TreeAttention.run
+
+    def broken(self, q, k, v, table, lens, **options):
+        lens = lens.clone()
+        fault(self, lens, options)
+        return honest(self, q, k, v, table, lens, **options)
+
+    monkeypatch.setattr(TreeAttention, "run", broken)
+    assert fuzzer.run(range(1, 5), "auto").failures != []
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "float8_e5m2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_holds_what_a_batch_may_read(layout, kv_dtype):
+    cache = PoisonedCache(replace(PLAIN, layout=layout, kv_dtype=kv_dtype), 8, CPU)
+    table, contents = torch.tensor([[3, 1]]), torch.tensor([[3, 6]])
+    cache.fill(table, contents, torch.tensor([7]), 0)
+    clean, filled = cache.clean.float(), cache.filled.float()
+    assert torch.equal(filled[:, 3], clean[:, 3])
+    assert torch.equal(filled[:, 1, :2], clean[:, 6, :2])
+    assert filled[:, 1, 2:].isnan().all()
+    assert filled[:, [0, 2, 4, 5, 6, 7]].isnan().all()
+    in_memory = sorted(range(5), key=lambda axis: -cache.filled.stride(axis))
+    assert "".join("kpthd"[axis] for axis in in_memory) == layout

@@ -7,9 +7,9 @@ import pytest
 import torch
 import typer
 
-from benchmarks.commands import mla
 from benchmarks.kernel.methods import flashinfer_package
-from benchmarks.latent import flashinfer_latent, latent_case, measure_latent
+from benchmarks.latent import command as mla
+from benchmarks.latent import flashinfer_latent, measure_latent
 from benchmarks.latent.latent_case import LatentCase
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import Budget
@@ -103,8 +103,8 @@ def written(monkeypatch, tmp_path):
         return json.loads((tmp_path / "new" / "mla.json").read_text())
 
     monkeypatch.setattr(mla, "provenance", dict)
-    monkeypatch.setattr(latent_case, "hosts_kernel", lambda: ("sglang",))
-    monkeypatch.setattr(measure_latent, "measure", measure)
+    monkeypatch.setattr(mla, "hosts_kernel", lambda: ("sglang",))
+    monkeypatch.setattr(mla, "measure", measure)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return run
 

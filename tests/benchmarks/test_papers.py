@@ -1,16 +1,15 @@
 """The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
 from benchmarks.e2e.launch import HOSTS
-from benchmarks.kernel.tree_workloads import described
-from benchmarks.papers import counters, tables
-from benchmarks.papers.record import counted_io
+from benchmarks.kernel.sets import read_set, set_names
+from benchmarks.papers import counters
+from benchmarks.papers.command import counted_io
 from benchmarks.papers.steps import step_row
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, thoughts, with_prompt
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
@@ -24,47 +23,40 @@ TREE = ThoughtTree(
 """A prompt of 8 tokens; thoughts of 3 and 2 tokens, and one of 1 token behind the first."""
 
 
-def test_every_method_of_every_table_is_right(tmp_path, monkeypatch):
-    """One table that holds all methods, over a small tree with a part in common to some only."""
-    every = {m for table in tables.TABLES for m in table.methods} - ON_A_GPU
-    # One parameter of each policy that has one.
-    methods = sorted(
-        {
-            next(m for m in sorted(every) if m.split("/")[0] == name)
-            for name in {m.split("/")[0] for m in every}
-        }
-        | {"deft-flatten/32"}
-    )
-    small = replace(
-        tables.TABLES[0], name="all", traces=False, methods=["auto", *methods], heads=[(4, 2)],
-        workloads=lambda _: [replace(described("1,2,4 32,16,5"), set="small")],
-    )  # fmt: skip
-    monkeypatch.setattr(tables, "TABLES", (small,))
+def dump_recordings(folder):
+    for name in THOUGHTS:
+        dump_thought_trees([TREE], folder / f"{name}.json")
+    for name in TOKEN_TREES:
+        (folder / f"{name}.json").write_text(json.dumps({
+            "Tree_Structure": [[0], [1], [0, 0]],
+            "Records": [{"prompt": "x" * 40, "Accept_length": [2, 1]}],
+        }))  # fmt: skip
+
+
+def test_every_method_of_every_table_is_right(tmp_path):
+    """One parameter of each policy that has one, on a small tree."""
+    dump_recordings(tmp_path)
+    given = [peer for name in set_names(papers=True) for peer in read_set(name, tmp_path)[0].peers]
+    first = {peer.split("/")[0]: peer for peer in sorted(given, reverse=True)}
+    methods = sorted({*first.values(), "deft-flatten/32"} - ON_A_GPU)
     done = CliRunner().invoke(
         app_of([]),
-        ["papers", "--table", "all", "--device", "cpu", "--quick", "--out", str(tmp_path)],
+        ["kernel", "--tree", "1,2,4 32,16,5", "--device", "cpu", "--quick", "--out", str(tmp_path),
+         "--with", "heads=4/2", "--with", "dtype=bf16", "--with", f"peers={','.join(methods)}"],
         catch_exceptions=False,
-    )
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
-    content = json.loads((tmp_path / "papers-all.json").read_text())
-    assert content["header"]["claim"] == small.claim
-    (row,) = content["rows"]
+    (row,) = json.loads((tmp_path / "kernel-cpu.json").read_text())["rows"]
     assert row["skipped"] == {}
-    assert row["error"].keys() == set(methods)
+    assert row["error"].keys() == {"deft", *methods}
     # The dtype is bfloat16, with 8 bits of mantissa.
     assert max(row["error"].values()) < 2e-2
 
 
 def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     """By hand: step by step, each thought that decodes attends to its path; stored is the union."""
-    for name in THOUGHTS:
-        dump_thought_trees([TREE], tmp_path / f"{name}.json")
-    for name in TOKEN_TREES:
-        (tmp_path / f"{name}.json").write_text(json.dumps({
-            "Tree_Structure": [[0], [1], [0, 0]],
-            "Records": [{"prompt": "x" * 40, "Accept_length": [2, 1]}],
-        }))  # fmt: skip
-    rows = {row["workload"]: row for row in counted_io(tmp_path, tmp_path / "io.json")}
+    dump_recordings(tmp_path)
+    rows = {row["workload"]: row for row in counted_io(tmp_path)}
     # Iterations 1 and 2: both thoughts, 8 + n each; 3: the first alone; 4: the thought behind it.
     attended = (9 + 9) + (10 + 10) + 11 + 12
     stored = (8 + 2) + (8 + 4) + 11 + 12
@@ -147,8 +139,9 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["papers", "counted-io"], "unexpected argument 'counted-io'"),
-    (["papers", "--", "--seed", "3"], "which is left out"),
+    (["papers", "--table", "deft-io", "counted-io"], "unexpected argument 'counted-io'"),
+    (["papers", "--table", "counters", "--", "--seed", "3"], "are for the table servers"),
+    (["papers", "--table", "deft-io"], "add --traces FOLDER"),
     (["real-model", "bf16"], "unexpected argument 'bf16'"),
     (["real-model", "--", "--seed", "3"], "name it with --host"),
 ])  # fmt: skip

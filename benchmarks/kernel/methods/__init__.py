@@ -1,46 +1,57 @@
 """The measured methods: our policies and the kernels of others, one module each."""
 
+from collections.abc import Callable
+
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.methods.flash_attention3 import FlashAttention2, FlashAttention3
 from benchmarks.kernel.methods.flashinfer_cascade import FlashInferCascade
 from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
 from benchmarks.kernel.methods.flashinfer_prefill import FlashInferPrefill
-from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.methods.papers import (
+    DenseMask,
+    FixedDivision,
+    RadixAttention,
+    Tuned,
+    WholeContext,
+)
+from deft_backend.policies import POLICY_NAMES, get_policy
+from deft_backend.policies.deft_flatten import DeftFlatten
+from deft_backend.policies.deft_node import DeftNodeChunk
 
 OURS = "deft"
 """Name of our method."""
 
-PEERS = (
-    "flashinfer", "cascade", "fa3", "flash-decoding", "flashinfer-prefill", "flashinfer-fa2", "fa2",
-)  # fmt: skip
-"""Methods that :data:`OURS` is compared with, by name."""
+_OTHERS: dict[str, Callable[[], Method]] = {
+    "flashinfer": FlashInferDecode,
+    "cascade": FlashInferCascade,
+    "fa3": FlashAttention3,
+    "fa2": FlashAttention2,
+    "flashinfer-prefill": FlashInferPrefill,
+    "flashinfer-fa2": lambda: FlashInferDecode("flashinfer-fa2", "fa2"),
+    DenseMask.name: DenseMask,
+    RadixAttention.name: RadixAttention,
+    WholeContext.name: lambda: Tuned(WholeContext.name, WholeContext()),
+}
+
+METHODS = ("none", *_OTHERS, *POLICY_NAMES)
+"""Methods that :data:`OURS` is compared with. A policy may have a parameter behind a slash:
+``deft-node-chunk/64``, ``deft-flatten/64``, ``fixed-division/4``."""
 
 
 def make_method(name: str) -> Method:
-    """One of :data:`PEERS`.
-
-    Raises
-    ------
-    KeyError
-        If the peer is unknown.
-    """
-    match name:
-        case "flash-decoding":
-            return Ours(name, name)
-        case "flashinfer":
-            return FlashInferDecode()
-        case "flashinfer-fa2":
-            return FlashInferDecode(name, "fa2")
-        case "fa2":
-            return FlashAttention2()
-        case "flashinfer-prefill":
-            return FlashInferPrefill()
-        case "cascade":
-            return FlashInferCascade()
-        case "fa3":
-            return FlashAttention3()
-        case _:
-            raise KeyError(name)
+    """One of :data:`METHODS`; raises KeyError if it is unknown."""
+    policy, _, parameter = name.partition("/")
+    if name in _OTHERS:
+        return _OTHERS[name]()
+    if policy == "deft-node-chunk" and parameter:
+        return Tuned(name, DeftNodeChunk(int(parameter)))
+    if policy == "deft-flatten" and parameter:
+        return Tuned(name, DeftFlatten(int(parameter), longer=1))
+    if policy == FixedDivision.name:
+        return Tuned(name, FixedDivision(int(parameter)))
+    if name not in POLICY_NAMES:
+        raise KeyError(name)
+    return Tuned(name, get_policy(name))
 
 
-__all__ = ["OURS", "PEERS", "Method", "Prepared", "Refused", "make_method"]
+__all__ = ["METHODS", "OURS", "Method", "Prepared", "Refused", "make_method"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from deft_backend import TreeAttention, get_policy
 from deft_backend.kernels import Gpu
-from deft_backend.planner import Plan
-from deft_backend.planner.encoding import ITEM_ORDER
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
 from deft_backend.shapes import QueryBlocks
@@ -93,14 +90,6 @@ class Ours(Method):
         plan = attention.plan(inputs.forest, query_tokens=inputs.query_tokens)
         return {"items": plan.num_items, "partials": plan.num_partials}
 
-    def phases(self, inputs: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        """Yield each kernel launch alone, by name; use it before you take the next one."""
-        attention = self.attention(inputs)
-        launch = _launch(attention, inputs)
-        for name, plan in alone(attention.plan(inputs.forest)).items():
-            attention.use(plan, inputs.forest)
-            yield name, launch
-
     def origin(self) -> str:
         as_on = "" if self.as_on is None else f", kernels as on {self.as_on}"
         return f"deft-backend, policy {self.policy}, planned on the {self.planner}{as_on}"
@@ -121,31 +110,3 @@ def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tens
         )  # fmt: skip
 
     return launch
-
-
-STAGE_1 = ("small_tile", "large_tile", "masked_tile")
-"""The kernel launches of stage 1, by tile shape."""
-
-STAGE_2 = "reduction"
-
-
-def alone(plan: Plan) -> dict[str, Plan]:
-    """One plan for each kernel launch of `plan` that has items, by the launch's name.
-
-    Run in this order, the plans give the result of `plan`: partial results stay in the workspace.
-    Their times add up to more than that of `plan`, whose launches overlap.
-    """
-    found = {}
-    nothing = {
-        "reduce_query": plan.reduce_query[:0], "reduce_ptr": plan.reduce_ptr[:1],
-    }  # fmt: skip
-    for shape in reversed(range(len(ITEM_ORDER))):
-        begin, end = plan.items_of(shape)
-        if end > begin:
-            # The other shapes get an empty range of items; no item changes its place.
-            place = ITEM_ORDER.index(shape)
-            tile_ptr = np.where(np.arange(len(plan.tile_ptr)) <= place, begin, end)
-            found[STAGE_1[shape]] = replace(plan, tile_ptr=tile_ptr.astype(np.int32), **nothing)
-    if len(plan.reduce_query):
-        found[STAGE_2] = replace(plan, tile_ptr=np.full_like(plan.tile_ptr, plan.tile_ptr[-1]))
-    return found

@@ -11,13 +11,12 @@ _WARMUP_MS = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """Measuring time: milliseconds of repetitions for a launch, seconds for a kind of plan."""
+    """Measuring time: milliseconds of repetitions for a launch."""
 
     launch_ms: int = 40
-    plan_s: float = 0.1
 
 
-QUICK = Budget(launch_ms=15, plan_s=0.03)
+QUICK = Budget(launch_ms=15)
 
 
 def captured(launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:

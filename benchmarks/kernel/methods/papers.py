@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel.case_inputs import Inputs
-from benchmarks.kernel.methods import Method, Prepared, Refused
+from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
 from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
 
+from benchmarks.kernel.methods.flashinfer_package import flashinfer_unavailable
+from benchmarks.latent.flashinfer_latent import flashinfer_decode, flashinfer_latent_origin
+from benchmarks.latent.latent_case import hosts_kernel
+from benchmarks.latent.measure_latent import Peer, WrongResult, cases, measure
 from benchmarks.row_files import RowsError, make_folder, write_rows
 from deft_backend.cli.errors import fail
 from deft_backend.files.provenance import provenance
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from benchmarks.latent.measure_latent import Peer
+from deft_backend.tools.tuning.launch_clock import Budget
 
 FLASHINFER, NONE = "flashinfer", "none"
 
@@ -35,12 +35,6 @@ def mla(
 
     FlashInfer's MLA kernel is timed request by request.
     """
-    import torch
-
-    from benchmarks.latent.latent_case import hosts_kernel
-    from benchmarks.latent.measure_latent import WrongResult, cases, measure
-    from deft_backend.tools.tuning.launch_clock import Budget
-
     if not torch.cuda.is_available():
         raise fail("mla times FlashAttention-3, which needs a Hopper GPU")
     device = torch.device("cuda")
@@ -65,9 +59,6 @@ def chosen_peers(
 
     It is an error to ask for FlashInfer where it cannot run.
     """
-    from benchmarks.kernel.methods.flashinfer_package import flashinfer_unavailable
-    from benchmarks.latent.flashinfer_latent import flashinfer_decode, flashinfer_latent_origin
-
     if asked not in (None, FLASHINFER, NONE):
         raise fail(f"--peers is {asked!r}; expected {FLASHINFER} or {NONE}")
     if asked == NONE:

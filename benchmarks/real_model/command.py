@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.commands.kernel_choice import one_of, words
-from benchmarks.e2e.command import HostArguments
+from benchmarks.e2e.command import HostArguments, listed
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 
 MODEL = "SmolLM2-135M-Instruct (Q4_1)"
@@ -82,7 +81,7 @@ def real_model(
         where = make_checkpoint(packaged(), where, kind)
         say(console, f"checkpoint: {where}")
         if host is not None:
-            _answers(where, host, options, words(drafts), control, (sections, gen), out, console)
+            _answers(where, host, options, listed(drafts), control, (sections, gen), out, console)
             return
         from tokenizers import Tokenizer
 
@@ -116,7 +115,8 @@ def _answers(
     from deft_backend.tools.harness.client import ServerError
     from deft_backend.tools.servers.command import HOST_NAMES, StartError
 
-    one_of("--host", host, tuple(HOST_NAMES))
+    if host not in HOST_NAMES:
+        raise fail(f"--host is {host!r}; expected one of {', '.join(HOST_NAMES)}")
     count, max_tokens = sizes
     workload = sections(python_manual(), count, SECTION_CHARACTERS, max_tokens)
     rows: list[dict[str, Any]] = []

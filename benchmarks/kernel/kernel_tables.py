@@ -31,7 +31,7 @@ def rows_table(rows: Sequence[Row]) -> Table:
     for name in ("batch", "share", "roof", OURS):
         table.add_column(name, justify="right")
     table.add_column("best peer")
-    for name in ("its time", "faster", "of roof", "plan", "error"):
+    for name in ("its time", "faster", "of roof", "error"):
         table.add_column(name, justify="right")
     for row in rows:
         peer = best_peer(row)
@@ -49,7 +49,6 @@ def rows_table(rows: Sequence[Row]) -> Table:
             _number(peer[1] if peer else None),
             _ratio(speed_up(row)),
             _number(of_roof(row), 2),
-            _number(row["plan_us"].get("page_tables"), 0),
             _error(row["error"].get(OURS)),
         )
     return table

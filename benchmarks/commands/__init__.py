@@ -1,1 +1,0 @@
-"""The commands of ``python -m benchmarks``: options, tables in the terminal, exit codes."""

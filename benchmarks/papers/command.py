@@ -1,0 +1,171 @@
+"""``python -m benchmarks papers``: what the papers' tables need besides sets of ``kernel``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.e2e.command import (
+    ERRORS,
+    CheckpointOption,
+    HostArguments,
+    ModelChoice,
+    TogetherOption,
+    listed,
+    measure_servers,
+    policy_for,
+    served_model,
+)
+from benchmarks.e2e.launch import HOSTS, Launch, checked_backends
+from benchmarks.kernel.command import make_setup
+from benchmarks.kernel.kernel_rows import averaged
+from benchmarks.kernel.measure_case import DTYPES, measure
+from benchmarks.kernel.sets import read_set
+from benchmarks.kernel.tree_workloads import cases_of
+from benchmarks.papers.counters import METHODS, TREES, NoCountersError, counted
+from benchmarks.papers.steps import MODELS, dense_us, step_row
+from benchmarks.papers.workloads import (
+    FEW_SHOT,
+    PROMPT_TOKENS,
+    THOUGHTS,
+    TOKEN_TREES,
+    every_step,
+)
+from benchmarks.row_files import write_rows
+from deft_backend.cli.errors import fail, host_arguments, reported, say
+from deft_backend.files.provenance import provenance
+from deft_backend.tools.traces.recorded_trees import TraceError
+
+STEPS, IO, COUNTERS, SERVERS = "deft-steps", "deft-io", "counters", "servers"
+PLACES = {STEPS: "DeFT, Figure 4, Tables 5 and 8", IO: "DeFT, Table 17"}
+
+
+def papers(
+    table: Annotated[
+        str, typer.Option(help=f"{STEPS}, {IO}, {COUNTERS} or {SERVERS}; others: kernel --set.")
+    ],
+    host_args: HostArguments = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder of DeFT's recorded trees, for deft-io and servers.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Table servers: sglang or vllm.")] = None,
+    policies: Annotated[
+        str, typer.Option(metavar="POLICY[,POLICY…]", help="Table servers: one server for each.")
+    ] = "auto",
+    checkpoint: CheckpointOption = None,
+    together: TogetherOption = False,
+    out: Annotated[Path, typer.Option(help="Folder for papers-<table>.json.")] = Path(
+        "reports/papers"
+    ),
+) -> None:
+    """Whole servers, whole steps, KV read, and hardware counters, as the papers' tables have them.
+
+    `kernel --set deft-splits` and the like measure the tables of kernels.
+    """
+    options = host_arguments(host_args)
+    if table not in (STEPS, IO, COUNTERS, SERVERS):
+        raise fail(f"--table is {table!r}; expected {STEPS}, {IO}, {COUNTERS} or {SERVERS}")
+    if table in (IO, SERVERS) and traces is None:
+        raise fail(f"{table} needs DeFT's recorded trees; add --traces FOLDER")
+    if options and table != SERVERS:
+        raise fail("options of the host are for the table servers")
+    if table == SERVERS:
+        if host is None or host not in HOSTS:
+            raise fail("the table servers runs a host; name it with --host sglang or --host vllm")
+        _servers(host, listed(policies), traces, out, checkpoint, options, together=together)
+        return
+    if table != IO and not torch.cuda.is_available():
+        raise fail(f"{table} needs an NVIDIA GPU, and torch finds none")
+    console = Console()
+    rows: list[dict[str, Any]] = []
+    header = {**provenance(), "table": table, "place": PLACES.get(table)}
+    with reported(TraceError, NoCountersError):
+        for row in {STEPS: _steps, IO: lambda: counted_io(traces or Path()), COUNTERS: _counters}[
+            table
+        ]():
+            rows.append(row)
+            write_rows(out / f"papers-{table}.json", rows, header)
+            say(console, str(row))
+
+
+def _steps() -> Any:
+    """The parts of a step of whole models."""
+    heads = ",".join(sorted({shape.heads for shape in MODELS.values()}))
+    spec, workloads = read_set("deft-architectures", None, [f"heads={heads}"])
+    setup = make_setup(spec, torch.device("cuda"), quick=False)
+    shapes = [(shape.query_heads, shape.kv_heads) for shape in MODELS.values()]
+    attention = averaged(list(measure(cases_of(workloads, sorted(set(shapes)), 0), setup)))
+    for model, shape in MODELS.items():
+        for row in (row for row in attention if row["heads"] == shape.heads):
+            dense = dense_us(shape, round(row["batch"]), DTYPES[spec.dtype], setup.budget)
+            yield step_row(model, row, *dense, baseline="flash-decoding")
+
+
+def _counters() -> Any:
+    """DRAM bytes and utilisation (FlashForge, Figure 6; DeFT, Table 14)."""
+    for tree in TREES:
+        for method in METHODS:
+            yield counted(method, tree, "32/8")
+
+
+def counted_io(traces: Path) -> Any:
+    """KV read over all steps of all recordings, query by query and shared.
+
+    In tokens, because a token has the same bytes for both. ``node_std`` is the mean of the standard
+    deviation of the nodes' lengths (Figure 13).
+    """
+    for name in (*THOUGHTS, *TOKEN_TREES):
+        attended = stored = steps = 0
+        spread = 0.0
+        for forest in every_step(traces / f"{name}.json"):
+            attended += forest.tokens_attended
+            stored += forest.tokens_stored
+            spread += float(np.std(forest.length))
+            steps += 1
+        yield {
+            "workload": name,
+            "steps": steps,
+            "tokens_attended": attended,
+            "tokens_stored": stored,
+            "saved_percent": round(100 * (1 - stored / attended), 2),
+            "node_std": round(spread / max(1, steps), 1),
+        }
+
+
+def _servers(
+    host: str, policies: list[str], traces: Path | None, out: Path, checkpoint: Path | None,
+    options: Sequence[str], *, together: bool,
+) -> None:  # fmt: skip
+    """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang.
+
+    A server for each policy, and the host's own backend last; all add to one file of rows, and get
+    the same requests: the papers' reasoning trees, few-shot prompts and documents.
+    """
+    chosen = HOSTS[host]
+    on_gpu = chosen.on_gpu()
+    choice = ModelChoice(weights="dummy" if on_gpu else "random", checkpoint=checkpoint)
+    with reported(*ERRORS), served_model(chosen, choice) as model:
+        checked_backends(chosen, (chosen.ours, chosen.reference()))
+        launch = Launch(chosen, model, options)
+        launches: list[tuple[Launch, list[str]]] = [
+            (replace(launch, policy=policy_for(policy, chosen, [chosen.ours])), [chosen.ours])
+            for policy in policies
+        ]
+        measure_servers(
+            [*launches, (launch, [chosen.reference()])],
+            ["grid", "documents", "trees"],
+            [f"grid:{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else [],
+            None,
+            2,
+            traces,
+            out / f"papers-servers-{host}.json",
+            reference=chosen.reference(),
+            together=together,
+        )
