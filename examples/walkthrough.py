@@ -23,7 +23,7 @@ from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
 from deft_backend.planner import DevicePlan, Plan, plan_forest
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.on_device import DevicePlanner
-from deft_backend.planner.on_device.program_work import ProgramWork
+from deft_backend.planner.on_device.launch_numbers import ProgramWork
 from deft_backend.policies import Grouping
 
 PAGE = Path(__file__).parent.parent / "docs" / "walkthrough.md"

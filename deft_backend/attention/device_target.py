@@ -19,12 +19,16 @@ class QueryShape(NamedTuple):
 
 
 class QueryShapes(dict[int, QueryShape]):
-    """The :class:`QueryShape` of each number of query tokens, made when it is first used."""
+    """The :class:`QueryShape` of each number of query tokens, made when it is first used.
 
-    def __init__(self, shape: AttentionShape, gpu: Gpu | None) -> None:
+    With `one_way`, neither tiles nor merges depend on the batch (`KernelConfiguration.one_way`).
+    """
+
+    def __init__(self, shape: AttentionShape, gpu: Gpu | None, *, one_way: bool) -> None:
         super().__init__()
         self._shape = shape
         self._gpu = gpu
+        self._one_way = one_way
 
     def __missing__(self, query_tokens: int) -> QueryShape:
         shape = self._shape
@@ -38,6 +42,8 @@ class QueryShapes(dict[int, QueryShape]):
             query_tokens=blocks.tokens,
             kv_dtype=shape.kv_dtype,
         )
+        if self._one_way:
+            config = config.one_way()
         self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
         return self[query_tokens]
 

@@ -26,7 +26,7 @@ from deft_backend.attention.run_inputs import (
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
-from deft_backend.policies import Grouping, Target, get_policy
+from deft_backend.policies import Grouping, Invariant, Target, get_policy
 from deft_backend.policies.grouping import partial_result_bytes
 from deft_backend.shapes import AttentionShape, QueryBlocks
 
@@ -62,6 +62,9 @@ class TreeAttention(PlannedAttention):
         Most query tokens of a request. It also sizes the plan's arrays and the workspace.
     policy : str
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
+    max_tokens : int
+        Most tokens of a request, and of a row of the page table. Only policy `invariant` reads it:
+        its plans must always fit, so the limits decide the length of its chunks.
     capacity : PlanCapacity, optional
         Sizes of the plan's arrays; default: a bound that follows from `max_batch`.
     compiled_for : Gpu, optional
@@ -79,7 +82,7 @@ class TreeAttention(PlannedAttention):
         If the kernels cannot run this attention; the message names the value and the supported
         ones.
     PolicyError
-        If there is no such policy.
+        If there is no such policy, or `invariant` cannot hold a batch of `max_batch`.
 
     Examples
     --------
@@ -131,6 +134,7 @@ class TreeAttention(PlannedAttention):
         max_batch: int = 256,
         query_tokens: int = 1,
         policy: str = "auto",
+        max_tokens: int = 131_072,
         capacity: PlanCapacity | None = None,
         compiled_for: Gpu | None = None,
     ) -> None:
@@ -145,7 +149,6 @@ class TreeAttention(PlannedAttention):
             page_size,
         )
         check_attention(shape, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for)
-        self.policy = get_policy(policy)
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -154,15 +157,22 @@ class TreeAttention(PlannedAttention):
         self.page_size = page_size
         self.query_tokens = query_tokens
 
-        self._shapes = QueryShapes(shape, compiled_for)
+        self.policy = get_policy(policy)
+        one_way = isinstance(self.policy, Invariant)
+        self._shapes = QueryShapes(shape, compiled_for, one_way=one_way)
         _, config, target = self._shapes[1]
         blocks = self._shapes[query_tokens].blocks.blocks
         # Requests with fewer than `query_tokens` query tokens may have longer blocks.
         tokens = QueryBlocks.most_tokens(query_tokens, shape.gqa_group)
+        result_bytes = tokens * partial_result_bytes(num_query_heads, head_dim, dtype.itemsize)
+        if one_way:
+            invariant = Invariant.for_limits(max_batch * blocks, max_tokens, result_bytes)
+            self.policy = invariant
+            capacity = capacity or PlanCapacity.for_chunks(
+                max_batch * blocks, invariant.num_chunks(max_tokens)
+            )
         self.capacity = capacity or PlanCapacity.for_batch(
-            max_batch * blocks,
-            max(target.tile_programs),
-            tokens * partial_result_bytes(num_query_heads, head_dim, dtype.itemsize),
+            max_batch * blocks, max(target.tile_programs), result_bytes
         )
         self.max_batch = self.capacity.max_batch // blocks
         self._current = CurrentPlan(

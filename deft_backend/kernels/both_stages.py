@@ -244,7 +244,7 @@ def _tiles_to_launch(
             if query_vectors > config.tiles[0].height:
                 continue
             programs = config.tiles[0].programs_for(queries, num_kv_heads)
-        elif group_rows <= config.tiles[0].height:
+        elif group_rows <= config.tiles[0].height and not config.fixed_tiles:
             continue
         elif group_rows <= config.tiles[shape].height:
             programs = config.tiles[shape].programs_for_one_tile or programs

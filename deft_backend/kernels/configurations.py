@@ -115,10 +115,22 @@ class KernelConfiguration:
     sms: int
     overlapped: bool
     interpreted: bool
+    fixed_tiles: bool = False
+    """Whether the number of queries does not tell which tile shapes a plan may need."""
 
     def __hash__(self) -> int:
         """A cheap one: each launch looks its configuration up."""
         return hash((self.sms, self.overlapped, self.tiles[0].height, self.tiles[0].programs))
+
+    def one_way(self) -> KernelConfiguration:
+        """The configuration for plans whose tiles do not depend on the batch.
+
+        Small batches may have items of the large tile, too, and stage 2 merges as `few` says in
+        every batch. So the bits of a query's output do not depend on the queries around it.
+        """
+        small, large, *others = self.tiles
+        tiles = (small, replace(large, programs_for_one_tile=None), *others)
+        return replace(self, tiles=tiles, reduce=self.few, fixed_tiles=True)
 
     def few_queries(self, num_heads: int) -> int:
         """Most queries of `num_heads` heads whose results stage 2 merges as `few` says."""

@@ -15,6 +15,7 @@ from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, 
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import FlashDecoding, Grouping, Policy, Target
 from deft_backend.policies.grouping import concatenated_ranges
+from deft_backend.policies.policy import ABSOLUTE
 from deft_backend.policies.target import DoesNotFit, Limits
 from deft_backend.shapes import MAX_MERGED, MAX_TOKENS
 
@@ -36,10 +37,12 @@ def plan_forest(
 
     If the arrays cannot hold the policy's items, each request reads its whole context by itself, in
     chunks by the policy's rule. This always fits, and the device planner does the same. The log
-    gives the reason once. Returns the plan and the groups behind it.
+    gives the reason once. Chunks of `invariant` have no other length, and are refused instead.
+    Returns the plan and the groups behind it.
 
     Raises PlanError if the batch is larger than `capacity.max_batch`, a request is too long for the
-    kernels, or the policy leaves one out. PolicyError if the policy cannot work with this target.
+    kernels, the policy leaves one out, or the arrays cannot hold a plan of `invariant`. PolicyError
+    if the policy cannot work with this target.
     """
     if forest.batch_size > capacity.max_batch:
         raise PlanError(
@@ -61,6 +64,8 @@ def plan_forest(
     except DoesNotFit as error:
         reason = str(error)
     if reason is not None:
+        if policy.rules is not None and policy.rules.chunks == ABSOLUTE:
+            raise PlanError(f"{reason}: raise max_tokens or max_batch")
         _say_once(policy.name, reason)
         grouping = FlashDecoding(policy.rules).group(forest, bounded)
         plan = plan_grouping(grouping, forest, target)
@@ -107,8 +112,8 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     (longest-processing-time order, FlashForge section 5.1).
 
     A query with one item needs no slot: the item writes the output. Other queries get contiguous
-    slots in item order. An item of the last launch merges the others if they are at most
-    MAX_MERGED; else stage 2 merges.
+    slots in the order of the context. An item of the last launch merges the others if they are at
+    most MAX_MERGED; else stage 2 merges.
 
     Raises PlanError if some request of the batch belongs to no group.
     """
@@ -139,6 +144,8 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
     span[small] = np.where(is_merging, parts[query] - 1, 0)
 
     reduced = np.flatnonzero((parts > 1) & (merging == NO_ITEM))
+    entry_item = np.repeat(np.arange(len(held)), held)
+    begins = grouping.start[items.segment[_starts(np.bincount(items.owner))[:-1]]][entry_item]
     arrays = (
         tile_ptr,
         _starts(np.bincount(items.owner, minlength=len(held))),
@@ -148,7 +155,7 @@ def plan_grouping(grouping: Grouping, forest: PrefixForest, target: Target) -> P
         segment_end,
         span,
         entry_query,
-        _slots(entry_query, np.repeat(np.arange(len(held)), held), parts, merging),
+        _slots(entry_query, entry_item, begins, parts, merging),
         reduced,
         _starts(parts[reduced]),
     )
@@ -191,6 +198,8 @@ def _list_items(grouping: Grouping, target: Target) -> _Items:
     first = tile * queries[group] // count[group]
     stop = (tile + 1) * queries[group] // count[group]
     single = np.searchsorted(tile_queries, stop - first)
+    if grouping.least_shape is not None:
+        single = np.maximum(single, grouping.least_shape[group])
     shape = np.where(several[group], len(tile_queries), single)
 
     segments = np.diff(grouping.segment_ptr)[group]
@@ -239,18 +248,23 @@ def _merging_items(
 
 
 def _slots(
-    entry_query: Int32Array, entry_item: Int64Array, parts: Int64Array, merging: Int64Array
+    entry_query: Int32Array,
+    entry_item: Int64Array,
+    begins: Int32Array,
+    parts: Int64Array,
+    merging: Int64Array,
 ) -> Int64Array:
-    """[E] `entry_slot`. The slots of each query are contiguous and in item order.
+    """[E] `entry_slot`. The slots of each query are contiguous and in the order of the context.
 
-    Stage 2's slots come first; behind them lie the results that items merge.
+    Stage 2's slots come first; behind them lie the results that items merge. `begins` [E] are the
+    first tokens of the entries' items.
     """
     merged = np.where(merging == NO_ITEM, 0, parts - 1)
     reduced = np.where((parts > 1) & (merging == NO_ITEM), parts, 0)
     first = np.where(merged > 0, reduced.sum() + _starts(merged)[:-1], _starts(reduced)[:-1])
     slot = np.where(parts[entry_query] == 1, DIRECT, MERGES - first[entry_query])
     written = (parts[entry_query] > 1) & (merging[entry_query] != entry_item)
-    by_query = np.flatnonzero(written)[np.argsort(entry_query[written], kind="stable")]
+    by_query = np.flatnonzero(written)[np.lexsort((begins[written], entry_query[written]))]
     results = merged + reduced
     slot[by_query] = concatenated_ranges(first, results)
     return slot

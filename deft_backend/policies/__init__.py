@@ -8,6 +8,7 @@ from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
+from deft_backend.policies.invariant import Invariant
 from deft_backend.policies.policy import EDGE_RULES, FLATTENED, Policy, PolicyError, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import POLICY_NAMES
@@ -22,6 +23,7 @@ POLICIES: dict[str, Policy] = {
         FastTree(),
         FlashForge(),
         Auto(),
+        Invariant(),
     )
 }
 """Every policy by name, with its papers' parameters."""
@@ -78,6 +80,7 @@ __all__ = [
     "FlashForge",
     "Grouping",
     "GroupingBuilder",
+    "Invariant",
     "Policy",
     "PolicyError",
     "Rules",

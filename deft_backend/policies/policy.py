@@ -23,13 +23,18 @@ FLATTENED = "flattened"
 EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 """The rules of edges that the device planner knows."""
 
+ABSOLUTE = "absolute"
+"""The rule of chunks of `invariant`: they begin at fixed positions of a context."""
+
 
 class Rules(NamedTuple):
     """A policy's two rules, by the names under which the device planner knows them."""
 
     edges: str  # which edges are cut; one of :data:`EDGE_RULES`
-    chunks: str  # one of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`
-    chunk_tokens: int = 0  # tokens of a chunk, for the rule ``fixed``
+    # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
+    chunks: str
+    # Tokens of a chunk for the rule ``fixed``, of the first chunks for the rule ``absolute``.
+    chunk_tokens: int = 0
 
 
 class Policy(ABC):

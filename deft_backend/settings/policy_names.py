@@ -11,6 +11,7 @@ DEFT_FLATTEN = "deft-flatten"
 FASTTREE = "fasttree"
 FLASHFORGE = "flashforge"
 AUTO = "auto"
+INVARIANT = "invariant"
 
 POLICY_NAMES: tuple[str, ...] = (
     FLASH_DECODING,
@@ -20,5 +21,6 @@ POLICY_NAMES: tuple[str, ...] = (
     FASTTREE,
     FLASHFORGE,
     AUTO,
+    INVARIANT,
 )
 """The names by which users select a policy of :data:`deft_backend.policies.POLICIES`."""

@@ -20,7 +20,7 @@ from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device.arrays import Scratch
 from deft_backend.planner.on_device.flatten import Flattener
-from deft_backend.planner.on_device.program_work import ProgramWork
+from deft_backend.planner.on_device.launch_numbers import ProgramWork
 from deft_backend.policies import POLICIES, Auto, DeftFlatten, FastTree, PolicyError, Target
 from deft_backend.policies.grouping import longest_first
 from deft_backend.shapes import MAX_MERGED

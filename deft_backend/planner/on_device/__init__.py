@@ -6,7 +6,7 @@ kernels. Each step plans anew, so no plan can be stale.
 """
 
 from deft_backend.planner.on_device.arrays import new_counters
+from deft_backend.planner.on_device.launch_numbers import SIZES, largest_batch
 from deft_backend.planner.on_device.planner import DevicePlanner
-from deft_backend.planner.on_device.program_work import SIZES, largest_batch
 
 __all__ = ["SIZES", "DevicePlanner", "largest_batch", "new_counters"]

@@ -74,6 +74,23 @@ class Places(NamedTuple):
     part: Pointer  # partial results of the ranges above it: these precede its own
 
 
+class Search(NamedTuple):
+    """Memory of the search over edges (``assign_edges.py``) [B], by place.
+
+    The first four are of the child that begins at a place.
+    """
+
+    queries: Pointer
+    end: Pointer
+    joins: Pointer  # whether the child takes its node's tokens along
+    joined: Pointer  # queries of such siblings before it
+    # Where the leaf at each place begins, and where it stands.
+    leaf_begin: Pointer
+    leaf_place: Pointer
+    node_place: Pointer  # where each node stands
+    deserted: Pointer  # whether the node's last query leaves it
+
+
 class Results(NamedTuple):
     """Partial results of the request at each place [B]."""
 
@@ -134,6 +151,7 @@ class Scratch:
     ranges: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
+    search: tuple[torch.Tensor, ...]  # in the memory of `places`, which are written later
     results: tuple[torch.Tensor, ...]
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
@@ -174,6 +192,7 @@ class Scratch:
             ranges=tuple(by_range[:3]),
             chosen=(count, *by_node),
             places=tuple(by_range[3:]),
+            search=tuple(by_range[3:].reshape(8, size)),
             results=(parts, merged),
             candidates=candidates,
             counters=(counted, seen, began),

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.planner.on_device.arrays import Chosen, Nodes, Places, Ranges
+from deft_backend.planner.on_device.arrays import Chosen, Nodes, Ranges, Search
 from deft_backend.planner.on_device.choose_ranges import write_leaves, write_nodes
 from deft_backend.planner.on_device.tiles import tiles_of, total
 
@@ -66,7 +66,7 @@ def assign_edges(
     nodes: Nodes,
     ranges: Ranges,
     chosen_nodes: Chosen,
-    children: Places,
+    search: Search,
     batch,
     small_tile,
     large_tile,
@@ -78,9 +78,6 @@ def assign_edges(
     OVERLAPPED: tl.constexpr,
 ):
     """Write all ranges, and `Chosen`, and replace `order`; one program.
-
-    `children` is memory for this kernel alone: queries and end of the child at each place, whether
-    it takes its node's tokens along, and the queries of such siblings before it.
 
     If the ranges would need more than `max_items` items or `max_entries` entries, every request
     reads its whole context by itself.
@@ -96,14 +93,10 @@ def assign_edges(
     end = tl.load(nodes.cut + place, mask=inside, other=0)
     first = tl.load(first_ptr + place, mask=inside, other=0)
     none = tl.full([BATCH], 0, tl.int32)
-    # Behind the children: where the leaf at each place begins and stands, where each node stands,
-    # and whether the node's last query leaves it.
-    leaf_begins, leaf_places = children.num_chunks + BATCH, children.item + BATCH
-    node_places, deserted = children.entry + BATCH, children.part + BATCH
-    tl.store(leaf_begins + place, none)
-    tl.store(leaf_places + place, place)
-    tl.store(node_places + place, first)
-    tl.store(deserted + place, none)
+    tl.store(search.leaf_begin + place, none)
+    tl.store(search.leaf_place + place, place)
+    tl.store(search.node_place + place, first)
+    tl.store(search.deserted + place, none)
     begin = none
     kept = queries  # queries that stay with the node
     level = ((queries > 0) & (parent == 0)).to(tl.int32)
@@ -112,28 +105,28 @@ def assign_edges(
         parent = tl.load(nodes.parent + place, mask=inside, other=0)
         first = tl.load(first_ptr + place, mask=inside, other=0)
         is_child = (queries > 0) & (parent > 0) & (tl.gather(level, parent, 0) > 0)
-        tl.store(children.num_chunks + first, queries, mask=is_child)
-        tl.store(children.item + first, end, mask=is_child)
+        tl.store(search.queries + first, queries, mask=is_child)
+        tl.store(search.end + first, end, mask=is_child)
         above = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
         is_leaf = (above > 0) & (tl.gather(level, above, 0) > 0)
-        tl.store(children.num_chunks + place, none + 1, mask=is_leaf)
+        tl.store(search.queries + place, none + 1, mask=is_leaf)
         length = _lengths(order_ptr, seq_lens_ptr, place, is_leaf, BLOCKS)
-        tl.store(children.item + place, length, mask=is_leaf)
+        tl.store(search.end + place, length, mask=is_leaf)
         tl.debug_barrier()
         at = first
         limit = tl.where(level > 0, first + queries, 0)
         joined = none
         while total((at < limit).to(tl.int32)) > 0:
             active = at < limit
-            held = tl.load(children.num_chunks + at, mask=active, other=1)
-            stop = tl.load(children.item + at, mask=active, other=0)
+            held = tl.load(search.queries + at, mask=active, other=1)
+            stop = tl.load(search.end + at, mask=active, other=0)
             context = end - begin
             split_kv = _padding(kept, context, COSTS) + _padding(held, stop - end, COSTS)
             split_kv += COSTS.GAMMA * held.to(tl.int64)
             split_q = _padding(kept - held, context, COSTS) + _padding(held, stop - begin, COSTS)
             joins = active & (split_kv > split_q)
-            tl.store(children.entry + at, joins.to(tl.int32), mask=active)
-            tl.store(children.part + at, joined, mask=active)
+            tl.store(search.joins + at, joins.to(tl.int32), mask=active)
+            tl.store(search.joined + at, joined, mask=active)
             joined += tl.where(joins, held, 0)
             kept -= tl.where(joins, held, 0)
             at += tl.where(active, held, 0)
@@ -143,45 +136,47 @@ def assign_edges(
         first = tl.load(first_ptr + place, mask=inside, other=0)
         queries = tl.load(nodes.queries + place, mask=inside, other=0)
         is_child = (queries > 0) & (parent > 0) & (tl.gather(level, parent, 0) > 0)
-        joins = tl.load(children.entry + first, mask=is_child, other=0) > 0
-        before = tl.load(children.part + first, mask=is_child, other=0)
-        base = tl.load(node_places + parent, mask=is_child, other=0)
+        joins = tl.load(search.joins + first, mask=is_child, other=0) > 0
+        before = tl.load(search.joined + first, mask=is_child, other=0)
+        base = tl.load(search.node_place + parent, mask=is_child, other=0)
         stays = first - tl.gather(first, parent, 0) - before
         moved = base + tl.where(joins, tl.gather(kept, parent, 0) + before, stays)
-        tl.store(node_places + place, moved, mask=is_child)
+        tl.store(search.node_place + place, moved, mask=is_child)
         whole = tl.where(joins, tl.gather(begin, parent, 0), tl.gather(end, parent, 0))
 
         above = tl.load(nodes.leaf_parent + place, mask=inside, other=0)
         is_leaf = (above > 0) & (tl.gather(level, above, 0) > 0)
-        joins = tl.load(children.entry + place, mask=is_leaf, other=0) > 0
-        before = tl.load(children.part + place, mask=is_leaf, other=0)
-        base = tl.load(node_places + above, mask=is_leaf, other=0)
+        joins = tl.load(search.joins + place, mask=is_leaf, other=0) > 0
+        before = tl.load(search.joined + place, mask=is_leaf, other=0)
+        base = tl.load(search.node_place + above, mask=is_leaf, other=0)
         stays = place - tl.gather(first, above, 0) - before
         left = tl.gather(kept, above, 0)
-        tl.store(leaf_places + place, base + tl.where(joins, left + before, stays), mask=is_leaf)
+        tl.store(
+            search.leaf_place + place, base + tl.where(joins, left + before, stays), mask=is_leaf
+        )
         # An empty leaf that stays alone with its parent ends the parent's range itself.
-        length = tl.load(children.item + place, mask=is_leaf, other=0)
+        length = tl.load(search.end + place, mask=is_leaf, other=0)
         lone = is_leaf & (joins == 0) & (length == tl.gather(end, above, 0)) & (left == 1)
-        tl.store(deserted + above, none + 1, mask=lone)
+        tl.store(search.deserted + above, none + 1, mask=lone)
         whole_leaf = tl.where(joins | lone, tl.gather(begin, above, 0), tl.gather(end, above, 0))
-        tl.store(leaf_begins + place, whole_leaf, mask=is_leaf)
+        tl.store(search.leaf_begin + place, whole_leaf, mask=is_leaf)
         begin = tl.where(is_child, whole, begin)
         level = is_child.to(tl.int32)
         tl.debug_barrier()
 
     queries = tl.load(nodes.queries + place, mask=inside, other=0)
-    kept = tl.where(tl.load(deserted + place) > 0, 0, kept)
+    kept = tl.where(tl.load(search.deserted + place) > 0, 0, kept)
     _, tiles = tiles_of(kept, small_tile, large_tile)
     fits = total(kept) + batch <= max_entries
     fits &= total(tl.where(kept > 0, tiles, 0)) + batch <= max_items
     kept = tl.where(fits, kept, 0)
     chosen = (kept > 0).to(tl.int32)
-    moved = tl.load(node_places + place)
+    moved = tl.load(search.node_place + place)
     write_nodes(ranges, chosen_nodes, chosen, moved, kept, begin, end, BATCH)
     request = tl.load(order_ptr + place, mask=inside, other=0)
     length = _lengths(order_ptr, seq_lens_ptr, place, inside, BLOCKS)
-    leaf_place = tl.where(fits, tl.load(leaf_places + place), place)
-    leaf_begin = tl.where(fits, tl.load(leaf_begins + place), 0)
+    leaf_place = tl.where(fits, tl.load(search.leaf_place + place), place)
+    leaf_begin = tl.where(fits, tl.load(search.leaf_begin + place), 0)
     write_leaves(ranges, inside, leaf_place, leaf_begin, length, BATCH)
     tl.debug_barrier()
     tl.store(order_ptr + leaf_place, request, mask=inside)

@@ -16,7 +16,13 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
-from deft_backend.planner.on_device.tiles import Estimate, parts_of, sizes_of, tiles_of
+from deft_backend.planner.on_device.tiles import (
+    Estimate,
+    chunk_at,
+    parts_of,
+    sizes_of,
+    tiles_of,
+)
 
 
 class Range(NamedTuple):
@@ -79,31 +85,36 @@ def _read_nodes(number, count, chosen):
 
 
 @jit
-def _cut(range_, is_large, tiles, chunk, lengths, CHUNKS: tl.constexpr):
+def _cut(range_, is_large, tiles, chunk, lengths, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
     """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
-    sizes = sizes_of(tokens, is_large, lengths.estimate, CHUNKS)
-    num_chunks = parts_of(sizes, tokens, chunk, lengths.block, CHUNKS)
+    if CHUNKS == "absolute":  # without a request's last chunk
+        last = tl.maximum(range_.end - 1, range_.begin)
+        num_chunks = chunk_at(last, chunk) - chunk_at(range_.begin, chunk)
+        num_chunks += (range_.number < BATCH).to(tl.int32)
+    else:
+        sizes = sizes_of(tokens, is_large, lengths.estimate, CHUNKS)
+        num_chunks = parts_of(sizes, tokens, chunk, lengths.block, CHUNKS)
     num_chunks = tl.where(range_.queries > 0, num_chunks, 0)
     length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
     return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
 
 
 @jit
-def _cut_leaves(leaves, lengths, small_tile, CHUNKS: tl.constexpr):
+def _cut_leaves(leaves, lengths, small_tile, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
     """Leaves, cut into chunks; a leaf has one query."""
     is_large = small_tile < 1
     chunk = tl.where(is_large, lengths.large, lengths.small)
     is_large = tl.where(leaves.queries > 0, is_large, False)
-    return _cut(leaves, is_large, leaves.queries, chunk, lengths, CHUNKS)
+    return _cut(leaves, is_large, leaves.queries, chunk, lengths, BATCH, CHUNKS)
 
 
 @jit
-def _cut_nodes(nodes, lengths, small_tile, large_tile, CHUNKS: tl.constexpr):
+def _cut_nodes(nodes, lengths, small_tile, large_tile, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
     """Nodes, cut into chunks."""
     is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
     chunk = tl.where(is_large, lengths.large, lengths.small)
-    return _cut(nodes, is_large, tiles, chunk, lengths, CHUNKS)
+    return _cut(nodes, is_large, tiles, chunk, lengths, BATCH, CHUNKS)
 
 
 @jit
@@ -144,7 +155,8 @@ def measure_ranges(
     """Write `Places` of all ranges and `Results`, BLOCK ranges in each program.
 
     The first ``ceil(batch / BLOCK)`` programs measure leaves, the others nodes. A program compares
-    its ranges with LEAVES leaves at a time, and with NODES nodes.
+    its ranges with LEAVES leaves at a time, and with NODES nodes. `block` is the length of a KV
+    block, or of the first chunks by the rule ``absolute``.
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -155,8 +167,14 @@ def measure_ranges(
     if node >= tl.load(chosen.count, mask=node >= 0, other=node + 1):
         return
     count = tl.load(chosen.count)
-    small_chunk = _cheapest(candidates, 0, CANDIDATES)
-    large_chunk = _cheapest(candidates, 1, CANDIDATES)
+    small_chunk = block
+    large_chunk = block
+    held = small_tile
+    if CHUNKS == "absolute":
+        held = 0
+    if CHUNKS != "absolute":
+        small_chunk = _cheapest(candidates, 0, CANDIDATES)
+        large_chunk = _cheapest(candidates, 1, CANDIDATES)
     lengths = Lengths(small_chunk, large_chunk, block, estimate)
     lane = tl.arange(0, BLOCK)
     leaves = _read_leaves(program * BLOCK + lane, batch, ranges, BATCH)
@@ -169,12 +187,12 @@ def measure_ranges(
         tl.where(is_leaf, leaves.first, nodes.first),
         tl.where(is_leaf, leaves.number, nodes.number),
     )
-    cut = _cut_nodes(mine, lengths, small_tile, large_tile, CHUNKS)
+    cut = _cut_nodes(mine, lengths, held, large_tile, BATCH, CHUNKS)
 
     before_leaves = tl.full([BLOCK, LEAVES], 0, tl.int32)
     for begin in range(0, batch, LEAVES):
         other = _read_leaves(begin + tl.arange(0, LEAVES), batch, ranges, BATCH)
-        other_cut = _cut_leaves(other, lengths, small_tile, CHUNKS)
+        other_cut = _cut_leaves(other, lengths, held, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         before_leaves += tl.where(before, other_cut.num_chunks[None, :], 0)
     item = _sum(before_leaves)
@@ -183,7 +201,7 @@ def measure_ranges(
     small_part = tl.full([BLOCK], 0, tl.int32)
     for begin in range(0, count, NODES):
         other = _read_nodes(begin + tl.arange(0, NODES), count, chosen)
-        other_cut = _cut_nodes(other, lengths, small_tile, large_tile, CHUNKS)
+        other_cut = _cut_nodes(other, lengths, held, large_tile, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         num_chunks = other_cut.num_chunks
         item += _sum(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))
@@ -207,6 +225,9 @@ def measure_ranges(
     # results, unless there are many, or one of them comes from the same launch.
     parts = part + cut.num_chunks
     alone = (small_part == 0) & (cut.num_chunks == 1) & (cut.is_large == 0)
+    if CHUNKS == "absolute":
+        parts += 1
+        alone = is_leaf & (small_tile >= 1)
     merges = alone & (parts > 1) & (parts - 1 <= MAX_MERGED)
     tl.store(results.parts + mine.first, parts, mask=is_leaf)
     tl.store(results.merged + mine.first, tl.where(merges, parts - 1, 0), mask=is_leaf)

@@ -12,18 +12,21 @@ from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     assign_edges,
     choose_ranges,
-    compare_rows,
     find_nodes,
     measure_ranges,
+    order_rows,
     price_chunks,
-    sort_rows,
     write_plan,
 )
 from deft_backend.planner.on_device.arrays import Scratch, new_counters
 from deft_backend.planner.on_device.flatten import Flattener
-from deft_backend.planner.on_device.program_work import SIZES, ProgramWork, largest_batch
-from deft_backend.planner.on_device.target_numbers import Numbers
-from deft_backend.policies import DeftFlatten, FastTree, Policy, PolicyError, Target
+from deft_backend.planner.on_device.launch_numbers import (
+    SIZES,
+    Numbers,
+    ProgramWork,
+    largest_batch,
+)
+from deft_backend.policies import DeftFlatten, FastTree, Invariant, Policy, PolicyError, Target
 from deft_backend.policies.chunk_choice import LEVEL, LEVELS, MOST_DOUBLINGS
 from deft_backend.policies.fasttree import EdgeCosts
 from deft_backend.policies.measured_chunks import (
@@ -36,11 +39,11 @@ from deft_backend.policies.measured_chunks import (
     UNEVEN,
     exposed_share,
 )
-from deft_backend.policies.policy import FLATTENED
+from deft_backend.policies.policy import ABSOLUTE, FLATTENED
 from deft_backend.shapes import MAX_MERGED
 
-COMPARE_ROWS = Kernel(compare_rows, "compare_rows")
-SORT_ROWS = Kernel(sort_rows, "sort_rows")
+COMPARE_ROWS = Kernel(order_rows, "compare_rows")
+SORT_ROWS = Kernel(order_rows, "sort_rows")
 FIND_NODES = Kernel(find_nodes, "find_nodes")
 CHOOSE_RANGES = Kernel(choose_ranges, "choose_ranges")
 ASSIGN_EDGES = Kernel(assign_edges, "assign_edges")
@@ -58,9 +61,10 @@ WEIGHTS = price_chunks.Weights(
 class DevicePlanner:
     """Plans batches on the device, by the two rules of a policy.
 
-    A plan takes seven launches, with every policy but `deft-flatten`, which takes tensor operations
-    behind the first three. None waits for the CPU, and none depends on the contents of the page
-    table. So a CUDA graph that holds them plans every batch that it is replayed for.
+    A plan takes seven launches, or six without a choice of chunks (`invariant`). `deft-flatten`
+    takes tensor operations behind the first three. None waits for the CPU, and none depends on the
+    contents of the page table. So a CUDA graph that holds them plans every batch that it is
+    replayed for.
 
     - `target`: what plans are for, unless a plan has a target of its own.
     - `plan`: where plans go.
@@ -143,6 +147,7 @@ class DevicePlanner:
         batch, columns = len(seq_lens) * blocks, page_table.shape[1]
         size = self._size_for(batch)
         small, large = numbers.tiles
+        absolute = self._rules.chunks == ABSOLUTE
         scratch = self._scratch
         began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
         table = (page_table, table_rows, seq_lens)
@@ -157,8 +162,11 @@ class DevicePlanner:
         self._kind, self._aligned = kind, pointers % 16 == 0
         common: dict[str, Any] = {
             "BATCH": size, "OVERLAPPED": self._overlapped, "TIMED": not self._interpreted,
-            "BLOCKS": blocks, "PAGE_SIZE": self._page_size,
+            "BLOCKS": blocks, "PAGE_SIZE": self._page_size, "CHUNKS": self._rules.chunks,
         }  # fmt: skip
+        if absolute:
+            self._check_room(batch, columns)
+            private_tokens = max(private_tokens, 1)  # a request's last chunk is its own
         shape = (batch, columns, page_table.stride(0), private_tokens)
         work = self._work(size)
         row_tiles = -(-batch // (2 * work.rows))
@@ -170,7 +178,7 @@ class DevicePlanner:
         )  # fmt: skip
         self._launch(
             SORT_ROWS, (-(-batch // work.sorted),),
-            (table, scratch.ranks, scratch.order, cut, below, *shape),
+            (table, scratch.ranks, scratch.order, cut, below, *shape, self._rules.chunk_tokens),
             {**common, "BLOCK": work.sorted}, work.warps.sort_rows,
         )  # fmt: skip
         self._launch(
@@ -204,15 +212,14 @@ class DevicePlanner:
         per_gpu = [c / n for costs, n in zip(numbers.per_item, busy, strict=True) for c in costs]
         per_gpu[0] *= exposed_share(busy[0], programs[0])
         priced = {
-            "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED,
-            "CHUNKS": self._rules.chunks, "WEIGHTS": WEIGHTS,
+            "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED, "WEIGHTS": WEIGHTS,
         }  # fmt: skip
         forest = (
             scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges, scratch.chosen
         )  # fmt: skip
         if self._rules.edges == "greedy":
             self._launch(
-                ASSIGN_EDGES, (1,), (*forest, scratch.places, batch, small, large, *limits),
+                ASSIGN_EDGES, (1,), (*forest, scratch.search, batch, small, large, *limits),
                 {**common, "COSTS": self._edge_costs(numbers)}, min(16, work.warps.choose_ranges),
             )  # fmt: skip
         else:
@@ -221,16 +228,19 @@ class DevicePlanner:
                 (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
                 {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
             )  # fmt: skip
-        self._launch(
-            PRICE_CHUNKS, (work.candidates, 2),
-            (
-                scratch.ranges, scratch.candidates, small, large, *limits, *programs,
-                numbers.sms, (*per_item, partial_ns), numbers.reduce_ns,
-                float(numbers.target.transfer_ns), block, self._rules.chunk_tokens,
-                numbers.estimate,
-            ),
-            {**common, **priced}, work.warps.price_chunks,
-        )  # fmt: skip
+        if self._rules.chunks == ABSOLUTE:
+            block = self._rules.chunk_tokens
+        else:
+            self._launch(
+                PRICE_CHUNKS, (work.candidates, 2),
+                (
+                    scratch.ranges, scratch.candidates, small, large, *limits, *programs,
+                    numbers.sms, (*per_item, partial_ns), numbers.reduce_ns,
+                    float(numbers.target.transfer_ns), block, self._rules.chunk_tokens,
+                    numbers.estimate,
+                ),
+                {**common, **priced}, work.warps.price_chunks,
+            )  # fmt: skip
         self._launch(
             MEASURE_RANGES, (2 * -(-batch // work.ranges),),
             (
@@ -253,6 +263,20 @@ class DevicePlanner:
             ),
             {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
         )  # fmt: skip
+
+    def _check_room(self, batch: int, columns: int) -> None:
+        """Raise PolicyError unless the plan holds every chunk of such a batch."""
+        assert isinstance(self._policy, Invariant)
+        tokens = columns * self._page_size
+        results = batch * self._policy.num_chunks(tokens)
+        capacity = self._plan.capacity
+        held = min(capacity.max_items, capacity.max_entries)
+        if results > held:
+            raise PolicyError(
+                f"a page table for {tokens} tokens and a batch of {batch} need {results} partial "
+                f"results with policy {self._policy.name}; the plan holds {held}: raise "
+                "max_tokens or max_batch"
+            )
 
     def _edge_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts | None:
         """FastTree's equations for the two tiles of one range; None for other rules of edges."""

@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton import jit
 
+from deft_backend.policies.invariant import CHUNKS_PER_OCTAVE
+from deft_backend.shapes import MAX_TOKENS
+
+PER_OCTAVE = tl.constexpr(CHUNKS_PER_OCTAVE)
+
+OCTAVES = tl.constexpr((MAX_TOKENS // CHUNKS_PER_OCTAVE).bit_length())
+"""Octaves of the longest context, if its shortest chunks have one token."""
+
 
 @jit
 def tiles_of(queries, small_tile, large_tile):
@@ -68,3 +76,20 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS: tl.constexpr):
     if CHUNKS == "scheduled":
         parts = tl.minimum(parts, tl.maximum((tokens - 1) // block + 1, 1))
     return parts
+
+
+@jit
+def chunk_at(token, chunk_tokens):
+    """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
+    unit = token // chunk_tokens
+    octave = unit * 0
+    for doubling in tl.static_range(1, OCTAVES.value):
+        octave += (unit >= (PER_OCTAVE.value << doubling)).to(tl.int32)
+    return octave * PER_OCTAVE.value + (unit >> octave)
+
+
+@jit
+def chunk_begin(chunk, chunk_tokens):
+    """The first token of each chunk of `invariant`."""
+    octave = tl.maximum(chunk // PER_OCTAVE.value - 1, 0)
+    return ((chunk - octave * PER_OCTAVE.value) << octave) * chunk_tokens

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_wait, globaltimer
 from deft_backend.planner import encoding_constants
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device.arrays import Chosen, Counters, Places, Ranges, Results
-from deft_backend.planner.on_device.tiles import tiles_of, total
+from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin, tiles_of, total
 
 
 class Slots(NamedTuple):
@@ -25,6 +25,14 @@ class Slots(NamedTuple):
     first: Any  # first slot of the request
     reduced: Any  # results of the request that the reduction merges
     num_reduced: Any  # results that the reduction merges, of all requests
+
+
+class Counts(NamedTuple):
+    """How much there is of everything in a plan."""
+
+    items: Any
+    entries: Any
+    large: Any  # items of the large tile
 
 
 class Range(NamedTuple):
@@ -63,11 +71,25 @@ def _read_range(ranges, places, at, there):
 
 
 @jit
-def _chunk_of(range_, chunk, block):
+def _in_turn(number, range_, CHUNKS: tl.constexpr):
+    """The chunk whose items come as number `number` of a range's: the longest come first."""
+    if CHUNKS == "absolute":
+        number = range_.num_chunks - 1 - number
+    return number
+
+
+@jit
+def _chunk_of(range_, chunk, block, CHUNKS: tl.constexpr):
     """First token of a range's chunk number `chunk`, and the one after its last.
 
-    The range's blocks are spread evenly over its chunks.
+    The range's blocks are spread evenly over its chunks, unless their places are fixed.
     """
+    if CHUNKS == "absolute":
+        number = chunk_at(range_.begin, block) + chunk
+        return (
+            chunk_begin(number, block),
+            tl.minimum(range_.end, chunk_begin(number + 1, block)),
+        )
     blocks = (range_.end - range_.begin + block - 1) // block
     num_chunks = tl.maximum(range_.num_chunks, 1)
     # chunk * blocks // num_chunks, whose product would overflow
@@ -95,6 +117,7 @@ def _write_items(
 def _write_node(
     number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges, places, items,
     small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
@@ -104,17 +127,21 @@ def _write_node(
     range_ = _read_range(ranges, places, node, queries > 0)
     request = tl.load(order_ptr + first) // BLOCKS
     table_row = tl.load(table_rows_ptr + request).to(tl.int32)
-    is_large, tiles = tiles_of(queries, small_tile, large_tile)
+    held = small_tile
+    if CHUNKS == "absolute":
+        held = 0
+    is_large, tiles = tiles_of(queries, held, large_tile)
     lane = tl.arange(0, WIDTH)
     for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
-        chunk = index // tiles
+        number = index // tiles
         tile = index % tiles
+        chunk = _in_turn(number, range_, CHUNKS)
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
         span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
-        start, stop = _chunk_of(range_, chunk, block)
-        entry = range_.entry + chunk * queries + from_query
+        start, stop = _chunk_of(range_, chunk, block, CHUNKS)
+        entry = range_.entry + number * queries + from_query
         _write_items(
             items, segment_table_ptr, range_.item + index, entry, request, table_row, start, stop,
             span, index < range_.num_chunks * tiles,
@@ -123,7 +150,8 @@ def _write_node(
         index = at + lane
         there = index < range_.num_chunks * queries
         place = tl.where(there, first + index % queries, 0)
-        slot = tl.gather(slots.first, place, 0) + range_.part + index // queries
+        chunk = _in_turn(index // queries, range_, CHUNKS)
+        slot = tl.gather(slots.first, place, 0) + range_.part + chunk
         query = tl.load(order_ptr + place, mask=there, other=0)
         tl.store(items.entry_query + range_.entry + index, query, mask=there)
         tl.store(items.entry_slot + range_.entry + index, slot, mask=there)
@@ -132,9 +160,13 @@ def _write_node(
 @jit
 def _write_leaves(
     place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
-    batch, small_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
+    batch, small_tile, large_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the items of the leaves at places: one entry for each item."""
+    """Write the items of the leaves at places: one entry for each item.
+
+    By the rule ``absolute`` the last chunks' items lie behind those of all other chunks.
+    """
     DIRECT: tl.constexpr = encoding_constants.DIRECT.value
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
@@ -150,14 +182,30 @@ def _write_leaves(
     whole = tl.where(parts == 1, DIRECT, MERGES - first_slot)
     partial = (parts > 1) & (merged == 0)
     span = tl.where(small_tile > 0, merged, 1 << SPAN_SHIFT)
-    for chunk in range(0, tl.reduce(range_.num_chunks, 0, tl.standard._elementwise_max)):
-        there = chunk < range_.num_chunks
-        entry = range_.entry + chunk
-        start, stop = _chunk_of(range_, chunk, block)
-        stop = tl.where(chunk == range_.num_chunks - 1, OPEN_END, stop)
+    if CHUNKS == "absolute":
+        before = _count_items(ranges, places, 0, large_tile, BATCH)
+        last = tl.maximum(range_.end - 1, range_.begin)
+        start = chunk_begin(chunk_at(last, block), block)
+        slot = tl.where(partial, first_slot + range_.part + range_.num_chunks, whole)
+        _write_items(
+            items, segment_table_ptr, before.items + place, before.entries + place, request,
+            table_row, start, place * 0 + OPEN_END, span, is_leaf,
+        )  # fmt: skip
+        tl.store(items.entry_query + before.entries + place, query, mask=is_leaf)
+        tl.store(items.entry_slot + before.entries + place, slot, mask=is_leaf)
+        whole = first_slot + range_.part  # the other chunks are results of their own
+        partial = is_leaf
+        span = place * 0 + (1 << SPAN_SHIFT)
+    for number in range(0, tl.reduce(range_.num_chunks, 0, tl.standard._elementwise_max)):
+        there = number < range_.num_chunks
+        entry = range_.entry + number
+        chunk = _in_turn(number, range_, CHUNKS)
+        start, stop = _chunk_of(range_, chunk, block, CHUNKS)
+        if CHUNKS != "absolute":
+            stop = tl.where(chunk == range_.num_chunks - 1, OPEN_END, stop)
         slot = tl.where(partial, first_slot + range_.part + chunk, whole)
         _write_items(
-            items, segment_table_ptr, range_.item + chunk, entry, request, table_row, start, stop,
+            items, segment_table_ptr, range_.item + number, entry, request, table_row, start, stop,
             span, there,
         )  # fmt: skip
         tl.store(items.entry_query + entry, query, mask=there)
@@ -179,17 +227,27 @@ def _write_reduction(reduction, slots, order_ptr, batch, BATCH: tl.constexpr):
 
 
 @jit
-def _write_counts(items, queries, num_chunks, is_large, tiles):
+def _count_items(ranges, places, small_tile, large_tile, BATCH: tl.constexpr):
+    """Items and entries of all ranges, and items of the large tile."""
+    which = tl.arange(0, 2 * BATCH)
+    queries = tl.load(ranges.queries + which)
+    num_chunks = tl.load(places.num_chunks + which)
+    is_large, tiles = tiles_of(queries, small_tile, large_tile)
+    items = tiles * num_chunks
+    return Counts(total(items), total(queries * num_chunks), total(tl.where(is_large, items, 0)))
+
+
+@jit
+def _write_counts(items, counts):
     """Write how many items each tile shape has, and the ends of the last item; programs of stage 1
     count from 0 on."""
     ARRIVALS: tl.constexpr = encoding_constants.ARRIVALS.value
-    num_items = total(tiles * num_chunks)
     tl.store(items.tile_ptr, 0)
-    tl.store(items.tile_ptr + 1, total(tl.where(is_large, tiles * num_chunks, 0)))
-    tl.store(items.tile_ptr + 2, num_items)
-    tl.store(items.tile_ptr + 3, num_items)
-    tl.store(items.item_segment_ptr + num_items, num_items)
-    tl.store(items.item_query_ptr + num_items, total(queries * num_chunks))
+    tl.store(items.tile_ptr + 1, counts.large)
+    tl.store(items.tile_ptr + 2, counts.items)
+    tl.store(items.tile_ptr + 3, counts.items)
+    tl.store(items.item_segment_ptr + counts.items, counts.items)
+    tl.store(items.item_query_ptr + counts.items, counts.entries)
     tl.store(items.arrivals + tl.arange(0, ARRIVALS), 0)
 
 
@@ -219,17 +277,23 @@ def count_plan(counters: Counters, tokens_ptr, TIMED: tl.constexpr):
 @jit
 def _write_totals(
     order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile, large_tile,
-    BATCH: tl.constexpr, BLOCKS: tl.constexpr, TIMED: tl.constexpr,
+    BATCH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Write the reduction's queries, how much there is of everything, and the counters."""
     _write_reduction(reduction, slots, order_ptr, batch, BATCH)
-    which = tl.arange(0, 2 * BATCH)
-    queries = tl.load(ranges.queries + which)
-    num_chunks = tl.load(places.num_chunks + which)
-    is_large, tiles = tiles_of(queries, small_tile, large_tile)
-    _write_counts(items, queries, num_chunks, is_large, tiles)
+    held = small_tile
+    if CHUNKS == "absolute":
+        held = 0
+    counts = _count_items(ranges, places, held, large_tile, BATCH)
+    if CHUNKS == "absolute":
+        large = tl.where(small_tile < 1, counts.large + batch, counts.large)
+        counts = Counts(counts.items + batch, counts.entries + batch, large)
+    _write_counts(items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
+    which = tl.arange(0, 2 * BATCH)
+    queries = tl.load(ranges.queries + which)
+    _, tiles = tiles_of(queries, held, large_tile)
     begin = tl.load(ranges.begin + which)
     end = tl.load(ranges.end + which)
     loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
@@ -258,6 +322,7 @@ def write_plan(
     BLOCKS: tl.constexpr,
     LEAVES: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
     TIMED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -265,7 +330,8 @@ def write_plan(
 
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
-    Chunks are whole KV blocks of `block` tokens.
+    Chunks are whole KV blocks of `block` tokens; by the rule ``absolute`` the first ones have so
+    many, and nothing but a request's last chunk takes the small tile.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -279,18 +345,18 @@ def write_plan(
             for number in range(program - leaf_programs, count, node_programs):
                 _write_node(
                     number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges,
-                    places, items, small_tile, large_tile, block, BLOCKS, WIDTH,
+                    places, items, small_tile, large_tile, block, BLOCKS, WIDTH, CHUNKS,
                 )  # fmt: skip
     elif program >= 0:
         slots = _slots_of(results, batch, BATCH)
         place = program * LEAVES + tl.arange(0, LEAVES)
         _write_leaves(
             place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
-            items, batch, small_tile, block, BATCH, BLOCKS,
+            items, batch, small_tile, large_tile, block, BATCH, BLOCKS, CHUNKS,
         )  # fmt: skip
     else:
         slots = _slots_of(results, batch, BATCH)
         _write_totals(
             order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile,
-            large_tile, BATCH, BLOCKS, TIMED,
+            large_tile, BATCH, BLOCKS, CHUNKS, TIMED,
         )  # fmt: skip

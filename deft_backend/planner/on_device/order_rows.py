@@ -1,4 +1,4 @@
-"""Device planner, 1: how many requests come before each in depth-first order, and what it shares.
+"""Device planner, 1 and 2: the depth-first order of the batch, and what neighbours in it share.
 
 The order compares rows of the page table like words: the first page that differs decides, and a row
 comes before the rows that continue it. So requests that share a prefix stand side by side. Of all
@@ -9,18 +9,37 @@ the first difference of two rows. The search starts where the two rows differed 
 From one step to the next hardly any pair changes. Two pages of each row prove that a pair did not.
 A guess only saves halvings. So requests may come and go, and no guess is ever wrong.
 
-Of two requests, one comes before the other. So each pair is compared once, for both of its
-requests: programs take the tiles of the upper triangle of all pairs.
+Of two requests, one comes before the other. So ``compare_rows`` compares each pair once, for both
+of its requests: programs take the tiles of the upper triangle of all pairs.
+
+A query of the plan is a query block; `BLOCKS` of them belong to one request. A request's last
+`private` tokens belong to no shared node: they are its query tokens, if it has several.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from deft_backend.planner.on_device.arrays import Ranks, Tables
-from deft_backend.planner.on_device.page_table_rows import full_pages, table_of
+from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin
+
+
+@jit
+def full_pages(
+    query, there, tables, columns, private, BLOCKS: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """Full pages of queries, which alone can be shared, and at most the table's columns."""
+    length = tl.load(tables.seq_lens + query // BLOCKS, mask=there, other=0).to(tl.int32)
+    return tl.minimum(tl.maximum((length - private) // PAGE_SIZE, 0), columns)
+
+
+@jit
+def table_of(query, there, tables, stride_table, BLOCKS: tl.constexpr):
+    """Where each query's row of the page table begins."""
+    row = tl.load(tables.table_rows + query // BLOCKS, mask=there, other=0).to(tl.int64)
+    return tables.page_table + row * stride_table
 
 
 @jit
@@ -139,3 +158,68 @@ def _add_ranks(
         ranks.common + request, common * PAGE_SIZE, mask=(request < batch) & (common > 0),
         sem="relaxed",
     )  # fmt: skip
+
+
+@jit(do_not_specialize=["batch", "columns", "stride_table", "private", "chunk_tokens"])
+def sort_rows(
+    tables: Tables,
+    ranks: Ranks,
+    order_ptr,
+    cut_ptr,
+    below_ptr,
+    batch,
+    columns,
+    stride_table,
+    private,
+    chunk_tokens,
+    BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Write `Scratch.order` and `Nodes.cut`, BLOCK queries in each program.
+
+    A host may hold one prefix in two places and hand out pages of both. Then equality is not
+    monotone, and ranks may collide. So this kernel makes a permutation of any ranks. It also checks
+    what neighbours share: the last page before the cut must be the same in both. By the rule
+    ``absolute`` they share whole chunks only.
+
+    The kernel also sets `Nodes.below` to zero, into which ``find_nodes`` counts.
+    """
+    if OVERLAPPED:
+        gdc_launch_dependents()
+    requests = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_request = requests < batch
+    other = tl.arange(0, BATCH)[None, :]
+    pages = full_pages(requests, is_request, tables, columns, private, BLOCKS, PAGE_SIZE)
+    table = table_of(requests, is_request, tables, stride_table, BLOCKS)
+    if OVERLAPPED:
+        gdc_wait()
+
+    rank = tl.load(ranks.rank + requests, mask=is_request, other=0)
+    other_rank = tl.load(ranks.rank + other, mask=other < batch, other=0)
+    key = rank * BATCH + requests
+    other_key = other_rank * BATCH + other
+    before = (other < batch) & (other_key < key[:, None])
+    place = tl.reduce(before.to(tl.int32), 1, tl.standard._sum_combine)
+    last = tl.reduce(tl.where(before, other_key, -1), 1, tl.standard._elementwise_max)
+    neighbour = tl.maximum(last, 0) % BATCH
+
+    shared = tl.load(ranks.common + requests, mask=is_request, other=0) // PAGE_SIZE
+    full = full_pages(neighbour, is_request, tables, columns, private, BLOCKS, PAGE_SIZE)
+    there = is_request & (last >= 0) & (shared > 0) & (shared <= pages) & (shared <= full)
+    other_table = table_of(neighbour, is_request, tables, stride_table, BLOCKS)
+    page = tl.load(table + shared - 1, mask=there, other=-1)
+    other_page = tl.load(other_table + shared - 1, mask=there, other=-2)
+    cut = tl.where(there & (page == other_page), shared * PAGE_SIZE, 0)
+    if CHUNKS == "absolute":
+        cut = chunk_begin(chunk_at(cut, chunk_tokens), chunk_tokens)
+
+    none = tl.full([BLOCK], 0, tl.int32)
+    tl.store(order_ptr + place, requests, mask=is_request)
+    tl.store(cut_ptr + place, cut, mask=is_request)
+    tl.store(cut_ptr + batch + requests, none, mask=requests == 0)
+    tl.store(below_ptr + requests, none, mask=is_request)
+    tl.store(below_ptr + BATCH + requests, none, mask=is_request)

@@ -1,0 +1,147 @@
+"""`invariant`: KV is cut at fixed positions, so a request's output depends on that request alone.
+
+Chunk ``k`` of a context has the same first and last position in every request and every batch. The
+first ``2 * CHUNKS_PER_OCTAVE`` chunks have `chunk_tokens` tokens each. From there on, chunks are
+twice as long in each octave, like the gaps between floating-point numbers. So long contexts have
+few chunks, and no chunk is longer than a small part of the context before it.
+
+Requests read a chunk together if they share all of it. A request's last chunk is its own.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from deft_backend.forest import PrefixForest, build_forest
+from deft_backend.policies.edges import Int64Array, grouped_ranges
+from deft_backend.policies.errors import PolicyError
+from deft_backend.policies.grouping import Grouping, concatenated_ranges
+from deft_backend.policies.policy import ABSOLUTE, Policy, Rules
+from deft_backend.policies.target import Target
+from deft_backend.settings.policy_names import INVARIANT
+
+CHUNKS_PER_OCTAVE = 16
+
+SHORTEST_CHUNK = 256
+"""Tokens of the first chunks, unless a plan of the largest batch would have too many chunks."""
+
+WORKSPACE_LIMIT = 512 << 20
+"""Most bytes of partial results of the largest batch; chunks are as long as it takes."""
+
+
+def chunk_at(token: Int64Array | int, chunk_tokens: int) -> Int64Array:
+    """The chunk that holds each token, by its position.
+
+    >>> chunk_at(np.array([0, 255, 256, 8191, 8192, 8703, 8704]), 256).tolist()
+    [0, 0, 1, 31, 32, 32, 33]
+    """
+    unit = np.asarray(token) // chunk_tokens
+    octave = np.frexp(np.maximum(unit // CHUNKS_PER_OCTAVE, 1))[1] - 1
+    chunk: Int64Array = octave * CHUNKS_PER_OCTAVE + (unit >> octave)
+    return chunk
+
+
+def chunk_begin(chunk: Int64Array | int, chunk_tokens: int) -> Int64Array:
+    """The position of each chunk's first token.
+
+    >>> chunk_begin(np.array([0, 1, 31, 32, 33, 48]), 256).tolist()
+    [0, 256, 7936, 8192, 8704, 16384]
+    """
+    octave = np.maximum(np.asarray(chunk) // CHUNKS_PER_OCTAVE - 1, 0)
+    begin: Int64Array = (chunk - octave * CHUNKS_PER_OCTAVE << octave) * chunk_tokens
+    return begin
+
+
+@dataclass(frozen=True)
+class Invariant(Policy):
+    """The output of a request is a function of its own query, KV and length, bit by bit.
+
+    That holds for any batch, order, sharing, padding, page ids and width of the page table, for any
+    size of a CUDA graph and without one, and for plans of the CPU and of the device. It takes an
+    attention of this policy (``TreeAttention(policy="invariant")``), and plans made for the current
+    lengths. The reasons:
+
+    - Chunks begin at fixed positions, so a request's length tells its partial results.
+    - A request's last chunk takes the small tile, if the tile holds a query. All other chunks take
+      the large tile, however many requests read them. Within a tile shape, the bits of a row depend
+      neither on its place nor on other rows.
+    - Partial results merge in the order of chunks, and their number tells how.
+
+    The attention's limits decide the length of chunks, so they are part of the function. So is the
+    number of query tokens: a draft's token need not have the bits of a decode step.
+
+    A request that ends or branches inside a chunk reads that chunk by itself.
+    """
+
+    name: ClassVar[str] = INVARIANT
+    several_segments: ClassVar[bool] = False
+
+    chunk_tokens: int = SHORTEST_CHUNK
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
+
+    @classmethod
+    def for_limits(cls, max_queries: int, max_tokens: int, result_bytes: int) -> "Invariant":
+        """The policy with the shortest chunks whose partial results fit WORKSPACE_LIMIT.
+
+        - `max_queries`: most queries of a batch.
+        - `max_tokens`: most tokens of a request.
+        - `result_bytes`: of a partial result.
+
+        Raises PolicyError if not even one partial result of each query fits.
+        """
+        results = WORKSPACE_LIMIT // result_bytes
+        if max_queries > results:
+            raise PolicyError(
+                f"policy {INVARIANT} needs room for a partial result of each query: "
+                f"{max_queries} of {result_bytes} bytes exceed {WORKSPACE_LIMIT >> 20} MiB; "
+                "choose a smaller max_batch"
+            )
+        found = cls(SHORTEST_CHUNK)
+        while max_queries * found.num_chunks(max_tokens) > results:
+            found = cls(2 * found.chunk_tokens)
+        return found
+
+    @property
+    def rules(self) -> Rules:
+        return Rules("all", ABSOLUTE, self.chunk_tokens)
+
+    def num_chunks(self, tokens: int) -> int:
+        """Chunks of a request of so many tokens: its partial results."""
+        return int(chunk_at(max(tokens - 1, 0), self.chunk_tokens)) + 1
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        chunk_tokens = self.chunk_tokens
+        forest = _in_whole_chunks(forest, chunk_tokens)
+        ranges = grouped_ranges(forest, np.full(forest.num_nodes, True))
+        first = chunk_at(ranges.begin, chunk_tokens)
+        chunks = chunk_at(np.maximum(ranges.end - 1, ranges.begin), chunk_tokens) - first + 1
+        of = np.repeat(np.arange(len(chunks)), chunks)  # the range of each group
+        chunk = concatenated_ranges(first, chunks)
+        queries = ranges.queries[of]
+        end = np.minimum(ranges.end[of], chunk_begin(chunk + 1, chunk_tokens))
+        is_last = forest.is_leaf[ranges.node[of]] & (chunk + 1 == (first + chunks)[of])
+        grouping = Grouping.of_single_ranges(
+            query_ptr=np.append(0, np.cumsum(queries)).astype(np.int32),
+            queries=ranges.order[concatenated_ranges(ranges.first[of], queries)],
+            request=ranges.order[ranges.first[of]],
+            start=chunk_begin(chunk, chunk_tokens).astype(np.int32),
+            end=end.astype(np.int32),
+            is_open=is_last,
+        )
+        return replace(grouping, least_shape=np.where(is_last, 0, 1))
+
+
+def _in_whole_chunks(forest: PrefixForest, chunk_tokens: int) -> PrefixForest:
+    """The forest in which requests share whole chunks only, and never their last tokens."""
+    order, page_size = forest.order, forest.page_size
+    limit = np.maximum(forest.seq_lens.astype(np.int64) - 1, 0)[order] // page_size * page_size
+    # In depth-first order, the node behind a query's leaf begins where the next query's tokens
+    # begin to differ.
+    shared = forest.start[forest.leaf[:-1] + 1]
+    shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
+    whole = chunk_begin(chunk_at(shared, chunk_tokens), chunk_tokens)
+    return build_forest(order, whole.astype(np.int32), forest.seq_lens)
