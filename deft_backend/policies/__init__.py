@@ -9,7 +9,7 @@ from deft_backend.policies.flash_decoding import FlashDecoding
 from deft_backend.policies.flashforge import FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
 from deft_backend.policies.invariant import Invariant
-from deft_backend.policies.policy import EDGE_RULES, FLATTENED, Policy, PolicyError, Rules
+from deft_backend.policies.policy import ABSOLUTE, EDGE_RULES, FLATTENED, Policy, PolicyError, Rules
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import POLICY_NAMES
 
@@ -50,8 +50,12 @@ def get_policy(name: str) -> Policy:
         ) from None
 
 
-_WITH_PARAMETERS: dict[str, type[Policy]] = {"greedy": FastTree, FLATTENED: DeftFlatten}
-"""Rules of edges that take the parameters of a policy."""
+_WITH_PARAMETERS: dict[str, type[Policy]] = {
+    "greedy": FastTree,
+    FLATTENED: DeftFlatten,
+    ABSOLUTE: Invariant,
+}
+"""Rules that take the parameters of a policy."""
 
 
 def check_served(policy: Policy) -> None:
@@ -59,12 +63,16 @@ def check_served(policy: Policy) -> None:
     rules = policy.rules
     if rules is None:
         reason = "it has no rules for the device planner"
-    elif rules.edges not in EDGE_RULES or rules.chunks not in CHUNK_RULES:
+    elif rules.edges not in EDGE_RULES or rules.chunks not in (*CHUNK_RULES, ABSOLUTE):
         reason = f"the device planner does not know its rules ({rules.edges}, {rules.chunks})"
-    elif not isinstance(policy, owner := _WITH_PARAMETERS.get(rules.edges, Policy)):
-        reason = f"the rule {rules.edges} needs a class derived from {owner.__name__}"
     else:
-        return
+        for rule in (rules.edges, rules.chunks):
+            owner = _WITH_PARAMETERS.get(rule, Policy)
+            if not isinstance(policy, owner):
+                reason = f"the rule {rule} needs a class derived from {owner.__name__}"
+                break
+        else:
+            return
     raise PolicyError(f"no server runs policy {policy.name}: {reason}")
 
 

@@ -75,7 +75,7 @@ class Places(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Memory of the search over edges (``assign_edges.py``) [B], by place.
+    """Memory of the search over edges (``assign_edges.py``), by place: one array behind another.
 
     The first four are of the child that begins at a place.
     """
@@ -151,7 +151,7 @@ class Scratch:
     ranges: tuple[torch.Tensor, ...]
     chosen: tuple[torch.Tensor, ...]
     places: tuple[torch.Tensor, ...]
-    search: tuple[torch.Tensor, ...]  # in the memory of `places`, which are written later
+    search: torch.Tensor  # [8, B]: `Search`, in the memory of `places`, which are written later
     results: tuple[torch.Tensor, ...]
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
@@ -192,7 +192,7 @@ class Scratch:
             ranges=tuple(by_range[:3]),
             chosen=(count, *by_node),
             places=tuple(by_range[3:]),
-            search=tuple(by_range[3:].reshape(8, size)),
+            search=by_range[3:],
             results=(parts, merged),
             candidates=candidates,
             counters=(counted, seen, began),

@@ -66,7 +66,7 @@ def assign_edges(
     nodes: Nodes,
     ranges: Ranges,
     chosen_nodes: Chosen,
-    search: Search,
+    memory,
     batch,
     small_tile,
     large_tile,
@@ -77,7 +77,7 @@ def assign_edges(
     COSTS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Write all ranges, and `Chosen`, and replace `order`; one program.
+    """Write all ranges, and `Chosen`, and replace `order`; one program, with `Search` in memory.
 
     If the ranges would need more than `max_items` items or `max_entries` entries, every request
     reads its whole context by itself.
@@ -85,6 +85,16 @@ def assign_edges(
     if OVERLAPPED:
         gdc_launch_dependents()
         gdc_wait()
+    search = Search(
+        memory,
+        memory + BATCH,
+        memory + 2 * BATCH,
+        memory + 3 * BATCH,
+        memory + 4 * BATCH,
+        memory + 5 * BATCH,
+        memory + 6 * BATCH,
+        memory + 7 * BATCH,
+    )
     # The search keeps little in registers: the rest it loads again where it is needed.
     place = tl.arange(0, BATCH)
     inside = place < batch

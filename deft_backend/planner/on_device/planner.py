@@ -228,8 +228,10 @@ class DevicePlanner:
                 (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
                 {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
             )  # fmt: skip
+        columns = work.leaf_columns
         if self._rules.chunks == ABSOLUTE:
             block = self._rules.chunk_tokens
+            columns = min(columns, 256)  # the places of chunks take registers
         else:
             self._launch(
                 PRICE_CHUNKS, (work.candidates, 2),
@@ -248,7 +250,7 @@ class DevicePlanner:
                 scratch.results, batch, small, large, block, numbers.estimate,
             ),
             {
-                **common, **priced, "BLOCK": work.ranges, "LEAVES": work.leaf_columns,
+                **common, **priced, "BLOCK": work.ranges, "LEAVES": columns,
                 "NODES": work.node_columns,
             },
             work.warps.measure_ranges,

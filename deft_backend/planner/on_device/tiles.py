@@ -8,12 +8,8 @@ import triton.language as tl
 from triton import jit
 
 from deft_backend.policies.invariant import CHUNKS_PER_OCTAVE
-from deft_backend.shapes import MAX_TOKENS
 
 PER_OCTAVE = tl.constexpr(CHUNKS_PER_OCTAVE)
-
-OCTAVES = tl.constexpr((MAX_TOKENS // CHUNKS_PER_OCTAVE).bit_length())
-"""Octaves of the longest context, if its shortest chunks have one token."""
 
 
 @jit
@@ -82,9 +78,9 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS: tl.constexpr):
 def chunk_at(token, chunk_tokens):
     """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
     unit = token // chunk_tokens
-    octave = unit * 0
-    for doubling in tl.static_range(1, OCTAVES.value):
-        octave += (unit >= (PER_OCTAVE.value << doubling)).to(tl.int32)
+    # The exponent of a float32, which holds any number of octaves of a context exactly.
+    of_octave = tl.maximum(unit // PER_OCTAVE.value, 1).to(tl.float32)
+    octave = (of_octave.to(tl.int32, bitcast=True) >> 23) - 127
     return octave * PER_OCTAVE.value + (unit >> octave)
 
 

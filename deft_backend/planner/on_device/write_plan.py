@@ -86,17 +86,16 @@ def _chunk_of(range_, chunk, block, CHUNKS: tl.constexpr):
     """
     if CHUNKS == "absolute":
         number = chunk_at(range_.begin, block) + chunk
-        return (
-            chunk_begin(number, block),
-            tl.minimum(range_.end, chunk_begin(number + 1, block)),
-        )
-    blocks = (range_.end - range_.begin + block - 1) // block
-    num_chunks = tl.maximum(range_.num_chunks, 1)
-    # chunk * blocks // num_chunks, whose product would overflow
-    each, more = blocks // num_chunks, blocks % num_chunks
-    start = range_.begin + (chunk * each + chunk * more // num_chunks) * block
-    stop = range_.begin + ((chunk + 1) * each + (chunk + 1) * more // num_chunks) * block
-    return start, tl.minimum(range_.end, stop)
+        stop = chunk_begin(number + 1, block)
+        return chunk_begin(number, block), tl.minimum(range_.end, stop)
+    else:
+        blocks = (range_.end - range_.begin + block - 1) // block
+        num_chunks = tl.maximum(range_.num_chunks, 1)
+        # chunk * blocks // num_chunks, whose product would overflow
+        each, more = blocks // num_chunks, blocks % num_chunks
+        start = range_.begin + (chunk * each + chunk * more // num_chunks) * block
+        stop = range_.begin + ((chunk + 1) * each + (chunk + 1) * more // num_chunks) * block
+        return start, tl.minimum(range_.end, stop)
 
 
 @jit
@@ -134,14 +133,14 @@ def _write_node(
     lane = tl.arange(0, WIDTH)
     for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
-        number = index // tiles
+        turn = index // tiles
         tile = index % tiles
-        chunk = _in_turn(number, range_, CHUNKS)
+        chunk = _in_turn(turn, range_, CHUNKS)
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
         span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
         start, stop = _chunk_of(range_, chunk, block, CHUNKS)
-        entry = range_.entry + number * queries + from_query
+        entry = range_.entry + turn * queries + from_query
         _write_items(
             items, segment_table_ptr, range_.item + index, entry, request, table_row, start, stop,
             span, index < range_.num_chunks * tiles,
