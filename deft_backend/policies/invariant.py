@@ -15,10 +15,9 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies.edges import Int64Array, grouped_ranges
-from deft_backend.policies.errors import PolicyError
 from deft_backend.policies.grouping import Grouping, concatenated_ranges
 from deft_backend.policies.policy import ABSOLUTE, Policy, Rules
-from deft_backend.policies.target import Target
+from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import INVARIANT
 
 CHUNKS_PER_OCTAVE = 16
