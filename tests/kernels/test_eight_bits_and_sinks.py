@@ -27,15 +27,18 @@ SINKS = [torch.float32, torch.bfloat16]
     sinks=st.sampled_from([None, *SINKS]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     on_device=st.booleans(),
+    room=st.sampled_from([0, 1, 50]),
+    wider=st.sampled_from([0, 9]),
 )
 def test_policies_on_random_forests(
-    policy, device, seed, requests, page_size, grow, kv_dtype, sinks, dtype, on_device
+    policy, device, seed, requests, page_size, grow, kv_dtype, sinks, dtype, on_device, room, wider
 ):
     """Caches of 16 and of 8 bits, with and without sinks."""
     batch = random_batch(seed, page_size, requests, spare=20)
     check(
         batch, policy=policy, device=device, page_size=page_size, grow=grow, kv_dtype=kv_dtype,
-        sinks=sinks, dtype=dtype, scales_on_device=on_device and kv_dtype is not None,
+        sinks=sinks, dtype=dtype, scales_on_device=on_device and kv_dtype is not None, room=room,
+        wider=wider,
     )  # fmt: skip
 
 

@@ -65,6 +65,16 @@ def test_head_shapes_and_dtypes(device, head_dim, heads):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("policy", "on_device"), [("auto", False), ("auto", True), ("deft-flatten", True)]
+)
+def test_positions_beyond_15_bits(device, policy, on_device):
+    """Prefix, pages and leaves; the last page id is above 2^15, too."""
+    batch = star(3, 33_000, [300, 5], spare=1)
+    attention_checks.check(batch, device=device, policy=policy, on_device=on_device, grow=1, room=2)
+
+
 def test_float32_on_the_cpu():
     check(random_batch(3, 1, 10), dtype=torch.float32)
 

@@ -73,7 +73,8 @@ def test_chains_and_trees_on_random_forests(on_device, device, data):
     batch = drafts(seed, requests, page_size, query_tokens, spare=20)
     check(
         batch, query_tokens, on_device=on_device, device=device, heads=heads, page_size=page_size,
-        tree=tree, counts=counts, grow=grow,
+        tree=tree, counts=counts, grow=grow, room=data.draw(st.sampled_from([0, 1, 50]), "room"),
+        wider=data.draw(st.sampled_from([0, 9]), "wider"),
     )  # fmt: skip
 
 

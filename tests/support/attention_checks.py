@@ -54,6 +54,8 @@ def check(
     scales_on_device=False,
     sinks=None,
     static_launch=False,
+    room=0,
+    wider=0,
     group=None,
     prepare=lambda attention: None,
 ):
@@ -62,7 +64,9 @@ def check(
     `counts` are the requests' query tokens if they differ, `tree` their ancestors; `most` is the
     attention's limit. `group` makes the grouping instead of `policy`, `values` scales V, and
     `layout` is the memory layout of K and V. A cache of 8 bits has scales. Without `own_rows` the
-    page table holds the requests in another order. `prepare` gets the attention before it plans.
+    page table holds the requests in another order. The attention has `room` for more requests, and
+    the page table `wider` columns than any request needs, which are equal in all rows. `prepare`
+    gets the attention before it plans.
     """
     query_heads, kv_heads = heads
     requests = len(batch.seq_lens)
@@ -90,12 +94,13 @@ def check(
     sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
     attention = TreeAttention(
         num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-        kv_dtype=kv_dtype, device=device, page_size=page_size, max_batch=max(1, requests),
+        kv_dtype=kv_dtype, device=device, page_size=page_size, max_batch=max(1, requests) + room,
         query_tokens=query_tokens if most is None else most,
         policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
     )  # fmt: skip
     prepare(attention)
-    table, lens = batch.page_table.to(device), (batch.seq_lens + grow).to(device)
+    table = torch.nn.functional.pad(batch.page_table, (0, wider)).to(device)
+    lens = (batch.seq_lens + grow).to(device)
     attention.poison_workspace()
     if on_device:
         attention.plan_on_device(table, lens, query_tokens=query_tokens)
