@@ -66,6 +66,11 @@ class PlannedAttention(ABC):
     query_tokens: int  # most query tokens of a request
     _current: CurrentPlan
 
+    @property
+    def target(self) -> Target:
+        """The attention, the GPU and the costs that plans are made for."""
+        return self._current.target
+
     @abstractmethod
     def plan_batch(
         self,

@@ -105,10 +105,10 @@ class LatentAttention(PlannedAttention):
         self._kernel = kernel
         self._blocks = QueryBlocks(query_tokens, 1, query_tokens)
         gpu = Gpu.at(self.device) if self.device.type == "cuda" else compiled_for
-        self.target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
+        target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
         self._current = CurrentPlan(
             Auto(chunks="whole"),
-            self.target,
+            target,
             self.capacity,
             self.device,
             page_size,

@@ -19,7 +19,7 @@ from deft_backend.hosts.common.planner_choice import planned_on_device
 from deft_backend.hosts.common.self_check import prepare_kernels
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
-from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
 from deft_backend.hosts.vllm.latent import (
     LatentGroup,
     LatentSharing,
@@ -132,18 +132,18 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     counted = Counted(
         shape, layer.kv_dtype or dtype, device, alike, values_apart=layer.value_dim is None
     )
-    made: Callable[..., GroupAttention] = GroupAttention
+    made: Callable[..., GroupAttention]
     if isinstance(attention, LatentAttention):
         if server.prefixes is not None:
             raise Unsupported("MLA in several KV cache groups is not supported")
         sharing = LatentSharing(attention, alike, vllm_config.cache_config.block_size)
-        made, server.prefixes = partial(LatentGroup, sharing=sharing), sharing
+        server.prefixes = sharing
+        made = partial(LatentGroup, attention, sharing=sharing)
         observe_steps.install(sharing.observe)
     else:
         server.prefixes = server.prefixes or known_prefixes(vllm_config, query_tokens)
-        made = partial(made, prefixes=server.prefixes)
+        made = partial(TreeGroup, attention, prefixes=server.prefixes)
     group = made(
-        attention,
         settings,
         server.count_in(counted, settings),
         tree_layers=alike,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import PlannedAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import refused
@@ -30,13 +31,13 @@ HIDDEN_BATCH = (
 
 
 @dataclass(eq=False)
-class GroupAttention:
-    """The :class:`TreeAttention` of one attention group, and the rules for its use.
+class GroupAttention(ABC):
+    """The attention over plans of one attention group, and the rules for its use.
 
     On a GPU a step consists of launches only, so a captured graph can hold it.
     """
 
-    attention: TreeAttention  # Sized for the group's layers and block size
+    attention: PlannedAttention  # Sized for the group's layers and block size
     settings: Settings
     state: ServerState  # receives the counters
     tree_layers: int  # layers of the whole model that go through tree attention
@@ -53,10 +54,12 @@ class GroupAttention:
     _captured: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        held = self.attention
-        self.shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
-        self.dtype, self.kv_dtype, self.page_size = held.dtype, held.kv_dtype, held.page_size
-        self.query_tokens = held.query_tokens
+        self.query_tokens = self.attention.query_tokens
+        self.shape, self.dtype, self.kv_dtype, self.page_size = self._held()
+
+    @abstractmethod
+    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
+        """Shape and dtype of the layers, and dtype and page size of their KV cache."""
 
     def takes(self, layer: Layer) -> bool:
         """Whether a layer goes through tree attention, unless that has failed."""
@@ -139,22 +142,9 @@ class GroupAttention:
             step.counted = None
         return False
 
+    @abstractmethod
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
         """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
-        layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache
-        k_scale: float | torch.Tensor = 1.0
-        v_scale: float | torch.Tensor = 1.0
-        if layer.scales is not None:
-            q_scale, k_scale, v_scale = layer.scales
-            if query.dtype != self.attention.dtype:  # some backends take queries of 8 bits
-                query, k_scale = query.to(self.attention.dtype), k_scale * q_scale
-            kv_cache = kv_cache.view(self.attention.kv_dtype)
-        # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
-        self.attention.run(
-            query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
-            query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
-            k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
-        )  # fmt: skip
 
     def count(self, step: TreeStep | None, decoded: Decoded, reason: str | None) -> None:
         """Count the decode rows of a batch, of which no graph is captured.
@@ -195,6 +185,35 @@ class GroupAttention:
             out.copy_(ours)
         else:
             self.failure.results_differ(*found)
+
+
+@dataclass(eq=False)
+class TreeGroup(GroupAttention):
+    """The :class:`TreeAttention` of a group whose layers have keys and values."""
+
+    attention: TreeAttention
+
+    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
+        held = self.attention
+        shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
+        return shape, held.dtype, held.kv_dtype, held.page_size
+
+    def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
+        """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
+        layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache
+        k_scale: float | torch.Tensor = 1.0
+        v_scale: float | torch.Tensor = 1.0
+        if layer.scales is not None:
+            q_scale, k_scale, v_scale = layer.scales
+            if query.dtype != self.attention.dtype:  # some backends take queries of 8 bits
+                query, k_scale = query.to(self.attention.dtype), k_scale * q_scale
+            kv_cache = kv_cache.view(self.attention.kv_dtype)
+        # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
+        self.attention.run(
+            query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
+            query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
+            k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
+        )  # fmt: skip
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

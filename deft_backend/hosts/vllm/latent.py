@@ -75,15 +75,14 @@ class LatentGroup(GroupAttention):
     replays the one that its sharing asks for.
     """
 
-    attention: Any  # a `LatentAttention`; this class replaces every use of what that lacks
+    attention: LatentAttention
     sharing: LatentSharing = field(kw_only=True)
     _captures_tree: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
+    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
         held = self.attention.shape
-        self.shape = LayerShape(held.num_query_heads, 1, held.latent_dim)
-        self.dtype = self.kv_dtype = held.dtype
-        self.page_size, self.query_tokens = held.page_size, self.attention.query_tokens
+        shape = LayerShape(held.num_query_heads, 1, held.latent_dim)
+        return shape, held.dtype, held.dtype, held.page_size
 
     def refuses(self, requests: int, query_tokens: int) -> str | None:
         """Not for a failure: it may be this rank's alone, and all ranks must replay one graph."""
@@ -129,6 +128,7 @@ class LatentGroup(GroupAttention):
         return self.current is not None
 
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
+        assert call.query_rope is not None, "MLA passes queries in two parts"
         self.attention.run(
             call.query, call.query_rope, call.kv_cache, step.page_table,
             sm_scale=call.layer.sm_scale, out=rows,

@@ -152,6 +152,7 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
         lambda self, *args, **kwargs: planned.append(args) or plan(self, *args, **kwargs),
     )  # fmt: skip
     step = Step(Batch(DECODE, shared=2))
+    planned.clear()  # of the check at start
     assert step_of(step.metadata) is not None
     step.check(in_one=in_one)
     assert len(planned) == 1  # the first layer plans for all
