@@ -37,9 +37,15 @@ _TWO_PROCESSES = {
 }
 
 _SMALL_CACHE = (
-    "--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128",
-    "--enable-cache-report", "--enable-metrics",
-)  # fmt: skip
+    "--max-total-tokens",
+    "1280",
+    "--page-size",
+    "16",
+    "--chunked-prefill-size",
+    "128",
+    "--enable-cache-report",
+    "--enable-metrics",
+)
 
 
 def _speculating(*flags, draft=True):
@@ -48,10 +54,22 @@ def _speculating(*flags, draft=True):
     return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
 
 
-_CHAIN = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1",
-          "--speculative-num-draft-tokens", "4")  # fmt: skip
-_TREE = ("--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2",
-         "--speculative-num-draft-tokens", "6")  # fmt: skip
+_CHAIN = (
+    "--speculative-algorithm",
+    "STANDALONE",
+    "--speculative-eagle-topk",
+    "1",
+    "--speculative-num-draft-tokens",
+    "4",
+)
+_TREE = (
+    "--speculative-algorithm",
+    "STANDALONE",
+    "--speculative-eagle-topk",
+    "2",
+    "--speculative-num-draft-tokens",
+    "6",
+)
 _LOOKUP = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
 
 GROUPS = {
@@ -122,9 +140,13 @@ def running(backend, group, folder):
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(
-        str(group.model), free_port(), backend=backend, host_arguments=flags, environment=settings,
+        str(group.model),
+        free_port(),
+        backend=backend,
+        host_arguments=flags,
+        environment=settings,
         gpu=False,
-    )  # fmt: skip
+    )
     if group.cli:
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
@@ -139,8 +161,11 @@ def in_shared_memory(folder):
 
     # Another process opens the memory by its name; file descriptors need a common parent.
     sharing.set_sharing_strategy("file_system")
-    weights = [each for file in sorted(folder.glob("*.safetensors"))
-               for each in load_file(str(file)).items()]  # fmt: skip
+    weights = [
+        each
+        for file in sorted(folder.glob("*.safetensors"))
+        for each in load_file(str(file)).items()
+    ]
     return {
         "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)]
     }

@@ -12,9 +12,21 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     """The model is a hub name with a revision: `deft` and the host find the same snapshot."""
     hub = write_hub_cache(tmp_path / "hub", MODEL)
     data, printed = deft_ab(
-        tmp_path, "--model", NAME, "--revision", REVISION, "--workload", "few-shot",
-        "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "12", settings=hub,
-    )  # fmt: skip
+        tmp_path,
+        "--model",
+        NAME,
+        "--revision",
+        REVISION,
+        "--workload",
+        "few-shot",
+        "--branches",
+        "3",
+        "--prefix-tokens",
+        "150",
+        "--max-tokens",
+        "12",
+        settings=hub,
+    )
     assert len(data["workloads"]) == 1
     assert all(side["model"] == NAME for side in data["sides"])
     assert "few-shot" in (tmp_path / "report.html").read_text()

@@ -29,9 +29,14 @@ def environment(server):
 
 def deft(server, *arguments):
     done = subprocess.run(
-        [*DEFT, *arguments], capture_output=True, text=True, env=environment(server), cwd=ROOT,
-        timeout=300, check=False,
-    )  # fmt: skip
+        [*DEFT, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(server),
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,9 +68,12 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     server.complete([Ask(PREFIX, tokens=2)])
     server.state()  # waits until the first step is in the state file
     page = subprocess.Popen(
-        [*DEFT, "inspect", "--server", str(port), "--port", "0"], text=True,
-        stdout=subprocess.PIPE, env=environment(server), cwd=ROOT,
-    )  # fmt: skip
+        [*DEFT, "inspect", "--server", str(port), "--port", "0"],
+        text=True,
+        stdout=subprocess.PIPE,
+        env=environment(server),
+        cwd=ROOT,
+    )
     try:
         assert page.stdout is not None
         said = page.stdout.readline()  # the server has a state file from its start on
@@ -113,10 +121,26 @@ def test_ab_replays_a_trace_on_two_running_servers(server, baseline, tmp_path):
     trace.write_text("\n".join([json.dumps(long), *lines]))
     out = tmp_path / "out"
     printed = deft(
-        server, "ab", "--urls", baseline.process.url, server.process.url, "--trace", str(trace),
-        "--scale", "0.1", "--speed", "2", "--workload", "rollout", "--prefix-tokens", "200",
-        "--max-tokens", "5", "--out", str(out),
-    )  # fmt: skip
+        server,
+        "ab",
+        "--urls",
+        baseline.process.url,
+        server.process.url,
+        "--trace",
+        str(trace),
+        "--scale",
+        "0.1",
+        "--speed",
+        "2",
+        "--workload",
+        "rollout",
+        "--prefix-tokens",
+        "200",
+        "--max-tokens",
+        "5",
+        "--out",
+        str(out),
+    )
     data = json.loads((out / "results.json").read_text())
     assert [w["workload"] for w in data["workloads"]] == ["rollout", "trace"]
     for workload in data["workloads"]:

@@ -14,14 +14,32 @@ from integration_tests.sglang_server import GROUPS, Ask, Group, running
 pytestmark = pytest.mark.xdist_group("latent")
 
 CONFIG = {
-    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048, "rope_theta": 10000.0, "attention_bias": False,
-    "tie_word_embeddings": False, "scale_emb": 1.0, "scale_depth": 1.4, "dim_model_base": 64,
-    "torch_dtype": "float32", "vocab_size": 320, "bos_token_id": 256, "eos_token_id": 257,
-}  # fmt: skip
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "model_type": "minicpm3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "scale_emb": 1.0,
+    "scale_depth": 1.4,
+    "dim_model_base": 64,
+    "torch_dtype": "float32",
+    "vocab_size": 320,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 """A small MiniCPM3. SGLang computes its attention over latent vectors on the CPU."""
 
 
@@ -42,15 +60,23 @@ def write_checkpoint(folder):
 
 
 CHAINS = (
-    "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(DRAFT),
-    "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
-    "--speculative-num-draft-tokens", "4",
-)  # fmt: skip
+    "--speculative-algorithm",
+    "STANDALONE",
+    "--speculative-draft-model-path",
+    str(DRAFT),
+    "--speculative-num-steps",
+    "3",
+    "--speculative-eagle-topk",
+    "1",
+    "--speculative-num-draft-tokens",
+    "4",
+)
 
 SERVERS = {
-    "decode": Group(settings=EAGER), "two-ranks": GROUPS["two-ranks"],
+    "decode": Group(settings=EAGER),
+    "two-ranks": GROUPS["two-ranks"],
     "chains": Group(CHAINS, EAGER, cpu_speculation=True),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -60,8 +86,9 @@ def latent(request, tmp_path_factory):
     write_checkpoint(folder / "model")
     group = SERVERS[request.param]
     settings = {**group.settings, "DEFT_MLA": "1"}
-    with running("deft", replace(group, settings=settings, model=folder / "model"),
-                 folder / "run") as server:  # fmt: skip
+    with running(
+        "deft", replace(group, settings=settings, model=folder / "model"), folder / "run"
+    ) as server:
         yield server, PlainModel(folder / "model"), request.param
 
 

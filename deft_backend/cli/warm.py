@@ -31,8 +31,7 @@ from deft_backend.settings.policy_names import AUTO
 from deft_backend.shapes import ROPE_DIM, SHORT_DTYPES, VALUE_DIM
 
 if TYPE_CHECKING:
-    from deft_backend.hosts.common.described_latent import DescribedLatentServer
-    from deft_backend.hosts.common.described_server import DescribedServer
+    from deft_backend.hosts.common.described_server import DescribedLatentServer, DescribedServer
     from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.kernels import Gpu
     from deft_backend.settings.config import Settings
@@ -321,7 +320,7 @@ def described_latent(
         )
     import torch
 
-    from deft_backend.hosts.common.described_latent import DescribedLatentServer
+    from deft_backend.hosts.common.described_server import DescribedLatentServer
 
     return DescribedLatentServer(
         host,

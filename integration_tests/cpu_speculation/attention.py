@@ -4,14 +4,29 @@ import torch
 
 
 def extend_attention_cpu(
-    q, k, v, out,
-    k_buffer, v_buffer, k_scale, v_scale,
-    req_to_token, req_pool_indices, seq_lens,
-    extend_seq_lens, extend_start_loc, max_extend_len,
-    sm_scale, logit_cap, is_cross, window,
-    encoder_lens, sinks,
-    tree_mask, causal,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    k_buffer,
+    v_buffer,
+    k_scale,
+    v_scale,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    extend_seq_lens,
+    extend_start_loc,
+    max_extend_len,
+    sm_scale,
+    logit_cap,
+    is_cross,
+    window,
+    encoder_lens,
+    sinks,
+    tree_mask,
+    causal,
+):
     """Each request's last tokens attend to its tokens; the cache holds the new ones already."""
     assert (is_cross, causal, window, sinks) == (False, True, 0, None)
     for request, length in enumerate(seq_lens.tolist()):
@@ -27,12 +42,26 @@ def extend_attention_cpu(
 
 
 def decode_attention_cpu(
-    q, k_buffer, v_buffer, k_scale,
-    v_scale, out, k, v,
-    loc, attn_logits, req_to_token,
-    req_pool_indices, seq_lens, sm_scale, logit_cap,
-    is_cross, window, encoder_lens, sinks,
-):  # fmt: skip
+    q,
+    k_buffer,
+    v_buffer,
+    k_scale,
+    v_scale,
+    out,
+    k,
+    v,
+    loc,
+    attn_logits,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    sm_scale,
+    logit_cap,
+    is_cross,
+    window,
+    encoder_lens,
+    sinks,
+):
     """Write the new keys and values; then each request's last token attends to its tokens."""
     assert (is_cross, window, sinks) == (False, 0, None)
     if k is not None and v is not None:

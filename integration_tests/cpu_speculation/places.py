@@ -6,9 +6,8 @@ import torch
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices, req_to_token, start_offset,
-    end_offset, out_cache_loc, pool_len,
-):  # fmt: skip
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """Write new places into page tables: `assign_req_to_token_pool`."""
     for row, start, end, first in _ranges(req_pool_indices, start_offset, end_offset):
         req_to_token[row, start:end] = out_cache_loc[first : first + end - start].to(
@@ -17,18 +16,16 @@ def assign_req_to_token_pool_cpu(
 
 
 def assign_extend_cache_locs_cpu(
-    req_pool_indices, req_to_token, start_offset,
-    end_offset, out_cache_loc, pool_len,
-):  # fmt: skip
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """Read places from page tables, one request behind another: `assign_extend_cache_locs`."""
     for row, start, end, first in _ranges(req_pool_indices, start_offset, end_offset):
         out_cache_loc[first : first + end - start] = req_to_token[row, start:end]
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    req_pool_indices, req_to_token, seq_lens,
-    out_cache_loc, pool_len, topk, num_steps,
-):  # fmt: skip
+    req_pool_indices, req_to_token, seq_lens, out_cache_loc, pool_len, topk, num_steps
+):
     """Each request's next places, for all drafts: `assign_draft_cache_locs_contiguous`."""
     ends = seq_lens + topk * num_steps
     flat = out_cache_loc.view(-1)
@@ -36,9 +33,8 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def build_draft_decode_metadata_cpu(
-    req_to_token, req_pool_indices, seq_lens, topk,
-    num_steps, pool_len,
-):  # fmt: skip
+    req_to_token, req_pool_indices, seq_lens, topk, num_steps, pool_len
+):
     """A page table with a row for each branch: the request's tokens, then the branch's drafts."""
     rows = torch.zeros((len(seq_lens) * topk, pool_len), dtype=req_to_token.dtype)
     for request, (row, length) in enumerate(
@@ -67,9 +63,8 @@ def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, accept_out_cache_
 
 
 def rotate_input_ids_cpu(
-    input_ids, extend_start_loc, extend_seq_lens,
-    topk_index, select_index = None,
-):  # fmt: skip
+    input_ids, extend_start_loc, extend_seq_lens, topk_index, select_index=None
+):
     """Shift each request's tokens by one and append a new one: `rotate_input_ids_kernel`."""
     new = topk_index.reshape(-1)
     for request, (start, tokens) in enumerate(

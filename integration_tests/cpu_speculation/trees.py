@@ -7,11 +7,19 @@ QUERY_TOKENS_ONLY = 1
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list, selected_index, verified_seq_len,
-    tree_mask, positions, retrive_index,
-    retrive_next_token, retrive_next_sibling, topk, depth,
-    draft_token_num, tree_mask_mode,
-):  # fmt: skip
+    parent_list,
+    selected_index,
+    verified_seq_len,
+    tree_mask,
+    positions,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    topk,
+    depth,
+    draft_token_num,
+    tree_mask_mode,
+):
     """EAGLE's trees, as `sgl_build_tree_kernel_efficient_triton` builds them.
 
     A draft model proposes `topk` children of each of `topk` tokens in every step. The host keeps
@@ -26,9 +34,14 @@ def build_tree_kernel_efficient_cpu(
             group = number // topk
             parents.append(chosen.index(proposed[group]) + 1 if group else 0)
         _write(
-            request, length, parents, positions, retrive_index, retrive_next_token,
+            request,
+            length,
+            parents,
+            positions,
+            retrive_index,
+            retrive_next_token,
             retrive_next_sibling,
-        )  # fmt: skip
+        )
         mask = tree_mask.view(-1, draft_token_num, draft_token_num)[request]
         for token in range(draft_token_num):
             mask[token] = False
@@ -36,10 +49,15 @@ def build_tree_kernel_efficient_cpu(
 
 
 def reconstruct_indices_from_tree_mask_cpu(
-    tree_mask, verified_seq_len, positions,
-    retrive_index, retrive_next_token,
-    retrive_next_sibling, batch_size, draft_token_num,
-):  # fmt: skip
+    tree_mask,
+    verified_seq_len,
+    positions,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    batch_size,
+    draft_token_num,
+):
     """Links of n-gram trees from their masks [B, n, n]: a parent is the last ancestor."""
     masks = tree_mask.view(-1, draft_token_num, draft_token_num)[:batch_size].bool()
     for request, length in enumerate(verified_seq_len.tolist()):
@@ -48,16 +66,26 @@ def reconstruct_indices_from_tree_mask_cpu(
             ancestors = masks[request, token, :token].nonzero().flatten().tolist()
             parents.append(ancestors[-1] if ancestors else -1)
         _write(
-            request, length, parents, positions, retrive_index, retrive_next_token,
+            request,
+            length,
+            parents,
+            positions,
+            retrive_index,
+            retrive_next_token,
             retrive_next_sibling,
-        )  # fmt: skip
+        )
 
 
 def verify_tree_greedy_cpu(
-    predicts, accept_index, accept_token_num,
-    candidates, retrive_index, retrive_next_token,
-    retrive_next_sibling, target_predict,
-):  # fmt: skip
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
+):
     """Accept the path of drafts that the target predicts: `verify_tree_greedy_kernel_triton`."""
     tokens = candidates.shape[1]
     predicted = target_predict.reshape(-1)
@@ -80,10 +108,8 @@ def verify_tree_greedy_cpu(
 
 
 def _write(
-    request, length, parents, positions,
-    retrive_index, retrive_next_token,
-    retrive_next_sibling,
-):  # fmt: skip
+    request, length, parents, positions, retrive_index, retrive_next_token, retrive_next_sibling
+):
     """Positions and links of one request's tree; its siblings are in ascending order."""
     tokens = len(parents)
     child, sibling = [-1] * tokens, [-1] * tokens

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from deft_backend.attention import TreeAttention, tree_attention
 from deft_backend.compile.triton_kernel import Kernel
-from deft_backend.hosts.common import self_check
+from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.warm_up import StepTensors, warm_up_attention
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.gpu.checked_variants import report
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a G
 @pytest.fixture
 def failure(monkeypatch):
     """The check of a server on a GPU without recorded results; its report, and why it failed."""
-    monkeypatch.setattr(self_check, "unrecorded", lambda name: "this GPU")
+    monkeypatch.setattr(warm_up, "unrecorded", lambda name: "this GPU")
 
     def check(head_dim=128):
         attention = TreeAttention(
@@ -38,7 +38,7 @@ def failure(monkeypatch):
         tensors = StepTensors(cache, cache, [131072])
         warm_up_attention(attention, tensors)
         began = time.perf_counter()
-        found = self_check.failed_self_check(attention, tensors)
+        found = warm_up.failed_self_check(attention, tensors)
         seconds = round(time.perf_counter() - began, 2)
         report("self-check", str(found), {"seconds": seconds})
         return found
@@ -81,7 +81,7 @@ def test_a_wrong_row_is_found(failure, monkeypatch):
         step.out[1] = step.out[0]
 
     monkeypatch.setattr(
-        self_check, "first_failure", _after(monkeypatch, tree_attention, "run_plan", wrong)
+        warm_up, "first_failure", _after(monkeypatch, tree_attention, "run_plan", wrong)
     )
     found = failure()
     assert found is not None
@@ -101,9 +101,7 @@ def test_a_kernel_that_does_not_compile(failure, monkeypatch):
             broken.warmup(torch.float32, grid=(1,))
         launch(self, *given, **named)
 
-    monkeypatch.setattr(
-        self_check, "first_failure", _after(monkeypatch, Kernel, "launch", no_kernel)
-    )
+    monkeypatch.setattr(warm_up, "first_failure", _after(monkeypatch, Kernel, "launch", no_kernel))
     found = failure()
     assert found is not None
     assert "no_such_operation" in found
@@ -119,7 +117,7 @@ def test_a_device_with_64_kib_of_shared_memory(failure, monkeypatch):
 
 def _after(monkeypatch, owner, name, fault):
     """The check with a fault that the warm-up did not have."""
-    check = self_check.first_failure
+    check = warm_up.first_failure
 
     def checked(*given):
         monkeypatch.setattr(owner, name, fault)

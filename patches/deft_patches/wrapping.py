@@ -1,5 +1,8 @@
 """Put a function around a method of the host, even if other plugins have wrapped the method.
 
+Also the host's class of runners that capture and replay decode CUDA graphs, whose methods two
+patches wrap.
+
 The host's own registry of hooks reads each method once, when the host loads plugins: a later hook
 of a method that another plugin has hooked would silently have no effect.
 """
@@ -52,3 +55,22 @@ def is_wrapped(owner: type, name: str, hook: Callable[..., Any]) -> bool:
             return True
         method = getattr(method, "__wrapped__", None)
     return False
+
+
+def checked_graph_runner(model_runner: Any, expected: Mapping[str, Sequence[str]]) -> type:
+    """The class of a model runner's graph runner.
+
+    Raises RuntimeError if the host has no such class, or it lacks methods with these first
+    parameters.
+    """
+    try:
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    except ImportError:
+        raise RuntimeError("there is no DecodeCudaGraphRunner") from None
+    # Model runners of other packages choose their own class in this method.
+    choose = getattr(model_runner, "_decode_cuda_graph_runner_cls", None)
+    owner: type = DecodeCudaGraphRunner if choose is None else choose()
+    reason = lacking(owner, expected)
+    if reason is not None:
+        raise RuntimeError(reason)
+    return owner

@@ -20,7 +20,7 @@ from deft_backend.compile import variants
 from deft_backend.compile.variants import Variant, compile_all, compiling_for, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
-from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.limits import planned_on_device
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu, configurations
 from deft_backend.kernels.configurations import REDUCE_PARTIALS

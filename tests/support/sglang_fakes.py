@@ -23,9 +23,12 @@ def assert_same_forest(ours, theirs):
 def mode(name):
     """What a batch does: "decode", "verify", "extend" or "mixed"."""
     return SimpleNamespace(
-        name=name, is_decode=lambda: name == "decode", is_mixed=lambda: name == "mixed",
-        is_target_verify=lambda: name == "verify", is_idle=lambda: False,
-    )  # fmt: skip
+        name=name,
+        is_decode=lambda: name == "decode",
+        is_mixed=lambda: name == "mixed",
+        is_target_verify=lambda: name == "verify",
+        is_idle=lambda: False,
+    )
 
 
 class Node:
@@ -99,10 +102,20 @@ def requests_of(prompts, tree, private=1):
 
 def make_state():
     return ServerState(
-        port=1, rank=0, host="sglang", host_version="0", backend="deft", policy="auto",
-        device="cpu", dtype="float32", num_layers=2, num_query_heads=4, num_kv_heads=2,
-        head_dim=64, dtype_bytes=4,
-    )  # fmt: skip
+        port=1,
+        rank=0,
+        host="sglang",
+        host_version="0",
+        backend="deft",
+        policy="auto",
+        device="cpu",
+        dtype="float32",
+        num_layers=2,
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype_bytes=4,
+    )
 
 
 def observed(requests, tree_cache=None):
@@ -112,11 +125,22 @@ def observed(requests, tree_cache=None):
 
 def make_layer(**changes):
     layer = SimpleNamespace(
-        is_cross_attention=False, attn_type=SimpleNamespace(value="decoder"),
-        sliding_window_size=-1, use_irope=False, pos_encoding_mode="NONE", xai_temperature_len=-1,
-        logit_cap=0.0, logit_capping_method="tanh", qk_head_dim=64, v_head_dim=64,
-        tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, layer_id=0, scaling=0.125,
-    )  # fmt: skip
+        is_cross_attention=False,
+        attn_type=SimpleNamespace(value="decoder"),
+        sliding_window_size=-1,
+        use_irope=False,
+        pos_encoding_mode="NONE",
+        xai_temperature_len=-1,
+        logit_cap=0.0,
+        logit_capping_method="tanh",
+        qk_head_dim=64,
+        v_head_dim=64,
+        tp_q_head_num=4,
+        tp_k_head_num=2,
+        tp_v_head_num=2,
+        layer_id=0,
+        scaling=0.125,
+    )
     return SimpleNamespace(**{**vars(layer), **changes})
 
 
@@ -247,10 +271,14 @@ def make_batch(kind, table, rows, lens, **changes):
     rows, lens = torch.as_tensor(rows), torch.as_tensor(lens)
     slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lens, strict=True)])
     made = {
-        "forward_mode": mode(kind), "batch_size": len(rows), "seq_lens": lens,
-        "seq_lens_cpu": None, "seq_lens_sum": int(lens.sum()), "req_pool_indices": rows,
+        "forward_mode": mode(kind),
+        "batch_size": len(rows),
+        "seq_lens": lens,
+        "seq_lens_cpu": None,
+        "seq_lens_sum": int(lens.sum()),
+        "req_pool_indices": rows,
         "out_cache_loc": slots,
-    }  # fmt: skip
+    }
     return SimpleNamespace(**{**made, **changes})
 
 

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.attention import (
+    AttentionError,
+    Gpu,
+    LatentAttention,
+    TreeAttention,
+    plain_latent_attention,
+)
 from deft_backend.compile.variants import Variant
-from deft_backend.hosts.common.planner_choice import planned_on_device
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, step_variants
+from deft_backend.hosts.common.limits import HOPPER, planned_on_device
+from deft_backend.hosts.common.warm_up import (
+    Drafts,
+    LayerKind,
+    StepTensors,
+    latent_variants,
+    step_variants,
+)
 from deft_backend.settings.config import Settings
 
 _COLUMNS = (4096, 4098)  # of a page table: kernels differ only by whether 16 divides them
@@ -45,12 +57,18 @@ class DescribedServer:
         group = max(1, self.num_query_heads // self.num_kv_heads)
         largest = min(settings.max_batch, self.max_batch)
         attention = TreeAttention(
-            num_query_heads=self.num_query_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, dtype=self.dtype, kv_dtype=self.kv_dtype, device="cpu",
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            device="cpu",
             page_size=self.page_size,
             max_batch=planned_on_device(largest, self.query_tokens, group),
-            query_tokens=self.query_tokens, policy=settings.policy, compiled_for=gpu,
-        )  # fmt: skip
+            query_tokens=self.query_tokens,
+            policy=settings.policy,
+            compiled_for=gpu,
+        )
         smallest = settings.min_batch
         found = step_variants(attention, tensors, smallest=smallest)
         return list(dict.fromkeys(found))
@@ -83,12 +101,57 @@ def _vllm_tensors(server: DescribedServer) -> StepTensors:
     shape = (2, server.page_size, server.num_kv_heads, 2 * dim)
     cache = torch.zeros(shape, dtype=server.kv_dtype or server.dtype)
     return StepTensors(
-        cache[..., :dim], cache[..., dim:], _COLUMNS, rows_dtype=torch.int32,
-        lens_dtype=torch.int32, drafts=server.drafts, layers=server.layers,
-    )  # fmt: skip
+        cache[..., :dim],
+        cache[..., dim:],
+        _COLUMNS,
+        rows_dtype=torch.int32,
+        lens_dtype=torch.int32,
+        drafts=server.drafts,
+        layers=server.layers,
+    )
 
 
 _HOSTS: dict[str, Callable[[DescribedServer], StepTensors]] = {
     "sglang": _sglang_tensors,
     "vllm": _vllm_tensors,
 }
+
+
+_INTEGERS = {"sglang": torch.int64, "vllm": torch.int32}  # of table rows and sequence lengths
+
+
+@dataclass(frozen=True)
+class DescribedLatentServer:
+    """A server with ``DEFT_MLA=1``, as far as its kernels depend on it."""
+
+    host: str  # ``sglang`` or ``vllm``
+    num_query_heads: int  # on one GPU
+    dtype: torch.dtype
+    page_size: int  # tokens of a page; 1 with SGLang
+    max_batch: int  # most requests that decode at once
+    query_tokens: int = 1  # of each request: more in the verification of chains
+
+    def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
+        """The kernels that the server launches on a GPU, which need not be at hand.
+
+        Raises AttentionError if the server would leave this attention to the host.
+        """
+        if gpu.capability != HOPPER:
+            raise AttentionError(
+                f"MLA needs a GPU of compute capability 9.0 (Hopper), and the target is {gpu.name}"
+            )
+        group = self.num_query_heads if self.host == "vllm" else 1
+        largest = min(settings.max_batch, self.max_batch)
+        largest = planned_on_device(largest, self.query_tokens, group)
+        attention = LatentAttention(
+            num_query_heads=self.num_query_heads,
+            dtype=self.dtype,
+            device="cpu",
+            kernel=plain_latent_attention,
+            page_size=self.page_size,
+            max_batch=largest,
+            query_tokens=self.query_tokens,
+            compiled_for=gpu,
+        )
+        integers = _INTEGERS[self.host]
+        return latent_variants(attention, (integers, integers))

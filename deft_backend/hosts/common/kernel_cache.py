@@ -33,8 +33,10 @@ def ranks_cache(settings: Settings, device: torch.device) -> Iterator[SharedCach
     except OSError as error:
         logger.warning(
             "deft: %s cannot be written (%s); each rank compiles all kernels. Name another folder "
-            "in DEFT_CACHE_DIR", folder, error,
-        )  # fmt: skip
+            "in DEFT_CACHE_DIR",
+            folder,
+            error,
+        )
         take_compiled_kernels(settings, device)
         yield None
         return
@@ -65,5 +67,7 @@ def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
         logger.warning("deft: %d kernels in %s are damaged; %s", taken.damaged, folder, _REST)
     logger.info(
         "deft: %d kernels of %s copied into Triton's cache, which held %d more of them",
-        taken.copied, folder, taken.held,
-    )  # fmt: skip
+        taken.copied,
+        folder,
+        taken.held,
+    )

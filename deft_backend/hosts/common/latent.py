@@ -13,18 +13,25 @@ from deft_backend.attention import (
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.kernel_cache import ranks_cache
-from deft_backend.hosts.common.limits import Unsupported, refuse_if
-from deft_backend.hosts.common.planner_choice import HOPPER, capability_of
+from deft_backend.hosts.common.limits import HOPPER, Unsupported, capability_of, refuse_if
 from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants
 from deft_backend.settings.config import Settings
 from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 
 
 def checked_latent_attention(
-    num_query_heads: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device,
-    kernel: LatentKernel, settings: Settings, *, max_batch: int,
-    integers: tuple[torch.dtype, torch.dtype], page_size: int = 1, query_tokens: int = 1,
-) -> LatentAttention:  # fmt: skip
+    num_query_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: LatentKernel,
+    settings: Settings,
+    *,
+    max_batch: int,
+    integers: tuple[torch.dtype, torch.dtype],
+    page_size: int = 1,
+    query_tokens: int = 1,
+) -> LatentAttention:
     """MLA by the host's `kernel`, after it has passed a check on this machine.
 
     - `dims`: elements of a token's latent vector and of its rotated key.
@@ -41,11 +48,16 @@ def checked_latent_attention(
         )
     try:
         attention = LatentAttention(
-            num_query_heads=num_query_heads, dtype=dtype, device=device,
+            num_query_heads=num_query_heads,
+            dtype=dtype,
+            device=device,
             kernel=kernel if device.type == "cuda" else plain_latent_attention,
-            page_size=page_size, max_batch=max_batch, query_tokens=query_tokens,
-            value_dim=dims[0], rope_dim=dims[1],
-        )  # fmt: skip
+            page_size=page_size,
+            max_batch=max_batch,
+            query_tokens=query_tokens,
+            value_dim=dims[0],
+            rope_dim=dims[1],
+        )
     except AttentionError as error:
         raise Unsupported(str(error)) from None
     with ranks_cache(settings, attention.device) as shared:

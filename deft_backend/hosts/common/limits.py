@@ -1,8 +1,23 @@
-"""What every adapter decides without its host: refusals, batch sizes, and whether to observe."""
+"""What every adapter decides without its host: refusals, sizes, and that all ranks agree.
+
+Registration imports this module, so no import here loads torch.
+"""
 
 from __future__ import annotations
 
-from deft_backend.settings.config import Settings, warn_unknown
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from deft_backend.settings.config import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("deft_backend")
+
+HOPPER = (9, 0)  # the compute capability of H100 and H200
 
 MLA_IS_OFF = (
     "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
@@ -37,7 +52,50 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
     return None
 
 
-def observing() -> bool:
-    """Log settings that do not exist; servers with another backend count nothing."""
-    warn_unknown()
-    return False
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """A GPU's compute capability; None for the CPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
+    """The largest batch that the device planner is set up to plan.
+
+    The log says if that is smaller than `requests`, the largest batch that the server decodes.
+    `query_tokens` is of a request, `gqa_group` the query heads that share a KV head.
+    """
+    from deft_backend.planner.on_device import largest_batch
+    from deft_backend.shapes import QueryBlocks
+
+    held = largest_batch() // QueryBlocks.of(query_tokens, gqa_group).blocks
+    if requests > held:
+        logger.warning(
+            "deft: DEFT_MAX_BATCH asks for batches of up to %d requests, but the device planner "
+            "holds %d; the host's kernel decodes larger batches",
+            requests,
+            held,
+        )
+    return min(requests, held)
+
+
+def same_on_all_ranks(group: Any, mine: Sequence[object] | None) -> bool | None:
+    """Whether `mine` is equal on every rank of a group; all its ranks must call this.
+
+    - `group`: the host's tensor-parallel group; it communicates through CPU memory. None: one rank.
+    - `mine`: This rank's decisions; equal decisions must have equal ``repr``. None if this rank has
+      no tree attention.
+
+    Returns None if some rank has no tree attention.
+    """
+    if group is None or group.world_size == 1:
+        return None if mine is None else True
+    import torch
+    import torch.distributed
+
+    digest = zlib.crc32(repr(mine).encode())
+    # The least digest, and the largest one with its sign changed, in one exchange.
+    flags = torch.tensor([int(mine is not None), digest, -digest], dtype=torch.int64)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    everywhere, least, most = flags.tolist()
+    return least == -most if everywhere else None

@@ -54,8 +54,9 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         logger.warning(
             "deft: %s selects deft, which only decodes, but another backend is selected for "
             "decode; all attention runs through the host's own backends. Select deft for decode as "
-            "well", ", ".join(asked),
-        )  # fmt: skip
+            "well",
+            ", ".join(asked),
+        )
         return result
     reason = SGLANG.refuse()
     if reason is not None:

@@ -23,9 +23,15 @@ def _computing(name: str) -> Callable[..., Any]:
     """A method that runs a layer: by the host's method of this name unless the step is planned."""
 
     def method(
-        self: DeftAttentionBackend, q: Any = None, k: Any = None, v: Any = None, layer: Any = None,
-        forward_batch: Any = None, save_kv_cache: bool = True, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self: DeftAttentionBackend,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        layer: Any = None,
+        forward_batch: Any = None,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
         layers = self.deft.layers
         call = LayerCall(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         if layers.has_planned(forward_batch):

@@ -12,11 +12,20 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.kernel_cache import ranks_cache
-from deft_backend.hosts.common.limits import MLA_IS_OFF, Unsupported, refuse_if
-from deft_backend.hosts.common.planner_choice import planned_on_device
-from deft_backend.hosts.common.ranks import same_on_all_ranks
-from deft_backend.hosts.common.self_check import prepare_kernels
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, warm_up_attention
+from deft_backend.hosts.common.limits import (
+    MLA_IS_OFF,
+    Unsupported,
+    planned_on_device,
+    refuse_if,
+    same_on_all_ranks,
+)
+from deft_backend.hosts.common.warm_up import (
+    Drafts,
+    LayerKind,
+    StepTensors,
+    prepare_kernels,
+    warm_up_attention,
+)
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.backend import OWN_STATE, surround
 from deft_backend.hosts.sglang.latent import (
@@ -257,9 +266,13 @@ def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
     return StepTensors(
-        cache.keys, cache.values, [table.shape[1]], table_dtype=table.dtype, drafts=_drafts(runner),
+        cache.keys,
+        cache.values,
+        [table.shape[1]],
+        table_dtype=table.dtype,
+        drafts=_drafts(runner),
         layers=_kinds(runner.model, layers),
-    )  # fmt: skip
+    )
 
 
 def _drafts(runner: Any) -> Drafts | None:
@@ -296,8 +309,10 @@ def _compiler_of(
         done.add((rows, lens))
         with ranks_cache(settings, attention.device) as shared:
             warm_up_attention(
-                attention, replace(known, rows_dtype=rows, lens_dtype=lens),
-                smallest=settings.min_batch, shared=shared,
-            )  # fmt: skip
+                attention,
+                replace(known, rows_dtype=rows, lens_dtype=lens),
+                smallest=settings.min_batch,
+                shared=shared,
+            )
 
     return compile_for

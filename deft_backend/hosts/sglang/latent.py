@@ -58,9 +58,16 @@ def latent_attention(
         )
     shape, division = _divided(runner)
     attention = checked_latent_attention(
-        shape.heads, shape[1:], dtype, device, sglang_latent_attention, settings,
-        max_batch=largest, integers=(torch.int64, torch.int64), query_tokens=query_tokens,
-    )  # fmt: skip
+        shape.heads,
+        shape[1:],
+        dtype,
+        device,
+        sglang_latent_attention,
+        settings,
+        max_batch=largest,
+        integers=(torch.int64, torch.int64),
+        query_tokens=query_tokens,
+    )
     return attention, division
 
 

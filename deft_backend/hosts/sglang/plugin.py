@@ -18,8 +18,9 @@ def register() -> None:
     except Exception as error:
         logger.warning(
             "deft: the plugin could not be registered (%r); this server runs without tree "
-            "attention. Run `deft doctor`", error,
-        )  # fmt: skip
+            "attention. Run `deft doctor`",
+            error,
+        )
 
 
 def _register() -> None:
@@ -63,8 +64,10 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except Exception as error:  # on every rank: they run the same code
             logger.warning(
                 "deft: tree attention could not be loaded (%r); all attention runs through the "
-                "host's own backend (%s). Run `deft doctor`", error, name,
-            )  # fmt: skip
+                "host's own backend (%s). Run `deft doctor`",
+                error,
+                name,
+            )
             return backend
         return wrap_backend(runner, name, backend)
 

@@ -103,9 +103,11 @@ class Verification:
         if not is_chain(forward_batch.spec_info):
             ancestors = ancestors_of_links(*self._links[:, : forward_batch.batch_size])
         return StepInputs(
-            forward_batch.seq_lens + self.query_tokens, forward_batch.req_pool_indices,
-            self.query_tokens, ancestors,
-        )  # fmt: skip
+            forward_batch.seq_lens + self.query_tokens,
+            forward_batch.req_pool_indices,
+            self.query_tokens,
+            ancestors,
+        )
 
 
 StepKind = Decode | Verification

@@ -14,10 +14,8 @@ import torch
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import Unsupported, refuse_if
-from deft_backend.hosts.common.planner_choice import planned_on_device
-from deft_backend.hosts.common.self_check import prepare_kernels
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.hosts.common.limits import Unsupported, planned_on_device, refuse_if
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, prepare_kernels
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
 from deft_backend.hosts.vllm.latent import (

@@ -25,8 +25,9 @@ def install(target: str, callback: Callable[[], None]) -> None:
         except Exception as error:
             logger.warning(
                 "deft: backends of other plugins cannot be prepared (%r); a server that uses one "
-                "runs without tree attention", error,
-            )  # fmt: skip
+                "runs without tree attention",
+                error,
+            )
         return original(*args, **kwargs)
 
     HookRegistry.register(target, around, HookType.AROUND)

@@ -36,8 +36,9 @@ def install(observer: Observer) -> Callable[[], object]:
     return partial(_observers.pop, observer, None)
 
 
-def _observe(original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, *args: Any,
-             **kwargs: Any) -> Any:  # fmt: skip
+def _observe(
+    original: Callable[..., Any], cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any
+) -> Any:
     forward_batch = original(cls, batch, model_runner, *args, **kwargs)
     for observer in tuple(_observers):
         try:
@@ -45,7 +46,9 @@ def _observe(original: Callable[..., Any], cls: Any, batch: Any, model_runner: A
         except Exception as error:
             _observers.pop(observer, None)
             logger.warning(
-                "deft: an observer of the host's batches failed (%r). What needs it stops: host "
-                "plans, short extends or counts; restart the server to get it back", error,
-            )  # fmt: skip
+                "deft: an observer of the host's batches failed (%r). What needs it stops: MLA's "
+                "plans, the split of mixed steps or counts of drafts; restart the server to get it "
+                "back",
+                error,
+            )
     return forward_batch

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deft_patches.graph_runner import checked_graph_runner
-from deft_patches.wrapping import wrap
+from deft_patches.wrapping import checked_graph_runner, wrap
 
 PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
 FENCE = "war_fastpath_read_done_event"

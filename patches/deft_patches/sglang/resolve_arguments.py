@@ -5,7 +5,7 @@ Changes: wraps the method of ``ServerArgs`` that resolves a configuration: ``__p
 Why: the host derives much from the attention backend's name, in dozens of places: page size, KV
     dtype, graphs, which kernels write its page tables (on the CPU it would launch Triton kernels
     for an unknown name). Its registry adds names, but no way to say "like your default, except
-    decode". The wrapper removes the name before; ``hosts/sglang/start/arguments.py`` describes what
+    decode". The wrapper removes the name before; ``hosts/sglang/arguments.py`` describes what
     follows.
 Looks for: nothing; the adapter names the method.
 Harmless to servers that do not ask for ``deft``: the wrapper only calls the host's method.

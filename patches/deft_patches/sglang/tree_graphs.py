@@ -6,7 +6,7 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class tha
     more, under a label of its own. The controller learns when the second capture begins and ends;
     ``_resolve_lora_variant``: gives that label to batches that the controller takes, so that the
     host replays the second graph. All other batches replay the host's graph.
-Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
+Why: the CPU knows before every step of MLA whether it shares enough; a graph cannot choose.
     The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
 Looks for: the two methods with the parameters used here, when it is installed. Serves the graph
@@ -18,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deft_patches.graph_runner import checked_graph_runner
-from deft_patches.wrapping import wrap
+from deft_patches.wrapping import checked_graph_runner, wrap
 
 LABEL = "deft"
 PARAMETERS = {
@@ -46,9 +45,15 @@ def install(model_runner: Any, controller: Any) -> Callable[[], object]:
 
 
 def _capture_one_shape(
-    original: Any, runner: Any, size: int, forward: Any, stream_idx: int | None = None,
-    variant_label: str | None = None, *others: Any, **named: Any,
-) -> None:  # fmt: skip
+    original: Any,
+    runner: Any,
+    size: int,
+    forward: Any,
+    stream_idx: int | None = None,
+    variant_label: str | None = None,
+    *others: Any,
+    **named: Any,
+) -> None:
     original(runner, size, forward, stream_idx, variant_label, *others, **named)
     controller = _controllers.get(id(runner.model_runner))
     if controller is None:

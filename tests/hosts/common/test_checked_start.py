@@ -6,17 +6,22 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention, tree_attention
-from deft_backend.hosts.common import self_check
-from deft_backend.hosts.common.self_check import failed_self_check
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors
+from deft_backend.hosts.common import warm_up
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, failed_self_check
 
 
 @pytest.fixture
 def attention():
     return TreeAttention(
-        num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
-        page_size=16, max_batch=4, query_tokens=3,
-    )  # fmt: skip
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=torch.float16,
+        device="cpu",
+        page_size=16,
+        max_batch=4,
+        query_tokens=3,
+    )
 
 
 def tensors_of(drafts=None):
@@ -44,8 +49,8 @@ def ran(monkeypatch, fault=False):
     [(None, [4]), (Drafts(3, ragged=True), [4, 12]), (Drafts(3, trees=True, always=True), [12])],
 )
 def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkeypatch, caplog):
-    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
-    monkeypatch.setattr(self_check, "SECONDS", 600.0)
+    monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(warm_up, "CHECK_SECONDS", 600.0)
     runs = ran(monkeypatch)
     with caplog.at_level(logging.INFO, "deft_backend"):
         assert failed_self_check(attention, tensors_of(drafts)) is None
@@ -56,7 +61,7 @@ def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkey
 
 
 def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
-    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA A100-SXM4-80GB")
     ran(monkeypatch, fault=True)
     reason = failed_self_check(attention, tensors_of())
     assert reason is not None
@@ -66,8 +71,8 @@ def test_a_wrong_row_keeps_the_kernels_from_decoding(attention, monkeypatch):
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3"])
 def test_the_cpu_and_recorded_gpus_check_nothing(gpu, attention, monkeypatch):
-    monkeypatch.setattr(self_check, "gpu_name", lambda device: gpu)
-    monkeypatch.setattr(self_check, "unrecorded", lambda name: None)
+    monkeypatch.setattr(warm_up, "gpu_name", lambda device: gpu)
+    monkeypatch.setattr(warm_up, "unrecorded", lambda name: None)
     runs = ran(monkeypatch, fault=True)
     assert failed_self_check(attention, tensors_of()) is None
     assert runs == []

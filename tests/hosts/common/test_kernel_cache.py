@@ -20,9 +20,12 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def h100(monkeypatch, tmp_path):
     properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, shared_memory_per_multiprocessor=233472,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        shared_memory_per_multiprocessor=233472,
         shared_memory_per_block_optin=232448,
-    )  # fmt: skip
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path / "triton")
@@ -64,9 +67,12 @@ def test_kernels_for_another_gpu_are_not_used(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("not json", f"its {MANIFEST}"), ('{"format": 9}', f"its {MANIFEST}"),
-     (None, "`deft warm` did not fill it")],
-)  # fmt: skip
+    [
+        ("not json", f"its {MANIFEST}"),
+        ('{"format": 9}', f"its {MANIFEST}"),
+        (None, "`deft warm` did not fill it"),
+    ],
+)
 def test_a_damaged_folder_is_one_line_in_the_log(content, said, tmp_path, caplog):
     """A folder that a setting names must be filled."""
     if content is not None:

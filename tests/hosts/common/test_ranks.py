@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 import torch
 from torch import distributed
-from deft_backend.hosts.common.ranks import same_on_all_ranks
+from deft_backend.hosts.common.limits import same_on_all_ranks
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

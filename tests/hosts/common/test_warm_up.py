@@ -43,9 +43,23 @@ class Recorder:
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
     def run(
-        self, q, k, v, table, lens, *, table_rows, k_scale=1.0, v_scale=1.0, static_launch=False,
-        query_start=None, ancestors=None, logit_cap=0.0, sinks=None, out=None,
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        table,
+        lens,
+        *,
+        table_rows,
+        k_scale=1.0,
+        v_scale=1.0,
+        static_launch=False,
+        query_start=None,
+        ancestors=None,
+        logit_cap=0.0,
+        sinks=None,
+        out=None,
+    ):
         assert out.shape == q.shape
         assert sinks is None or sinks.shape == (4,)
         self.layers.add(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
@@ -127,9 +141,15 @@ def latent_on(gpu, max_batch, query_tokens=1):
         raise AssertionError("the host's kernel ran without a result to compute")
 
     return LatentAttention(
-        num_query_heads=8, dtype=torch.bfloat16, device="cpu", kernel=kernel, page_size=16,
-        max_batch=max_batch, query_tokens=query_tokens, compiled_for=Gpu.named(gpu),
-    )  # fmt: skip
+        num_query_heads=8,
+        dtype=torch.bfloat16,
+        device="cpu",
+        kernel=kernel,
+        page_size=16,
+        max_batch=max_batch,
+        query_tokens=query_tokens,
+        compiled_for=Gpu.named(gpu),
+    )
 
 
 @pytest.mark.parametrize("query_tokens", [1, 4])

@@ -46,9 +46,16 @@ def server(host):
         return make_batch(kind, table, rows, lengths)
 
     return FakeServer(
-        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=pool, own=own, steps=backend.deft,
-    )  # fmt: skip
+        backend=backend,
+        calls=calls,
+        batch=batch,
+        state=state,
+        table=table,
+        attention=attention,
+        pool=pool,
+        own=own,
+        steps=backend.deft,
+    )
 
 
 def written(server, batch, layer_id=0):
@@ -111,9 +118,15 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
     table = torch.from_numpy(server.table)
     server.attention.plan_on_device(table, static.seq_lens, table_rows=static.req_pool_indices)
     out = server.attention.run(
-        query(4)[0].view(4, 4, 64), server.pool.k, server.pool.v, table, static.seq_lens,
-        table_rows=static.req_pool_indices, sm_scale=0.125, static_launch=True,
-    )  # fmt: skip
+        query(4)[0].view(4, 4, 64),
+        server.pool.k,
+        server.pool.v,
+        table,
+        static.seq_lens,
+        table_rows=static.req_pool_indices,
+        sm_scale=0.125,
+        static_launch=True,
+    )
     server.close(out.view(4, -1), real)
 
 
@@ -129,7 +142,7 @@ def test_small_large_and_other_batches_are_the_hosts(server):
     assert server.state.counters().steps_host == {
         "batch smaller than DEFT_MIN_BATCH=2": 2,
         "batch larger than the 4 requests that a plan holds": 2,
-    }  # fmt: skip
+    }
     assert server.state.counters().steps_tree == 0
 
 
@@ -177,9 +190,15 @@ def test_keys_and_values_of_8_bits_are_divided_once(host, fails, monkeypatch, fa
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
     pool = MHATokenToKVPool(
-        size=64, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
-        device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
+        size=64,
+        page_size=1,
+        dtype=torch.float8_e4m3fn,
+        head_num=2,
+        head_dim=64,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
 
     class Host(recording_backend(host, pool, table, [])):
@@ -518,25 +537,26 @@ def make_runner(columns):
     """A model runner, as far as the warm-up reads it."""
     table = torch.zeros((9, columns), dtype=torch.int32)
     return SimpleNamespace(
-        token_to_kv_pool=MHATokenToKVPool(), model=torch.nn.Module(),
+        token_to_kv_pool=MHATokenToKVPool(),
+        model=torch.nn.Module(),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         server_args=SimpleNamespace(speculative_algorithm=None),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.usefixtures("host")
 def test_a_gpu_whose_check_fails_is_refused(monkeypatch):
-    from deft_backend.hosts.common import self_check
+    from deft_backend.hosts.common import warm_up
     from deft_backend.hosts.common.limits import Unsupported
     from deft_backend.hosts.sglang.factory import _step_tensors
     from deft_backend.settings.config import Settings
 
     def start(reason):
-        monkeypatch.setattr(self_check, "failed_self_check", lambda *given, **named: reason)
+        monkeypatch.setattr(warm_up, "failed_self_check", lambda *given, **named: reason)
         tensors = _step_tensors(make_runner(500), ())
-        self_check.prepare_kernels(small_attention(max_batch=4), tensors, Settings())
+        warm_up.prepare_kernels(small_attention(max_batch=4), tensors, Settings())
 
-    monkeypatch.setattr(self_check, "warm_up_attention", lambda *given, **named: None)
+    monkeypatch.setattr(warm_up, "warm_up_attention", lambda *given, **named: None)
     start(None)
     with pytest.raises(Unsupported, match="row 1 is off"):
         start("L40S has no recorded results: row 1 is off")
@@ -554,13 +574,19 @@ def test_scales_of_a_cache_of_eight_bits(server, scales):
 
     layers, ours = server.steps.layers, server.attention
     layers.attention = SimpleNamespace(
-        kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, unit_scale=unit, run=run, max_batch=4,
-        counters=ours.counters, plan_batch=ours.plan_batch,
-    )  # fmt: skip
+        kv_dtype=torch.float8_e4m3fn,
+        dtype=torch.bfloat16,
+        unit_scale=unit,
+        run=run,
+        max_batch=4,
+        counters=ours.counters,
+        plan_batch=ours.plan_batch,
+    )
     layers.pool = SimpleNamespace(
         set_kv_buffer=lambda layer, location, k, v, *given: written.extend(given),
-        get_key_buffer=lambda layer_id: None, get_value_buffer=lambda layer_id: None,
-    )  # fmt: skip
+        get_key_buffer=lambda layer_id: None,
+        get_value_buffer=lambda layer_id: None,
+    )
     server.step(server.batch(), make_layer(k_scale=k_scale, v_scale=v_scale))
     assert written == [k_scale, v_scale]
     assert ran["k_scale"] is (unit if k_scale is None else k_scale)

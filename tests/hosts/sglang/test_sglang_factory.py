@@ -11,11 +11,7 @@ from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.kernels.latent import plain_latent_attention
 from failure_lines import raising
-from sglang_fakes import (
-    FakePool,
-    MHATokenToKVPool,
-    make_state,
-)
+from sglang_fakes import FakePool, MHATokenToKVPool, make_state
 
 FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
@@ -66,9 +62,10 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
 )
 def test_model_runners_that_are_not_supported(changes, reason):
     runner = {
-        "dtype": torch.float16, "kv_cache_dtype": torch.float16,
+        "dtype": torch.float16,
+        "kv_cache_dtype": torch.float16,
         "token_to_kv_pool": MHATokenToKVPool(64),
-    }  # fmt: skip
+    }
     found = unsupported_model(SimpleNamespace(**{**runner, **changes}))
     assert found is None if reason is None else reason in str(found)
 
@@ -128,19 +125,25 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     runner = SimpleNamespace(
         is_draft_worker=False,
         server_args=SimpleNamespace(
-            speculative_algorithm=None, cuda_graph_config=graphs, decode_log_interval=40,
+            speculative_algorithm=None,
+            cuda_graph_config=graphs,
+            decode_log_interval=40,
             enable_metrics=False,
         ),
-        device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32, req_to_token_pool=table,
+        device="cpu",
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        req_to_token_pool=table,
         model=torch.nn.Linear(1, 1),
         ps=SimpleNamespace(attn_tp_rank=0),
         tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
-    )  # fmt: skip
+    )
     own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
     for patch, held in (
-        (observe_batch, "_observers"), (page_table_fence, "_readers"),
+        (observe_batch, "_observers"),
+        (page_table_fence, "_readers"),
         (tree_graphs, "_controllers"),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(patch, held, {})
     if latent:
         attention = LatentAttention(
@@ -158,9 +161,12 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     unneeded = {"graphs": not latent, "fence": not fences}
     works = unneeded.get(at, at in ("nowhere", "no graphs"))
     said = {
-        "graphs": "('not here')", "fence": "('not here')", "no group": "its ranks cannot agree",
-        "another rank": "another rank has no tree attention", "differs": "decode in different ways",
-    }  # fmt: skip
+        "graphs": "('not here')",
+        "fence": "('not here')",
+        "no group": "its ranks cannot agree",
+        "another rank": "another rank has no tree attention",
+        "differs": "decode in different ways",
+    }
     assert ("deft: decode goes through tree attention" if works else said[at]) in caplog.text
     assert bool(failures) == (at in ("fence", "graphs") and not works)
     failures.clear()

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.sglang.layers import (
-    FullCache,
-    divide_layers,
-    full_cache,
-    planned_shape,
-)
+from deft_backend.hosts.sglang.layers import FullCache, divide_layers, full_cache, planned_shape
 from sglang_fakes import HybridLinearKVPool, MHATokenToKVPool, SWAKVPool, make_layer
 
 
@@ -147,11 +142,16 @@ def test_a_model_runner_is_divided_and_counted(host):
 
     model = torch.nn.ModuleList([layer(0, 32), torch.nn.Linear(2, 2), layer(1), layer(2, 32)])
     runner = SimpleNamespace(
-        model=model, device="cpu", dtype=torch.float32, kv_cache_dtype=torch.float32,
-        is_draft_worker=False, token_to_kv_pool=SWAKVPool([1], [0, 2]),
-        req_to_token_pool=SimpleNamespace(), server_args=SimpleNamespace(port=1),
+        model=model,
+        device="cpu",
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        is_draft_worker=False,
+        token_to_kv_pool=SWAKVPool([1], [0, 2]),
+        req_to_token_pool=SimpleNamespace(),
+        server_args=SimpleNamespace(port=1),
         ps=SimpleNamespace(tp_rank=0),
-    )  # fmt: skip
+    )
     runner.token_to_kv_pool.full_kv_pool.store_dtype = torch.float32
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)

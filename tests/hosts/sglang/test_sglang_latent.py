@@ -57,18 +57,31 @@ def latent_server(host, table, lens, slots=64, query_tokens=1):
     calls = []
     own = recording_backend(host, MLATokenToKVPool(slots), table, calls)()
     attention = LatentAttention(
-        num_query_heads=HEADS, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
-        max_batch=4, value_dim=VALUE, rope_dim=ROPE, query_tokens=query_tokens,
-    )  # fmt: skip
+        num_query_heads=HEADS,
+        dtype=torch.float32,
+        device="cpu",
+        kernel=plain_latent_attention,
+        max_batch=4,
+        value_dim=VALUE,
+        rope_dim=ROPE,
+        query_tokens=query_tokens,
+    )
     division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
     layers = LatentLayers(own, attention, make_state(), division)
     steps = TreeSteps(layers, Settings(min_batch=2), decodes=query_tokens == 1)
     if query_tokens > 1:
         steps.verification = Verification(query_tokens, attention.max_batch, attention.device)
     return FakeServer(
-        backend=surround(own, steps), calls=calls, state=layers.state, layers=layers, steps=steps,
-        pool=own.token_to_kv_pool, table=table, lens=lens, attention=attention,
-    )  # fmt: skip
+        backend=surround(own, steps),
+        calls=calls,
+        state=layers.state,
+        layers=layers,
+        steps=steps,
+        pool=own.token_to_kv_pool,
+        table=table,
+        lens=lens,
+        attention=attention,
+    )
 
 
 @pytest.fixture
@@ -105,9 +118,14 @@ def test_layers_decode_over_the_plan(server, in_two):
         if in_two:
             nope = q[..., :VALUE].transpose(0, 1).contiguous().transpose(0, 1)
             out = server.backend.forward(
-                nope, k[..., :VALUE], k[..., :VALUE], layer, batch, q_rope=q[..., VALUE:],
+                nope,
+                k[..., :VALUE],
+                k[..., :VALUE],
+                layer,
+                batch,
+                q_rope=q[..., VALUE:],
                 k_rope=k[..., VALUE:],
-            )  # fmt: skip
+            )
         else:
             out = server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, batch)
         assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
@@ -124,13 +142,17 @@ def verifying(host):
     made = latent_server(host, table, lens, 2100, DRAFTED)
 
     def batch(kind="verify"):
-        slots = torch.from_numpy(np.stack(
-            [table[row, n - DRAFTED : n] for row, n in zip((1, 2), lens, strict=True)]
-        )).flatten()  # fmt: skip
+        slots = torch.from_numpy(
+            np.stack([table[row, n - DRAFTED : n] for row, n in zip((1, 2), lens, strict=True)])
+        ).flatten()
         return make_batch(
-            kind, table, [1, 2], lens - DRAFTED, out_cache_loc=slots.long(),
+            kind,
+            table,
+            [1, 2],
+            lens - DRAFTED,
+            out_cache_loc=slots.long(),
             spec_info=SimpleNamespace(topk=1, draft_token_num=DRAFTED),
-        )  # fmt: skip
+        )
 
     made.batch = batch
     return made
@@ -151,9 +173,14 @@ def test_chains_of_drafts(verifying, graph):
     for layer_id in range(3):
         layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
         out = server.backend.forward(
-            q[..., :VALUE], k[..., :VALUE], k[..., :VALUE], layer, batch, q_rope=q[..., VALUE:],
+            q[..., :VALUE],
+            k[..., :VALUE],
+            k[..., :VALUE],
+            layer,
+            batch,
+            q_rope=q[..., VALUE:],
             k_rope=k[..., VALUE:],
-        )  # fmt: skip
+        )
         keys = server.pool.buffers[layer_id].unsqueeze(1)
         table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
         want = reference_attention(q, keys, keys, table, lens, sm_scale=0.3)[..., :VALUE]
@@ -301,9 +328,12 @@ def runner(**changes):
 
     layers = [Layer(layer_id=i, **{**LAYER, **changes.pop(f"layer{i}", {})}) for i in range(2)]
     made = SimpleNamespace(
-        token_to_kv_pool=MLATokenToKVPool(), dtype=torch.float32, kv_cache_dtype=torch.float32,
-        device="cpu", model=torch.nn.ModuleList([*layers, Layer(layer_id=0)]),
-    )  # fmt: skip
+        token_to_kv_pool=MLATokenToKVPool(),
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        device="cpu",
+        model=torch.nn.ModuleList([*layers, Layer(layer_id=0)]),
+    )
     return SimpleNamespace(**{**vars(made), **changes})
 
 

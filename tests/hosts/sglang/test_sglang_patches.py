@@ -50,9 +50,11 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
         own, second = ((runner, 8, "forward", None, name, "dense") for name in (label, ours))
         assert events == [own, True, second, False]
         for shared, kind, expected in (
-            (True, "decode", ours), (False, "decode", label), (True, "extend", label),
+            (True, "decode", ours),
+            (False, "decode", label),
+            (True, "extend", label),
             (True, "verify", ours),
-        ):  # fmt: skip
+        ):
             batch = SimpleNamespace(shared=shared, forward_mode=mode(kind))
             assert graphs._resolve_variant(lambda *_, g=label: g, runner, batch) == expected
 

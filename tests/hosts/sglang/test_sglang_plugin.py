@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
-from deft_backend.settings import version as distributions
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
 
@@ -25,10 +24,14 @@ SWITCHES = {
 
 def make_arguments(**changes):
     arguments = SimpleNamespace(
-        attention_backend="deft", prefill_attention_backend=None, decode_attention_backend=None,
-        speculative_draft_attention_backend=None, device="cpu", kv_cache_dtype="auto",
+        attention_backend="deft",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        speculative_draft_attention_backend=None,
+        device="cpu",
+        kv_cache_dtype="auto",
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")),
-    )  # fmt: skip
+    )
     return SimpleNamespace(**{**vars(arguments), **changes})
 
 
@@ -90,13 +93,16 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"attention_backend": None, "decode_attention_backend": "triton",
-         "prefill_attention_backend": "deft"},
+        {
+            "attention_backend": None,
+            "decode_attention_backend": "triton",
+            "prefill_attention_backend": "deft",
+        },
         {"attention_backend": "triton", "prefill_attention_backend": "deft"},
         {"attention_backend": "deft", "decode_attention_backend": "triton"},
         {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
     ],
-)  # fmt: skip
+)
 def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
     made = make_arguments(**changes)
     assert served(arguments, made) is None
@@ -108,12 +114,13 @@ def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
 @pytest.mark.parametrize(
     ("kind", "setting", "kept", "said"),
     [
-        ("full", "", "full", ""), ("full", "POST_CAPTURE_KV_SIZING", "full", ""),
+        ("full", "", "full", ""),
+        ("full", "POST_CAPTURE_KV_SIZING", "full", ""),
         ("full", "METADATA_GLUE_GRAPH", "disabled", "hides replays from the attention backend"),
         ("breakable", "", "disabled", "decode graphs are of the kind breakable"),
         ("breakable", "POST_CAPTURE_KV_SIZING", None, "with SGLANG_ENABLE_POST"),
     ],
-)  # fmt: skip
+)
 def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, setting, kept, said):
     """Full graphs get a second set. Others are switched off, unless memory is sized by them."""
     monkeypatch.setenv(f"SGLANG_ENABLE_{setting}", "1")
@@ -211,10 +218,15 @@ EAGLE = {"speculative_algorithm": "EAGLE"}
         ),
         {**EAGLE, "speculative_eagle_topk": 1, "device": "cuda"},
         {**EAGLE, "speculative_eagle_topk": 4, "device": "cuda"},
-        {**EAGLE, "attention_backend": None, "decode_attention_backend": "deft",
-         "prefill_attention_backend": "triton", "speculative_attention_mode": "decode"},
+        {
+            **EAGLE,
+            "attention_backend": None,
+            "decode_attention_backend": "deft",
+            "prefill_attention_backend": "triton",
+            "speculative_attention_mode": "decode",
+        },
     ],
-)  # fmt: skip
+)
 def test_servers_that_are_served(arguments, changes, monkeypatch):
     monkeypatch.setenv("DEFT_MLA", "1")
     assert served(arguments, make_arguments(**changes)) == "torch_native"
@@ -240,7 +252,7 @@ def test_what_a_server_verifies(arguments, changes, tokens, trees):
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
 ):
-    monkeypatch.setattr(distributions, "version", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     made = make_arguments()
     assert served(arguments, made) is None
     assert made.attention_backend == "torch_native"

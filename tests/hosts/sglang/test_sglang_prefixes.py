@@ -143,9 +143,11 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
 
 def part(node, start, end, held=None):
     return SimpleNamespace(
-        node_id=node, path_start=start, path_end=end,
+        node_id=node,
+        path_start=start,
+        path_end=end,
         full_value_len=end - start if held is None else held,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,11 +190,14 @@ def unified(host):
         table = torch.zeros((len(prompts) + 1, 32), dtype=torch.int32)
         allocator = TokenToKVPoolAllocator(1024, torch.float32, "cpu", object(), need_sort=False)
         params = CacheInitParams(
-            disable=False, req_to_token_pool=SimpleNamespace(req_to_token=table),
-            token_to_kv_pool_allocator=allocator, page_size=1,
-            tree_components=(ComponentType.FULL,), tree_core_backend=core,
+            disable=False,
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            token_to_kv_pool_allocator=allocator,
+            page_size=1,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=core,
             is_eagle=bigrams,
-        )  # fmt: skip
+        )
         cache = UnifiedRadixCache(params)
         requests, free = [], 1
         for row, prompt in enumerate(prompts, start=1):

@@ -74,9 +74,12 @@ def server(host):
     attention = small_attention(max_batch=3, query_tokens=N)
     own = HostBackend()
     backend = device_planned(
-        own, attention, state, Settings(min_batch=2),
+        own,
+        attention,
+        state,
+        Settings(min_batch=2),
         verification=Verification(N, attention.max_batch, attention.device),
-    )  # fmt: skip
+    )
 
     def batch(spec, kind="verify", size=2):
         rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
@@ -84,9 +87,16 @@ def server(host):
         return make_batch(kind, table, rows, lengths, out_cache_loc=slots, spec_info=spec)
 
     return FakeServer(
-        backend=backend, calls=calls, batch=batch, state=state, table=table, attention=attention,
-        pool=pool, own=own, steps=backend.deft,
-    )  # fmt: skip
+        backend=backend,
+        calls=calls,
+        batch=batch,
+        state=state,
+        table=table,
+        attention=attention,
+        pool=pool,
+        own=own,
+        steps=backend.deft,
+    )
 
 
 def check(server, batch, parents, out):
@@ -108,8 +118,7 @@ def check(server, batch, parents, out):
 
 
 @pytest.mark.parametrize(
-    ("spec", "parents"),
-    [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))],
+    ("spec", "parents"), [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))]
 )
 def test_an_eager_step(server, spec, parents):
     batch = server.batch(spec)
@@ -204,7 +213,7 @@ def test_verifications_of_another_form_are_the_hosts(server):
         f"verification of {N + 1} tokens, not {N}": 1,
         "no links between the draft tokens of each request": 2,
         f"verification of None tokens, not {N}": 1,
-    }  # fmt: skip
+    }
     assert server.state.counters().verified_tokens == 0
 
 
@@ -213,9 +222,15 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeyp
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = MHATokenToKVPool(
-        size=400, page_size=1, dtype=torch.float8_e4m3fn, head_num=2, head_dim=64, layer_num=1,
-        device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
+        size=400,
+        page_size=1,
+        dtype=torch.float8_e4m3fn,
+        head_num=2,
+        head_dim=64,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
     attention = small_attention(
         dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=2, query_tokens=N
     )

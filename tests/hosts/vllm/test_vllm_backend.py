@@ -14,7 +14,7 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from deft_backend.attention import TreeAttention, tree_attention
-from deft_backend.hosts.common import self_check
+from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.latches import FailureLatch
 from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
@@ -680,7 +680,7 @@ def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(monkeypatch, ca
         step.out[1] = -step.out[1]
 
     run_plan = tree_attention.run_plan
-    monkeypatch.setattr(self_check, "gpu_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA L40S")
     assert tree_layers().builder(make_spec()).deft_group is not None
     monkeypatch.setattr(tree_attention, "run_plan", wrong)
     with caplog.at_level(logging.WARNING, "deft_backend"):

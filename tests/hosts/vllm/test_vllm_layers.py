@@ -8,7 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
-from deft_backend.hosts.common import self_check
+from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.vllm.factory import _kinds, unsupported_server, unsupported_spec
@@ -229,7 +229,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     """
     warmed_up = []
     monkeypatch.setattr(
-        self_check, "warm_up_attention", lambda held, tensors, **named: warmed_up.append(tensors)
+        warm_up, "warm_up_attention", lambda held, tensors, **named: warmed_up.append(tensors)
     )
     config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest

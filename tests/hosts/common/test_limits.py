@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from deft_backend.hosts.common.limits import refused
-from deft_backend.hosts.common.planner_choice import planned_on_device
+from deft_backend.hosts.common.limits import planned_on_device, refused
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
 
@@ -21,10 +20,13 @@ def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
 @pytest.mark.parametrize(
     ("requests", "planned", "reason"),
     [
-        (2, 8, None), (4, 8, None), (3, 3, None), (1, 8, "batch smaller than DEFT_MIN_BATCH=2"),
+        (2, 8, None),
+        (4, 8, None),
+        (3, 3, None),
+        (1, 8, "batch smaller than DEFT_MIN_BATCH=2"),
         (5, 8, "batch larger than DEFT_MAX_BATCH=4"),
         (4, 3, "batch larger than the 3 requests that a plan holds"),
     ],
-)  # fmt: skip
+)
 def test_the_batches_that_tree_attention_decodes(requests, planned, reason):
     assert refused(requests, Settings(min_batch=2, max_batch=4), planned) == reason
