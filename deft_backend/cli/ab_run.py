@@ -20,7 +20,7 @@ from rich.table import Table
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder
 from deft_backend.cli.interrupted import unwound
-from deft_backend.cli.models import served_model
+from deft_backend.cli.models import ChosenModel, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private
 from deft_backend.tools.ab.comparison import both_answer, compare
@@ -33,6 +33,7 @@ from deft_backend.tools.ab.workloads import (
     CHOICES,
     WORKLOADS,
     Sizes,
+    check_fits,
     default_sizes,
     make_workloads,
     trace_workload,
@@ -148,8 +149,13 @@ class AbOptions:
                 raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
-def asked_workloads(asked: AbOptions, *, on_gpu: bool) -> Callable[[Offers], list[Workload]]:
-    """Read the trace; the requests wait for the server's tokenizer."""
+def asked_workloads(
+    asked: AbOptions, *, on_gpu: bool, context: int | None = None
+) -> Callable[[Offers], list[Workload]]:
+    """Read the trace; the requests wait for the server's tokenizer.
+
+    - `context`: tokens that the servers will take, if that is known before they start.
+    """
     tree: ThoughtTree | None = None
     arrivals: list[Arrival] = []
     if asked.arrivals is not None:
@@ -170,7 +176,10 @@ def asked_workloads(asked: AbOptions, *, on_gpu: bool) -> Callable[[Offers], lis
     default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
     sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))
 
+    check_fits(asked.names, sizes, arrivals, context)
+
     def build(offers: Offers) -> list[Workload]:
+        check_fits(asked.names, sizes, arrivals, offers.context)
         ratio = offers.characters_a_token
         made = make_workloads(
             asked.names, sizes, characters_a_token=ratio, tree=tree, scale=asked.scale
@@ -231,8 +240,10 @@ def run_asked(asked: AbOptions) -> None:
             model, sides = asked.model, running_sides(urls, servers, progress)
         else:
             model = None
-            name, host, extra, on_gpu = _server(asked)
-            build = asked_workloads(asked, on_gpu=on_gpu)
+            served, host, extra, on_gpu = _server(asked)
+            name = served.name
+            context = served_context(served, extra)
+            build = asked_workloads(asked, on_gpu=on_gpu, context=context)
             sides = started_sides(
                 name,
                 host,
@@ -260,6 +271,8 @@ def run_asked(asked: AbOptions) -> None:
         raise typer.Exit(128 + stopped.number)
     if result.faults:
         raise typer.Exit(FAULTS)
+    if not any(w.agreement.compared for w in result.workloads):
+        raise fail("nothing was compared: no request was answered by both servers")
 
 
 def print_result(result: AbResult, console: Console) -> None:
@@ -290,7 +303,7 @@ def print_result(result: AbResult, console: Console) -> None:
     console.print(verdict(result), markup=False, highlight=False, style="bold")
 
 
-def _server(asked: AbOptions) -> tuple[str, str, list[str], bool]:
+def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
     """Model, host, the host's options, and whether it runs on a GPU."""
     host = chosen_host(asked.host, needed=False)
     check_policy(asked.policy)
@@ -305,7 +318,7 @@ def _server(asked: AbOptions) -> tuple[str, str, list[str], bool]:
     if value_of("--api-key", extra) is not None and not os.environ.get("OPENAI_API_KEY"):
         raise fail("--api-key is given behind '--'; set OPENAI_API_KEY to the same key as well")
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
-    return served.name, host, extra, on_gpu
+    return served, host, extra, on_gpu
 
 
 def _on_cpu(url: str, folder: Path) -> bool:

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported
+from deft_backend.files.private_files import parsed
 from deft_backend.tools.servers.command import value_of
 from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
 
@@ -131,3 +133,19 @@ def served_model(
     if revision is not None:
         arguments = [_REVISION, revision, *arguments]
     return ChosenModel(chosen.name, revision or passed), arguments
+
+
+def served_context(model: ChosenModel, host_arguments: Sequence[str]) -> int | None:
+    """Tokens of prompt and answer that a server takes; None if only the server can tell."""
+    for option in ("--context-length", "--max-model-len"):
+        given = value_of(option, host_arguments)
+        if given is not None:
+            return int(given) if given.isdecimal() else None
+    with suppress(OSError, ValueError, AttributeError, TypeError, ModelFilesError):
+        path = model.file("config.json")
+        content: dict[str, Any] = {} if path is None else parsed(path.read_bytes())
+        config = content | content.get("text_config", {})
+        longest = config.get("max_position_embeddings")
+        if isinstance(longest, int) and not config.get("rope_scaling"):  # which may stretch it
+            return longest
+    return None

@@ -10,7 +10,7 @@ import huggingface_hub.errors
 import pytest
 import typer
 
-from deft_backend.cli.models import ChosenModel, chosen_model, served_model
+from deft_backend.cli.models import ChosenModel, chosen_model, served_context, served_model
 from deft_backend.cli.shapes import model_shape
 from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
@@ -175,3 +175,22 @@ def test_files_in_other_formats_are_the_host_s_affair(tmp_path):
     assert chosen_model(str(gguf)) == ChosenModel(str(gguf))
     (tmp_path / "params.json").write_text("{}")
     assert chosen_model(str(tmp_path)) == ChosenModel(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "context"),
+    [
+        ({"max_position_embeddings": 8192}, [], 8192),
+        ({"text_config": {"max_position_embeddings": 4096}}, [], 4096),
+        ({"max_position_embeddings": 8192}, ["--context-length", "2048"], 2048),
+        ({"max_position_embeddings": 8192}, ["--max-model-len=64k"], None),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"factor": 4.0}}, [], None),
+        ({"max_position_embeddings": "many"}, [], None),
+        ([], [], None),
+        (b"\xff\xfe{", [], None),
+    ],
+)
+def test_the_context_of_a_server_before_it_starts(config, arguments, context, tmp_path):
+    content = config if isinstance(config, bytes) else json.dumps(config).encode()
+    (tmp_path / "config.json").write_bytes(content)
+    assert served_context(ChosenModel(str(tmp_path)), arguments) == context

@@ -35,6 +35,8 @@ class Fake:
         ``cut`` (no end mark) or ``end`` (an early end).
     listed : list, optional
         In place of its model.
+    status : int
+        Of ``/v1/models``.
     dies_after : int, optional
         Requests until the server stops answering.
     """
@@ -49,6 +51,7 @@ class Fake:
     faults: dict[str, Any] = field(default_factory=dict)
     dies_after: int | None = None
     listed: list[Any] | None = None
+    status: int = 200
     metrics: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -60,6 +63,8 @@ class Fake:
     async def models(self, request):
         if self.dead:
             return self._drop(request)
+        if self.status != 200:
+            return web.json_response({"error": "made-up refusal"}, status=self.status)
         entry = {"id": "made-up"}
         if self.context is not None and self.shows_context:
             entry["max_model_len"] = self.context

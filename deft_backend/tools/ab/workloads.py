@@ -151,6 +151,43 @@ def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
 
 
+_AROUND = 100  # most tokens of questions and marks; a token may be a character
+
+
+def check_fits(
+    names: Sequence[str], sizes: Sizes, arrivals: Sequence[Arrival], context: int | None
+) -> None:
+    """Raise WorkloadError if no request of a workload fits a server's context.
+
+    - `names`: names from :data:`CHOICES`, of workloads of these `sizes`.
+    - `arrivals`: of a trace; empty for none.
+    - `context`: tokens of prompt and answer that the server takes; None if nobody knows.
+    """
+    if context is None:
+        return
+    needed = {name: sizes.prefix_tokens // (1 + (name == "unshared")) + 1 for name in names}
+    if too_long := [name for name, tokens in needed.items() if tokens >= context]:
+        answers = {"rollout": 8, "tree-of-thoughts": 3}
+        more = max(answers.get(name, 1) for name in names) * sizes.max_tokens
+        most = context - more - _AROUND
+        way_out = (
+            f"pass --prefix-tokens {most} or less"
+            if most > 0
+            else f"pass fewer --max-tokens than {sizes.max_tokens} and fewer --prefix-tokens"
+        )
+        raise WorkloadError(
+            f"the context holds {context:,} tokens, and prompts have {sizes.prefix_tokens:,}: no "
+            f"request of {', '.join(too_long)} fits, so nothing could be compared; {way_out}"
+        )
+    if arrivals:
+        shortest = min(arrival.input_length + arrival.output_length for arrival in arrivals)
+        if shortest > context:
+            raise WorkloadError(
+                f"the context holds {context:,} tokens, and the shortest request of the trace has "
+                f"{shortest:,}, so nothing could be compared; pass a smaller --scale"
+            )
+
+
 def make_workloads(
     names: Sequence[str],
     sizes: Sizes,

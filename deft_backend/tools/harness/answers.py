@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -128,10 +129,19 @@ def _broken(error: Exception) -> Exception:
     if isinstance(error, asyncio.TimeoutError):
         return NotAnswered(LATE, "no answer in time")
     if isinstance(error, aiohttp.ClientError | OSError):
-        return NotAnswered(LOST, repr(error))
+        return NotAnswered(LOST, reason(error))
     if isinstance(error, ValueError | KeyError | TypeError | IndexError | AttributeError):
         return NotAnswered(FAILED, f"the stream cannot be read: {error!r}")
     return error
+
+
+def reason(error: BaseException) -> str:
+    """Why a connection failed, in the system's words: aiohttp adds its own settings to them."""
+    cause = getattr(error, "os_error", error)
+    code = getattr(cause, "errno", None)
+    if isinstance(code, int) and code > 0:
+        return os.strerror(code)
+    return str(cause) or type(cause).__name__
 
 
 class StreamReader:

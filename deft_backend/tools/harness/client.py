@@ -18,6 +18,7 @@ from deft_backend.tools.harness.answers import (
     Answer,
     NotAnswered,
     StreamReader,
+    reason,
     sent,
     whole_answer,
 )
@@ -261,6 +262,9 @@ class ServerClient:
         try:
             limit = aiohttp.ClientTimeout(total=10)
             async with self._open().get(f"{self.url}/v1/models", timeout=limit) as response:
+                if response.status in (401, 403):
+                    said = f"{self.url} wants a key (status {response.status})"
+                    raise ServerError(f"{said}; set OPENAI_API_KEY to it")
                 if response.status != 200:
                     raise ServerError(f"{self.url}/v1/models returns status {response.status}")
                 listed = (await response.json(content_type=None))["data"]
@@ -269,8 +273,7 @@ class ServerClient:
                 return [dict(entry) for entry in listed]
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise ServerError(
-                f"{self.url} does not answer under /v1/models; is it running? "
-                f"({str(error) or type(error).__name__})"
+                f"{self.url} does not answer under /v1/models; is it running? ({reason(error)})"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"{self.url}/v1/models is not a list of models: {error!r}") from error
