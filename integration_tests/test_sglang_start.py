@@ -1,5 +1,7 @@
 """Servers that must not start, and servers that the plugin must not change."""
 
+import json
+
 import pytest
 
 from deft_backend.tools.servers.command import StartError
@@ -23,3 +25,21 @@ def test_another_backend_is_left_alone(baseline):
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
     assert baseline.is_left_alone()
     assert not baseline.trouble()
+
+
+@pytest.mark.rare
+def test_an_installed_plugin_changes_nothing_that_anybody_sees(baseline, tmp_path):
+    """A server that does not ask for the plugin, beside one that does not load it."""
+    with running(None, Group(settings={"SGLANG_PLUGINS": "none"}), tmp_path) as without:
+        for server in (baseline, without):
+            server.complete([Ask("A short line about rain.", tokens=4)] * 2)
+        assert settings_of(baseline) == settings_of(without)
+        for ours, theirs in zip(baseline.traits(), without.traits(), strict=True):
+            assert ours ^ theirs == set()
+
+
+def settings_of(server):
+    with server.open("server_info") as response:
+        found = json.load(response)
+    volatile = ("port", "nccl_port", "internal_states", "random_seed", "startup_metrics")
+    return {name: value for name, value in found.items() if name not in volatile}

@@ -62,7 +62,7 @@ class StateFile(NamedTuple):
 
 
 def state_files(folder: Path, port: int | None = None) -> list[StateFile]:
-    """The state files in a folder, by port and rank; those of running processes first.
+    """The state files in a folder by port, those of running processes first, and by rank.
 
     Raises StateError if the folder cannot be read. A folder that does not exist holds none.
     """
@@ -88,7 +88,7 @@ def state_files(folder: Path, port: int | None = None) -> list[StateFile]:
 def _order(file: StateFile) -> tuple[Any, ...]:
     name = file.name
     here = name.place == Place.here()
-    return name.port, name.dp or 0, name.pp or 0, name.tp, not file.lives, not here, -file.seen
+    return name.port, not file.lives, name.dp or 0, name.pp or 0, name.tp, not here, -file.seen
 
 
 def running_here(folder: Path, port: int) -> Path | None:

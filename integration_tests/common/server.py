@@ -93,6 +93,15 @@ class Server:
         lines = [line for line in self.log.splitlines() if "deft:" in line]
         return not (self._state_dir.exists() or lines or "deft_" in page)
 
+    def traits(self):
+        """What anybody sees of the server: the names in ``/metrics``, and the lines of its log.
+
+        Numbers, paths and times of the lines are left out.
+        """
+        names = {(name, *sorted(key for key, _ in labels)) for name, labels in self.metrics("")}
+        lines = (_VOLATILE.sub("#", line) for line in self.log.splitlines())
+        return names, {line for line in lines if not _POLLED.search(line)}
+
     def explain(self):
         """The JSON that ``deft explain --server`` prints about the last batch."""
         command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
@@ -166,6 +175,10 @@ async def complete(client, ask):
 def _state_path(folder, command, rank):
     """The state file of one of a server's ranks; None without one."""
     return next(iter(sorted(folder.glob(f"{command.port}-{rank}@*.json"))), None)
+
+
+_VOLATILE = re.compile(r"/\S*|0x[0-9a-f]+|[0-9a-f]{16,}|[0-9][0-9.,:TZ-]*")
+_POLLED = re.compile(r"GET|POST|it/s|s/it|throughput")  # depends on how often somebody asks
 
 
 class Reference:

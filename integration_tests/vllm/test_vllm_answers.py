@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from deft_backend.hosts.vllm.versions import backend_name
 from integration_tests.common.answers import (
     POLICY_GROUPS,
@@ -14,7 +16,7 @@ from integration_tests.common.answers import (
     check_policy,
     on,
 )
-from integration_tests.vllm.vllm_server import Ask, together
+from integration_tests.vllm.vllm_server import GROUPS, Ask, running, together
 
 
 @on("default", "pressed", smoke=["default"])
@@ -148,6 +150,20 @@ def test_the_hosts_own_backend_is_left_alone(baseline):
     """A server that does not ask for the plugin."""
     baseline.complete([Ask("A short line about rain.", tokens=4)] * 2)
     assert not [line for line in baseline.trouble() if "deft" in line]
+
+
+@pytest.mark.rare
+def test_an_installed_plugin_changes_nothing_that_anybody_sees(tmp_path, adapter, monkeypatch):
+    """A server that does not ask for the plugin, beside one that does not load it."""
+    seen = []
+    for plugins in (None, ""):
+        if plugins is not None:
+            monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with running(None, GROUPS["default"], tmp_path / f"{plugins}", adapter) as server:
+            server.complete([Ask("A short line about rain.", tokens=4)] * 2)
+            seen.append(server.traits())
+    for installed, without in zip(*seen, strict=True):
+        assert installed ^ without == set()
 
 
 @on("two-ranks")

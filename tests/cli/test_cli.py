@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from arrival_traces import arrival_lines
 from commands import run
 from deft_backend.attention import TreeAttention, self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
-from deft_backend.settings import version as distributions
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import StateError, read_state, settled_counters
@@ -49,7 +49,7 @@ def install(monkeypatch, versions):
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(distributions, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_a_trace_without_a_tree_is_refused(command, tmp_path, model):
 
 def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path):
     path = tmp_path / "arrivals.jsonl"
-    assert run("trace", "--requests", "3", "--out", str(path))[0] == 0
+    path.write_text("\n".join(arrival_lines(3)))
     err = refused("explain", "--trace", str(path))
     assert f"{path} holds arrivals, which 'deft ab --trace' replays" in err
     err = refused("ab", "--trace", str(tmp_path / "none.jsonl"), "--model", str(tmp_path))

@@ -8,6 +8,7 @@ plugin to put tree attention around that backend, in the processes that build it
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +36,14 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     """Resolve the host's arguments; remove ``deft`` before and set the mark after.
 
     Raises SettingsError, which stops the server, if the arguments name ``deft`` and the value of a
-    ``DEFT_*`` variable is not allowed.
+    ``DEFT_*`` variable is not allowed. In a server that a command line starts, it is a SystemExit:
+    a traceback would hide the message.
     """
-    asked = [name for name in _FIELDS if getattr(server_args, name, None) == NAME]
+    asked = [name for name in _FIELDS if _is_ours(getattr(server_args, name, None))]
     if not asked or getattr(server_args, "_resolution_finished", False):
         return resolve_host(server_args)
 
-    settings = Settings.from_env()
-    _check_fallback(settings.fallback_backend)
+    settings = _settings()
     logger.setLevel(LOG_LEVELS[settings.log])
     decodes = _decodes(server_args)
     for name in asked:
@@ -83,8 +84,24 @@ def _decodes(server_args: Any) -> bool:
     """Whether the arguments name ``deft`` for decode, alone or for all attention."""
     decode = getattr(server_args, "decode_attention_backend", None)
     if decode is not None:
-        return bool(decode == NAME)
-    return server_args.attention_backend in (NAME, None)
+        return _is_ours(decode)
+    return server_args.attention_backend is None or _is_ours(server_args.attention_backend)
+
+
+def _is_ours(name: object) -> bool:
+    """Whether a backend's name is ours: vLLM spells its names in capitals, SGLang does not."""
+    return isinstance(name, str) and name.lower() == NAME
+
+
+def _settings() -> Settings:
+    try:
+        settings = Settings.from_env()
+        _check_fallback(settings.fallback_backend)
+    except SettingsError as error:
+        if any("attention-backend" in word for word in sys.argv):
+            raise SystemExit(f"deft: {error}") from None
+        raise
+    return settings
 
 
 def unsupported(server_args: Any, settings: Settings) -> str | None:
@@ -180,7 +197,7 @@ _FEATURES = (
 def _check_fallback(name: str | None) -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    known = sorted(set(ATTENTION_BACKENDS) - {NAME})
+    known = sorted(name for name in ATTENTION_BACKENDS if not _is_ours(name))
     if name is not None and name not in known:
         raise SettingsError(
             f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"

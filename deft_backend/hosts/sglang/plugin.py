@@ -36,7 +36,8 @@ def _register() -> None:
         return
     # Install the hook first: without it, the name would reach host code that does not know it.
     resolve_arguments.install(method, arguments.resolve)
-    versions.add_backend_name(arguments.NAME)
+    for name in (arguments.NAME, arguments.NAME.upper()):
+        versions.add_backend_name(name)
     surround_backends()
     # Look once more after all plugins are loaded: some register after ours.
     backend_names.install(versions.names_function(), surround_backends)
@@ -47,9 +48,10 @@ def surround_backends() -> None:
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
-        if name != arguments.NAME and not hasattr(create, _MARK):
+        if name.lower() != arguments.NAME and not hasattr(create, _MARK):
             registry.register_attention_backend(name)(_around(name, create))
-    registry.register_attention_backend(arguments.NAME)(_unresolved)
+    for name in (arguments.NAME, arguments.NAME.upper()):
+        registry.register_attention_backend(name)(_unresolved)
 
 
 def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:

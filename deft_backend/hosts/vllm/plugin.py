@@ -90,10 +90,10 @@ def _show_counters() -> None:
     from deft_backend.telemetry.metrics import register_states
 
     try:
-        settings = Settings.from_env()
+        folder = state_directory(Settings.from_env())
     except SettingsError:  # stops only servers that ask for our backend
         return
-    register_states(state_directory(settings), port_of(sys.argv))
+    register_states(folder, port_of(sys.argv))
 
 
 # What only the server's command line shows. Engine and worker processes keep that of the server.

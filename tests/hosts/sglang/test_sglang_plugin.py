@@ -1,6 +1,7 @@
 """``--attention-backend deft``: the host's arguments, and the registration."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,21 @@ def test_a_wrong_setting_stops_the_server(arguments, monkeypatch):
     monkeypatch.setenv("DEFT_MIN_BATCH", "none")
     with pytest.raises(SettingsError, match="DEFT_MIN_BATCH is 'none'; expected an integer"):
         arguments.resolve(resolve_as_host, make_arguments())
+
+
+@pytest.mark.parametrize("variable", ["DEFT_POLICY", "DEFT_FALLBACK_BACKEND"])
+def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, arguments, monkeypatch):
+    """No traceback stands around the message."""
+    monkeypatch.setenv(variable, "fastree")
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--attention-backend", "deft"])
+    with pytest.raises(SystemExit, match=f"deft: {variable} is 'fastree'; expected one of"):
+        arguments.resolve(resolve_as_host, make_arguments())
+
+
+def test_the_name_in_vllms_capitals_is_ours(arguments):
+    made = make_arguments(attention_backend="DEFT")
+    assert served(arguments, made) is not None
+    assert made.attention_backend != "DEFT"
 
 
 def test_the_fallback_backend(arguments, monkeypatch):

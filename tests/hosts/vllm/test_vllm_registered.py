@@ -22,7 +22,6 @@ import vllm_cpu_backend
 from deft_backend.hosts.common.contract import Member
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
-from deft_backend.settings import version as distributions
 from vllm_cpu_backend import PlainCpuBackend, original_backend
 from vllm_fakes import (
     forget_collectors,
@@ -338,7 +337,7 @@ def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1"])
 def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplog):
-    monkeypatch.setattr(distributions, "version", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     reason = f"tested with vLLM {versions.VLLM} and this is {version}"
     left_alone(reason, monkeypatch, caplog)
     # The CPU's only backend, for every request. Servers that do not ask hear nothing.
