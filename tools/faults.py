@@ -51,7 +51,7 @@ _IN_GLUON = " ".join(
 )
 NEAREST = {
     "deft_backend/attention": "tests/attention tests/kernels/test_kernels.py",
-    "deft_backend/costs": "tests/costs tests/tools/tuning tests/policies",
+    "deft_backend/costs": "tests/costs tests/policies tests/files/test_private_files.py",
     "deft_backend/hosts/common": "tests/hosts/common tests/hosts/sglang",
     "deft_backend/hosts/windows.py": "tests/project/test_host_matrix.py",
     "deft_backend/kernels": _IN_KERNELS,
@@ -324,6 +324,8 @@ def main() -> None:
         with ThreadPoolExecutor(given.processes) as pool:
             chosen = [mutant for mutant in mutants if copies.ready(tests_of(mutant.path))]
             results = [result for result in pool.map(tried, chosen) if result is not None]
+    if not results:
+        raise SystemExit("no mutant was tried: give it more minutes, or see which tests fail")
     record(given.seed, time.monotonic() - began, results)
 
 
