@@ -21,6 +21,7 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
 from deft_backend.policies import Grouping, Policy, Target, check_served
+from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
 _AS_IT_IS = nullcontext()
@@ -212,7 +213,7 @@ class CurrentPlan:
         seq_lens: torch.Tensor,
         blocks: QueryBlocks,
         target: Target,
-        limits: tuple[int, int] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
 

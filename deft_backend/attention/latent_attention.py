@@ -214,7 +214,7 @@ class LatentAttention(PlannedAttention):
             seq_lens,
             self._blocks,
             self.target,
-            limits=(room.max_entries, room.max_items),
+            limits=room.limits,
         )
         self.lay_out(seq_lens, table_rows=rows)
 

@@ -40,6 +40,7 @@ from deft_backend.policies.measured_chunks import (
     exposed_share,
 )
 from deft_backend.policies.policy import ABSOLUTE, FLATTENED
+from deft_backend.policies.target import Limits
 from deft_backend.shapes import MAX_MERGED
 
 COMPARE_ROWS = Kernel(order_rows, "compare_rows")
@@ -132,7 +133,7 @@ class DevicePlanner:
         *,
         target: Target | None = None,
         private_tokens: int = 0,
-        limits: tuple[int, int] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Launch the planning of a batch, on the current stream.
 
@@ -140,7 +141,7 @@ class DevicePlanner:
         - `table_rows`, `seq_lens` [B] int: each request's row of the page table, and its tokens.
         - `target`: what the plan is for; default: the planner's target.
         - `private_tokens`: last tokens of each request that belong to no shared node.
-        - `limits`: most entries and most items; default: as many as the plan's arrays hold.
+        - `limits`: most items and entries; default: as many as the plan's arrays hold.
         """
         numbers = self._numbers_of(target or self._target)
         blocks = numbers.target.query_blocks
@@ -195,16 +196,15 @@ class DevicePlanner:
                 COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False
             )
             return
-        limits = limits or (room.max_entries, room.max_items)
-        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits)
+        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits or room.limits)
 
     def _plan_ranges(
         self, numbers: Numbers, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor,
-        work: ProgramWork, common: dict[str, Any], limits: tuple[int, int],
+        work: ProgramWork, common: dict[str, Any], limits: Limits,
     ) -> None:  # fmt: skip
         """Launch the kernels that do not read the page table."""
         (small, large), block = numbers.tiles, numbers.target.block_tokens
-        programs = numbers.programs(batch)
+        programs, most = numbers.programs(batch), (limits.entries, limits.items)
         scratch, partial_ns = self._scratch, numbers.partial_ns
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(programs[0], batch)), programs[1])
@@ -219,13 +219,13 @@ class DevicePlanner:
         )  # fmt: skip
         if self._rules.edges == "greedy":
             self._launch(
-                ASSIGN_EDGES, (1,), (*forest, scratch.search, batch, small, large, *limits),
+                ASSIGN_EDGES, (1,), (*forest, scratch.search, batch, small, large, *most),
                 {**common, "COSTS": self._edge_costs(numbers)}, min(16, work.warps.choose_ranges),
             )  # fmt: skip
         else:
             self._launch(
                 CHOOSE_RANGES, (1,),
-                (*forest, batch, small, large, *limits, (*per_gpu, partial_ns)),
+                (*forest, batch, small, large, *most, (*per_gpu, partial_ns)),
                 {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
             )  # fmt: skip
         columns = work.leaf_columns
@@ -236,7 +236,7 @@ class DevicePlanner:
             self._launch(
                 PRICE_CHUNKS, (work.candidates, 2),
                 (
-                    scratch.ranges, scratch.candidates, small, large, *limits, *programs,
+                    scratch.ranges, scratch.candidates, small, large, *most, *programs,
                     numbers.sms, (*per_item, partial_ns), numbers.reduce_ns,
                     float(numbers.target.transfer_ns), block, self._rules.chunk_tokens,
                     numbers.estimate,
