@@ -52,8 +52,9 @@ class ChosenModel:
 
 def tiny_model() -> Path | None:
     """The tiny model of the checkout that this package or the current folder belongs to."""
-    places = (Path(__file__).parents[2] / _TINY, Path.cwd() / _TINY)
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    places = (Path(__file__).parents[2] / _TINY, _TINY)
+    found = (place for place in places if os.path.isfile(place / "config.json"))
+    return next((place.absolute() for place in found), None)
 
 
 @reported(ModelFilesError)
@@ -109,9 +110,12 @@ def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
 def _refuse_misspelt(model: str) -> None:
     """Refuse a missing checkpoint in a folder of checkpoints: asking the hub takes 25 s."""
     parent = Path(os.path.dirname(model))
-    if parent == Path() or not parent.is_dir():
+    if parent == Path() or not os.path.isdir(parent):
         return
-    siblings = [path.parent.name for path in parent.glob("*/config.json")]
+    siblings = []
+    with suppress(OSError):  # a folder that this user may not read
+        names = sorted(os.listdir(parent))
+        siblings = [name for name in names if os.path.isfile(parent / name / "config.json")]
     if siblings:
         near = get_close_matches(os.path.basename(model), siblings, n=1)
         hint = f"did you mean {parent / near[0]}?" if near else f"it holds {', '.join(siblings)}."

@@ -22,9 +22,10 @@ def _quotas(root: Path) -> Iterator[float]:
     """The CPUs that each control group of this process may use, for groups of both versions."""
     groups = []
     with contextlib.suppress(OSError):
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        # A group's name may be any bytes.
+        groups = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     for group in groups:
-        _, controllers, path = group.split(":", 2)
+        _, controllers, path = [*group.split(":", 2), "", ""][:3]
         if controllers == "":
             mount, names = root / "sys/fs/cgroup", ["cpu.max"]
         elif "cpu" in controllers.split(","):

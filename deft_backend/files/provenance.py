@@ -46,7 +46,7 @@ def driver() -> str | None:
             .stdout.splitlines()[0]
             .strip()
         )
-    except (OSError, subprocess.SubprocessError, IndexError):
+    except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError):
         return None
 
 

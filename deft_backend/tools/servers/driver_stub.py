@@ -122,7 +122,11 @@ def loading_fails(folder: Path) -> str | None:
     """Why a process cannot load the stand-in in a folder; None if it can."""
     load = f"import ctypes; ctypes.CDLL({str(folder / SONAME)!r}).cuPointerGetAttribute"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", load], capture_output=True, text=True, check=False
+        [sys.executable, "-S", "-c", load],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     return done.stderr.strip().rpartition("\n")[2] or None if done.returncode else None
 
@@ -144,7 +148,9 @@ def _compile(compiler: list[str], work: Path) -> Path:
     source, built = work / "driver_stub.c", work / SONAME
     source.write_text(_SOURCE)
     command = [*compiler, "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", str(built)]
-    result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [*command, str(source)], capture_output=True, text=True, errors="replace", check=False
+    )
     if result.returncode != 0:
         raise DriverStubError(
             f"{shlex.join(command)} failed with exit code {result.returncode}:\n"

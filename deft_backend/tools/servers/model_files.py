@@ -42,8 +42,8 @@ def model_file(model: str, name: str, revision: str | None = None) -> Path | Non
     the message says why and what to do.
     """
     folder = Path(model)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
+    if os.path.isdir(folder):
+        return folder / name if os.path.isfile(folder / name) else None
     if not is_hub_name(model):
         raise ModelFilesError(
             f"cannot read {name} of the model {model}: it is neither a folder nor a name on the "
