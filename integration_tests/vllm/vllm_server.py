@@ -29,6 +29,9 @@ _SPECULATING = (
     "--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512",
     "--speculative-config",
 )  # fmt: skip
+_CHUNKS = (
+    "--block-size", "16", "--max-model-len", "1024", "--max-num-batched-tokens", "64",
+)  # fmt: skip
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 _SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
 _LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"
@@ -50,6 +53,14 @@ GROUPS = {
         ),
         {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, "DEFT_MIN_BATCH": "1"},
     ),
+    # Prompts in chunks behind cached prefixes, so that most steps with prefills also decode. The
+    # first cache has few blocks.
+    "chunks-of-16": Group(
+        (*_CHUNKS, "--long-prefill-token-threshold", "16", "--num-gpu-blocks-override", "40"),
+        _SHORT_LINES,
+    ),
+    "chunks-of-64": Group(_CHUNKS, _SHORT_LINES),
+    "chunks-lookup": Group((*_CHUNKS, "--speculative-config", _LOOKUP), _SHORT_LINES),
     "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
     "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
     # Fewer blocks than the documents of a test need, in the precision of the plain model. The host
