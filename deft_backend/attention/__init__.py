@@ -2,6 +2,7 @@
 
 from deft_backend.attention.current_plan import PlannedAttention
 from deft_backend.attention.latent_attention import LatentAttention
+from deft_backend.attention.repeatable_run import LayerAddresses, layer_addresses
 from deft_backend.attention.run_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu
@@ -15,8 +16,10 @@ __all__ = [
     "LatentAttention",
     "LatentCall",
     "LatentKernel",
+    "LayerAddresses",
     "PlanError",
     "PlannedAttention",
     "TreeAttention",
+    "layer_addresses",
     "plain_latent_attention",
 ]

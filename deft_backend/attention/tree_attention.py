@@ -14,6 +14,7 @@ from deft_backend.attention.current_plan import (
     numbered,
 )
 from deft_backend.attention.device_target import QueryShape, QueryShapes
+from deft_backend.attention.repeatable_run import LayerAddresses, RepeatableRun, layer_addresses
 from deft_backend.attention.run_inputs import (
     AttentionError,
     RunInputs,
@@ -188,6 +189,7 @@ class TreeAttention(PlannedAttention):
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
         self._inputs = RunInputs(shape, self.capacity.max_batch)
+        self._repeatable: RepeatableRun | None = None
 
     @property
     def _shape(self) -> QueryShape:
@@ -452,7 +454,7 @@ class TreeAttention(PlannedAttention):
         if truncates:
             step.out = out.float()
         with device_as_current(self.device):
-            run_plan(
+            launches = run_plan(
                 config,
                 self._current.arrays,
                 step,
@@ -464,7 +466,41 @@ class TreeAttention(PlannedAttention):
             )
         if truncates:
             out.copy_(step.out)
+        self._repeatable = None
+        if launches is not None:
+            layer = layer_addresses(
+                k_cache,
+                v_cache,
+                sm_scale=step.sm_scale,
+                logit_cap=logit_cap,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                sinks=sinks,
+            )
+            self._repeatable = RepeatableRun(planned, launches, layer, q, out, rows)
         return out
+
+    def repeat(self, layer: LayerAddresses, q: torch.Tensor, out: torch.Tensor) -> bool:
+        """Run another layer of the step that :meth:`run` ran last, at a fraction of its CPU time.
+
+        The step's page table, lengths and other tensors are those of that run.
+
+        Parameters
+        ----------
+        layer : LayerAddresses
+            Of the layer's cache, sinks and scales; see
+            :func:`~deft_backend.attention.layer_addresses`.
+        q, out : [T, Hq, D]
+            Queries, and where the result goes. Rows behind the batch's stay as they are.
+
+        Returns
+        -------
+        bool
+            False, and nothing was launched, if the layer differs in more than addresses, or if
+            another plan was made since.
+        """
+        held = self._repeatable
+        return held is not None and held.batch is self._current.batch and held.run(layer, q, out)
 
     def _shape_of(self, query_tokens: int) -> QueryShape:
         """How a batch of so many query tokens a request is planned and run."""

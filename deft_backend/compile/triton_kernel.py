@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -103,6 +103,16 @@ class Kernel:
             compiled = self._compiled[grid](*self.named(arguments), **constants, **options)
         if aligned:
             self._variants[variant] = compiled
+
+    def runner(
+        self, programs: int, constants: Mapping[str, Any], *, variant: Hashable
+    ) -> Callable[..., None] | None:
+        """What launches a known variant for aligned arguments; None for an unknown one.
+
+        ``runner(*arguments, *constants, stream=stream)`` takes an address for a tensor, too.
+        """
+        known = self._variants.get(variant)
+        return None if known is None or variants.recorder else known[(programs, 1, 1)]
 
     def named(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments of a launch, with the structures that the kernel's parameters are."""

@@ -11,6 +11,7 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
+from deft_backend.kernels.layer_launches import LayerLaunches
 
 __all__ = [
     "DTYPES",
@@ -18,6 +19,7 @@ __all__ = [
     "HEAD_DIMS",
     "Gpu",
     "KernelConfiguration",
+    "LayerLaunches",
     "Partials",
     "Step",
     "kernel_configuration",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
 from deft_backend.kernels.configurations import EXPONENT_BITS, KernelConfiguration
-from deft_backend.kernels.launches import Kind, launches_of
+from deft_backend.kernels.launches import Kind, Launch, launches_of
+from deft_backend.kernels.layer_launches import LayerLaunches
 from deft_backend.planner import DevicePlan, Plan
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
@@ -90,6 +92,9 @@ class Step:
         return Scaling(scale * float(self.k_scale), cap, float(self.v_scale))
 
 
+_Repeated = tuple[Launch, int, tuple[Any, ...]]
+"""A launch, its programs, and its arguments behind those that a layer gives."""
+
 WIDE_REACH = 1 << 36
 """Bytes of a cache that the Hopper kernels can address: 32 bits, in units of 16 bytes. A layer's
 cache spans more if the host lays the pages of all layers together. Queries and outputs have half of
@@ -106,8 +111,10 @@ def run_plan(
     known_plan: Plan | None,
     masked_tiles: bool,
     table_by_segment: bool,
-) -> None:
+) -> LayerLaunches | None:
     """Compute the attention of a step over a plan.
+
+    Returns what repeats it for other layers; None if it cannot be repeated.
 
     - `partial`: the workspace, which counts query tokens.
     - `blocks`: the query blocks of a request that the plan counts as its queries.
@@ -142,18 +149,20 @@ def run_plan(
     # Launches take structures as plain tuples.
     plain = (*tensors[:4], tuple(partial), *tensors[5:])
     arguments = (plain, plan.stage1, tuple(step.scaling()), tuple(strides))
-    follows = False
+    follows, repeated = False, list[_Repeated]()
     queries = len(step.seq_lens) * blocks.blocks
     query_vectors = blocks.tokens * kind.num_heads // kind.num_kv_heads
     for shape, programs in _tiles_to_launch(
         config, known_plan, kind.num_kv_heads, queries, query_vectors, masked_tiles
     ):
-        launches.stage1[shape][follows].run(programs, arguments, types, aligned)
+        launch = launches.stage1[shape][follows]
+        launch.run(programs, arguments, types, aligned)
+        repeated.append((launch, programs, arguments[1:]))
         follows = config.overlapped
 
     merged = queries if known_plan is None else len(known_plan.reduce_query)
     if merged == 0:
-        return
+        return _repeatable(plain, repeated, None, types) if aligned else None
     # The batch decides, because only the device knows how many results there are to merge. So the
     # same batch has the same results, whoever planned it.
     num_results = kind.num_heads * blocks.tokens
@@ -169,7 +178,27 @@ def run_plan(
         strides.out_batch,
         strides.out_head,
     )
-    launches.stage2[few].run(programs, of_stage2, types, aligned)
+    launch = launches.stage2[few]
+    launch.run(programs, of_stage2, types, aligned)
+    merges = (launch, programs, of_stage2[3:])
+    return _repeatable(plain, repeated, merges, types) if aligned else None
+
+
+def _repeatable(
+    tensors: tuple[Any, ...],
+    stage1: list[_Repeated],
+    stage2: _Repeated | None,
+    types: tuple[Any, ...],
+) -> LayerLaunches | None:
+    """What repeats these launches, if all their kernels are compiled."""
+    found = []
+    for launch, programs, rest in [*stage1, *([] if stage2 is None else [stage2])]:
+        runner = launch.runner(programs, types)
+        if runner is None:
+            return None
+        found.append((runner, (*rest, *launch.constants.values())))
+    merges = None if stage2 is None else found.pop()
+    return LayerLaunches(tensors, found, merges)
 
 
 def _kind(

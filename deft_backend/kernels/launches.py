@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -111,6 +112,10 @@ class Launch:
             interpreted=self.interpreted,
             **self.options,
         )
+
+    def runner(self, programs: int, types: tuple[Any, ...]) -> Callable[..., None] | None:
+        """What repeats an aligned launch for other addresses; None if Triton has to look at it."""
+        return self.kernel.runner(programs, self.constants, variant=(self, types))
 
 
 class Launches(NamedTuple):

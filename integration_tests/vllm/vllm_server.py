@@ -30,7 +30,7 @@ _SPECULATING = (
     "--speculative-config",
 )  # fmt: skip
 _CHUNKS = (
-    "--block-size", "16", "--max-model-len", "1024", "--max-num-batched-tokens", "64",
+    "--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64",
 )  # fmt: skip
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 _SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}

@@ -4,7 +4,7 @@ They are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads 
 layers whose implementation is its own. They inherit names, layouts, sizes, KV writes and graphs.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -77,26 +77,25 @@ class TreeImplementation:
         New keys and values are written already: no surrounded backend writes them here.
         """
 
-        def host() -> torch.Tensor:
-            return self._host_forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
-
+        given = (layer, query, key, value, kv_cache, attn_metadata, output)
         step = step_of(attn_metadata)
         if step is None:
-            return host()
+            return self._host_forward(*given, *args, **kwargs)
         # Further arguments are scales of a fused output quantisation.
-        if any(a is not None for a in (*args, *kwargs.values())):
+        if (args or kwargs) and any(a is not None for a in (*args, *kwargs.values())):
             step.group.leave(step, "a fused output quantisation")
-            return host()
-        self.deft_layer = self.deft_layer.with_scales_of(layer)
-        mine = self.deft_layer.scaled(float(self.scale))
-        sinks = self.sinks if mine.sinks else None
-        call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
-        if not step.group.attend(step, call):
-            return host()
+            return self._host_forward(*given, *args, **kwargs)
+        if not step.group.repeat(step, self, query, kv_cache, output):
+            self.deft_layer = self.deft_layer.with_scales_of(layer)
+            mine = self.deft_layer.scaled(float(self.scale))
+            sinks = self.sinks if mine.sinks else None
+            host = partial(self._host_forward, *given, *args, **kwargs)
+            call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
+            if not step.group.attend(step, call):
+                return host()
         if step.rest is not None:
-            q, k, v, rest = (each[step.tokens :] for each in (query, key, value, output))
+            at = step.tokens
+            q, k, v, rest = query[at:], key[at:], value[at:], output[at:]
             self._host_forward(layer, q, k, v, kv_cache, step.rest, rest, *args, **kwargs)
         return output
 

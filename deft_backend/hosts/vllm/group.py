@@ -5,11 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import PlannedAttention, TreeAttention
+from deft_backend.attention import (
+    LayerAddresses,
+    PlannedAttention,
+    TreeAttention,
+    layer_addresses,
+)
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import refused
@@ -54,6 +59,7 @@ class GroupAttention(ABC):
     _captured: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.failure.keeps_graphs = lambda: bool(self._captured)
         self.query_tokens = self.attention.query_tokens
         self.shape, self.dtype, self.kv_dtype, self.page_size = self._held()
 
@@ -104,6 +110,20 @@ class GroupAttention(ABC):
             if saved < LAYER_MS + PLAN_MS / self.tree_layers:
                 return "a step with prefills whose other requests share too little"
         return None
+
+    def repeat(
+        self,
+        step: TreeStep,
+        owner: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        """Launch a layer as the step's layer before it; False if it needs :meth:`attend`.
+
+        Eager steps spend most of the CPU's time on what is the same in every layer.
+        """
+        return False
 
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
         """Compute a layer into its output; False if the host's implementation must."""
@@ -187,11 +207,55 @@ class GroupAttention(ABC):
             self.failure.results_differ(*found)
 
 
+_HELD = "deft_held"
+
+
+class HeldLayer(NamedTuple):
+    """A layer's tensors at its last full run; without them its addresses would be of others."""
+
+    kv_cache: torch.Tensor
+    sm_scale: float
+    sinks: torch.Tensor | None
+    addresses: LayerAddresses
+
+    def holds(self, owner: Any, kv_cache: torch.Tensor) -> bool:
+        """Whether the layer still has these tensors and this scale."""
+        if self.kv_cache is not kv_cache or self.sm_scale != owner.scale:
+            return False
+        return self.sinks is None or self.sinks is owner.sinks
+
+
 @dataclass(eq=False)
 class TreeGroup(GroupAttention):
     """The :class:`TreeAttention` of a group whose layers have keys and values."""
 
     attention: TreeAttention
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.repeats = self.attention.device.type == "cuda" and not self.settings.verify
+
+    def repeat(
+        self,
+        step: TreeStep,
+        owner: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        held: HeldLayer | None = getattr(owner, _HELD, None)
+        if held is None or not step.ran or id(owner) in step.ran or self.failure.reason is not None:
+            return False
+        if not held.holds(owner, kv_cache):
+            return False
+        try:
+            repeated = self.attention.repeat(held.addresses, query, output)
+        except Exception as error:
+            self.failure.kernel_failed(error)
+            return False
+        if repeated:
+            step.ran.add(id(owner))
+        return repeated
 
     def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
         held = self.attention
@@ -208,12 +272,23 @@ class TreeGroup(GroupAttention):
             if query.dtype != self.attention.dtype:  # some backends take queries of 8 bits
                 query, k_scale = query.to(self.attention.dtype), k_scale * q_scale
             kv_cache = kv_cache.view(self.attention.kv_dtype)
+        k_cache, v_cache = kv_views(kv_cache, layer.shape.head_dim)
+        of_layer: dict[str, Any] = {
+            "sm_scale": layer.sm_scale,
+            "logit_cap": layer.logit_cap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "sinks": call.sinks,
+        }
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         self.attention.run(
-            query, *kv_views(kv_cache, layer.shape.head_dim), step.page_table, step.seq_lens,
-            query_start=step.query_start, sm_scale=layer.sm_scale, logit_cap=layer.logit_cap,
-            k_scale=k_scale, v_scale=v_scale, sinks=call.sinks, out=rows,
+            query, k_cache, v_cache, step.page_table, step.seq_lens,
+            query_start=step.query_start, out=rows, **of_layer,
         )  # fmt: skip
+        if self.repeats and query.dtype == call.query.dtype:
+            addresses = layer_addresses(k_cache, v_cache, **of_layer)
+            held = HeldLayer(call.kv_cache, layer.sm_scale, call.sinks, addresses)
+            setattr(call.owner, _HELD, held)
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

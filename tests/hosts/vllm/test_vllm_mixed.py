@@ -363,6 +363,77 @@ def test_costs_decide_on_a_gpu(tokens, splits):
     assert (group.GroupAttention.gains_too_little(asked) is None) == splits
 
 
+# Later layers of a step
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Layers that a step repeats, as on a GPU; here each takes a full run."""
+    found, full, last = [], TreeAttention.run, {}
+
+    def run(self, q, k_cache, v_cache, table, lens, **options):
+        last.update(table=table, lens=lens, start=options.get("query_start"), rows=len(q))
+        return full(self, q, k_cache, v_cache, table, lens, **options)
+
+    def repeat(self, layer, q, out):
+        k_cache, v_cache, options = layer
+        found.append(len(q))
+        rows, start = last["rows"], last["start"]
+        full(self, q[:rows], k_cache, v_cache, last["table"], last["lens"], query_start=start,
+             out=out[:rows], **options)  # fmt: skip
+        return True
+
+    monkeypatch.setattr(TreeAttention, "run", run)
+    monkeypatch.setattr(TreeAttention, "repeat", repeat)
+    monkeypatch.setattr(group, "layer_addresses", lambda k, v, **options: (k, v, options))
+    return found
+
+
+def test_later_layers_repeat_the_first(repeated):
+    step = mixed(layers=tree_layers(count=3))
+    common = step.batch.common(is_prefilling=PREFILLING)
+    step.tree.group.repeats = True
+    step.check()
+    assert not repeated  # each layer has to run once
+    for _ in range(2):
+        step.build(common)
+        step.check()
+        assert repeated == [38, 38]
+        repeated.clear()
+    assert state().counters().plans == 3
+    step.check()  # the same metadata again: another pass, with another plan
+    assert repeated == [38, 38]
+    assert state().counters().plans == 4
+
+
+@pytest.mark.parametrize("change", ["cache", "scale", "failed"])
+def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
+    step = mixed()
+    common = step.batch.common(is_prefilling=PREFILLING)
+    step.tree.group.repeats = True
+    step.check()
+    step.build(common)
+    options = {}
+    if change == "cache":
+        step.run(0)
+        step.cache.tensor = step.cache.tensor.clone()
+    elif change == "scale":
+        step.run(0)
+        step.layers.impls[1].scale = options["scale"] = 0.7
+    else:
+        group_of_step = step.tree.group
+        step.run(0)
+        group_of_step.failure.close("kernel failed", "a kernel failed")
+        failures.clear()
+    close(step.run(1), reference(step.batch, step.cache, **options))
+    assert not repeated
+    step.build(common)
+    if step.tree is not None:
+        step.run(0)
+        close(step.run(1), reference(step.batch, step.cache, **options))
+        assert repeated == [38]
+
+
 # What requests share, by the scheduler's messages
 
 

@@ -1,0 +1,170 @@
+"""Later layers of a step: their launches take exactly what a full run would pass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deft_backend.attention import Gpu, TreeAttention, layer_addresses
+from deft_backend.attention.current_plan import PlannedBatch
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.kernels import layer_launches
+from deft_backend.kernels.layer_launches import addresses_of
+from deft_backend.shapes import QueryBlocks
+
+HEADS, KV_HEADS, DIM, PAGE, BATCH = 8, 2, 64, 16, 6
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernel, grid and arguments of each launch, with addresses for tensors; nothing runs."""
+    found = []
+
+    def launch(self, programs, arguments, constants, **options):
+        found.append((self._name, programs, addresses_of((*arguments, *constants.values()))))
+
+    def runner(self, programs, constants, *, variant):
+        def run(*arguments, stream):
+            assert stream == 7
+            found.append((self._name, programs, arguments))
+
+        return run
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(Kernel, "runner", runner)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # of tensors on the CPU
+    active = SimpleNamespace(get_current_stream=lambda device: 7)
+    monkeypatch.setattr(layer_launches, "driver", SimpleNamespace(active=active))
+    return found
+
+
+class Step:
+    """A planned step of an attention for a GPU that is not at hand, and layers for it."""
+
+    def __init__(self, tokens=1, kv_dtype=None, sinks=False, cap=0.0, ragged=False):
+        self.attention = TreeAttention(
+            num_query_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16,
+            kv_dtype=kv_dtype, device="cpu", page_size=PAGE, max_batch=64, query_tokens=tokens,
+            compiled_for=Gpu.named("sm_90"),
+        )  # fmt: skip
+        self.tokens, self.kv_dtype, self.sinks = tokens, kv_dtype or torch.bfloat16, sinks
+        self.options = {"sm_scale": 0.1, "logit_cap": cap}
+        self.table = torch.zeros((64, 40), dtype=torch.int32)
+        self.lens = torch.full((BATCH,), 99, dtype=torch.int32)
+        starts = torch.arange(BATCH + 1, dtype=torch.int32) * tokens
+        self.starts = starts if ragged else None
+        self.plan()
+
+    def plan(self):
+        blocks = QueryBlocks.of(self.tokens, HEADS // KV_HEADS)
+        self.attention._current.batch = PlannedBatch(BATCH, from_rows=True, blocks=blocks)
+
+    def layer(self, **changes):
+        cache = torch.zeros((9, KV_HEADS, PAGE, 2 * DIM), dtype=self.kv_dtype).transpose(1, 2)
+        found = {"k_cache": cache[..., :DIM], "v_cache": cache[..., DIM:], **self.options}
+        if self.kv_dtype != torch.bfloat16:
+            found |= {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+        if self.sinks:
+            found["sinks"] = torch.zeros(HEADS)
+        return found | changes
+
+    def rows(self, more=0):
+        """Queries and output of a layer, with rows of other requests behind the batch's."""
+        rows = BATCH * self.tokens + more
+        return torch.zeros((2, rows, HEADS, DIM), dtype=torch.bfloat16)
+
+    def run(self, layer, q, out):
+        rows = BATCH * self.tokens
+        given = dict(layer)
+        k_cache, v_cache = given.pop("k_cache"), given.pop("v_cache")
+        self.attention.run(
+            q[:rows], k_cache, v_cache, self.table, self.lens, query_start=self.starts,
+            out=out[:rows], **given,
+        )  # fmt: skip
+
+    def repeat(self, layer, q, out):
+        return self.attention.repeat(layer_addresses(**layer), q, out)
+
+
+KINDS = [
+    {}, {"cap": 30.0}, {"sinks": True}, {"tokens": 4}, {"tokens": 4, "ragged": True},
+    {"kv_dtype": torch.float8_e4m3fn}, {"kv_dtype": torch.float8_e5m2, "sinks": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_repeated_run_passes_what_a_run_passes(kind, launched):
+    step = Step(**kind)
+    step.run(step.layer(), *step.rows())
+    for more in (0, 30):
+        layer, rows = step.layer(), step.rows(more)
+        launched.clear()
+        assert step.repeat(layer, *rows)
+        repeated = [*launched]
+        launched.clear()
+        step.run(layer, *rows)
+        assert len(repeated) >= 2
+        assert repeated == launched
+
+
+def test_the_first_layer_of_a_plan_is_never_repeated(launched):
+    step = Step()
+    assert not step.repeat(step.layer(), *step.rows())
+    step.run(step.layer(), *step.rows())
+    step.plan()
+    launched.clear()
+    assert not step.repeat(step.layer(), *step.rows())
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sm_scale": 0.2}, {"logit_cap": 5.0}, {"sinks": torch.zeros(HEADS)},
+        {"k_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.bfloat16)},
+        {"v_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.float16)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_of_another_kind_is_not_repeated(changes, launched):
+    step = Step()
+    step.run(step.layer(), *step.rows())
+    launched.clear()
+    assert not step.repeat(step.layer(**changes), *step.rows())
+    assert not launched
+    assert step.repeat(step.layer(), *step.rows())
+
+
+def test_rows_of_another_kind_are_not_repeated(launched):
+    step = Step()
+    step.run(step.layer(), *step.rows())
+    q, out = step.rows()
+    for other in (q[:-1], q.half(), q[:, :4], q.transpose(0, 1), torch.zeros(q.numel() + 1)):
+        launched.clear()
+        if other.dim() == 1:  # its address is no multiple of 16
+            other = other.bfloat16()[1:].view(q.shape)
+        assert not step.repeat(step.layer(), other, out)
+        assert not step.repeat(step.layer(), q, other)
+        assert not launched
+
+
+def test_another_current_device_is_not_repeated(launched, monkeypatch):
+    step = Step()
+    step.run(step.layer(), *step.rows())
+    launched.clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert not step.repeat(step.layer(), *step.rows())
+    assert not launched
+
+
+def test_a_run_that_interprets_its_kernels_is_not_repeated():
+    attention = TreeAttention(
+        num_query_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32,
+        device="cpu", page_size=PAGE, max_batch=2,
+    )  # fmt: skip
+    table, lens = torch.zeros((2, 2), dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
+    cache = torch.randn(2, 1, PAGE, KV_HEADS, DIM)
+    q, out = torch.randn(2, 2, HEADS, DIM)
+    attention.plan_batch(table, lens)
+    attention.run(q, *cache, table, lens, sm_scale=0.1, out=out)
+    assert not attention.repeat(layer_addresses(*cache, sm_scale=0.1), q, out)
