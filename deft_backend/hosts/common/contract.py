@@ -35,10 +35,28 @@ class Member:
         return f"{self.module}: {self.name}" if self.name else self.module
 
 
-def every(module: str, owner: str, names: str, use: str, versions: str = "") -> tuple[Member, ...]:
-    """Members of one class, or of the module if `owner` is empty, without parameters."""
-    start = f"{owner}." if owner else ""
-    return tuple(Member(module, start + name, (), versions, use) for name in names.split())
+def members_of(table: str) -> tuple[Member, ...]:
+    """Read a table of members.
+
+    A line without indentation is a module, or a comment behind ``#``. Lines indented by four spaces
+    are its members: a name with parameters, the versions if only some have it, and the use, between
+    bars. Braces hold several names. A line indented by more continues the one before.
+
+    >>> members_of("host.kinds\\n    Batch.{ids rows} | >=1.2 | read")[1].name
+    'Batch.rows'
+    """
+    found, module = [], ""
+    for line in re.sub(r"\n {8,}", " ", table).splitlines():
+        if not line.startswith(" "):
+            module = line
+            continue
+        name, *versions, use = (part.strip() for part in line.split("|"))
+        owner, _, several = name.rstrip("}").partition("{")
+        for each in several.split() or [""]:
+            dotted, _, given = (owner + each).rstrip(")").partition("(")
+            parameters = tuple(given.replace(",", " ").split())
+            found.append(Member(module, dotted, parameters, "".join(versions), use))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
