@@ -17,9 +17,9 @@ from benchmarks.e2e.run import client_of
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.plugins import CPU_BACKEND, plugin_settings
 
 INSIDE = Path(__file__).parent / "inside"
-ROOT = Path(__file__).parents[2]
 SECONDS = 240.0
 """Longest time of a request; a longer one counts as a hang."""
 
@@ -216,12 +216,13 @@ def start(host, folder, model, reference, armed=(), *, shared, before=None):
     faults.mkdir(parents=True)
     for name in armed:
         (faults / name).touch()
-    paths = [str(INSIDE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    targets = [CPU_BACKEND] if host == "vllm" else []
+    paths = [str(INSIDE), plugin_settings(folder / "plugins", *targets)["PYTHONPATH"]]
     settings = {
         "DEFT_MIN_BATCH": "1",
         "FAULTS": str(faults),
         "DEFT_CACHE_DIR": str(shared),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(paths),
         "VLLM_SERVER_DEV_MODE": "1",
     }
     port = free_port()

@@ -13,10 +13,26 @@ from integration_tests.common.server import DRAFT
 @pytest.mark.timeout(900)
 def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     data, _ = deft_ab(
-        tmp_path, "--host", "vllm", "--workload", "few-shot", "--workload", "parallel-samples",
-        "--branches", "3", "--prefix-tokens", "150", "--max-tokens", "6",
-        "--", "--block-size", "32", "--max-num-batched-tokens", "512", plugins=[CPU_BACKEND],
-    )  # fmt: skip
+        tmp_path,
+        "--host",
+        "vllm",
+        "--workload",
+        "few-shot",
+        "--workload",
+        "parallel-samples",
+        "--branches",
+        "3",
+        "--prefix-tokens",
+        "150",
+        "--max-tokens",
+        "6",
+        "--",
+        "--block-size",
+        "32",
+        "--max-num-batched-tokens",
+        "512",
+        plugins=[CPU_BACKEND],
+    )
     assert len(data["workloads"]) == 2
     assert [side["backend"] for side in data["sides"]] == ["CPU_ATTN", backend_name()]
 
@@ -25,11 +41,26 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
 @pytest.mark.timeout(900)
 def test_ab_compares_two_servers_that_speculate(tmp_path):
     data, output = deft_ab(
-        tmp_path, "--host", "vllm", "--workload", "few-shot", "--branches", "3",
-        "--prefix-tokens", "150", "--max-tokens", "12", "--", "--block-size", "32",
-        "--max-num-batched-tokens", "512", "--speculative-config",
-        json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}), plugins=[CPU_BACKEND],
-    )  # fmt: skip
+        tmp_path,
+        "--host",
+        "vllm",
+        "--workload",
+        "few-shot",
+        "--branches",
+        "3",
+        "--prefix-tokens",
+        "150",
+        "--max-tokens",
+        "12",
+        "--",
+        "--block-size",
+        "32",
+        "--max-num-batched-tokens",
+        "512",
+        "--speculative-config",
+        json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}),
+        plugins=[CPU_BACKEND],
+    )
     host, deft = (side["acceptance_length"] for side in data["sides"])
     assert 1.5 < deft <= 4.0
     assert deft == pytest.approx(host, rel=0.05)

@@ -27,9 +27,13 @@ def same_or_tied(ours, theirs):
     """Tokens that agree until the first one where two tokens are nearly equally likely."""
     agreed = 0
     for mine, other, a, b, likeliest in zip(
-        ours.token_texts, theirs.token_texts, ours.logprobs, theirs.logprobs, theirs.likeliest,
+        ours.token_texts,
+        theirs.token_texts,
+        ours.logprobs,
+        theirs.logprobs,
+        theirs.likeliest,
         strict=True,
-    ):  # fmt: skip
+    ):
         assert a == pytest.approx(b, abs=CLOSE)
         if mine != other:
             assert likeliest.get(mine, -100.0) == pytest.approx(b, abs=CLOSE)

@@ -12,10 +12,12 @@ def mixed_steps(state):
     """Steps and decode rows of mixed steps: through tree attention, and through the host."""
     rows = [row for row in state["steps"] if row["kind"] == "mixed"]
     return [
-        tuple(sum(row[name] for row in rows if (row["reason"] is None) is tree)
-              for name in ("steps", "rows"))
+        tuple(
+            sum(row[name] for row in rows if (row["reason"] is None) is tree)
+            for name in ("steps", "rows")
+        )
         for tree in (True, False)
-    ]  # fmt: skip
+    ]
 
 
 @on(*CHUNKED)

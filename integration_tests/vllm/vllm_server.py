@@ -26,12 +26,22 @@ class Group:
 
 
 _SPECULATING = (
-    "--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512",
+    "--block-size",
+    "32",
+    "--max-model-len",
+    "2048",
+    "--max-num-batched-tokens",
+    "512",
     "--speculative-config",
-)  # fmt: skip
+)
 _CHUNKS = (
-    "--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64",
-)  # fmt: skip
+    "--block-size",
+    "16",
+    "--max-model-len",
+    "512",
+    "--max-num-batched-tokens",
+    "64",
+)
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 _SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
 _LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"
@@ -48,8 +58,15 @@ GROUPS = {
     # order of the cache: blocks before layers, where the version has it.
     "pressed": Group(
         (
-            "--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching",
-            "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20",
+            "--block-size",
+            "32",
+            "--max-model-len",
+            "512",
+            "--no-enable-prefix-caching",
+            "--max-num-batched-tokens",
+            "64",
+            "--num-gpu-blocks-override",
+            "20",
         ),
         {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, "DEFT_MIN_BATCH": "1"},
     ),
@@ -67,9 +84,19 @@ GROUPS = {
     # prefills in pieces, and reports each eviction.
     "rollouts": Group(
         (
-            "--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens", "128",
-            "--num-gpu-blocks-override", "40", "--dtype", "float32",
-            "--kv-cache-metrics", "--kv-cache-metrics-sample", "1",
+            "--block-size",
+            "32",
+            "--max-model-len",
+            "1024",
+            "--max-num-batched-tokens",
+            "128",
+            "--num-gpu-blocks-override",
+            "40",
+            "--dtype",
+            "float32",
+            "--kv-cache-metrics",
+            "--kv-cache-metrics-sample",
+            "1",
         ),
         {"DEFT_MIN_BATCH": "1"},
     ),
@@ -84,7 +111,7 @@ GROUPS = {
         ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
         {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +142,13 @@ class Ask:
         else:
             extra["ignore_eos"] = True
         body = {
-            "model": self.model, "prompt": [self.prompt, *self.also], "max_tokens": self.tokens,
-            "n": self.n, "temperature": 1.6 if self.n > 1 else 0.0, "seed": 7,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": [self.prompt, *self.also],
+            "max_tokens": self.tokens,
+            "n": self.n,
+            "temperature": 1.6 if self.n > 1 else 0.0,
+            "seed": 7,
+        }
         if self.beams:
             extra["use_beam_search"] = True
             body["n"] = self.beams
@@ -144,7 +175,12 @@ def running(backend, group, folder, adapter):
         flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8"]
         flags += ["--lora-modules", f"adapted={adapter}"]
     command = server_command(
-        str(MODEL), free_port(), host="vllm", backend=backend, host_arguments=flags,
-        environment=settings, gpu=False,
-    )  # fmt: skip
+        str(MODEL),
+        free_port(),
+        host="vllm",
+        backend=backend,
+        host_arguments=flags,
+        environment=settings,
+        gpu=False,
+    )
     return started(command, folder)

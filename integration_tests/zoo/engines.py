@@ -112,6 +112,11 @@ def _prepare_vllm():
 
     DummyModelLoader.load_weights = load_weights
     platform = type(current_platform)
+    if current_platform.is_cpu():
+        sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+        import vllm_cpu_backend
+
+        vllm_cpu_backend.install()
     if current_platform.is_cpu() and hasattr(platform, "register_triton_kernel_overrides"):
         platform.register_triton_kernel_overrides = staticmethod(
             cache(current_platform.register_triton_kernel_overrides)

@@ -53,9 +53,12 @@ def with_standard_cache(backend: Any) -> Any:
 
 
 def _standard_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
     cache_dtype_str: str = "auto",
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
@@ -138,12 +141,19 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
     """
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
-        attn_type: str = "decoder", kv_sharing_target_layer_name: str | None = None,
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
         self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
         for name, value, plain in (
@@ -163,10 +173,17 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         self.sinks = sinks
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        kv_cache: torch.Tensor, attn_metadata: PlainCpuMetadata | None, output: torch.Tensor,
-        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PlainCpuMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of every query token over the pages of its request, into `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise _refusal("vLLM asked for a fused output quantisation")
@@ -222,9 +239,13 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         return (new.float() / float(scale)).clamp(-most, most).to(self._kv_dtype)
 
     def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write new keys and values [T, Hkv, D] to their slots; a slot of -1 is padding."""
         k_cache, v_cache = self._views(kv_cache)
         kept = slot_mapping >= 0

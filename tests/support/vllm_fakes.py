@@ -13,10 +13,17 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 def make_config(**changes):
     """The parts of a ``VllmConfig`` that the adapter reads."""
     parallel = SimpleNamespace(
-        tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, rank=0,
-        data_parallel_rank=0, data_parallel_index=0, decode_context_parallel_size=1,
-        prefill_context_parallel_size=1, use_ubatching=False, distributed_executor_backend=None,
-    )  # fmt: skip
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        rank=0,
+        data_parallel_rank=0,
+        data_parallel_index=0,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        use_ubatching=False,
+        distributed_executor_backend=None,
+    )
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
@@ -57,9 +64,12 @@ def make_spec(block_size=16, **changes):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     values = {
-        "block_size": block_size, "num_kv_heads": KV_HEADS, "head_size": DIM,
-        "dtype": torch.float32, **changes,
-    }  # fmt: skip
+        "block_size": block_size,
+        "num_kv_heads": KV_HEADS,
+        "head_size": DIM,
+        "dtype": torch.float32,
+        **changes,
+    }
     return FullAttentionSpec(**values)
 
 
@@ -80,9 +90,12 @@ class Layers:
         context = self.config.compilation_config.static_forward_context
         for index in range(self.count):
             values = {
-                "num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5,
-                "num_kv_heads": KV_HEADS, **self.arguments,
-            }  # fmt: skip
+                "num_heads": HEADS,
+                "head_size": DIM,
+                "scale": DIM**-0.5,
+                "num_kv_heads": KV_HEADS,
+                **self.arguments,
+            }
             impl = self.backend.get_impl_cls()(**values)
             module = SimpleNamespace(impl=impl)
             if self.spec is not None:
@@ -164,14 +177,20 @@ class Batch:
         rows = len(self.lens)
         queries = self.starts.diff()
         values = {
-            "query_start_loc": self.starts, "query_start_loc_cpu": self.starts,
-            "seq_lens": self.lens, "num_reqs": rows, "num_actual_tokens": len(self.query),
-            "max_query_len": int(queries.max()), "max_seq_len": int(self.lens.max()),
+            "query_start_loc": self.starts,
+            "query_start_loc_cpu": self.starts,
+            "seq_lens": self.lens,
+            "num_reqs": rows,
+            "num_actual_tokens": len(self.query),
+            "max_query_len": int(queries.max()),
+            "max_seq_len": int(self.lens.max()),
             "block_table_tensor": self.table,
             "slot_mapping": torch.full((len(self.query),), -1, dtype=torch.int64),
             "seq_lens_cpu_upper_bound": self.lens,
-            "causal": True, "is_prefilling": torch.zeros(rows, dtype=torch.bool), **changes,
-        }  # fmt: skip
+            "causal": True,
+            "is_prefilling": torch.zeros(rows, dtype=torch.bool),
+            **changes,
+        }
         return CommonAttentionMetadata(**values)
 
 
@@ -185,10 +204,13 @@ def message(batch, name="", **changes):
     tokens = batch.starts.diff().tolist()
     cached_ones = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
     values = {
-        "scheduled_new_reqs": new, "scheduled_cached_reqs": cached_ones,
+        "scheduled_new_reqs": new,
+        "scheduled_cached_reqs": cached_ones,
         "num_scheduled_tokens": dict(zip(requests, tokens, strict=False)),
-        "finished_req_ids": set(), "preempted_req_ids": None, **changes,
-    }  # fmt: skip
+        "finished_req_ids": set(),
+        "preempted_req_ids": None,
+        **changes,
+    }
     return SimpleNamespace(**values)
 
 

@@ -68,10 +68,17 @@ class TreeImplementation:
         self.deft_layer = layer
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """The host's ``AttentionImpl.forward``, except for steps of tree attention.
 
         New keys and values are written already: no surrounded backend writes them here.
@@ -131,7 +138,13 @@ class LatentImplementation(TreeImplementation):
             return host()
         output = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         call = LayerCall(
-            self, mine, q_nope, output, kv_c_and_k_pe_cache, None, lambda: output.copy_(host()[0]),
+            self,
+            mine,
+            q_nope,
+            output,
+            kv_c_and_k_pe_cache,
+            None,
+            lambda: output.copy_(host()[0]),
             q_rope,
-        )  # fmt: skip
+        )
         return (output, None) if step.group.attend(step, call) else host()

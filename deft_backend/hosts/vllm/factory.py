@@ -153,9 +153,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         "deft: %s of %d layers goes through tree attention (policy %s, block size %d, "
         "workspace %.1f MiB); everything else through %s",
         "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
-        len(mine), settings.policy, spec.block_size, attention.workspace_bytes / 2**20,
+        len(mine),
+        settings.policy,
+        spec.block_size,
+        attention.workspace_bytes / 2**20,
         host.get_name(),
-    )  # fmt: skip
+    )
     return group
 
 
@@ -235,17 +238,23 @@ def _step_tensors(
     """The tensors that the host's steps pass, to compile planner and kernels for."""
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
     cache = blank_cache(
-        layers.host, layers.vllm_config, shape, len(layers.layer_names), attention.kv_dtype,
+        layers.host,
+        layers.vllm_config,
+        shape,
+        len(layers.layer_names),
+        attention.kv_dtype,
         attention.device,
-    )  # fmt: skip
+    )
     columns = -(-layers.vllm_config.model_config.max_model_len // attention.page_size)
     # vLLM may make the block table wider, to a multiple of some number of blocks.
     return StepTensors(
-        *kv_views(cache, attention.head_dim), sorted({columns, -(-columns // 16) * 16}),
-        rows_dtype=torch.int32, lens_dtype=torch.int32,
+        *kv_views(cache, attention.head_dim),
+        sorted({columns, -(-columns // 16) * 16}),
+        rows_dtype=torch.int32,
+        lens_dtype=torch.int32,
         drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
         layers=kinds,
-    )  # fmt: skip
+    )
 
 
 # Sleep mode. A server that can sleep unmaps the memory pools of its KV cache, and of everything it

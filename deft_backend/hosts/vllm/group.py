@@ -282,9 +282,15 @@ class TreeGroup(GroupAttention):
         }
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         self.attention.run(
-            query, k_cache, v_cache, step.page_table, step.seq_lens,
-            query_start=step.query_start, out=rows, **of_layer,
-        )  # fmt: skip
+            query,
+            k_cache,
+            v_cache,
+            step.page_table,
+            step.seq_lens,
+            query_start=step.query_start,
+            out=rows,
+            **of_layer,
+        )
         if self.repeats and query.dtype == call.query.dtype:
             addresses = layer_addresses(k_cache, v_cache, **of_layer)
             held = HeldLayer(call.kv_cache, layer.sm_scale, call.sinks, addresses)

@@ -129,9 +129,13 @@ class LatentGroup(GroupAttention):
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
         assert call.query_rope is not None, "MLA passes queries in two parts"
         self.attention.run(
-            call.query, call.query_rope, call.kv_cache, step.page_table,
-            sm_scale=call.layer.sm_scale, out=rows,
-        )  # fmt: skip
+            call.query,
+            call.query_rope,
+            call.kv_cache,
+            step.page_table,
+            sm_scale=call.layer.sm_scale,
+            out=rows,
+        )
 
 
 BACKEND = "FLASH_ATTN_MLA"
@@ -149,9 +153,14 @@ def unsupported_latent(host: Any, settings: Settings) -> str | None:
 
 
 def latent_attention(
-    layer: Layer, vllm_config: Any, device: torch.device, settings: Settings, *, page_size: int,
+    layer: Layer,
+    vllm_config: Any,
+    device: torch.device,
+    settings: Settings,
+    *,
+    page_size: int,
     max_batch: int,
-) -> LatentAttention:  # fmt: skip
+) -> LatentAttention:
     """MLA for the layers of a group, after it has passed a check on this machine.
 
     Raises Unsupported with the reason for the log.
@@ -172,10 +181,17 @@ def latent_attention(
         raise Unsupported("MLA follows the policy auto alone; unset DEFT_POLICY")
     heads, _, dim = layer.shape
     return checked_latent_attention(
-        heads, (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype, device,
-        vllm_latent_attention, settings, max_batch=max_batch, integers=(torch.int32, torch.int32),
-        page_size=page_size, query_tokens=query_tokens_of(vllm_config),
-    )  # fmt: skip
+        heads,
+        (layer.value_dim, dim - layer.value_dim),
+        vllm_config.model_config.dtype,
+        device,
+        vllm_latent_attention,
+        settings,
+        max_batch=max_batch,
+        integers=(torch.int32, torch.int32),
+        page_size=page_size,
+        query_tokens=query_tokens_of(vllm_config),
+    )
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:
@@ -219,22 +235,42 @@ def vllm_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]
     values, nothing = call.q_nope.shape[-1], None
     most_tokens = call.page_table.shape[1] * call.cache.shape[1]
     out, lse, *_ = operators._vllm_fa3_C.fwd(
-        call.q_rope, call.cache[..., values:], call.cache[..., :values],
-        nothing, nothing,  # new keys and values
+        call.q_rope,
+        call.cache[..., values:],
+        call.cache[..., :values],
+        nothing,
+        nothing,  # new keys and values
         call.q_nope,
         nothing,  # out
         call.batch.query_start,
-        nothing, nothing, nothing,  # starts of keys and of new keys, query tokens in use
-        call.batch.end, call.max_query_tokens, most_tokens, call.page_table,
-        call.batch.table_rows, call.batch.begin,
-        nothing, nothing, nothing,  # rotary embedding
-        nothing, nothing, nothing,  # scales
-        call.sm_scale, call.causal,
-        -1, -1, 0.0,  # no window, no soft cap
+        nothing,
+        nothing,
+        nothing,  # starts of keys and of new keys, query tokens in use
+        call.batch.end,
+        call.max_query_tokens,
+        most_tokens,
+        call.page_table,
+        call.batch.table_rows,
+        call.batch.begin,
+        nothing,
+        nothing,
+        nothing,  # rotary embedding
+        nothing,
+        nothing,
+        nothing,  # scales
+        call.sm_scale,
+        call.causal,
+        -1,
+        -1,
+        0.0,  # no window, no soft cap
         True,  # rotary embedding, interleaved
         nothing,  # scheduler metadata
         call.most_splits,
-        nothing, 0, nothing,  # packing of heads, SMs to spare, sinks
-        1, 0, nothing,  # context parallelism
-    )  # fmt: skip
+        nothing,
+        0,
+        nothing,  # packing of heads, SMs to spare, sinks
+        1,
+        0,
+        nothing,  # context parallelism
+    )
     return out, lse

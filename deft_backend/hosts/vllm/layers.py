@@ -84,8 +84,13 @@ def layer_of(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str,
 
 
 _LATENT_ARGUMENTS = (
-    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
-)  # fmt: skip
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "kv_b_proj",
+)
 """Arguments of MLA that only its prefill and its projections use."""
 
 

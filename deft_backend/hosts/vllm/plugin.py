@@ -32,8 +32,9 @@ def register() -> None:
     except Exception as error:
         logger.warning(
             "deft: the plugin could not be registered (%r); this server runs without tree "
-            "attention. Run `deft doctor`", error,
-        )  # fmt: skip
+            "attention. Run `deft doctor`",
+            error,
+        )
     if asks_for_us(sys.argv):
         try:
             Settings.from_env()

@@ -13,8 +13,11 @@ from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.vllm.versions import PLACEHOLDER, is_ours, refuse
 from deft_backend.settings.config import Settings
 
-MODELS_WITH_DEFAULTS = ("Gemma4Config", "DiffusionGemmaModelForBlockDiffusionConfig",
-                        "EmbeddingGemma2ModelConfig")  # fmt: skip
+MODELS_WITH_DEFAULTS = (
+    "Gemma4Config",
+    "DiffusionGemmaModelForBlockDiffusionConfig",
+    "EmbeddingGemma2ModelConfig",
+)
 """Classes of ``model_executor/models/config.py`` that check whether the user named a backend."""
 
 log = OnceLog()

@@ -126,11 +126,23 @@ def has_standard_cache(backend: Any) -> bool:
         return False
 
 
-_KNOWN_FIELDS = frozenset((
-    "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded",
-    "sliding_window", "attention_chunk_size", "non_causal",
-    "indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards",
-))  # fmt: skip
+_KNOWN_FIELDS = frozenset(
+    (
+        "block_size",
+        "num_kv_heads",
+        "head_size",
+        "head_size_v",
+        "dtype",
+        "page_size_padded",
+        "sliding_window",
+        "attention_chunk_size",
+        "non_causal",
+        "indexes_kv_by_block_stride",
+        "block_stride_alignment",
+        "dcp_sharded",
+        "max_tp_shards",
+    )
+)
 """Fields of a cache's specification that tree attention accepts, or checks itself."""
 
 
@@ -155,9 +167,13 @@ def unknown_cache(spec: Any) -> str | None:
 
 
 def blank_cache(
-    host: Any, vllm_config: Any, shape: tuple[int, int, int, int], num_layers: int,
-    dtype: torch.dtype, device: torch.device,
-) -> torch.Tensor:  # fmt: skip
+    host: Any,
+    vllm_config: Any,
+    shape: tuple[int, int, int, int],
+    num_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """A layer's cache of zeros [blocks, Hkv, block size, 2 * D], with the strides of the server's.
 
     `shape` is that of the result; blocks of `num_layers` layers may lie side by side in memory.

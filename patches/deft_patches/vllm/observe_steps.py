@@ -60,8 +60,8 @@ def _observe(
         except Exception as error:
             remove(observer)  # one that it has removed itself, too
             logger.warning(
-                "deft: an observer of the host's steps failed (%r). What needs it stops: short "
-                "extends, counts, or the choice of MLA's graphs; restart the server to get it back",
+                "deft: an observer of the host's steps failed (%r). What needs it stops: counts, "
+                "mixed steps or the choice of MLA's graphs; restart the server to get it back",
                 error,
-            )  # fmt: skip
+            )
     return original(worker, scheduler_output, *args, **kwargs)

@@ -89,7 +89,7 @@ def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
             "deft: a second set of graphs does not fit into memory; %s. Lower "
             "--gpu-memory-utilization, capture fewer sizes, or unset DEFT_MLA",
             "the host's graphs decode" if alone else "this rank stops, as others may wait for it",
-        )  # fmt: skip
+        )
         if not alone:
             raise
     finally:

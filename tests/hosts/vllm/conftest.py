@@ -12,9 +12,10 @@ INSTALLED = find_spec("vllm") is not None
 
 if not INSTALLED:  # only the table of versions needs no vLLM
     collect_ignore = [
-        path.name for path in Path(__file__).parent.glob("test_*.py")
+        path.name
+        for path in Path(__file__).parent.glob("test_*.py")
         if path.name != "test_vllm_versions.py"
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(autouse=True)

@@ -27,14 +27,15 @@ def message(steps, finished=frozenset(), resumed=frozenset(), new=0):
     return SimpleNamespace(
         finished_req_ids=finished,
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(steps), resumed_req_ids=resumed,
+            req_ids=list(steps),
+            resumed_req_ids=resumed,
             num_computed_tokens=[computed for computed, _, _ in steps.values()],
         ),
         num_scheduled_tokens={name: tokens for name, (_, tokens, _) in steps.items()},
         scheduled_spec_decode_tokens={
             name: [-1] * drafts for name, (_, _, drafts) in steps.items() if drafts
         },
-    )  # fmt: skip
+    )
 
 
 def test_a_request_by_hand():

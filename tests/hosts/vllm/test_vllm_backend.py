@@ -65,11 +65,15 @@ def planned(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "block_size", "layout", "padded"),
     [
-        ("auto", 16, "LBNHC", 0), ("auto", 128, "LBHNC", 64), ("auto", 32, "LHBNC", 0),
-        ("auto", 16, "BLHNC", 0), ("auto", 64, "BHLNC", 128), ("deft-node", 32, "BLNHC", 64),
+        ("auto", 16, "LBNHC", 0),
+        ("auto", 128, "LBHNC", 64),
+        ("auto", 32, "LHBNC", 0),
+        ("auto", 16, "BLHNC", 0),
+        ("auto", 64, "BHLNC", 128),
+        ("deft-node", 32, "BLNHC", 64),
     ],
     indirect=["policy"],
-)  # fmt: skip
+)
 def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
     batch = Batch([4 * block_size + n for n in (1, 7, 11)] + [3], shared=3, block_size=block_size)
     step = Step(batch)
@@ -229,9 +233,13 @@ def test_graphs_of_uniform_batches_only(level, expected, graphs):
 
 @pytest.mark.parametrize(
     ("asked", "at_attention", "got"),
-    [("FULL", True, "PIECEWISE"), ("FULL", False, "NONE"), ("FULL_DECODE_ONLY", False, "NONE"),
-     ("PIECEWISE", True, "PIECEWISE")],
-)  # fmt: skip
+    [
+        ("FULL", True, "PIECEWISE"),
+        ("FULL", False, "NONE"),
+        ("FULL_DECODE_ONLY", False, "NONE"),
+        ("PIECEWISE", True, "PIECEWISE"),
+    ],
+)
 def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch, graphs):
     """A graph only replays its capture, so it could neither compare results nor give up.
 
@@ -240,9 +248,10 @@ def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch
     """
     monkeypatch.setenv("DEFT_VERIFY", "1")
     compilation = CompilationConfig(
-        mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode[asked],
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode[asked],
         splitting_ops=None if at_attention else [],
-    )  # fmt: skip
+    )
     compilation.set_splitting_ops_for_v1("naive", 1)
     config = make_config(compilation_config=compilation, use_ubatching=True)
     assert graphs("ALWAYS", config) == "ALWAYS"  # nothing to compare
@@ -290,9 +299,13 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
     """vLLM's own choice for Gemma 3 with images: a backend for images and one for the rest."""
     composite = pytest.importorskip("vllm.v1.attention.backends.composite")
     host = composite.create_composite_attention_backend(
-        PlainCpuBackend, Causal, name="Two", backend_name="CPU_ATTN", module=__name__,
+        PlainCpuBackend,
+        Causal,
+        name="Two",
+        backend_name="CPU_ATTN",
+        module=__name__,
         routing_policy=composite.MMPrefixAttentionRouting,
-    )  # fmt: skip
+    )
     assert cannot_surround(host) is None
     layers = Layers(tree_backend(host), make_config(), count=1)
     positional = (HEADS, DIM, DIM**-0.5, KV_HEADS, None, None, "auto", None, "decoder", None)
@@ -311,9 +324,12 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
 
 @pytest.mark.parametrize(
     ("changes", "prefix", "reason"),
-    [({}, 32, "cascade attention"), ({"causal": False}, 0, "attention that is not causal"),
-     ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens")],
-)  # fmt: skip
+    [
+        ({}, 32, "cascade attention"),
+        ({"causal": False}, 0, "attention that is not causal"),
+        ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
+    ],
+)
 def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):
     host = PlainCpuBackend.get_builder_cls()
     monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
@@ -326,9 +342,12 @@ def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatc
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mm_req_doc_ranges": {}}, {"mm_req_doc_ranges": {0: [(3, 9)], 1: []}},
-     {"rswa_prefix_lens": torch.tensor(DECODE)}],
-)  # fmt: skip
+    [
+        {"mm_req_doc_ranges": {}},
+        {"mm_req_doc_ranges": {0: [(3, 9)], 1: []}},
+        {"rswa_prefix_lens": torch.tensor(DECODE)},
+    ],
+)
 def test_documents_in_a_prompt_change_no_decode(changes):
     """Tokens that may attend to later ones of their document have none after the decoded token.
 
@@ -345,8 +364,9 @@ def test_batches_beyond_the_settings(monkeypatch):
     assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
     assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
     assert state().counters().steps_host == {
-        "batch larger than DEFT_MAX_BATCH=4": 1, "batch smaller than DEFT_MIN_BATCH=2": 1,
-    }  # fmt: skip
+        "batch larger than DEFT_MAX_BATCH=4": 1,
+        "batch smaller than DEFT_MIN_BATCH=2": 1,
+    }
 
 
 def test_counts_what_is_read(monkeypatch):
@@ -604,9 +624,16 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog):
     for impl, args, kwargs in given:
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
             impl.forward(
-                None, step.batch.query, None, None, step.cache.tensor, step.metadata,
-                torch.zeros((5, HEADS, DIM)), *args, **kwargs,
-            )  # fmt: skip
+                None,
+                step.batch.query,
+                None,
+                None,
+                step.cache.tensor,
+                step.metadata,
+                torch.zeros((5, HEADS, DIM)),
+                *args,
+                **kwargs,
+            )
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
 
 

@@ -77,9 +77,7 @@ def test_every_group_decides_for_its_layers(caplog):
         get_kv_cache_spec=lambda vllm_config: STATE
     )
     with caplog.at_level(logging.INFO, "deft_backend"):
-        builders = [
-            windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())
-        ]  # fmt: skip
+        builders = [windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())]
     assert [line for line in caplog.messages if "layers decode through" in line] == [
         "deft: 2 of 6 layers decode through tree attention; 2 with a sliding window, 1 with "
         f"chunked local attention, 1 with {LINEAR} through the host's kernels"
@@ -114,8 +112,10 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
     metadata = builder.build(0, batch.common())
     group = step_of(metadata).group
     assert [group.takes(layers.impls[0].deft_layer) for layers in (full, chunked, window)] == [
-        True, False, False
-    ]  # fmt: skip
+        True,
+        False,
+        False,
+    ]
     for layers, size, plans in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
         close(run(layers.impls[0], batch, cache, metadata), expected(batch, cache, window=size))
         assert state().counters().plans == plans

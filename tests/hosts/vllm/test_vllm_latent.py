@@ -36,9 +36,19 @@ class HostImplementation:
     need_to_return_lse_for_decode = False
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
-        kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla,
-    ):  # fmt: skip
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap,
+        attn_type,
+        kv_sharing_target_layer_name,
+        **mla,
+    ):
         self.num_heads, self.scale = num_heads, scale
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
@@ -61,19 +71,35 @@ class Sparse(Mla):
 
 
 ARGUMENTS = {
-    "num_heads": HEADS, "head_size": VALUE + ROPE, "scale": SCALE, "num_kv_heads": 1,
-    "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
-    "logits_soft_cap": None, "attn_type": "decoder", "kv_sharing_target_layer_name": None,
-    "q_lora_rank": None, "kv_lora_rank": VALUE, "qk_nope_head_dim": 16, "qk_rope_head_dim": ROPE,
-    "qk_head_dim": 48, "v_head_dim": 16, "kv_b_proj": object(), "indexer": None,
-}  # fmt: skip
+    "num_heads": HEADS,
+    "head_size": VALUE + ROPE,
+    "scale": SCALE,
+    "num_kv_heads": 1,
+    "alibi_slopes": None,
+    "sliding_window": None,
+    "kv_cache_dtype": "auto",
+    "logits_soft_cap": None,
+    "attn_type": "decoder",
+    "kv_sharing_target_layer_name": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": VALUE,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": ROPE,
+    "qk_head_dim": 48,
+    "v_head_dim": 16,
+    "kv_b_proj": object(),
+    "indexer": None,
+}
 
 
 def spec(**changes):
     made = MLAAttentionSpec(
-        block_size=PAGE, num_kv_heads=1, head_size=VALUE + ROPE, dtype=torch.float32,
+        block_size=PAGE,
+        num_kv_heads=1,
+        head_size=VALUE + ROPE,
+        dtype=torch.float32,
         cache_dtype_str="auto",
-    )  # fmt: skip
+    )
     return replace(made, **changes)
 
 
@@ -127,9 +153,14 @@ class Step:
         keys = self.cache.unsqueeze(2)
         q = torch.cat([self.nope, self.rope], -1)[: int(self.batch.starts[-1])]
         return reference_attention(
-            q, keys, keys, self.batch.table, self.batch.lens[:requests], sm_scale=SCALE,
+            q,
+            keys,
+            keys,
+            self.batch.table,
+            self.batch.lens[:requests],
+            sm_scale=SCALE,
             query_start=self.batch.starts[: requests + 1],
-        )[..., :VALUE]  # fmt: skip
+        )[..., :VALUE]
 
     def check(self, **how):
         want = self.expected()
@@ -148,9 +179,10 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
     planned = []
     plan = LatentAttention.plan_batch
     monkeypatch.setattr(
-        LatentAttention, "plan_batch",
+        LatentAttention,
+        "plan_batch",
         lambda self, *args, **kwargs: planned.append(args) or plan(self, *args, **kwargs),
-    )  # fmt: skip
+    )
     step = Step(Batch(DECODE, shared=2))
     planned.clear()  # of the check at start
     assert step_of(step.metadata) is not None
@@ -299,10 +331,11 @@ def test_a_check_at_start_decides(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("host", "asked", "reason"),
     [
-        (Mla, "0", "DEFT_MLA=1"), (FlashMla, "1", "MLA through FLASHMLA"),
+        (Mla, "0", "DEFT_MLA=1"),
+        (FlashMla, "1", "MLA through FLASHMLA"),
         (Sparse, "1", "sparse MLA"),
     ],
-)  # fmt: skip
+)
 def test_backends_that_are_refused(host, asked, reason, monkeypatch):
     monkeypatch.setenv("DEFT_MLA", asked)
     assert reason in cannot_surround(host)
@@ -518,7 +551,7 @@ def shared_by(batch, gains=True):
     attention = SimpleNamespace(
         device=torch.device("cuda"),
         gains=lambda forest, layers: (asked.append(forest), gains)[1],
-    )  # fmt: skip
+    )
     sharing = LatentSharing(attention, 27, PAGE)
     if batch is not None:
         sharing.observe(message(batch))
@@ -530,9 +563,14 @@ def test_costs_count_query_tokens(tokens, gains):
     """Chains cost a second call, and a tile holds fewer of their requests."""
     lens = [8448] * 64
     attention = LatentAttention(
-        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
-        page_size=PAGE, max_batch=64, query_tokens=tokens,
-    )  # fmt: skip
+        num_query_heads=8,
+        dtype=torch.float32,
+        device="cpu",
+        kernel=plain_latent_attention,
+        page_size=PAGE,
+        max_batch=64,
+        query_tokens=tokens,
+    )
     asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
     sharing = LatentSharing(asked, 27, PAGE)
     sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))
@@ -566,8 +604,14 @@ def test_blocks_of_later_chunks_count():
     batch = Batch([80, 80], shared=4)
     sharing.observe(message(batch, scheduled_new_reqs=[first]))
     assert sharing.too_little() == UNKNOWN
-    sharing.observe(message(batch, scheduled_new_reqs=[second], scheduled_cached_reqs=more,
-                            num_scheduled_tokens={"0": 1, "1": 1, "2": 1}))  # fmt: skip
+    sharing.observe(
+        message(
+            batch,
+            scheduled_new_reqs=[second],
+            scheduled_cached_reqs=more,
+            num_scheduled_tokens={"0": 1, "1": 1, "2": 1},
+        )
+    )
     assert sharing.too_little() == UNKNOWN
     sharing.observe(message(batch, scheduled_new_reqs=[], scheduled_cached_reqs=none))
     decided = []
@@ -588,13 +632,19 @@ def test_blocks_of_growing_requests_wait_for_the_next_decision(monkeypatch):
 
     def said(tokens, new=(), resumed=(), finished=()):
         cached = SimpleNamespace(
-            req_ids=list(tokens), resumed_req_ids=set(resumed),
+            req_ids=list(tokens),
+            resumed_req_ids=set(resumed),
             new_block_ids=[dict(new).get(request) for request in tokens],
-        )  # fmt: skip
+        )
         sharing.observe(
-            message(batch, scheduled_new_reqs=[], scheduled_cached_reqs=cached,
-                    num_scheduled_tokens=dict.fromkeys(tokens, 1), finished_req_ids=set(finished))
-        )  # fmt: skip
+            message(
+                batch,
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=dict.fromkeys(tokens, 1),
+                finished_req_ids=set(finished),
+            )
+        )
         return sharing.too_little()
 
     assert sharing.too_little() is None

@@ -21,10 +21,19 @@ from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating
 
 
 def constructor(
-    num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None,
-    kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder",
-    kv_sharing_target_layer_name=None, sinks=None, **extra,
-):  # fmt: skip
+    num_heads,
+    head_size,
+    scale,
+    num_kv_heads=None,
+    alibi_slopes=None,
+    sliding_window=None,
+    kv_cache_dtype="auto",
+    logits_soft_cap=None,
+    attn_type="decoder",
+    kv_sharing_target_layer_name=None,
+    sinks=None,
+    **extra,
+):
     """The arguments of vLLM's implementations."""
 
 
@@ -186,10 +195,13 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
 
 @pytest.mark.parametrize(
     ("changes", "rank"),
-    [({}, None), ({"data_parallel_size": 2}, 0),
-     ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
-     ({"data_parallel_index": 1}, 1)],  # vLLM tells a dense model's second engine that it is alone
-)  # fmt: skip
+    [
+        ({}, None),
+        ({"data_parallel_size": 2}, 0),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
+        ({"data_parallel_index": 1}, 1),
+    ],  # vLLM tells a dense model's second engine that it is alone
+)
 def test_engines_have_files_of_their_own(changes, rank):
     assert data_rank(make_config(**changes).parallel_config) == rank
 
@@ -253,8 +265,10 @@ def test_a_server_compiles_for_each_kind_of_its_layers():
     config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
     attention = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16, **shape._asdict())
     assert set(_kinds(attention, layers, config)) == {
-        LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16)
-    }  # fmt: skip
+        LayerKind(),
+        LayerKind(soft_cap=True),
+        LayerKind(sinks=torch.bfloat16),
+    }
     attention.kv_dtype = torch.float8_e4m3fn
     assert _kinds(attention, layers, config) == [LayerKind(True, torch.bfloat16)]
 

@@ -137,12 +137,18 @@ def test_a_layer_of_the_host_gets_the_whole_batch(rests):
     config = make_config()
     full = tree_layers(config, count=1, prefix="full", spec=make_spec())
     windowed = tree_layers(
-        config, count=1, prefix="window", arguments={"sliding_window": 9},
+        config,
+        count=1,
+        prefix="window",
+        arguments={"sliding_window": 9},
         spec=SlidingWindowSpec(
-            block_size=16, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32,
+            block_size=16,
+            num_kv_heads=KV_HEADS,
+            head_size=DIM,
+            dtype=torch.float32,
             sliding_window=9,
         ),
-    )  # fmt: skip
+    )
     builder = full.backend.get_builder_cls()(
         make_spec(), ["full.0", "window.0"], config, torch.device("cpu")
     )
@@ -227,9 +233,11 @@ def test_one_workspace_serves_both_builders(monkeypatch):
     made = []
     monkeypatch.setattr(PlainCpuBuilder, "_get_workspace_buffer", lambda self: self, raising=False)
     monkeypatch.setattr(
-        PlainCpuBuilder, "set_workspace_buffer", lambda self, it: made.append((self, it)),
+        PlainCpuBuilder,
+        "set_workspace_buffer",
+        lambda self, it: made.append((self, it)),
         raising=False,
-    )  # fmt: skip
+    )
     step = mixed()
     ((rest, first),) = made
     assert first is step.builder
@@ -379,8 +387,17 @@ def repeated(monkeypatch):
         k_cache, v_cache, options = layer
         found.append(len(q))
         rows, start = last["rows"], last["start"]
-        full(self, q[:rows], k_cache, v_cache, last["table"], last["lens"], query_start=start,
-             out=out[:rows], **options)  # fmt: skip
+        full(
+            self,
+            q[:rows],
+            k_cache,
+            v_cache,
+            last["table"],
+            last["lens"],
+            query_start=start,
+            out=out[:rows],
+            **options,
+        )
         return True
 
     monkeypatch.setattr(TreeAttention, "run", run)
@@ -447,18 +464,20 @@ class Requests:
         more = more or {}
         self.prefixes.observe(
             SimpleNamespace(
-                finished_req_ids=set(finished), preempted_req_ids=preempted,
+                finished_req_ids=set(finished),
+                preempted_req_ids=preempted,
                 scheduled_new_reqs=[
                     SimpleNamespace(req_id=name, block_ids=(blocks,))
                     for name, blocks in (new or {}).items()
                 ],
                 scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=[*more], resumed_req_ids=set(resumed),
+                    req_ids=[*more],
+                    resumed_req_ids=set(resumed),
                     new_block_ids=[blocks and (blocks,) for blocks in more.values()],
                 ),
                 num_scheduled_tokens=scheduled,
             )
-        )  # fmt: skip
+        )
         return self.prefixes.shared_tokens // 16
 
 

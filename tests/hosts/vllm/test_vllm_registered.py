@@ -82,10 +82,15 @@ def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
     assert issubclass(found.get_builder_cls(), host.get_builder_cls())
     # The host's own backend answers the host's questions.
     for question in (
-        "get_name", "get_supported_kernel_block_sizes", "get_supported_head_sizes",
-        "supports_sink", "is_mla", "get_required_kv_cache_layout", "supported_kv_cache_layouts",
+        "get_name",
+        "get_supported_kernel_block_sizes",
+        "get_supported_head_sizes",
+        "supports_sink",
+        "is_mla",
+        "get_required_kv_cache_layout",
+        "supported_kv_cache_layouts",
         "customize_spec",
-    ):  # fmt: skip
+    ):
         ours, theirs = (getattr(each, question, None) for each in (found, host))
         assert getattr(ours, "__func__", ours) is getattr(theirs, "__func__", theirs)
     assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
@@ -114,9 +119,13 @@ class HeadsOfTwoSizes:
 @pytest.mark.parametrize("new_version", [True, False])
 @pytest.mark.parametrize(
     "architecture",
-    ["Gemma4ForCausalLM", "DiffusionGemmaForBlockDiffusion", "EmbeddingGemma2Model",
-     "LlamaForCausalLM"],
-)  # fmt: skip
+    [
+        "Gemma4ForCausalLM",
+        "DiffusionGemmaForBlockDiffusion",
+        "EmbeddingGemma2Model",
+        "LlamaForCausalLM",
+    ],
+)
 def test_a_model_keeps_the_hosts_defaults_for_it(architecture, new_version, monkeypatch):
     """The host sets some defaults only if the user names no backend; ours counts as none."""
     monkeypatch.setattr(
@@ -128,15 +137,21 @@ def test_a_model_keeps_the_hosts_defaults_for_it(architecture, new_version, monk
             backend=backend, flash_attn_version=None, use_non_causal=False, backend_per_kind=None
         )
         model = SimpleNamespace(
-            architecture=architecture, hf_text_config=SimpleNamespace(
+            architecture=architecture,
+            hf_text_config=SimpleNamespace(
                 head_dim=256, global_head_dim=512, layer_types=["sliding", "full"]
-            ), model_arch_config=HeadsOfTwoSizes(), override_generation_config={},
-            is_mm_prefix_lm=False, max_model_len=2048,
-        )  # fmt: skip
+            ),
+            model_arch_config=HeadsOfTwoSizes(),
+            override_generation_config={},
+            is_mm_prefix_lm=False,
+            max_model_len=2048,
+        )
         config = SimpleNamespace(
-            model_config=model, attention_config=attention, diffusion_config=object(),
+            model_config=model,
+            attention_config=attention,
+            diffusion_config=object(),
             scheduler_config=None,
-        )  # fmt: skip
+        )
         if settings := MODELS_CONFIG_MAP.get(architecture):
             settings.verify_and_update_config(config)
         return config
@@ -263,8 +278,11 @@ def test_every_name_is_the_plugin():
     plugin.register()  # like a process that vLLM forks
     # Outside of a server the host is untouched.
     assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attn.CPUAttentionBackend
-    names = [name for name, member in AttentionBackendEnum.__members__.items()
-             if versions.is_ours(member)]  # fmt: skip
+    names = [
+        name
+        for name, member in AttentionBackendEnum.__members__.items()
+        if versions.is_ours(member)
+    ]
     assert names == (["CUSTOM", "DEFT"] if versions.backend_name() == "DEFT" else ["CUSTOM"])
     for name in names:
         assert AttentionBackendEnum[name].get_class() is registered.Custom
@@ -284,9 +302,12 @@ def test_a_spawned_process_reads_our_name_before_it_loads_plugins():
         "assert backend is AttentionBackendEnum[backend.name]; print(backend.name)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], input=pickle.dumps(backend), capture_output=True,
-        check=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        input=pickle.dumps(backend),
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
     assert found.stdout.decode().split() == [backend.name]
 
 

@@ -202,12 +202,15 @@ def test_a_layer_that_the_host_marks_is_the_draft_models():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("model.layers.1.self_attn.attn", False), ("model.layers.2.self_attn.attn", True),
-        ("draft_model.model.layers.0.self_attn.attn", True), ("mtp.layers.0.self_attn.attn", True),
-        ("model.mtp_layers.0.self_attn.attn", True), ("eagle.layers.0.attn", True),
+        ("model.layers.1.self_attn.attn", False),
+        ("model.layers.2.self_attn.attn", True),
+        ("draft_model.model.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True),
+        ("model.mtp_layers.0.self_attn.attn", True),
+        ("eagle.layers.0.attn", True),
         ("encoder.attn", False),
     ],
-)  # fmt: skip
+)
 def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
     assert drafts(name, make_config(speculative_config=speculating(2))) is expected
