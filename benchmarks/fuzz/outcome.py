@@ -12,7 +12,7 @@ class Failure(NamedTuple):
     ----------
     seed : int
     planner : str
-        ``device``, or the policy of the host planner.
+        ``device``, or the policy of the reference.
     why : str
         In words.
     """

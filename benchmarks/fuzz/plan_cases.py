@@ -1,4 +1,4 @@
-"""Fuzz plans alone: the host planner and the device planner plan the same batches."""
+"""Fuzz plans alone: the reference and the device planner plan the same batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whether two plans differ by a tie: at slightly other costs, the host planner makes both.
+"""Whether two plans differ by a tie: at slightly other costs, the reference makes both.
 
-The host planner decides in float64, the device planner in float32. If two choices cost the same up
+The reference decides in float64, the device planner in float32. If two choices cost the same up
 to float32's rounding, each planner may take another one. Both plans are right then, and equally
-good. So the host planner plans again with costs that differ by no more than such a rounding.
+good. So the reference plans again with costs that differ by no more than such a rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRIALS = 64
 def is_tie(
     forest: PrefixForest, target: Target, capacity: PlanCapacity, same: Callable[[Plan], bool]
 ) -> bool:
-    """Whether the host planner makes a plan that is the `same` for some costs close to its own."""
+    """Whether the reference makes a plan that is the `same` for some costs close to its own."""
     policy = get_policy(AUTO)
     return any(
         same(plan_forest(forest, policy, near, capacity)[0]) for near in nearby_targets(target)

@@ -78,7 +78,7 @@ class OnceLog:
         )
 
     def batch_left(self, error: Exception) -> None:
-        """The host planner raised `error`; it plans the next batch again."""
+        """The reference raised `error`; it plans the next batch again."""
         kind = f"planning failed {type(error).__name__}"
         self.warn(f"planning failed ({error!r}). The host's kernel decodes such batches.", kind)
         logger.debug("deft: planning failed", exc_info=True)

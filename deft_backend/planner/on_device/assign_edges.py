@@ -1,6 +1,6 @@
 """Device planner, 4 of `fasttree`: the greedy search over the edges of the forest.
 
-The host planner's search (``policies/fasttree.py``), level by level. Nodes of a level decide about
+The reference's search (``policies/fasttree.py``), level by level. Nodes of a level decide about
 their children at the same time, each about one child after the other: what stays with a node
 depends on the siblings before. So a level takes as many rounds as its widest node has children. A
 node's children follow one another in depth-first order, so a node finds the next child at the place

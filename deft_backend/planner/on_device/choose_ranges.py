@@ -1,6 +1,6 @@
 """Device planner, 4: which edges are cut, and so which nodes get KV ranges of their own.
 
-The rules are those of the host planner's policies. If no edge is cut, leaves read whole contexts.
+The rules are those of the reference's policies. If no edge is cut, leaves read whole contexts.
 If all are, each node has a range. `auto` (``policies/auto.py``) decides from the root down. Either
 items of the node read its tokens once for all of its queries, at the price of partial
 results. Or the ranges below the node include its tokens. Either way, its children take their

@@ -1,6 +1,6 @@
 """Device planner, 5: what every candidate for the length of chunks is expected to cost.
 
-The rules are the host planner's (``policies/chunk_choice.py``). Each program prices one candidate
+The rules are the reference's (``policies/chunk_choice.py``). Each program prices one candidate
 for one tile shape.
 """
 

@@ -168,8 +168,8 @@ class Row:
 class Follower:
     """Follows the last batch and the counts of one engine, between two looks.
 
-    With the host planner, the batch is in the state file. With the device planner, the follower
-    asks the server, at most every `seconds`, and only after further decode steps.
+    Where the CPU plans, the batch is in the state file. Where the GPU does, the follower asks the
+    server, at most every `seconds`, and only after further decode steps.
 
     - `recent`: the seconds that a rate is about.
     """
