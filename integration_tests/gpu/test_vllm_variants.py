@@ -62,3 +62,11 @@ def test_a_server_sleeps_and_its_weights_change(variant, level, pair, model, tmp
 @on_each
 def test_vllm_decoded_trees(variant, pair):
     check_steps(FLEET, variant, pair[0])
+
+
+@pytest.mark.parametrize("variant", ["chunks", "chunks-lookup"], indirect=True)
+def test_mixed_steps_went_through_tree_attention(variant, pair):
+    """The report has the steps by what they contain."""
+    steps = pair[0].state()["steps"]
+    report(variant, "steps", {f"{row['kind']}: {row['reason']}": row["steps"] for row in steps})
+    assert any(row["kind"] == "mixed" and row["reason"] is None for row in steps)

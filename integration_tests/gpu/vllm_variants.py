@@ -31,6 +31,17 @@ VARIANTS: Mapping[str, Variant] = {
         f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name})
         for name in PAPERS
     },
+    # Prompts come in chunks, so that most steps with prefills also decode.
+    "chunks": Variant(
+        "deft", ("--max-num-batched-tokens", "512", "--long-prefill-token-threshold", "64")
+    ),
+    "chunks-lookup": Variant(
+        "deft",
+        (
+            "--max-num-batched-tokens", "512", "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}',
+        ),
+    ),
     "lora": Variant("deft", against="host-lora", lora=True),
     "sleeping": Variant("deft", ("--enable-sleep-mode",), DEVELOPMENT, "host-sleeping"),
     "two-ranks": Variant(

@@ -21,6 +21,8 @@ class CachedPrefixes:
     - `query_tokens`: most query tokens of a request that decodes or verifies a draft.
     """
 
+    keeps_generated = False  # whether to keep blocks that a request gets once it decodes
+
     def __init__(self, block_tokens: int, query_tokens: int = 1) -> None:
         self.block_tokens = block_tokens
         self._query_tokens = query_tokens
@@ -52,7 +54,7 @@ class CachedPrefixes:
         for request, blocks in changed:
             if resumed and request in resumed:
                 self._begin(request, blocks)
-            elif request in self._blocks:
+            elif request in self._blocks and (self.keeps_generated or request in self._prompts):
                 self._later.setdefault(request, []).append(blocks)
         self.scheduled = message.num_scheduled_tokens
         for request in [*self._prompts]:

@@ -38,6 +38,8 @@ class LatentSharing(CachedPrefixes):
     - `block_tokens`: of a block in the messages.
     """
 
+    keeps_generated = True
+
     def __init__(self, attention: LatentAttention, num_layers: int, block_tokens: int) -> None:
         super().__init__(block_tokens)
         self._attention = attention

@@ -1,0 +1,134 @@
+"""On a GPU: later layers of a step give the bits of a full run, in a fraction of its CPU time."""
+
+import time
+
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention, layer_addresses
+from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.tools.servers.driver_stub import num_gpus
+from integration_tests.gpu.checked_variants import report
+
+pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a GPU")
+
+HEADS, KV_HEADS, DIM, PAGE, LAYERS = 32, 8, 128, 16, 32
+
+
+class Step:
+    """A planned batch of requests that share a prefix, with the tensors of its layers."""
+
+    def __init__(self, requests, tokens=1, kv_dtype=None, sinks=False):
+        draw = torch.Generator("cuda").manual_seed(requests + tokens)
+        self.attention = TreeAttention(
+            num_query_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            device="cuda",
+            page_size=PAGE,
+            max_batch=512,
+            query_tokens=tokens,
+        )
+        shared, own = 64, 6
+        pages = shared + requests * own
+        table = torch.arange(pages, dtype=torch.int32, device="cuda")
+        self.table = torch.cat(
+            (table[:shared].expand(requests, shared), table[shared:].view(requests, own)), 1
+        ).contiguous()
+        lens = torch.randint(1, PAGE * own - tokens, (requests,), generator=draw, device="cuda")
+        self.lens = (lens + PAGE * shared + tokens).int()
+        self.tokens, self.rows = tokens, requests * tokens
+        self.caches, self.rows_of, self.options = [], [], []
+        for _ in range(LAYERS):
+            cache = torch.randn((pages, KV_HEADS, PAGE, 2 * DIM), generator=draw, device="cuda")
+            cache = cache.to(kv_dtype or torch.bfloat16).transpose(1, 2)
+            self.caches.append((cache[..., :DIM], cache[..., DIM:]))
+            q = torch.randn((self.rows + 300, HEADS, DIM), generator=draw, device="cuda")
+            self.rows_of.append((q.bfloat16(), torch.full_like(q, 7.0, dtype=torch.bfloat16)))
+            options = {"sm_scale": DIM**-0.5}
+            if kv_dtype is not None:
+                for name in ("k_scale", "v_scale"):
+                    options[name] = torch.rand(1, generator=draw, device="cuda") + 0.5
+            if sinks:
+                options["sinks"] = torch.randn(HEADS, generator=draw, device="cuda")
+            self.options.append(options)
+        self.addresses = [
+            layer_addresses(*cache, **options)
+            for cache, options in zip(self.caches, self.options, strict=True)
+        ]
+
+    def plan(self):
+        self.attention.plan_batch(self.table, self.lens, query_tokens=self.tokens)
+
+    def run(self, layer, out=None):
+        q, own = self.rows_of[layer]
+        out = own[: self.rows] if out is None else out
+        options = self.options[layer]
+        self.attention.run(
+            q[: self.rows], *self.caches[layer], self.table, self.lens, out=out, **options
+        )
+        return out
+
+    def repeat(self, layer):
+        return self.attention.repeat(self.addresses[layer], *self.rows_of[layer])
+
+
+KINDS = [
+    {"requests": 37},
+    {"requests": 300},
+    {"requests": 20, "tokens": 4},
+    {"requests": 37, "kv_dtype": torch.float8_e4m3fn},
+    {"requests": 37, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_repeated_layers_have_the_bits_of_full_runs(kind):
+    step = Step(**kind)
+    for _ in range(2):  # the first pass compiles
+        step.plan()
+        step.run(0)
+        repeated = [step.repeat(layer) for layer in range(1, LAYERS)]
+    assert all(repeated)
+    for layer in range(1, LAYERS):
+        out = step.rows_of[layer][1]
+        full = step.run(layer, torch.empty_like(out[: step.rows]))
+        assert torch.equal(out[: step.rows], full)
+        assert out[step.rows :].eq(7.0).all()
+    if kind == {"requests": 37}:
+        q, out = step.rows_of[-1]
+        want = reference_attention(
+            q[: step.rows], *step.caches[-1], step.table, step.lens, sm_scale=DIM**-0.5
+        )
+        assert relative_error(out[: step.rows], want) < 1e-2
+
+
+def test_repeated_layers_cost_less_of_the_cpu():
+    """Of an eager step of 32 layers; the report has both times."""
+    step = Step(64)
+
+    def seconds(pass_of_layers):
+        taken = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            pass_of_layers()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    def full():
+        step.plan()
+        for layer in range(LAYERS):
+            step.run(layer)
+
+    def repeated():
+        step.plan()
+        step.run(0)
+        assert all(step.repeat(layer) for layer in range(1, LAYERS))
+
+    full()
+    times = {name.__name__: 1e3 * seconds(name) for name in (full, repeated)}
+    report("eager-step", "CPU time of 32 layers, in ms", times)
+    assert times["repeated"] < 0.6 * times["full"]
