@@ -126,11 +126,9 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     folder = state_folder()
     path = server_file(folder, port)
     state = read_state(path)
-    forest = state.forest
-    if forest is None and not state.counters.steps_tree:
+    if not state.counters.steps_tree:
         raise StateError(f"{path}: the server has decoded no batch with tree attention yet")
-    if forest is None:  # only the device knows the plan
-        forest = shown_forest(path)
+    forest = shown_forest(path)
     target = server_target(state, forest.page_size)
     title = f"server on port {state.port}, its last planned batch"
     used = state.policy if state.policy in POLICY_NAMES else "auto"

@@ -1,4 +1,4 @@
-"""A server's counters and last forest, and the JSON file that shows them to other processes."""
+"""A server's counters, and the JSON file that shows them to other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from deft_backend.compile.clock import COMPILING
 from deft_backend.files.folders import state_directory
 from deft_backend.files.private_files import write_private
-from deft_backend.forest import PrefixForest
 from deft_backend.settings.config import LOG_LEVELS, Settings
 from deft_backend.telemetry.counters import (
     SCHEMA,
@@ -38,7 +37,6 @@ from deft_backend.telemetry.shown_batch import (
     Batch,
     answer,
     answer_file,
-    forest_as_json,
     request_file,
 )
 
@@ -49,8 +47,6 @@ INTERVAL = 0.25  # seconds between two looks of the writer
 RETRY_SECONDS = 60.0  # until the writer tries again, if it could not write: a disk may be mended
 
 KEPT_SECONDS = 7 * 86400.0  # a file without a sign of life for this long is deleted
-
-MOST_NAME = 64  # characters of a request's name that the file holds
 
 
 @dataclass
@@ -67,9 +63,6 @@ class ServerState(ServerDescription):
     on_device: DeviceCounters = field(default_factory=DeviceCounters)  # of the planner
     # Layers that follow the plans; None: all. The others read query by query.
     device_tree_layers: int | None = None
-    # Of the last batch, with the ids of its requests.
-    forest: PrefixForest | None = None
-    rids: Sequence[str] = ()
     # The last batch that the device planned, for ``deft explain``; or why there is none to show.
     batch: Batch | str | None = None
     values_apart: bool = True  # whether the cache holds values besides keys; not with MLA
@@ -130,17 +123,7 @@ class ServerState(ServerDescription):
 
     def as_json(self, counters: Counters) -> dict[str, Any]:
         """The file's content, without the time of writing."""
-        forest = self.forest
-        shown = None
-        if forest is not None:
-            shown = {**forest_as_json(forest), "rids": [_short_name(rid) for rid in self.rids]}
-        return {"schema": SCHEMA, **self.description(), **counters.as_json(), "forest": shown}
-
-
-def _short_name(rid: object) -> str:
-    """A request's name, short and printable: some hosts let clients choose it."""
-    name = str(rid)[:MOST_NAME]
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
+        return {"schema": SCHEMA, **self.description(), **counters.as_json()}
 
 
 class StateWriter:

@@ -1,4 +1,4 @@
-"""Read the state file of a running server: its counters and its last forest."""
+"""Read the state file of a running server: its counters and its last batch."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deft_backend.files.json_fields import FieldError, mapping, number, shown, text, within
+from deft_backend.files.json_fields import mapping, number, shown, text
 from deft_backend.files.private_files import open_private, read_private_json
 from deft_backend.forest import PrefixForest
 from deft_backend.telemetry.counters import (
@@ -40,8 +40,6 @@ class StateReading(ServerDescription):
 
     path: Path
     counters: Counters
-    forest: PrefixForest | None
-    rids: tuple[str, ...]  # the host's names of the requests of `forest`, by request index
     updated: float  # when a counter last changed, in seconds since the epoch
     sign_of_life: float  # when the writer last wrote or touched the file
 
@@ -245,20 +243,10 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
 
 
 def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
-    forest, rids = None, []
-    if content.get("forest", "") is not None:
-        shown_batch = mapping(content, "forest")
-        rids = shown_batch.get("rids", [])
-        if not isinstance(rids, list) or not all(isinstance(rid, str) for rid in rids):
-            raise FieldError(f"rids is {shown(rids)}; expected a list of texts")
-        with within("forest"):
-            forest = forest_from_json(shown_batch)
     return StateReading(
         path=path,
         **read_description(content),
         counters=Counters.from_json(content),
-        forest=forest,
-        rids=tuple(rids),
         updated=number(content, "updated"),
         sign_of_life=written,
     )

@@ -256,8 +256,6 @@ def steps(number, reason=None):
 
 
 def state(**changes):
-    arrays = ("order", "parent", "request", "start", "length", "query_begin", "query_end", "leaf")
-    forest = {name: getattr(FOREST, name).tolist() for name in (*arrays, "seq_lens")}
     content = {
         "schema": 3, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
         "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
@@ -266,12 +264,12 @@ def state(**changes):
         "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "plans": 2,
         "plan_seconds": 0.1, "verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0,
         "compile_seconds": 0.0, "updated": time.time(),
-        "forest": {**forest, "page_size": 1, "rids": ["a", "b"]},
     }  # fmt: skip
     return content | changes
 
 
-def test_explain_reads_a_running_server(tmp_path):
+def test_explain_reads_a_running_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_reader, "shown_forest", lambda path: FOREST)
     state_path(tmp_path / "servers", 31234).write_text(json.dumps(state()))
     ended = state_path(tmp_path / "servers", 31235, pid=2**22 + 1)  # no such process
     ended.write_text(json.dumps(state()))
@@ -289,8 +287,8 @@ def test_explain_reads_a_running_server(tmp_path):
     [
         (None, "there is no state file"),
         (state(schema=1), "has schema 1; this version reads 3"),
-        (state(forest=None, steps=[]), "no batch with tree attention yet"),
-        (state(forest=None), "did not say within 1 s which batch it decodes"),
+        (state(steps=[]), "no batch with tree attention yet"),
+        (state(), "did not say within 1 s which batch it decodes"),
         ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
         ([], "has schema None"),
     ],
@@ -306,7 +304,8 @@ def test_explain_names_what_is_wrong_with_a_state_file(content, said, tmp_path, 
 
 
 @pytest.mark.parametrize("ranks", [{"pp": 0}, {"dp": 0}, {"pp": 0, "dp": 0}, {"dp": 1}])
-def test_explain_finds_the_first_of_several_processes(ranks, tmp_path):
+def test_explain_finds_the_first_of_several_processes(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_reader, "shown_forest", lambda path: FOREST)
     folder = tmp_path / "servers"
     later = json.dumps(state(policy="flash-decoding"))
     state_path(folder, 31234, pp=2, dp=3, pid=os.getppid()).write_text(later)

@@ -9,7 +9,6 @@ import pytest
 
 from counted_steps import host_step, tree_step
 from deft_backend.files.private_files import write_private
-from deft_backend.hosts.sglang.prefixes import RadixTreeSource
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import (
     Content,
@@ -22,7 +21,7 @@ from deft_backend.telemetry.counters import (
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter, report_counters
 from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
-from sglang_fakes import Tree, make_state, requests_of
+from sglang_fakes import make_state
 from state_files import state_path
 
 TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, bytes
@@ -36,13 +35,9 @@ def test_state_file(tmp_path):
     writer.look()
     assert writer.path == state_path(tmp_path / "made", pp=1)
     first = writer.path.read_text()
-    assert json.loads(first)["forest"] is None
     writer.look()
     assert writer.path.read_text() == first  # no change: not written, not even the time
 
-    requests, _, lens = requests_of([[1, 2], [1, 2]], Tree())
-    state.forest = RadixTreeSource().forest(requests, lens)
-    state.rids = ["a", "b"]
     state.device_tree_layers = 1  # the other layer reads query by query
     host_step(state, "small", tokens=10)
     tree_step(state, tokens=6, loaded=4)
@@ -54,9 +49,6 @@ def test_state_file(tmp_path):
     assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
     assert content["kv_bytes_query_guided"] == (10 + 6) * LAYERS * TOKEN
     assert content["kv_bytes_read"] == (10 * LAYERS + 4 + 6) * TOKEN
-    assert content["forest"]["order"] == [0, 1]
-    assert content["forest"]["rids"] == ["a", "b"]
-    assert content["forest"]["page_size"] == 1
     assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
 
 

@@ -114,7 +114,6 @@ class ShownBatch:
     """A batch, or why there is none to show."""
 
     forest: PrefixForest | None = None
-    rids: Sequence[str] = ()  # the host's names of its requests, if known
     problem: str = ""
 
 
@@ -168,8 +167,8 @@ class Row:
 class Follower:
     """Follows the last batch and the counts of one engine, between two looks.
 
-    Where the CPU plans, the batch is in the state file. Where the GPU does, the follower asks the
-    server, at most every `seconds`, and only after further decode steps.
+    Only the device knows the batch: the follower asks the server, at most every `seconds`, and only
+    after further decode steps.
 
     - `recent`: the seconds that a rate is about.
     """
@@ -187,9 +186,7 @@ class Follower:
         reading = engine.reading
         if reading is None:
             return Row(engine, ShownBatch(problem=engine.problem), None)
-        if reading.forest is not None:
-            self._shown = ShownBatch(reading.forest, reading.rids)
-        elif reading.counters.steps_tree:
+        if reading.counters.steps_tree:
             end = time.monotonic() + wait
             self._follow(engine, reading.counters.steps_tree)
             while self._question is not None and time.monotonic() < end:

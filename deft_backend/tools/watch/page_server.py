@@ -6,7 +6,7 @@ import ipaddress
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -217,7 +217,7 @@ class _Followed(Follower):
         if row.batch.forest is None:
             self._batch = None
             return content
-        batch = batch_json(row.batch.forest, row.batch.rids)
+        batch = batch_json(row.batch.forest)
         if batch != self._batch:
             self._batch = batch
             self._serial += 1
@@ -226,13 +226,12 @@ class _Followed(Follower):
         return content
 
 
-def batch_json(forest: PrefixForest, rids: Sequence[str]) -> dict[str, Any]:
-    """A forest, with the host's names of its requests if they are known."""
-    named = len(rids) == forest.batch_size
+def batch_json(forest: PrefixForest) -> dict[str, Any]:
+    """A forest; its requests have numbers."""
     ranges = (forest.start, forest.length, forest.query_begin, forest.query_end)
     return {
         "requests": [
-            {"name": str(rids[at]) if named else f"#{at}", "tokens": tokens}
+            {"name": f"#{at}", "tokens": tokens}
             for at, tokens in enumerate(forest.seq_lens.tolist())
         ],
         "order": forest.order.tolist(),

@@ -14,7 +14,7 @@ from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
 from sglang_fakes import make_state
-from state_files import state_path
+from state_files import batch_of, state_path
 
 SECRET = "the text of a prompt"
 
@@ -40,7 +40,7 @@ class Served:
 
     def decode(self, names):
         forest = forest_of(names)
-        self.state.forest, self.state.rids = forest, names
+        self.state.batch = batch_of(forest)
         tree_step(self.state, forest.tokens_attended, forest.tokens_stored)
         self.writer.look()
 
@@ -63,10 +63,12 @@ def test_the_data(served):
     answer = served.get("/state.json")
     assert answer.headers["Content-Type"] == "application/json"
     content = json.loads(answer.read())
+    while content["batch"] is None:  # the server has not answered yet
+        content = json.loads(served.get("/state.json").read())
     batch = content["batch"]
     assert content["status"] in ("decoding", "idle")  # on a slow machine
     assert content["engines"] == ["1"]
-    assert [request["name"] for request in batch["requests"]] == ["a", "b", "c", "d"]
+    assert [request["name"] for request in batch["requests"]] == ["#0", "#1", "#2", "#3"]
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
     words = {name: "".join(text for text, _ in parts) for name, parts in content["lines"]}
     assert words["batch"].startswith("4 requests · share 3.3: ")
@@ -164,7 +166,7 @@ def test_the_page_in_a_browser(served, tab):
     drawn = {block["label"]: block for block in blocks()}
     whole = drawn["512 tokens shared by 4 requests, positions 0 to 512"]
     half = drawn["128 tokens shared by 2 requests, positions 512 to 640"]
-    alone = drawn["20 tokens of request c alone, positions 512 to 532"]
+    alone = drawn["20 tokens of request #2 alone, positions 512 to 532"]
     assert whole["width"] == pytest.approx(4 * half["width"], rel=0.01)
     assert whole["height"] == pytest.approx(2 * half["height"], rel=0.01)
     assert len({whole["fill"], half["fill"], alone["fill"]}) == 3
@@ -173,7 +175,7 @@ def test_the_page_in_a_browser(served, tab):
 
     tab.click("rect[data-node='0']")
     assert "512 tokens, shared by 4 requests" in tab.text("#detail")
-    assert "a · 660" in tab.text("#detail")
+    assert "#0 · 660" in tab.text("#detail")
     assert "saves 1,536 tokens in every layer" in tab.text("#detail")
     tab.press("right")
     assert "128 tokens, shared by 2 requests" in tab.text("#detail")
@@ -189,12 +191,12 @@ def test_the_page_in_a_browser(served, tab):
     served.decode(["x", "a", "b", "y", "z", "d"])
     tab.until(lambda: "6 requests" in tab.text("#lines"))
     assert "128 tokens, shared by 3 requests" in tab.text("#detail")
-    assert "x · 660" in tab.text("#detail")
+    assert "#2 · 660" in tab.text("#detail")
     tab.press("left")
     assert "512 tokens, shared by 6 requests" in tab.text("#detail")
     served.decode(["p", "q"])
     tab.until(lambda: "2 requests" in tab.text("#lines"))
-    assert "The block that you chose is gone" in tab.text("#detail")
+    assert "512 tokens, shared by 2 requests" in tab.text("#detail")
 
     light = tab.run("return getComputedStyle(document.body).backgroundColor")
     tab.scheme("dark")

@@ -46,7 +46,7 @@ from deft_backend.tools.watch.engines import (
 from deft_backend.tools.watch.figures import SharedPrefix, shared_prefixes
 from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
-from state_files import state_path
+from state_files import batch_of, state_path
 
 WRITTEN = 1_800_000_000.0
 
@@ -59,12 +59,18 @@ def tmp_path(tmp_path):
     return tmp_path / "servers"
 
 
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch):
+    """Only a writer that runs answers the question for its batch."""
+    monkeypatch.setattr("deft_backend.cli.views._FIRST_ANSWER", 0.0)
+
+
 def decoding(folder, port=7, **fields):
     state = make_state()
     state.port = port
     for name, value in fields.items():
         setattr(state, name, value)
-    state.forest, state.rids = FOREST, ["a", "b", "c"]
+    state.batch = batch_of(FOREST)
     tree_step(state, FOREST.tokens_attended, FOREST.tokens_stored)
     writer = StateWriter(state, folder)
     writer.look()
@@ -216,7 +222,8 @@ def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):
     state, writer = decoding(tmp_path)
     host_step(state, "batch smaller than DEFT_MIN_BATCH=2", 10)
     state.planned[3] = 2_000_000  # nanoseconds of the plan
-    writer.look()
+    monkeypatch.setattr("deft_backend.cli.views._FIRST_ANSWER", 30.0)
+    writer.start()
     code, text = shown(tmp_path, "--once")
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
@@ -257,7 +264,6 @@ def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_pat
 
 def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state, writer = decoding(tmp_path)
-    state.forest = None
     state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
     tree_step(state, 7, 5)
     writer.look()
