@@ -104,6 +104,9 @@ class Invariant(Policy):
             found = cls(2 * found.chunk_tokens)
         return found
 
+    def __str__(self) -> str:
+        return f"{self.name}, first chunks of {self.chunk_tokens} tokens"
+
     @property
     def rules(self) -> Rules:
         return Rules("all", ABSOLUTE, self.chunk_tokens)

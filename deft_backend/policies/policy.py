@@ -47,6 +47,10 @@ class Policy(ABC):
     several_segments: ClassVar[bool] = False
     """Whether some groups have several segments, so that their items need the masked tile."""
 
+    def __str__(self) -> str:
+        """The policy in a line of the log."""
+        return self.name
+
     @property
     def rules(self) -> Rules | None:
         """What the device planner follows. None: only the reference follows this policy, so no

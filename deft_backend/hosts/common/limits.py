@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from deft_backend.settings.config import Settings
+from deft_backend.settings.policy_names import AUTO, INVARIANT
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,25 @@ def refused(requests: int, settings: Settings, planned: int) -> str | None:
     if requests < settings.min_batch:
         return f"batch smaller than DEFT_MIN_BATCH={settings.min_batch}"
     return None
+
+
+def other_policy(settings: Settings, mode: str) -> str | None:
+    """Why the settings rule out a host's mode whose results must not depend on the batch."""
+    if settings.policy in (AUTO, INVARIANT):
+        return None
+    return f"{mode} takes policy {INVARIANT}, and DEFT_POLICY is {settings.policy}: unset it"
+
+
+def for_any_batch(settings: Settings, *, equal_bits: bool) -> Settings:
+    """The settings of a server: with policy `invariant`, its batches have no smallest size.
+
+    The host's kernel would give a small batch other bits.
+
+    - `equal_bits`: whether the host asks for results that do not depend on the batch.
+    """
+    if equal_bits:
+        settings = replace(settings, policy=INVARIANT)
+    return replace(settings, min_batch=1) if settings.policy == INVARIANT else settings
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common.limits import MLA_IS_OFF
+from deft_backend.hosts.common.limits import MLA_IS_OFF, other_policy
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
@@ -120,9 +120,13 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
         if getattr(args, name, 1) not in (None, 1):
             return f"context parallelism is not supported ({name}={getattr(args, name)})"
     reason = _unsupported_speculation(args, versions.backend_names(server_args))
+    if reason is None and versions.deterministic(server_args):
+        reason = _not_deterministic(args, settings)
     if reason is not None:
         return reason
     if versions.uses_mla(server_args):
+        if versions.deterministic(server_args):
+            return "deterministic inference of MLA models is not supported"
         return _refused_latent(server_args) or (None if settings.mla else MLA_IS_OFF)
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in (*_WIDE_DTYPES, *EIGHT_BIT_CACHES):
@@ -130,6 +134,17 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
     if versions.model_config(server_args).is_encoder_decoder:
         return "encoder-decoder models are not supported"
     return None
+
+
+def _not_deterministic(args: Any, settings: Settings) -> str | None:
+    """Why results of a server with deterministic inference would depend on the batch, or None.
+
+    The host's backend prefills in its own deterministic mode. Every token behind the prompt must
+    come from tree attention.
+    """
+    if getattr(args, "enable_mixed_chunk", False):
+        return "deterministic inference with steps that also prefill is not supported"
+    return other_policy(settings, "deterministic inference")
 
 
 _WIDE_DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32")
@@ -181,7 +196,6 @@ _FEATURES = (
     ("disaggregation_mode", "null", "prefill-decode disaggregation"),
     ("enable_two_batch_overlap", False, "two-batch overlap"),
     ("enable_pdmux", False, "prefill-decode multiplexing"),
-    ("enable_deterministic_inference", False, "deterministic inference"),
     ("enable_torch_compile", False, "torch.compile"),
     ("enable_hisparse", False, "hierarchical sparse attention"),
     ("enable_streaming_session", False, "the streaming session cache"),

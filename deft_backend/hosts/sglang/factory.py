@@ -15,6 +15,7 @@ from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import (
     MLA_IS_OFF,
     Unsupported,
+    for_any_batch,
     planned_on_device,
     refuse_if,
     same_on_all_ranks,
@@ -54,6 +55,7 @@ from deft_backend.hosts.sglang.versions import (
     batch_slicer,
     decode_graphs,
     decodes_per_rank,
+    deterministic,
     draft_tokens,
     drafts_trees,
     read_end,
@@ -83,7 +85,9 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
     with ExitStack() as undo:
         made = None
         try:
-            settings = Settings.from_env()
+            settings = for_any_batch(
+                Settings.from_env(), equal_bits=deterministic(runner.server_args)
+            )
             logger.setLevel(LOG_LEVELS[settings.log])
             warn_unknown()
             refuse_if(ignored_scales(runner, name))
@@ -119,7 +123,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         "deft: %s goes through tree attention (policy %s, workspace %.1f MiB); everything else%s "
         "through %s",
         "decode" if tokens == 1 else f"verification of {tokens} tokens a request",
-        settings.policy,
+        getattr(layers.attention, "policy", settings.policy),
         layers.attention.workspace_bytes / 2**20,
         "" if made.deft.sharing is None else ", and batches that share too little,",
         name,
@@ -158,6 +162,13 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
     refuse_if(unsupported_model(runner))
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens = draft_tokens(runner.server_args)
+    planned = planned_on_device(largest, query_tokens, heads // kv_heads)
+    rows = runner.req_to_token_pool.size
+    if deterministic(runner.server_args) and planned < rows:
+        raise Unsupported(
+            f"deterministic inference needs plans for all of the server's {rows} requests, and "
+            f"they hold {planned}: give --max-running-requests {planned}"
+        )
     attention = TreeAttention(
         num_query_heads=heads,
         num_kv_heads=kv_heads,
@@ -165,7 +176,8 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
         dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         device=device_of(runner),
-        max_batch=planned_on_device(largest, query_tokens, heads // kv_heads),
+        max_batch=planned,
+        max_tokens=runner.req_to_token_pool.req_to_token.shape[1],
         query_tokens=query_tokens,
         policy=settings.policy,
     )

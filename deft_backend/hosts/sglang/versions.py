@@ -231,6 +231,11 @@ def is_set(name: str) -> bool:
 # Speculation ---------------------------------------------------------------------------------
 
 
+def deterministic(server_args: Any) -> bool:
+    """Whether the results of a server must not depend on the batch."""
+    return bool(getattr(resolved(server_args), "enable_deterministic_inference", False))
+
+
 def draft_tokens(server_args: Any) -> int:
     """Query tokens of a request in a verification; 1 if the server does not speculate."""
     args = resolved(server_args)

@@ -14,7 +14,7 @@ import torch
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import Unsupported, planned_on_device, refuse_if
+from deft_backend.hosts.common.limits import Unsupported, for_any_batch, planned_on_device, refuse_if
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, prepare_kernels
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
@@ -52,7 +52,7 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
 
     Raises SettingsError if ``DEFT_*`` variables have values that are not allowed.
     """
-    settings = Settings.from_env()
+    settings = for_any_batch(Settings.from_env(), equal_bits=False)
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
     group = None
@@ -118,6 +118,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
             device=device,
             page_size=spec.block_size,
             max_batch=largest,
+            max_tokens=_columns(layers, spec.block_size)[-1] * spec.block_size,
             query_tokens=query_tokens,
             policy=settings.policy,
         )
@@ -154,7 +155,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         "workspace %.1f MiB); everything else through %s",
         "decode" if query_tokens == 1 else f"verification of up to {query_tokens} tokens",
         len(mine),
-        settings.policy,
+        getattr(attention, "policy", settings.policy),
         spec.block_size,
         attention.workspace_bytes / 2**20,
         host.get_name(),
@@ -179,7 +180,10 @@ def unsupported_server(vllm_config: Any) -> str | None:
 
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if envs.VLLM_BATCH_INVARIANT:
-        return "a plan depends on the batch: batch-invariant mode is not supported"
+        return (
+            "batch-invariant mode is not supported: tree attention would compute a prompt's last "
+            "token in some batches, and the host in others"
+        )
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification is not supported: only the device knows a request's tokens"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -245,16 +249,20 @@ def _step_tensors(
         attention.kv_dtype,
         attention.device,
     )
-    columns = -(-layers.vllm_config.model_config.max_model_len // attention.page_size)
-    # vLLM may make the block table wider, to a multiple of some number of blocks.
     return StepTensors(
         *kv_views(cache, attention.head_dim),
-        sorted({columns, -(-columns // 16) * 16}),
+        _columns(layers, attention.page_size),
         rows_dtype=torch.int32,
         lens_dtype=torch.int32,
         drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
         layers=kinds,
     )
+
+
+def _columns(layers: LayerGroup, block_size: int) -> list[int]:
+    """Columns that a block table may have: vLLM may round them up to a multiple of 16."""
+    columns = -(-layers.vllm_config.model_config.max_model_len // block_size)
+    return sorted({columns, -(-columns // 16) * 16})
 
 
 # Sleep mode. A server that can sleep unmaps the memory pools of its KV cache, and of everything it

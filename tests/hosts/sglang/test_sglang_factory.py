@@ -176,3 +176,48 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     assert (id(runner) in tree_graphs._controllers) == (works and latent and has_graphs)
     assert len(observe_batch._observers) == (works and latent)
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_deterministic_inference_plans_every_batch_by_policy_invariant(
+    host, rows, monkeypatch, caplog, tmp_path
+):
+    """The host's kernel would give a batch that no plan holds other bits."""
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import layers as model_layers
+
+    caplog.set_level("INFO", logger="deft_backend")
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
+    monkeypatch.setattr(factory, "same_on_all_ranks", lambda group, decided: True)
+    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=rows)
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        server_args=SimpleNamespace(
+            speculative_algorithm=None,
+            cuda_graph_config=graphs,
+            decode_log_interval=40,
+            enable_metrics=False,
+            enable_deterministic_inference=True,
+        ),
+        device="cpu",
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        req_to_token_pool=table,
+        model=torch.nn.Linear(1, 1),
+        ps=SimpleNamespace(attn_tp_rank=0),
+        tp_group=SimpleNamespace(world_size=1),
+    )
+    own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
+    made = factory.wrap_backend(runner, "fa3", own)
+    if rows > 2048:
+        assert made is own
+        assert "give --max-running-requests 2048" in caplog.text
+        return
+    settings, attention = made.deft.settings, made.deft.layers.attention
+    assert (settings.policy, settings.min_batch) == ("invariant", 1)
+    assert attention.policy.num_chunks(64) * rows <= attention.capacity.max_entries
+    assert "policy invariant, first chunks of 256 tokens" in caplog.text

@@ -13,7 +13,6 @@ from failure_lines import raising
 SWITCHES = {
     "enable_two_batch_overlap": "two-batch overlap",
     "enable_pdmux": "prefill-decode multiplexing",
-    "enable_deterministic_inference": "deterministic inference",
     "enable_torch_compile": "torch.compile",
     "enable_hisparse": "hierarchical sparse attention",
     "enable_streaming_session": "streaming session cache",
@@ -49,6 +48,10 @@ def latent_model(**config):
 
 MLA = {"mla": True, "tp_size": 8, "model": latent_model()}
 """What differs in the arguments of a server with an MLA model."""
+
+
+DETERMINISTIC = {"enable_deterministic_inference": True}
+"""What differs in the arguments of a server whose results must not depend on the batch."""
 
 
 def resolve_as_host(made):
@@ -179,6 +182,8 @@ def test_the_fallback_backend(arguments, monkeypatch):
         ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         *(({name: True}, words) for name, words in SWITCHES.items()),
+        ({**DETERMINISTIC, "enable_mixed_chunk": True}, "steps that also prefill"),
+        ({**DETERMINISTIC, **MLA}, "deterministic inference of MLA models"),
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
@@ -219,6 +224,16 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(arguments, caplog, 
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+@pytest.mark.parametrize("policy", ["", "auto", "invariant", "deft-node"])
+def test_deterministic_inference_takes_no_other_policy(arguments, caplog, monkeypatch, policy):
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    served_by = served(arguments, make_arguments(**DETERMINISTIC))
+    assert served_by == (None if policy == "deft-node" else "torch_native")
+    if policy == "deft-node":
+        (record,) = caplog.records
+        assert "takes policy invariant, and DEFT_POLICY is deft-node: unset it" in record.message
 
 
 EAGLE = {"speculative_algorithm": "EAGLE"}
