@@ -14,7 +14,12 @@ import torch
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
-from deft_backend.hosts.common.limits import Unsupported, for_any_batch, planned_on_device, refuse_if
+from deft_backend.hosts.common.limits import (
+    Unsupported,
+    for_any_batch,
+    planned_on_device,
+    refuse_if,
+)
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, prepare_kernels
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention, TreeGroup
