@@ -51,7 +51,7 @@ _IN_GLUON = " ".join(
 )
 NEAREST = {
     "deft_backend/attention": "tests/attention tests/kernels/test_kernels.py",
-    "deft_backend/costs": "tests/costs tests/policies tests/files/test_private_files.py",
+    "deft_backend/costs": "tests/costs tests/policies/test_range_choice.py",
     "deft_backend/hosts/common": "tests/hosts/common tests/hosts/sglang",
     "deft_backend/hosts/windows.py": "tests/project/test_host_matrix.py",
     "deft_backend/kernels": _IN_KERNELS,
