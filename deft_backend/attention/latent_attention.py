@@ -12,7 +12,7 @@ from deft_backend.attention.current_plan import (
     numbered,
 )
 from deft_backend.attention.run_inputs import AttentionError, check_batch, check_operand
-from deft_backend.costs.latent_costs import (
+from deft_backend.costs.cost_model import (
     LAUNCH_NS,
     LEAVES_NS,
     MARGIN,

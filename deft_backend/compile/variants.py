@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from deft_backend.compile.clock import COMPILING
-from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.usable_cpus import usable_cpus
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import pytest
 from test_variants import HOPPER, reductions, server
 from triton import knobs
 
-from deft_backend.compile import shared_cache
-from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile import kernel_folder
+from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.files.locks import locked
 from deft_backend.settings.config import Settings
@@ -88,7 +88,7 @@ def test_a_killed_holder_does_not_block(tmp_path, holder):
 
 
 def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_cache, "PATIENCE", 0.1)
+    monkeypatch.setattr(kernel_folder, "PATIENCE", 0.1)
     wanted = reductions(1)
     held = SharedCache(tmp_path / "shared").lock(repr(wanted[0]), wait=False)
     with held as mine:

@@ -7,8 +7,13 @@ from contextlib import contextmanager
 import torch
 
 from deft_backend.attention import Gpu
-from deft_backend.compile.kernel_folder import KernelFolderError, Origin, is_filled, take
-from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile.kernel_folder import (
+    KernelFolderError,
+    Origin,
+    SharedCache,
+    is_filled,
+    take,
+)
 from deft_backend.files.folders import compiled_directory, kernels_directory
 from deft_backend.settings.config import Settings
 

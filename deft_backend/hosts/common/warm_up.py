@@ -17,7 +17,7 @@ import torch
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import Case, HostTensors, first_failure, unrecorded
-from deft_backend.compile.shared_cache import SharedCache
+from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
 from deft_backend.forest.token_tree import words_of
 from deft_backend.hosts.common.kernel_cache import ranks_cache
