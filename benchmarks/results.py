@@ -20,14 +20,9 @@ OURS = ("deft", "DEFT", "CUSTOM")
 """Backends of servers that decode with this plugin."""
 
 POLICIES = (
-    "auto",
-    "fasttree",
-    "flashforge",
-    "deft-node-chunk",
-    "deft-flatten",
-    "flash-decoding",
+    "auto", "fasttree", "flashforge", "deft-node-chunk", "deft-flatten", "flash-decoding",
     "deft-node",
-)
+)  # fmt: skip
 
 PLANNED = (16, 32, 64, 128, 256, 1024, 2048)
 """Numbers of requests whose plans the page shows."""
@@ -75,7 +70,7 @@ class Section(NamedTuple):
 
     title: str
     records: str
-    columns: Line
+    columns: str
     lines: Callable[[Run], Iterable[Line]]
 
 
@@ -105,7 +100,9 @@ def draw_page(folder: Path) -> str:
             for number, line in enumerate(section.lines(run))
         ]
         if lines:
-            parts.append(f"## {section.title}\n\n{_table(('record', *section.columns), lines)}")
+            parts.append(
+                f"## {section.title}\n\n{_table(('record', *section.columns.split('|')), lines)}"
+            )
     records = (_record_line(group) for group in _grouped(runs, lambda run: run.name).values())
     columns = ("record", "GPU", "runs", "rows", "dates", "commits", "versions")
     parts.append(f"## Every record\n\n{_table(columns, records)}")
@@ -248,13 +245,8 @@ def _kernel_lines(run: Run) -> Iterator[Line]:
         for (of_set, heads, types), group in groups.items():
             peers = dict.fromkeys(peer for row in group for peer in row["us"] if peer != "deft")
             shown = _means((row["us"] for row in group), {peer: ("deft", peer) for peer in peers})
-            yield (
-                of_set if name == "rows" else f"{of_set}, {name}",
-                heads,
-                types,
-                str(len(group)),
-                shown,
-            )
+            title = of_set if name == "rows" else f"{of_set}, {name}"
+            yield title, heads, types, str(len(group)), shown
 
 
 def _means(rows: Iterable[Mapping[str, Any]], pairs: Mapping[str, tuple[str, str]]) -> str:
@@ -334,13 +326,8 @@ def _plan_lines(run: Run) -> Iterator[Line]:
 def _start_lines(run: Run) -> Iterator[Line]:
     for row in run.rows:
         if row["seconds"] is not None:
-            yield (
-                row["host"],
-                str(row["tp"]),
-                row["backend"],
-                row["cache"],
-                f"{row['seconds']:.1f}",
-            )
+            seconds = f"{row['seconds']:.1f}"
+            yield row["host"], str(row["tp"]), row["backend"], row["cache"], seconds
 
 
 def _answer_lines(run: Run) -> Iterator[Line]:
@@ -404,77 +391,55 @@ SECTIONS = (
     Section(
         "Servers, end to end",
         "e2e-.*|papers-servers-.*",
-        (
-            "host: model",
-            "workload",
-            "backends",
-            "cases",
-            "ms per token",
-            "ratio",
-            "steady",
-            "first token",
-        ),
+        "host: model|workload|backends|cases|ms per token|ratio|steady|first token",
         _server_lines,
     ),
     Section(
         "Servers under load",
         "load-.*",
-        ("host", "backend", "load", "requests/s", "gap: mean ms", "p50", "p95", "p99"),
+        "host|backend|load|requests/s|gap: mean ms|p50|p95|p99",
         _load_lines,
     ),
     Section(
         "Kernels, over each peer's time",
         "kernel-.*|verify-.*",
-        ("set", "heads", "types", "cases", "mean (range)"),
+        "set|heads|types|cases|mean (range)",
         _kernel_lines,
     ),
     Section(
         "MLA kernels, over each peer's time",
         "mla-.*",
-        (
-            "heads",
-            "query tokens",
-            "cases",
-            "host: shared",
-            "nothing shared",
-            "FlashInfer: shared",
-            "nothing shared",
-        ),
+        "heads|query tokens|cases|host: shared|nothing shared|FlashInfer: shared|nothing shared",
         _latent_lines,
     ),
     Section(
         "Policies, over `auto`'s time",
         "policies-.*",
-        (
-            "planner",
-            "heads",
-            *(f"`{name}`" for name in POLICIES[1:]),
-            "`auto` above 1.02 of the fastest",
-        ),
+        f"planner|heads|`{'`|`'.join(POLICIES[1:])}`|`auto` above 1.02 of the fastest",
         _policy_lines,
     ),
     Section(
         "The papers' tables",
         "papers-(?!servers).*",
-        ("table or figure", "heads", "cases", "base", "time over the base's: mean (range)"),
+        "table or figure|heads|cases|base|time over the base's: mean (range)",
         _paper_lines,
     ),
     Section(
         "Planning on the device, microseconds a plan",
         "planning-.*",
-        ("policy", *(f"{size:,} requests" for size in PLANNED)),
+        f"policy|{'|'.join(f'{size:,} requests' for size in PLANNED)}",
         _plan_lines,
     ),
     Section(
         "Starts, seconds to the first answer",
         "start-.*",
-        ("host", "ranks", "backend", "kernel caches", "seconds"),
+        "host|ranks|backend|kernel caches|seconds",
         _start_lines,
     ),
     Section(
         "Answers compared with the host's",
         "variants-.*|soak-.*|speculation-.*|models|real-model-.*",
-        ("host", "who", "variants", "tokens", "ties", "wrong"),
+        "host|who|variants|tokens|ties|wrong",
         _answer_lines,
     ),
 )

@@ -29,18 +29,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], header: Mapping[st
 def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dict[str, Any]]:
     """The rows and header that :func:`write_rows` wrote.
 
-    Parameters
-    ----------
-    path : Path
-    keys : collection of str
-        Keys of every row.
-    command : str
-        The command that writes such rows, for the error.
+    - `keys`: keys of every row.
+    - `command`: the command that writes such rows, for the error.
 
-    Raises
-    ------
-    RowsError
-        If there is no such file, or the file holds something else.
+    Raises RowsError if there is no such file, or the file holds something else.
     """
     content = read_json(path, RowsError)
     rows = content.get("rows") if isinstance(content, dict) else None
@@ -59,10 +51,7 @@ def read_rows(path: Path, keys: Collection[str], command: str) -> tuple[Any, dic
 def make_folder(path: Path) -> None:
     """Make the folder of `path`; call it before anything is measured.
 
-    Raises
-    ------
-    RowsError
-        If the folder cannot be made, or `path` itself is a folder.
+    Raises RowsError if the folder cannot be made, or `path` itself is a folder.
     """
     if path.is_dir():
         raise RowsError(f"cannot write {path}: it is a folder; expected a file")

@@ -27,12 +27,8 @@ def write_weights(folder: Path, seed: int) -> None:
 
     Uses a GPU if there is one; PyTorch then keeps gigabytes of its memory.
 
-    Parameters
-    ----------
-    folder : Path
-        Holds the ``config.json`` with the model's shape.
-    seed : int
-        Seed of the weights. They are the same on all machines with the same kind of device.
+    - `folder`: holds the ``config.json`` with the model's shape.
+    - `seed`: seed of the weights. They are the same on all machines with the same kind of device.
     """
     import torch
     from safetensors.torch import save_file

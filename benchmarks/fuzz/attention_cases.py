@@ -32,13 +32,8 @@ _POOL_ELEMENTS = 1 << 26
 class AttentionCounts(NamedTuple):
     """What a chunk of attention cases came to.
 
-    Attributes
-    ----------
-    failures : list of Failure
-    largest_error : float
-        Of the seeds that pass.
-    kinds : Counter of str
-        Cases of each kind; a case is of several.
+    - `largest_error`: of the seeds that pass.
+    - `kinds`: cases of each kind; a case is of several.
     """
 
     failures: list[Failure]
@@ -52,12 +47,7 @@ class AttentionFuzzer:
     Before each batch all KV that no request of it may read is poison: unused pages, and the rest
     of each last page. Outputs and workspace are NaN.
 
-    Parameters
-    ----------
-    setting : AttentionSetting
-    device : torch.device
-    large : bool
-        Whether batches are as large as a GPU runs fast.
+    - `large`: whether batches are as large as a GPU runs fast.
     """
 
     def __init__(self, setting: AttentionSetting, device: torch.device, *, large: bool) -> None:

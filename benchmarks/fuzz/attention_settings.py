@@ -48,29 +48,17 @@ _MOST_SETTINGS = 420
 class AttentionSetting:
     """One attention: what a process compiles kernels for.
 
-    Attributes
-    ----------
-    query_heads, kv_heads, head_dim, page_size : int
-    dtype : str
-        Of queries and output.
-    integers : str
-        Dtype of page table, rows and lengths.
-    soft_cap : float
-        Soft cap of the scores; 0 for none.
-    kv_dtype : str
-        Of the KV cache; empty: that of the queries.
-    tensor_scales : bool
-        Whether the scales of a cache of 8 bits are tensors.
-    sinks : str
-        Dtype of the sinks; empty: none.
-    query_tokens : int
-        Most query tokens of a request.
-    ragged, tree : bool
-        Whether requests have different numbers of query tokens, and whether these form trees.
-    layout : str
-        One of :data:`LAYOUTS`. In all but the first, queries lie next to keys and values.
-    own_rows : bool
-        Whether row ``r`` of the page table belongs to request ``r``.
+    - `dtype`: of queries and output.
+    - `integers`: dtype of page table, rows and lengths.
+    - `soft_cap`: soft cap of the scores; 0 for none.
+    - `kv_dtype`: of the KV cache; empty: that of the queries.
+    - `tensor_scales`: whether the scales of a cache of 8 bits are tensors.
+    - `sinks`: dtype of the sinks; empty: none.
+    - `query_tokens`: most query tokens of a request.
+    - `ragged, tree`: whether requests have different numbers of query tokens, and whether these
+      form trees.
+    - `layout`: one of :data:`LAYOUTS`. In all but the first, queries lie next to keys and values.
+    - `own_rows`: whether row ``r`` of the page table belongs to request ``r``.
     """
 
     query_heads: int

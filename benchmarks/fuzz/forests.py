@@ -38,24 +38,16 @@ class Limits:
 class RandomBatch:
     """A batch as a host holds it.
 
-    Attributes
-    ----------
-    kind : str
-        One of :data:`KINDS`.
-    page_table : [rows, P] int32
-        Page ids. A row's entries beyond its request's last page are not valid page ids.
-    rows : [B] int32
-        Row of each request.
-    seq_lens : [B] int32
-        Tokens of each request, after its growth.
-    growth : int
-        Tokens by which every request has grown since the batch was planned.
-    page_size : int
-    drafted : int
-        Last tokens of every request that are on pages of its own: drafted tokens are nobody else's.
-    twins : [2, N] int32
-        Pages in two copies: both of a column hold the same tokens. If there are any, rows that
-        agree at a position may differ before it. vLLM makes such batches.
+    - `kind`: one of :data:`KINDS`.
+    - `page_table`: [rows, P] int32. Page ids. A row's entries beyond its request's last page are
+      not valid page ids.
+    - `rows`: [B] int32. Row of each request.
+    - `seq_lens`: [B] int32. Tokens of each request, after its growth.
+    - `growth`: tokens by which every request has grown since the batch was planned.
+    - `drafted`: last tokens of every request that are on pages of its own: drafted tokens are
+      nobody else's.
+    - `twins`: [2, N] int32. Pages in two copies: both of a column hold the same tokens. If there
+      are any, rows that agree at a position may differ before it. vLLM makes such batches.
     """
 
     kind: str
@@ -104,18 +96,10 @@ def draw_batch(
 ) -> RandomBatch:
     """A batch of random kind, size and lengths.
 
-    Parameters
-    ----------
-    random : Generator
-    page_size : int
-    limits : Limits
-    grown : bool
-        Whether requests may have grown since the plan. The device planner plans in every step, so
-        its batches have not.
-    twins : bool
-        Whether pages may come in two copies.
-    drafted : int
-        Tokens that every request has at its end, on pages of its own.
+    - `grown`: whether requests may have grown since the plan. The device planner plans in every
+      step, so its batches have not.
+    - `twins`: whether pages may come in two copies.
+    - `drafted`: tokens that every request has at its end, on pages of its own.
     """
     while True:
         pages = _Pages(random, limits.pages)
@@ -204,11 +188,7 @@ def _requests(
 class _Pages:
     """Page ids in scattered order. When all are taken, they come again, and `unique` is false.
 
-    Parameters
-    ----------
-    random : Generator
-    count : int
-        Pages; a power of two, so that every odd step visits each page once.
+    - `count`: Pages; a power of two, so that every odd step visits each page once.
     """
 
     def __init__(self, random: np.random.Generator, count: int) -> None:

@@ -8,13 +8,8 @@ from typing import NamedTuple
 class Failure(NamedTuple):
     """A seed that fails.
 
-    Attributes
-    ----------
-    seed : int
-    planner : str
-        ``device``, or the policy of the reference.
-    why : str
-        In words.
+    - `planner`: ``device``, or the policy of the reference.
+    - `why`: in words.
     """
 
     seed: int

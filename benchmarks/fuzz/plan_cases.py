@@ -28,19 +28,12 @@ from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 class PlanCounts:
     """What a chunk of plans came to.
 
-    Attributes
-    ----------
-    plans : int
-        Plans that were walked.
-    kinds : Counter of str
-        Plans whose requests have several query tokens, and several query blocks.
-    compared : int
-        Batches that both planners planned.
-    same : int
-        Of these, those with the same items.
-    ties : list of int
-        The seeds of those with other items that cost the same (:mod:`benchmarks.fuzz.ties`). All
-        others are failures.
+    - `plans`: plans that were walked.
+    - `kinds`: plans whose requests have several query tokens, and several query blocks.
+    - `compared`: batches that both planners planned.
+    - `same`: of these, those with the same items.
+    - `ties`: the seeds of those with other items that cost the same (:mod:`benchmarks.fuzz.ties`).
+      All others are failures.
     """
 
     plans: int = 0
@@ -54,12 +47,7 @@ class PlanCounts:
 class PlanFuzzer:
     """Plans batches of one setting on the device, all of a chunk before the CPU reads any.
 
-    Parameters
-    ----------
-    setting : PlanSetting
-    device : torch.device
-    large : bool
-        Whether batches are as large as a GPU plans fast.
+    - `large`: whether batches are as large as a GPU plans fast.
     """
 
     def __init__(self, setting: PlanSetting, device: torch.device, *, large: bool) -> None:

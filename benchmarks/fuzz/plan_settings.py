@@ -18,19 +18,11 @@ QUERY_TOKENS = (1, 1, 4, 1, 70)
 class PlanSetting:
     """What a plan without attention is made for.
 
-    Attributes
-    ----------
-    query_heads, kv_heads, head_dim, page_size : int
-    programs : int
-        Programs that run at once for each KV head.
-    tiles : tuple of int
-        Heights of the tiles in query vectors.
-    block_tokens : int
-        Tokens of a KV block.
-    query_tokens : int
-        Of each request.
-    fewer : bool
-        Whether small batches run fewer programs of the small tile.
+    - `programs`: programs that run at once for each KV head.
+    - `tiles`: heights of the tiles in query vectors.
+    - `block_tokens`: tokens of a KV block.
+    - `query_tokens`: of each request.
+    - `fewer`: whether small batches run fewer programs of the small tile.
     """
 
     query_heads: int

@@ -16,17 +16,10 @@ POISON_BYTES = (0x7F, 0xFF, 0x7C)
 class PoisonedCache:
     """Keys and values of every page, and a second cache that holds those of one batch alone.
 
-    Parameters
-    ----------
-    setting : AttentionSetting
-        It decides how the memory of the second cache is laid out.
-    pages : int
-    device : torch.device
+    - `setting`: it decides how the memory of the second cache is laid out.
 
-    Attributes
-    ----------
-    clean, filled : [2, pages, page_size, Hkv, D]
-        Keys and values: all of them, and those that :meth:`fill` has put in place.
+    - `clean, filled`: [2, pages, page_size, Hkv, D]. Keys and values: all of them, and those that
+      :meth:`fill` has put in place.
     """
 
     def __init__(self, setting: AttentionSetting, pages: int, device: torch.device) -> None:
@@ -50,13 +43,10 @@ class PoisonedCache:
     ) -> None:
         """Put each token that a request may read in its place, and poison everything else.
 
-        Parameters
-        ----------
-        table, contents : [B, P] int
-            Pages of each request, and the clean pages that hold the same tokens.
-        lens : [B] int
-        poison : int
-            Which poison, by any number.
+        - `table, contents`: [B, P] int. Pages of each request, and the clean pages that hold the
+          same tokens.
+        - `lens`: [B] int
+        - `poison`: which poison, by any number.
         """
         self._to.fill_(self._poison[poison % len(self._poison)])
         size = self.clean.shape[2]

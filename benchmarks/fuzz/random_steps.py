@@ -20,21 +20,15 @@ SINKS = (-math.inf, -1e4, 30.0, 100.0)
 class RandomStep:
     """What a step adds to its batch.
 
-    Attributes
-    ----------
-    query_tokens : int
-        Most query tokens of a request.
-    seq_lens : [B] int32
-        Tokens of each request as the step runs.
-    query_start : [B + 1] int32, optional
-        First row of each request in the queries, if the requests have different numbers.
-    rows : int
-        Rows of the queries; some at the end may belong to no request.
-    ancestors : [B, query tokens, words] int64, optional
-        Bits of token trees. The bits of tokens that do not exist are random.
-    sinks : [Hq] float32, optional
-    k_scale, v_scale : float
-        Numbers that float32 holds; 1 unless the cache has 8 bits.
+    - `query_tokens`: most query tokens of a request.
+    - `seq_lens`: [B] int32. Tokens of each request as the step runs.
+    - `query_start`: [B + 1] int32. First row of each request in the queries, if the requests have
+      different numbers.
+    - `rows`: rows of the queries; some at the end may belong to no request.
+    - `ancestors`: [B, query tokens, words] int64. Bits of token trees. The bits of tokens that do
+      not exist are random.
+    - `sinks`: [Hq] float32
+    - `k_scale, v_scale`: numbers that float32 holds; 1 unless the cache has 8 bits.
     """
 
     query_tokens: int

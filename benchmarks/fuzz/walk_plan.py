@@ -53,16 +53,9 @@ def fault_of(
 ) -> str:
     """The first mistake of a plan, in words; empty if every query gets its own attention.
 
-    Parameters
-    ----------
-    plan : Plan
-    table, rows, seq_lens
-        The batch as it runs; requests may have grown since the plan.
-    page_size : int
-    target : Target
-        Its tile shapes bound the items. It says how many queries a request has.
-    private_tokens : int
-        Last tokens of each request that no two queries may read together.
+    - `table, rows, seq_lens`: the batch as it runs; requests may have grown since the plan.
+    - `target`: its tile shapes bound the items. It says how many queries a request has.
+    - `private_tokens`: last tokens of each request that no two queries may read together.
     """
     arrays = [array.tolist() for array in plan.arrays().values()]
     batch = (rows.tolist(), seq_lens.tolist(), page_size, target.query_blocks, private_tokens)

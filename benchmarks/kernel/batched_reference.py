@@ -26,19 +26,13 @@ def batched_reference(
 ) -> torch.Tensor:
     """Attention of each request over its whole context, without sharing.
 
-    Parameters
-    ----------
-    q : [B, Hq, D]; with `seen`, [B * n, Hq, D]
-    k_cache, v_cache : [pages, page_size, Hkv, D]
-    page_table : [B, P] int
-    seq_lens : [B] int
-    seen : [n, n] bool, optional
-        Which of a request's last n tokens, its query tokens, each of these sees.
+    - `q`: [B, Hq, D]; with `seen`, [B * n, Hq, D]
+    - `k_cache, v_cache`: [pages, page_size, Hkv, D]
+    - `page_table`: [B, P] int
+    - `seq_lens`: [B] int
+    - `seen`: [n, n] bool. Which of a request's last n tokens, its query tokens, each of these sees.
 
-    Returns
-    -------
-    [B, Hq, D] float64, on q's device; a request without tokens gets zeros. With `seen`, for each
-    query token.
+    Returns [B, Hq, D] float64, or that of each query token; a request without tokens gets zeros.
     """
     if seen is not None:  # as if the heads of a request's query tokens were heads of one query
         wide = _as_heads(q, len(seq_lens), k_cache.shape[2])

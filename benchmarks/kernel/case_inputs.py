@@ -24,18 +24,11 @@ _POOL_SLACK = 8
 class PageTables:
     """A workload's page tables, as a host would hold them.
 
-    Attributes
-    ----------
-    page_table : [B, P] int32
-        Page ids, on the CPU; 0 behind a request's last page.
-    seq_lens : [B] int32
-        Tokens of each request.
-    page_size : int
-        Tokens per page.
-    num_pages : int
-        Pages of the pool.
-    tokens_stored : int
-        Tokens in the pages of the batch; shared tokens count once.
+    - `page_table`: [B, P] int32. Page ids, on the CPU; 0 behind a request's last page.
+    - `seq_lens`: [B] int32. Tokens of each request.
+    - `page_size`: tokens per page.
+    - `num_pages`: pages of the pool.
+    - `tokens_stored`: tokens in the pages of the batch; shared tokens count once.
     """
 
     page_table: npt.NDArray[np.int32]
@@ -59,21 +52,14 @@ class PageTables:
 class Inputs:
     """The input of every method.
 
-    Attributes
-    ----------
-    case : Case
-    tables : PageTables
-        The batch's page tables, on the CPU.
-    forest : PrefixForest
-        Built from the page tables.
-    q : [T, Hq, D]
-        In the measured dtype, on the device. Each request has T / B query tokens.
-    k_cache, v_cache : [pages, page_size, Hkv, D]
-        In the cache's dtype, on the device. A number stands for itself: there are no scales.
-    ancestors : [B, query tokens, words] int64, optional
-        The bits of a token tree, on the device; None: the query tokens are a chain.
-    page_table : [B, P] int32, seq_lens : [B] int32
-        On the device.
+    - `tables`: the batch's page tables, on the CPU.
+    - `forest`: built from the page tables.
+    - `q`: [T, Hq, D]. In the measured dtype, on the device. Each request has T / B query tokens.
+    - `k_cache, v_cache`: [pages, page_size, Hkv, D]. In the cache's dtype, on the device. A number
+      stands for itself: there are no scales.
+    - `ancestors`: [B, query tokens, words] int64. The bits of a token tree, on the device; None:
+      the query tokens are a chain.
+    - `page_table, seq_lens`: [B, P] and [B] int32. On the device.
     """
 
     case: Case
@@ -127,16 +113,10 @@ def lay_out(forest: PrefixForest, page_size: int, layout: str, seed: int) -> Pag
     Only full pages are shared. A page belongs to the node that holds its last token. The remaining
     tokens of a request lie in a page of their own.
 
-    Parameters
-    ----------
-    forest : PrefixForest
-        With a page size of 1.
-    page_size : int
-        Tokens per page.
-    layout : str
-        One of :data:`LAYOUTS`.
-    seed : int
-        The same seed gives the same pages.
+    - `forest`: with a page size of 1.
+    - `page_size`: tokens per page.
+    - `layout`: one of :data:`LAYOUTS`.
+    - `seed`: the same seed gives the same pages.
     """
     lens = forest.seq_lens.astype(np.int32)
     table = np.zeros((len(lens), max(1, -(-int(lens.max(initial=0)) // page_size))), dtype=np.int32)

@@ -35,27 +35,14 @@ class DeviceLost(RuntimeError):
 class Setup:
     """The settings of all cases.
 
-    Attributes
-    ----------
-    ours : Ours
-        Our method; `peers` are the methods that it is compared with.
-    head_dim : int
-    dtype : str
-        One of :data:`DTYPES`.
-    device : torch.device
-        A GPU, or the CPU. On the CPU, results are checked and nothing is timed.
-    layout : str
-        One of :data:`~benchmarks.kernel.case_inputs.LAYOUTS`.
-    seed : int
-    graph : bool
-        Time CUDA graphs, as servers replay them, instead of launches from Python.
-    budget : Budget
-    ceilings : Ceilings, optional
-        Ceilings of the device; None on the CPU.
-    unavailable : dict
-        Why a peer cannot run on this machine, by name; every row repeats it.
-    kv_dtype : str
-        One of :data:`KV_DTYPES`.
+    - `ours`: our method; `peers` are the methods that it is compared with.
+    - `dtype`: one of :data:`DTYPES`.
+    - `device`: a GPU, or the CPU. On the CPU, results are checked and nothing is timed.
+    - `layout`: one of :data:`~benchmarks.kernel.case_inputs.LAYOUTS`.
+    - `graph`: time CUDA graphs, as servers replay them, instead of launches from Python.
+    - `ceilings`: ceilings of the device; None on the CPU.
+    - `unavailable`: why a peer cannot run on this machine, by name; every row repeats it.
+    - `kv_dtype`: one of :data:`KV_DTYPES`.
     """
 
     ours: Ours
@@ -75,10 +62,7 @@ class Setup:
 def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
     """Yield one row for each case, in order.
 
-    Raises
-    ------
-    DeviceLost
-        If a method left the device unusable.
+    Raises DeviceLost if a method left the device unusable.
     """
     for case in cases:
         yield measure_case(case, setup)

@@ -19,12 +19,8 @@ def mixed_forest(seed: int, requests: int) -> PrefixForest:
     1 to 2,048 tokens, and requests that share nothing 64 to 8,192. One request in twenty has an
     empty leaf. The batch is in random order.
 
-    Parameters
-    ----------
-    seed : int
-        The same seed gives the same forest.
-    requests : int
-        Batch size.
+    - `seed`: the same seed gives the same forest.
+    - `requests`: batch size.
     """
     rng = random.Random(seed)
     paths: list[list[tuple[Hashable, int]]] = []

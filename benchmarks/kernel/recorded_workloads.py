@@ -14,18 +14,11 @@ from deft_backend.tools.traces.tree_forests import forest_at, token_tree_forest
 def recorded_workloads(path: Path, steps: int) -> list[Workload]:
     """Evenly spaced steps of one tree of each recording, one workload per step.
 
-    Parameters
-    ----------
-    path : Path
-        A trace file, or a folder of them. Each file gives its tree with the most thoughts, or its
-        recording with the most tokens.
-    steps : int
-        Number of steps of each tree.
+    - `path`: a trace file, or a folder of them. Each file gives its tree with the most thoughts, or
+      its recording with the most tokens.
+    - `steps`: number of steps of each tree.
 
-    Raises
-    ------
-    TraceError
-        If there is no trace, or a file is not a trace.
+    Raises TraceError if there is no trace, or a file is not a trace.
     """
     if path.is_dir():
         found = sorted(path.glob("*.json"))

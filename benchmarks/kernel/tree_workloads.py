@@ -29,18 +29,13 @@ class WorkloadChoiceError(ValueError):
 class Workload:
     """A forest to measure.
 
-    Attributes
-    ----------
-    set, name : str
-        Its set, and its name in the set.
-    describe : callable
-        Makes the forest, with a page size of 1.
-    page_size : int, optional
-        Tokens per page; None takes 16 if all nodes are whole pages of 16 tokens, otherwise 1.
-    query_tokens : int
-        Query tokens of each request, its last tokens.
-    parents : tuple of int, optional
-        The parent of each query token, -1 for the root of a token tree; None: they are a chain.
+    - `set, name`: its set, and its name in the set.
+    - `describe`: makes the forest, with a page size of 1.
+    - `page_size`: tokens per page; None takes 16 if all nodes are whole pages of 16 tokens,
+      otherwise 1.
+    - `query_tokens`: query tokens of each request, its last tokens.
+    - `parents`: the parent of each query token, -1 for the root of a token tree; None: they are a
+      chain.
     """
 
     set: str
@@ -78,10 +73,7 @@ class Case:
 def described(tree: str) -> Workload:
     """The user's own tree: ``nodes per level  tokens per node at each level``.
 
-    Raises
-    ------
-    TraceError
-        If the description cannot be read.
+    - `TraceError`: if the description cannot be read.
     """
     made = Workload("own", tree, partial(forest_from_levels, tree))
     made.forest  # noqa: B018 - refuse a bad description before anything is measured
@@ -110,10 +102,7 @@ def quick(chosen: Sequence[Workload]) -> list[Workload]:
 def parse_heads(text: str) -> tuple[int, int]:
     """``32/8`` as (query heads, KV heads).
 
-    Raises
-    ------
-    WorkloadChoiceError
-        If the text is no such pair, or the first is no multiple of the second.
+    - `WorkloadChoiceError`: if the text is no such pair, or the first is no multiple of the second.
     """
     try:
         query_heads, kv_heads = (int(part) for part in text.split("/"))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.e2e.served_model import SHAPES
-from benchmarks.random_batches import random_batch
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.latent_check import failed_latent_check
@@ -19,6 +18,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.costs.cost_model import STEP_NS
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import captured
+from random_batches import random_batch
 from tests.support.strategies import Batch, batches
 
 VALUE, ROPE = 64, 16  # of the tests on the CPU

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.random_batches import random_batch
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import POLICY_NAMES
+from random_batches import random_batch
 from tests.support.attention_checks import tree_attention
 
 

@@ -63,27 +63,6 @@ def test_trees_are_the_published_ones(name, batches, shares):
     assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
 
 
-def test_flashforge_families_hold_what_they_are_named_for():
-    forests = {workload.name: workload.forest for workload in read_set("flashforge", None)[1]}
-    for tokens in (512, 1024, 2048, 4096, 8192):
-        assert sorted(forests[f"length-{tokens}"].length) == [tokens, tokens, 120000]
-    for batch in (4, 8, 16, 32, 64):
-        assert forests[f"batch-{batch}"].batch_size == batch
-    for depth in range(2, 7):
-        forest = forests[f"depth-{depth}"]
-        assert (int(forest.depth.max()) + 1, forest.num_nodes) == (depth, 2**depth - 1)
-    for ratio in (50, 80, 90, 95, 99):
-        forest = forests[f"ratio-{ratio}"]
-        assert forest.length.max() / forest.tokens_stored == pytest.approx(ratio / 100, abs=2e-3)
-    for arity in (2, 3, 4, 5):
-        assert forests[f"shape-{arity}T"].batch_size == arity**2
-    degenerate = forests["shape-DT"]
-    assert sorted(degenerate.depth[degenerate.leaf]) == [1, 2, 3, 4, 5, 5]
-    for name, forest in forests.items():
-        if name.startswith(("depth", "ratio", "shape")):
-            assert forest.tokens_stored == pytest.approx(120000, rel=2e-3)
-
-
 def test_recorded_trees_step_by_step(tmp_path):
     tree = generate_thought_tree(ThoughtTreeShape())
     dump_thought_trees([tree], tmp_path / "thoughts.json")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attention_checks import tree_attention
-from benchmarks.random_batches import random_batch
 from deft_backend import forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
+from random_batches import random_batch
 
 KERNELS = (
     configurations.PARTIAL_ATTENTION, configurations.SMALL_TILE,

@@ -11,12 +11,12 @@ import torch
 
 import attention_checks
 from attention_checks import DEVICES, TOLERANCE, Batch, tree_attention
-from benchmarks.random_batches import random_batch as paged_batch
 from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.planner import PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
+from random_batches import random_batch as paged_batch
 
 
 def random_batch(seed, page_size, requests, longest=90, spare=0):

@@ -12,12 +12,12 @@ from test_gluon_kernels import emulation, use_gluon  # noqa: F401
 
 import gluon_emulator
 from attention_checks import tree_attention
-from benchmarks.random_batches import PagedBatch, random_batch
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
 from deft_backend.kernels.hopper import large_tile_memory
 from deft_backend.planner.encoding import ARRIVALS
+from random_batches import PagedBatch, random_batch
 
 MACHINE = gluon_emulator._MACHINE
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from test_kernels import star
 
 from attention_checks import DEVICES, Batch, check, tree_attention
-from benchmarks.random_batches import random_batch
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.forest import build_forest, forest_of_blocks
 from deft_backend.policies import GroupingBuilder, Segment
 from deft_backend.shapes import QueryBlocks
+from random_batches import random_batch
 
 
 def drafts(seed, requests, page_size, query_tokens, longest=60, spare=0):

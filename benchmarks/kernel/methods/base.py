@@ -19,20 +19,14 @@ class Refused(RuntimeError):
 class Prepared:
     """A planned batch.
 
-    Attributes
-    ----------
-    launch : callable
-        Enqueues the attention on the current stream and returns its output, [B, Hq, D]. It neither
-        plans nor synchronises, so a CUDA graph can capture it.
-    rows : [B] int64, optional
-        Request index of each row of the output; None if the output is in batch order.
-    poison : callable, optional
-        Fills the method's own workspace with NaN.
-    facts : mapping
-        Facts about the plan for the row.
-    tolerance : float, optional
-        Relative error above which the result is wrong, if the method rounds more than the dtype of
-        the queries does.
+    - `launch`: enqueues the attention on the current stream and returns its output, [B, Hq, D]. It
+      neither plans nor synchronises, so a CUDA graph can capture it.
+    - `rows`: [B] int64. Request index of each row of the output; None if the output is in batch
+      order.
+    - `poison`: fills the method's own workspace with NaN.
+    - `facts`: facts about the plan for the row.
+    - `tolerance`: relative error above which the result is wrong, if the method rounds more than
+      the dtype of the queries does.
     """
 
     launch: Callable[[], torch.Tensor]
@@ -55,10 +49,7 @@ class Method(ABC):
     def prepare(self, inputs: Inputs) -> Prepared:
         """Plan a batch; the time is not counted.
 
-        Raises
-        ------
-        Refused
-            If the method cannot represent the case.
+        Raises Refused if the method cannot represent the case.
         """
 
     def origin(self) -> str:

@@ -29,11 +29,8 @@ def cascade_levels(
     Queries are in forest order. Shared nodes are at the level of their depth, every leaf at the
     last level. Queries without tokens at a level are a group without KV.
 
-    Parameters
-    ----------
-    forest : PrefixForest
-        The batch's forest; its shared nodes are whole pages.
-    page_table : [B, P] int32
+    - `forest`: the batch's forest; its shared nodes are whole pages.
+    - `page_table`: [B, P] int32
     """
     size = forest.page_size
     shared = np.flatnonzero(~forest.is_leaf)

@@ -21,20 +21,13 @@ PLANNERS = ("host", "device")
 class Ours(Method):
     """:class:`~deft_backend.TreeAttention`; with the policy ``flash-decoding``, a peer of itself.
 
-    Parameters
-    ----------
-    name, policy : str
-    planner : str
-        One of :data:`PLANNERS`. Servers decode with device plans inside their CUDA graphs. The
-        method then uses the servers' capacity, and makes every kernel launch that a batch of that
-        size can need. The CPU does not know the tile shapes of the plan's items.
-    as_on : str, optional
-        A GPU such as ``sm_89``: the plain kernels run, in its configuration, on this GPU's SMs.
+    - `planner`: one of :data:`PLANNERS`. Servers decode with device plans inside their CUDA graphs.
+      The method then uses the servers' capacity, and makes every kernel launch that a batch of that
+      size can need. The CPU does not know the tile shapes of the plan's items.
+    - `as_on`: a GPU such as ``sm_89``: the plain kernels run, in its configuration, on this GPU's
+      SMs.
 
-    Raises
-    ------
-    PolicyError
-        If the policy is unknown.
+    Raises PolicyError if the policy is unknown.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ MOST_SCORE_BYTES = 4 << 30
 class Tuned(Ours):
     """Tree attention under a policy with parameters of its own, planned by the reference.
 
-    Parameters
-    ----------
-    name : str
-        The method's name in rows.
-    policy : Policy
+    - `name`: the method's name in rows.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:

@@ -1,4 +1,4 @@
-"""Random batches with shared prefixes, as page tables, for correctness runs and tests."""
+"""Random batches with shared prefixes, as page tables, for tests."""
 
 from __future__ import annotations
 
