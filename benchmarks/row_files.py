@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.files.json_fields import read_json
-from deft_backend.files.user_files import replace_file
 
 
 class RowsError(ValueError):
@@ -63,7 +62,11 @@ def make_folder(path: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     make_folder(path)
+    part = path.with_name(f"{path.name}.part")
     try:
-        replace_file(path, text)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     except OSError as error:
         raise RowsError(f"cannot write {path}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
