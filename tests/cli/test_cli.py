@@ -427,10 +427,12 @@ def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
 
 def test_doctor_finds_bad_settings():
     wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_CACHE_DIR": "~nobody-there/x"}
-    code, out, _ = run("doctor", "--json", **wrong)
+    code, out, _ = run("doctor", "--json", **wrong, DEFT_PLANNER="device")
     assert code == 1
     found = {check["subject"]: check for check in json.loads(out)["settings"]}
     kinds = {"DEFT_POLICY": "problem", "DEFT_POLCY": "note", "DEFT_CACHE_DIR": "problem"}
+    kinds["DEFT_PLANNER"] = "problem"
+    assert found["DEFT_PLANNER"]["state"].startswith("DEFT_PLANNER was removed: ")
     assert {name: found[name]["status"] for name in kinds} == kinds
     assert "'best'" in found["DEFT_POLICY"]["state"]
     assert "no such setting exists; did you mean DEFT_POLICY?" in found["DEFT_POLCY"]["state"]

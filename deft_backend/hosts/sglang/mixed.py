@@ -56,15 +56,21 @@ class MixedSteps:
         observed = self.observer.of(forward_batch)
         if observed is None or not observed.decoding:
             return None
-        rows, lens = observed.decoding, forward_batch.seq_lens_cpu
-        decoded = Decoded(MIXED, rows, 0 if lens is None else int(lens[-rows:].sum()))
-        reason = self._refused(forward_batch, rows) or self._shares_too_little(observed, lens)
+        decoded = _decoded(observed, forward_batch)
+        reason = self._refused(forward_batch, decoded.rows)
+        reason = reason or self._shares_too_little(observed, forward_batch.seq_lens_cpu)
         step = None
         if reason is None:
             step, reason = self._split(forward_batch, decoded)
         if step is None:
             self.layers.state.count(decoded, reason)
         return step
+
+    def count_graph(self, forward_batch: Any) -> None:
+        """Count a batch that a CUDA graph of whole prefills computes, with the host's kernel."""
+        observed = self.observer.of(forward_batch)
+        if observed is not None and observed.decoding:
+            self.layers.state.count(_decoded(observed, forward_batch), "in a graph of prefills")
 
     def _refused(self, forward_batch: Any, rows: int) -> str | None:
         """Why this batch is not split, whatever it shares."""
@@ -138,3 +144,11 @@ class MixedSteps:
             failed=partial(count, decoded, "kernel failed"),
         )
         return step, None
+
+
+def _decoded(observed: Observed, forward_batch: Any) -> Decoded:
+    """The decode rows of a mixed batch, for the counters. A graph's batch has padding behind."""
+    rows, lens = observed.decoding, forward_batch.seq_lens_cpu
+    requests = len(observed.requests)
+    tokens = 0 if lens is None else int(lens[requests - rows : requests].sum())
+    return Decoded(MIXED, rows, tokens)

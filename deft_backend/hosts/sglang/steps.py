@@ -140,6 +140,8 @@ class TreeSteps:
                 self._count(kind, forward_batch)
                 if not layers.host_in_graphs and self.sharing is None:
                     return
+        elif self.mixed is not None:
+            self.mixed.count_graph(forward_batch)
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
 
     def launch_planning(self, forward_batch: Any) -> None:

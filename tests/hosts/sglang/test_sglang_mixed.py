@@ -246,6 +246,17 @@ def test_a_prefill_alone_is_the_hosts(server):
     assert counted(server) == {}
 
 
+def test_a_graph_of_prefills_is_the_hosts(server):
+    """The host hands a view of the batch whose lengths are padded with zeros."""
+    batch = server.batch()
+    padded = torch.cat([batch.seq_lens_cpu, torch.zeros(4, dtype=torch.int64)])
+    server.replay(SimpleNamespace(**{**vars(batch), "batch_size": 8, "seq_lens_cpu": padded}))
+    assert server.calls == ["replay"]
+    ((content, steps),) = server.state.counters().steps.items()
+    assert content == (MIXED, "in a graph of prefills")
+    assert (steps.rows, steps.kv_bytes) == (3, int(server.lens[1:].sum()) * 2 * 1024)
+
+
 @pytest.mark.parametrize("broken", ["run", "plan_batch"])
 def test_after_a_failure_the_host_computes_the_whole_batch(server, monkeypatch, failures, broken):
     """Also the step's other rows of the same layer; later steps too."""
