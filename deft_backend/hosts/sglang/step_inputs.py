@@ -25,7 +25,7 @@ class StepInputs:
     @property
     def rows(self) -> int:
         """Query tokens of all requests."""
-        return len(self.seq_lens) * self.query_tokens
+        return self.seq_lens.shape[0] * self.query_tokens
 
     def plan(self, attention: PlannedAttention, page_table: torch.Tensor) -> None:
         """Launch the planning of the step."""

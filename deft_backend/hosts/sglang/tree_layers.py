@@ -173,7 +173,7 @@ class StepLayers(ABC):
                 call, q=call.q[:first], k=call.k[:first], v=call.v[:first], batch=step.rest
             )
             parts.insert(0, others.by(self.host.forward_extend).reshape(first, -1))
-        missing = len(call.q) - sum(map(len, parts))
+        missing = call.q.shape[0] - sum(part.shape[0] for part in parts)
         if missing:
             parts.append(parts[-1].new_zeros((missing, parts[-1].shape[1])))
         return torch.cat(parts) if parts[1:] else parts[0]
@@ -221,9 +221,10 @@ class StepLayers(ABC):
 
     def _unknown_argument(self, call: LayerCall) -> str | None:
         """An argument that asks for what tree attention does not compute, or None."""
-        given = sorted(name for name, value in call.others.items() if value is not None)
-        unknown = [name for name in given if name not in self.known_arguments]
-        return f"the argument {unknown[0]}" if unknown else None
+        for name, value in call.others.items():
+            if value is not None and name not in self.known_arguments:
+                return f"the argument {name}"
+        return None
 
     @abstractmethod
     def _host_reason(self, call: LayerCall) -> str | None:
@@ -265,7 +266,7 @@ class TreeLayers(StepLayers):
             # reads these keys and values.
             k, v = k.clone(), v.clone()
         slots = step.batch.out_cache_loc
-        if len(k) > len(slots):  # padding of a prefill graph
+        if step.rest is not None:  # without the padding of a prefill graph
             k, v = k[: len(slots)], v[: len(slots)]
         self.pool.set_kv_buffer(call.layer, self._location(slots, None), k, v, *scales)
 
