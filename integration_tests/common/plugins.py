@@ -8,6 +8,18 @@ GROUPS = ("sglang.srt.plugins", "vllm.general_plugins")
 QUICK_INTERPRETER = "quick_interpreter:install"
 CPU_BACKEND = "vllm_cpu_backend:install"  # for vLLM's servers with tree attention on the CPU
 
+ANY_SHARING = f"{__name__}:take_whatever_is_shared"
+
+
+def take_whatever_is_shared():
+    """Let servers of MLA models take every batch that shares something, whatever the costs say.
+
+    The tests' prompts are too short for a gain.
+    """
+    from deft_backend.attention import LatentAttention
+
+    LatentAttention.gains = lambda attention, forest, num_layers: True
+
 
 def plugin_settings(folder, *targets):
     """Write entry points of `targets`, each ``module:function``; returns settings of servers."""

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
+from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import check_every_token, reported_states
 from integration_tests.gpu.sglang_variants import COMMON, VARIANTS
@@ -26,8 +27,7 @@ def checked(name, shape, ranks, folder, *flags, fewest):
     if ranks > num_gpus():
         pytest.skip(f"this server needs {ranks} GPUs")
     of = replace(VARIANTS["two-ranks"] if ranks == 2 else Variant("deft"), against="host")
-    # The prompts are short: take every batch that shares something.
-    settings = {"DEFT_MLA": "1"}
+    settings = {"DEFT_MLA": "1", **plugin_settings(folder / "plugins", ANY_SHARING)}
     ours = replace(of, flags=(*of.flags, *flags), settings=settings)
     host = replace(of, backend="fa3", settings={})
     fleet = Fleet("sglang", COMMON, {"host": host}, {name: ours})

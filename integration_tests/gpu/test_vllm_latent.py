@@ -17,6 +17,7 @@ from benchmarks.e2e.answers import TOLERANCE, check
 from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
+from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import client_of, report, reported_states
 from integration_tests.gpu.forest_traffic import answered, requests
@@ -29,7 +30,7 @@ CONTROL = "control"
 MORE = 0.002  # share of tokens that may be wrong in addition to the control's share
 
 
-def fleet(name, ranks, flags, settings):
+def fleet(name, ranks, flags, settings, folder):
     """All servers have as many ranks, so that only attention differs.
 
     The server that checks all answers takes no flags: it does not speculate.
@@ -37,8 +38,7 @@ def fleet(name, ranks, flags, settings):
     of = replace(VARIANTS["two-ranks"] if ranks == 2 else Variant("deft"), against="host")
     host = replace(of, backend="FLASH_ATTN_MLA", settings={**of.settings, **settings})
     control = replace(host, flags=(*of.flags, *flags))
-    # The prompts are short: take every batch that shares something.
-    asked = {"DEFT_MLA": "1"}
+    asked = {"DEFT_MLA": "1", **plugin_settings(folder / "plugins", ANY_SHARING)}
     ours = replace(control, backend="deft", settings={**host.settings, **asked})
     return Fleet("vllm", COMMON, {"host": host, CONTROL: control}, {name: ours})
 
@@ -65,7 +65,7 @@ def checked(shape, ranks, folder, flags=(), settings=MappingProxyType({})):
     if ranks > num_gpus():
         pytest.skip(f"these servers need {ranks} GPUs")
     name = f"{shape}-{ranks}"
-    servers = fleet(name, ranks, flags, settings)
+    servers = fleet(name, ranks, flags, settings, folder)
     names = [name, CONTROL, "host"]
     model = write_model(folder / "model", shape, "random", "bfloat16")
     with running(servers, names, num_gpus(), model, Path(), folder) as started:
