@@ -6,7 +6,7 @@ All kernels of stage 1 have these parameters, so one launch serves them::
 
 A launch passes tensors and numbers; in a kernel the same field holds a pointer or a number. `plan`
 is :class:`~deft_backend.planner.device_plan.ItemArrays`. The last four are constants: each of
-their values compiles another kernel.
+their values compiles another kernel. Parameters in capitals are constants in every function.
 
 Triton passes a NamedTuple field by field, so a structure costs a kernel nothing.
 Two rules keep the structures working on Triton 3.6 to 3.9:

@@ -202,11 +202,11 @@ def merge_results(
     leaf_rows,
     out_row,
     out_head,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    APART: tl.constexpr,
+    HEADS,
+    TOKENS,
+    VALUE_DIM,
+    BLOCK_H,
+    APART,
 ):
     """Each program merges BLOCK_H heads of one query token.
 

@@ -26,7 +26,7 @@ from deft_backend.kernels.plain.eight_bits import (
 
 
 @jit
-def _converted(x, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
+def _converted(x, DTYPE, EXPONENT_BITS):
     """Convert bytes to numbers; each thread holds groups of four neighbouring bytes."""
     if DTYPE == gl.float16:  # noqa: SIM300
         HALF: gl.constexpr = E4M3_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_TO_FLOAT16
@@ -41,7 +41,7 @@ def _converted(x, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
 
 
 @jit
-def as_operand(stored, operand, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+def as_operand(stored, operand, EXPONENT_BITS, LAYOUT):
     """Store a block of bytes as an operand, [tokens, D]; return the operand."""
     DTYPE: gl.constexpr = operand.dtype
     operand.store(_converted(stored.load(LAYOUT.kv_copy), DTYPE, EXPONENT_BITS))
@@ -49,7 +49,7 @@ def as_operand(stored, operand, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexp
 
 
 @jit
-def keys_of(k, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+def keys_of(k, DTYPE, EXPONENT_BITS, LAYOUT):
     """[tokens, D]: a block of keys as the left operand."""
     keys = k.load(LAYOUT.keys)
     if EXPONENT_BITS > 0:
@@ -58,7 +58,7 @@ def keys_of(k, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.cons
 
 
 @jit
-def _separated(pairs, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
+def _separated(pairs, DTYPE, EXPONENT_BITS):
     """The even dimensions and the odd dimensions of pairs of bytes."""
     if DTYPE == gl.float16:  # noqa: SIM300
         HALF: gl.constexpr = E4M3_PAIRS_TO_FLOAT16 if EXPONENT_BITS == 4 else E5M2_PAIRS_TO_FLOAT16
@@ -75,7 +75,7 @@ def _separated(pairs, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr):
 
 
 @jit
-def values_of(v, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.constexpr):
+def values_of(v, DTYPE, EXPONENT_BITS, LAYOUT):
     """[D, tokens]: a block of values, transposed, as the left operand."""
     if EXPONENT_BITS == 0:
         return v.permute((1, 0)).load(LAYOUT.left)
@@ -90,7 +90,7 @@ def values_of(v, DTYPE: gl.constexpr, EXPONENT_BITS: gl.constexpr, LAYOUT: gl.co
 
 
 @jit
-def in_order(acc, EXPONENT_BITS: gl.constexpr):
+def in_order(acc, EXPONENT_BITS):
     """[D, M]: sums of values with their dimensions in the cache's order."""
     if EXPONENT_BITS > 0:
         DIM: gl.constexpr = acc.shape[0]

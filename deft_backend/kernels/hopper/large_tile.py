@@ -99,8 +99,19 @@ class State(NamedTuple):
     weights: Any  # [M, tokens]: of that block
 
 
+class Inputs(NamedTuple):
+    """What all blocks of an item are added with."""
+
+    q: Any
+    stream: Any
+    left: Any  # the range's tokens from the first taken block on
+    tail: Any
+    scaling: Any
+    buffers: Any
+
+
 @jit
-def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
+def _find_segment(item, tensors, strides, CACHE):
     """Second link: an item's KV range as it is now."""
     stop = range_end(item, tensors)
     row = table_row(item, tensors, CACHE)
@@ -108,16 +119,7 @@ def _find_segment(item, tensors, strides, CACHE: gl.constexpr):
 
 
 @jit
-def _hide(
-    scores,
-    left,
-    tail,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _hide(scores, left, tail, tensors, strides, HEADS, TILE, LAYOUT):
     """Scores with -inf where a query token does not see another query token.
 
     `left` are the range's tokens from the block's first one on.
@@ -130,28 +132,12 @@ def _hide(
 
 
 @jit
-def _add_block(
-    state,
-    step,
-    q,
-    stream,
-    left,
-    tail,
-    scaling,
-    buffers,
-    tensors,
-    strides,
-    HIDES: gl.constexpr,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _add_block(state, step, inputs, tensors, strides, HIDES, HEADS, CACHE, TILE, MODE, LAYOUT):
     """The softmax with one more block, while P V of the block taken before it runs.
 
     With HIDES, some of the block's tokens are query tokens.
     """
+    buffers, scaling = inputs.buffers, inputs.scaling
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     BLOCK_M: gl.constexpr = TILE.height
@@ -171,16 +157,18 @@ def _add_block(
         keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
         values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
         show_operands()
-    started = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    started = warpgroup_mma(inputs.q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
-    position = copy_next_blocks(step, now, state.position, stream, buffers, CACHE, TILE, LAYOUT)
+    position = copy_next_blocks(
+        step, now, state.position, inputs.stream, buffers, CACHE, TILE, LAYOUT
+    )
     now = following
     following = next_slot(following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
     if HIDES:
-        behind = left + (step + 1) * BLOCK_N
-        scores = _hide(scores, behind, tail, tensors, strides, HEADS, TILE, LAYOUT)
+        behind = inputs.left + (step + 1) * BLOCK_N
+        scores = _hide(scores, behind, inputs.tail, tensors, strides, HEADS, TILE, LAYOUT)
     fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
     total = add_rescaled(state.total, rescale, settled(added))
     acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
@@ -289,44 +277,15 @@ def hopper_large_tile_attention(
         fresh, total, maximum, _ = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
         state = State(0, 1, position, maximum, total, acc, weights)
+        inputs = Inputs(q, stream, left, tail, scaling, buffers)
         if not HEADS.single:
             for step in range(0, hiding):
                 state = _add_block(
-                    state,
-                    step,
-                    q,
-                    stream,
-                    left,
-                    tail,
-                    scaling,
-                    buffers,
-                    tensors,
-                    strides,
-                    True,
-                    HEADS,
-                    CACHE,
-                    TILE,
-                    MODE,
-                    LAYOUT,
+                    state, step, inputs, tensors, strides, True, HEADS, CACHE, TILE, MODE, LAYOUT
                 )
         for step in range(hiding, blocks - 1):
             state = _add_block(
-                state,
-                step,
-                q,
-                stream,
-                left,
-                tail,
-                scaling,
-                buffers,
-                tensors,
-                strides,
-                False,
-                HEADS,
-                CACHE,
-                TILE,
-                MODE,
-                LAYOUT,
+                state, step, inputs, tensors, strides, False, HEADS, CACHE, TILE, MODE, LAYOUT
             )
 
         segment = _find_segment(next_item, tensors, strides, CACHE)
@@ -342,19 +301,9 @@ def hopper_large_tile_attention(
         if EXPONENT_BITS > 0:
             acc = acc * scaling.value
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
+        maximum, zero = state.maximum, hidden_zero(now)
         write_results(
-            acc,
-            state.maximum,
-            sums,
-            item,
-            kv_head,
-            hidden_zero(now),
-            buffers,
-            tensors,
-            HEADS,
-            TILE,
-            MODE,
-            LAYOUT,
+            acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )
         item = next_item
 

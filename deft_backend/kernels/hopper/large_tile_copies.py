@@ -42,7 +42,7 @@ class Stream(NamedTuple):
 
 
 @jit
-def arrived(OUTSTANDING: gl.constexpr):
+def arrived(OUTSTANDING):
     """Wait for all but the newest OUTSTANDING copies; show them to all threads and tensor cores."""
     wait_group(OUTSTANDING)
     barrier()
@@ -59,7 +59,7 @@ def _within(position, least, most):
 
 
 @jit
-def row_of_place(place, ROWS: gl.constexpr, AT_ONCE: gl.constexpr):
+def row_of_place(place, ROWS, AT_ONCE):
     """Row of a block whose number is at a place in shared memory.
 
     The numbers of rows that one thread copies lie side by side: the thread reads them at once.
@@ -69,7 +69,7 @@ def row_of_place(place, ROWS: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @jit
-def read_rows(numbers, ROW: gl.constexpr, AT_ONCE: gl.constexpr):
+def read_rows(numbers, ROW, AT_ONCE):
     """[rows]: one number for each row of a block, from the order of `row_of_place`."""
     ROWS: gl.constexpr = numbers.shape[0]
     PASSES: gl.constexpr = ROWS // AT_ONCE
@@ -81,7 +81,7 @@ def read_rows(numbers, ROW: gl.constexpr, AT_ONCE: gl.constexpr):
 
 
 @jit
-def first_positions(segment, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
+def first_positions(segment, BLOCK_N, LAYOUT):
     """Where a segment's last block begins, its last position, and positions of its first blocks.
 
     The first blocks are the segment's last ones, of which the very last comes first. Masked rows
@@ -97,17 +97,7 @@ def first_positions(segment, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @jit
-def ask_item(
-    there,
-    item,
-    segment,
-    buffers,
-    plan,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def ask_item(there, item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT):
     """Start copying what an item needs first, if it is there.
 
     That is the page ids of `first_positions`, and the query and the slot of each query vector. Rows
@@ -131,7 +121,7 @@ def ask_item(
 
 
 @jit
-def result_place(places, slot, strides, HEADS: gl.constexpr):
+def result_place(places, slot, strides, HEADS):
     """Where query vectors' results go, in units of 16 bytes.
 
     A negative number, without its sign, is a place in the output. Other numbers are places among
@@ -146,7 +136,7 @@ def result_place(places, slot, strides, HEADS: gl.constexpr):
 
 
 @jit
-def copy_rows(exists, buffer, base, offset, UNIT: gl.constexpr, COPY: gl.constexpr):
+def copy_rows(exists, buffer, base, offset, UNIT, COPY):
     """Start copying a block of K or V of one KV head, or of Q; zeros where nothing exists.
 
     `base` points to the head's first token, `offset` tells where the block's rows lie, in UNIT
@@ -160,13 +150,13 @@ def copy_rows(exists, buffer, base, offset, UNIT: gl.constexpr, COPY: gl.constex
 
 
 @jit
-def _copy_pages(buffer, stream, position, PAGE_SIZE: gl.constexpr):
+def _copy_pages(buffer, stream, position, PAGE_SIZE):
     """Start copying the page ids of positions within the segment."""
     async_load(buffer, stream.table + _within(position, stream.start, stream.most) // PAGE_SIZE)
 
 
 @jit
-def know(k_known, v_known, page, position, CACHE: gl.constexpr):
+def know(k_known, v_known, page, position, CACHE):
     """Store where tokens lie in the caches of K and V."""
     k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE))
     if not CACHE.same_strides:
@@ -174,18 +164,7 @@ def know(k_known, v_known, page, position, CACHE: gl.constexpr):
 
 
 @jit
-def take_item(
-    segment,
-    kv_head,
-    zero,
-    buffers,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def take_item(segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
     """Turn what `ask_item` copied into addresses, in shared memory.
 
     Returns where the segment's last block begins, and the segment's last position.
@@ -210,9 +189,7 @@ def take_item(
 
 
 @jit
-def copy_queries(
-    item, zero, q_base, buffers, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def copy_queries(item, zero, q_base, buffers, HEADS, TILE, LAYOUT):
     """Start copying Q; zeros below the item's queries."""
     ROW: gl.constexpr = LAYOUT.copy_row
     offset = read_rows(buffers.places.index(0), ROW, LAYOUT.at_once)
@@ -222,7 +199,7 @@ def copy_queries(
 
 
 @jit
-def copy_ahead(ahead: gl.constexpr, stream, buffers, LAYOUT: gl.constexpr):
+def copy_ahead(ahead, stream, buffers, LAYOUT):
     """Start copying V of the block before an item's block number `ahead`, and K of that block."""
     ROW: gl.constexpr = LAYOUT.kv_copy_row
     COPY: gl.constexpr = LAYOUT.kv_copy
@@ -238,9 +215,7 @@ def copy_ahead(ahead: gl.constexpr, stream, buffers, LAYOUT: gl.constexpr):
 
 
 @jit
-def copy_first_blocks(
-    stream, last, buffers, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT):
     """Start copying an item's first blocks of K and V, and the page ids of the blocks behind them.
 
     `last` is where the segment's last block begins. Returns [tokens] the positions of the first
@@ -264,16 +239,7 @@ def copy_first_blocks(
 
 
 @jit
-def copy_next_blocks(
-    step,
-    now,
-    position,
-    stream,
-    buffers,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def copy_next_blocks(step, now, position, stream, buffers, CACHE, TILE, LAYOUT):
     """Start copying one more block of V and of K, and learn where the tokens of a later one lie.
 
     `step` counts the item's blocks, and `now` is the slot of the block that is multiplied. The new

@@ -108,9 +108,7 @@ class Buffers(NamedTuple):
 
 
 @jit
-def allocate(
-    tensors, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     """Allocate a program's shared memory.
 
     Q and the results share the memory of the V block that is copied last, or of the operand that
@@ -146,7 +144,7 @@ def allocate(
 
 
 @jit
-def in_one_row(buffer, LAYOUT: gl.constexpr):
+def in_one_row(buffer, LAYOUT):
     """Return a buffer of rows of numbers as one long row."""
     LENGTH: gl.constexpr = buffer.shape[0] * buffer.shape[1]
     PLAIN: gl.constexpr = LAYOUT.plain
@@ -173,7 +171,7 @@ SMS = constexpr(ARRIVALS - 2)
 
 
 @jit
-def _count(counter, LAYOUT: gl.constexpr):
+def _count(counter, LAYOUT):
     """[threads]: how often the counter was counted before, in the first thread; 0 in all others.
 
     Nothing waits for the number before it is used. It would for ``atomic_add``, and for ``add``,
@@ -196,7 +194,7 @@ def _count(counter, LAYOUT: gl.constexpr):
 
 
 @jit
-def count_on_sm(arrivals, LAYOUT: gl.constexpr):
+def count_on_sm(arrivals, LAYOUT):
     """Count this program on its SM; returns what :func:`spread_number` takes."""
     sm = gl.inline_asm_elementwise(
         "mov.u32 $0, %smid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
@@ -205,7 +203,7 @@ def count_on_sm(arrivals, LAYOUT: gl.constexpr):
 
 
 @jit
-def spread_number(arrivals, counted, LAYOUT: gl.constexpr):
+def spread_number(arrivals, counted, LAYOUT):
     """The number of this program. All programs of the launch must ask for theirs.
 
     Before the launch, FIRST and LATER must be 0. Where an SM's counter is not, none of its programs

@@ -8,7 +8,7 @@ from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
 
 
 @jit
-def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _by_thread(x, ROWS, COLUMNS):
     """Reshape [ROWS, COLUMNS] so that one axis counts the 4 threads that share a row.
 
     A thread of a matrix product's result holds two neighbours in every eight columns. A reduction
@@ -18,7 +18,7 @@ def _by_thread(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @jit
-def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _row_max(x, ROWS, COLUMNS):
     """[ROWS]: each row's maximum."""
     x = _by_thread(x, ROWS, COLUMNS)
     x = gl.reduce(gl.reduce(gl.reduce(x, 2, larger), 1, larger), 2, larger)
@@ -26,14 +26,14 @@ def _row_max(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @jit
-def _thread_sum(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _thread_sum(x, ROWS, COLUMNS):
     """[ROWS, 4]: the sum over the columns that each of a row's 4 threads holds."""
     x = _by_thread(x, ROWS, COLUMNS)
     return gl.reduce(gl.reduce(gl.reduce(x, 2, plus), 1, plus), 2, plus)
 
 
 @jit
-def softmax(scores, maximum, factor, ROWS: gl.constexpr, COLUMNS: gl.constexpr, ROW: gl.constexpr):
+def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
     """Compute the weights of one block.
 
     Returns the weights, their sums by thread, the new row maxima, and `rescale`: factors that bring
@@ -84,7 +84,7 @@ def add_rescaled(total, rescale, added):
 
 
 @jit
-def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def masked(scores, tokens, ROWS, COLUMNS, LAYOUT):
     """Scores with -inf in the columns from `tokens` on.
 
     The mask works on groups of eight columns. Every thread has columns of each group, so group
@@ -102,18 +102,7 @@ def masked(scores, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl
 
 @jit
 def write_results(
-    acc,
-    maximum,
-    sums,
-    item,
-    kv_head,
-    zero,
-    buffers,
-    tensors,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
 ):
     """Write each query vector's output, or its partial result, where `result_place` says.
 

@@ -91,10 +91,18 @@ class Rows(NamedTuple):
     bits: Any  # where the token's bits lie in `ancestors`, in words of 32 bits
 
 
+class Inputs(NamedTuple):
+    """What all blocks of an item are added with."""
+
+    q: Any
+    stream: Any
+    rows: Any
+    scaling: Any
+    buffers: Any
+
+
 @jit
-def _rows_of(
-    item, zero, plan, strides, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _rows_of(item, zero, plan, strides, HEADS, TILE, LAYOUT):
     row = gl.arange(0, TILE.height, layout=LAYOUT.row) + zero
     query = row // HEADS.vectors
     token, bits = query, query
@@ -110,7 +118,7 @@ def _rows_of(
 
 
 @jit
-def _hide(scores, block, rows, buffers, tensors, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
+def _hide(scores, block, rows, buffers, tensors, HEADS, LAYOUT):
     """Scores with -inf where a query vector does not attend to a token of the block."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT.scores)
     KNOWN: gl.constexpr = LAYOUT.known
@@ -133,23 +141,9 @@ def _hide(scores, block, rows, buffers, tensors, HEADS: gl.constexpr, LAYOUT: gl
 
 
 @jit
-def _add_block(
-    state,
-    step,
-    q,
-    stream,
-    rows,
-    scaling,
-    buffers,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _add_block(state, step, inputs, tensors, strides, HEADS, CACHE, TILE, MODE, LAYOUT):
     """The softmax with one more block, while P V of the block taken before it runs."""
+    stream, buffers, scaling = inputs.stream, inputs.buffers, inputs.scaling
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     BLOCK_M: gl.constexpr = TILE.height
@@ -167,7 +161,7 @@ def _add_block(
         keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
         values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
         show_operands()
-    started = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    started = warpgroup_mma(inputs.q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
     learned = copy_next_blocks(
         step, now, state.learned, stream, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
@@ -176,7 +170,7 @@ def _add_block(
     following = next_slot(following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
-    scores = _hide(scores, step + 1, rows, buffers, tensors, HEADS, LAYOUT)
+    scores = _hide(scores, step + 1, inputs.rows, buffers, tensors, HEADS, LAYOUT)
     fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
     total = add_rescaled(state.total, rescale, settled(added))
     acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
@@ -268,36 +262,16 @@ def hopper_masked_tile_attention(
         fresh, total, maximum, _ = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
         weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
         state = State(0, 1, learned, maximum, total, acc, weights)
+        inputs = Inputs(q, stream, rows, scaling, buffers)
         for step in range(0, blocks - 1):
             state = _add_block(
-                state,
-                step,
-                q,
-                stream,
-                rows,
-                scaling,
-                buffers,
-                tensors,
-                strides,
-                HEADS,
-                CACHE,
-                TILE,
-                MODE,
-                LAYOUT,
+                state, step, inputs, tensors, strides, HEADS, CACHE, TILE, MODE, LAYOUT
             )
 
         segments = join_segments(listed, followed)
+        there = work + step_work < work_end
         asked = ask_item(
-            work + step_work < work_end,
-            next_item,
-            segments,
-            tensors,
-            plan,
-            strides,
-            HEADS,
-            CACHE,
-            TILE,
-            LAYOUT,
+            there, next_item, segments, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
         )
         arrived(0)
         now = state.now
@@ -309,19 +283,9 @@ def hopper_masked_tile_attention(
         if EXPONENT_BITS > 0:
             acc = acc * scaling.value
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
+        maximum, zero = state.maximum, hidden_zero(now)
         write_results(
-            acc,
-            state.maximum,
-            sums,
-            item,
-            kv_head,
-            hidden_zero(now),
-            buffers,
-            tensors,
-            HEADS,
-            TILE,
-            MODE,
-            LAYOUT,
+            acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )
         item = next_item
         next_item = later_item

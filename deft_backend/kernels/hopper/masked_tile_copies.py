@@ -68,9 +68,7 @@ class Stream(NamedTuple):
 
 
 @jit
-def allocate(
-    tensors, HEADS: gl.constexpr, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     """Allocate a program's shared memory.
 
     Q and the results share the memory of the V block that is copied last, or of the operand that
@@ -105,17 +103,7 @@ def allocate(
 
 
 @jit
-def ask_blocks(
-    first,
-    segments,
-    tensors,
-    strides,
-    COUNT: gl.constexpr,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def ask_blocks(first, segments, tensors, strides, COUNT, HEADS, CACHE, TILE, LAYOUT):
     """Start loading the page ids of COUNT blocks of a stream, from block `first` on."""
     BLOCK_N: gl.constexpr = TILE.block_tokens
     ROWS: gl.constexpr = COUNT * BLOCK_N // 32
@@ -132,18 +120,7 @@ def ask_blocks(
 
 
 @jit
-def ask_item(
-    there,
-    item,
-    segments,
-    tensors,
-    plan,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def ask_item(there, item, segments, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT):
     """Start loading what an item needs first, if it is there.
 
     Rows outside the tile get the query and the slot of its last query, and nobody uses them.
@@ -161,7 +138,7 @@ def ask_item(
 
 
 @jit
-def _know(first, blocks, buffers, HEADS: gl.constexpr, CACHE: gl.constexpr):
+def _know(first, blocks, buffers, HEADS, CACHE):
     """Store where the tokens of blocks lie, and who attends to them, from slot `first` on."""
     ROWS: gl.constexpr = blocks.page.shape[0]
     BLOCK_ROWS: gl.constexpr = buffers.spans.shape[1] // 32
@@ -181,18 +158,7 @@ def _know(first, blocks, buffers, HEADS: gl.constexpr, CACHE: gl.constexpr):
 
 
 @jit
-def take_item(
-    asked,
-    kv_head,
-    zero,
-    buffers,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def take_item(asked, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
     """Turn what `ask_item` loaded into addresses, in shared memory."""
     LIST: gl.constexpr = LAYOUT.each
     row = row_of_place(gl.arange(0, TILE.height, layout=LIST), TILE.height, LAYOUT.at_once) + zero
@@ -207,17 +173,7 @@ def take_item(
 
 @jit
 def copy_next_blocks(
-    step,
-    now,
-    learned,
-    stream,
-    buffers,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    step, now, learned, stream, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
 ):
     """Start copying one more block of V and of K, and learn where the tokens of later ones lie.
 

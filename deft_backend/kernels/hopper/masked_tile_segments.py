@@ -89,7 +89,7 @@ def _lanes():
 
 
 @jit
-def read_item(work, work_end, plan, HEADS: gl.constexpr):
+def read_item(work, work_end, plan, HEADS):
     """First link of the chain of loads: the item of `work`, which is an item and a KV head.
 
     From `work_end` on, items are empty.
@@ -119,7 +119,7 @@ def list_segments(item, plan):
 
 
 @jit
-def follow_segments(item, listed, tensors, HEADS: gl.constexpr, CACHE: gl.constexpr):
+def follow_segments(item, listed, tensors, HEADS, CACHE):
     """Third link: what the host's tensors say about the item's segments."""
     present, request = listed.present, listed.request
     wanted = present
@@ -159,7 +159,7 @@ def join_segments(listed, followed):
 
 
 @jit
-def locate(place, segments, tensors, strides, HEADS: gl.constexpr, CACHE: gl.constexpr):
+def locate(place, segments, tensors, strides, HEADS, CACHE):
     """Where the tokens at places [rows, 32] of the stream lie.
 
     Tokens behind the stream's end lie where its last token does. Masked rows of a KV block must

@@ -46,7 +46,7 @@ def ask(pointer, mask):
 
 
 @jit
-def ask_plan(plan, LAYOUT: gl.constexpr):
+def ask_plan(plan, LAYOUT):
     """Bring the plan's arrays to the L2, together with all other programs.
 
     They are views of one buffer (DevicePlan), from `tile_ptr` to `entry_slot`.
@@ -71,7 +71,7 @@ def plus(a, b):
 
 
 @jit
-def with_device_scales(scaling, tensors, MODE: gl.constexpr):
+def with_device_scales(scaling, tensors, MODE):
     """The scaling, times the scales of an 8-bit cache that the device holds."""
     scale, value = scaling.scale, scaling.value
     if MODE.device_scales:
@@ -81,7 +81,7 @@ def with_device_scales(scaling, tensors, MODE: gl.constexpr):
 
 
 @jit
-def capped(scores, scaling, SOFT_CAP: gl.constexpr):
+def capped(scores, scaling, SOFT_CAP):
     """Scores under the soft cap, in base 2; without a soft cap, the scores as they are."""
     if SOFT_CAP:
         # tanh through exp: saturates to +-1 without overflow in either direction.
@@ -103,7 +103,7 @@ def sink_weight(sinks, head, there, maximum):
 
 
 @jit
-def _listed(pointer, there, AHEAD: gl.constexpr):
+def _listed(pointer, there, AHEAD):
     """A number of an item, 0 if the item is not there.
 
     With AHEAD, the load starts before `there` is known. It is volatile, because the compiler would
@@ -116,9 +116,7 @@ def _listed(pointer, there, AHEAD: gl.constexpr):
 
 
 @jit
-def read_item(
-    work, work_end, tensors, plan, HEADS: gl.constexpr, CACHE: gl.constexpr, AHEAD: gl.constexpr
-):
+def read_item(work, work_end, tensors, plan, HEADS, CACHE, AHEAD):
     """First link of the chain of loads: the item of `work`, which is an item and a KV head.
 
     From `work_end` on, items are empty. With AHEAD, the item is one of the READ_AHEAD items for
@@ -138,7 +136,7 @@ def read_item(
 
 
 @jit
-def table_row(item, tensors, CACHE: gl.constexpr):
+def table_row(item, tensors, CACHE):
     """Row of the page table of an item's KV range: the second link, unless segments list it."""
     found = item.listed.to(gl.int64)
     if not CACHE.table_by_segment:
@@ -154,9 +152,7 @@ def range_end(item, tensors):
 
 
 @jit
-def offsets_of(
-    page, position, STRIDE_PAGE: gl.constexpr, STRIDE_TOKEN: gl.constexpr, CACHE: gl.constexpr
-):
+def offsets_of(page, position, STRIDE_PAGE, STRIDE_TOKEN, CACHE):
     """Offsets of tokens in a cache, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
     UNIT: gl.constexpr = 16 if CACHE.exponent_bits > 0 else 8
     gl.static_assert(STRIDE_PAGE % UNIT == 0)
@@ -169,7 +165,7 @@ def offsets_of(
 
 
 @jit
-def next_slot(slot, SLOTS: gl.constexpr):
+def next_slot(slot, SLOTS):
     """The slot after this one in a ring."""
     return gl.where(slot == SLOTS - 1, 0, slot + 1)
 
@@ -199,7 +195,7 @@ class Tail(NamedTuple):
 
 
 @jit
-def places_of(query, vector, there, kv_head, tensors, HEADS: gl.constexpr):
+def places_of(query, vector, there, kv_head, tensors, HEADS):
     """Where the query vectors of query blocks lie; `vector` counts those of one block."""
     if HEADS.single:
         row = query
@@ -221,7 +217,7 @@ def places_of(query, vector, there, kv_head, tensors, HEADS: gl.constexpr):
 
 
 @jit
-def tail_of(item, tensors, plan, HEADS: gl.constexpr):
+def tail_of(item, tensors, plan, HEADS):
     """What an item's query vectors see of its range's last tokens."""
     length = gl.load(tensors.seq_lens + item.request).to(gl.int32)
     hidden = gl.where(item.stop < 0, length, item.stop) - length
@@ -237,7 +233,7 @@ def tail_of(item, tensors, plan, HEADS: gl.constexpr):
 
 
 @jit
-def _seen_bits(first, query_token, tail, tensors, strides, HEADS: gl.constexpr):
+def _seen_bits(first, query_token, tail, tensors, strides, HEADS):
     """[M] uint64: bit ``i`` is set if query tokens [M] see query token ``first + i``.
 
     Tokens before the query tokens have negative numbers, from -63 on; all query tokens see them.
@@ -260,9 +256,7 @@ def _seen_bits(first, query_token, tail, tensors, strides, HEADS: gl.constexpr):
 
 
 @jit
-def sees(
-    first, index, query_token, tail, tensors, strides, AXIS: gl.constexpr, HEADS: gl.constexpr
-):
+def sees(first, index, query_token, tail, tensors, strides, AXIS, HEADS):
     """Whether query tokens see the tokens of a block: [M, N] with AXIS 1, or [N, M] with AXIS 0.
 
     `index` [N] counts the block's tokens, the first of which is query token `first` of the request.

@@ -46,6 +46,7 @@ from deft_backend.kernels.hopper.small_tile_memory import (
     values_of,
 )
 from deft_backend.kernels.hopper.small_tile_results import (
+    Block,
     add_block,
     merge_results,
     no_tokens,
@@ -75,7 +76,7 @@ class Coming(NamedTuple):
 
 
 @jit
-def _own(work, work_end, coming, plan, HEADS: gl.constexpr):
+def _own(work, work_end, coming, plan, HEADS):
     """Read what an item needs at its end."""
     query = gl.load(plan.entry_query + coming.entry)
     slot = gl.load(plan.entry_slot + coming.entry)
@@ -100,11 +101,11 @@ def _finish(
     plan,
     scaling,
     strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    HEADS,
+    CACHE,
+    TILE,
+    MODE,
+    LAYOUT,
 ):
     """Write an item's results, merged with others if the plan says so."""
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
@@ -179,21 +180,9 @@ def hopper_small_tile_attention(
             wait_group(TILE.lookahead)
             barrier()
             q, k, v = buffers.q.index(q_now), keys_of(buffers, now), values_of(buffers, now)
+            block = Block(q, k, v, left)
             online = add_block(
-                online,
-                q,
-                k,
-                v,
-                left,
-                tail,
-                tensors,
-                scaling,
-                strides,
-                HEADS,
-                CACHE,
-                TILE,
-                MODE,
-                LAYOUT,
+                online, block, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE, LAYOUT
             )
             place = place_of_results(buffers, now, TILE, LAYOUT)
             now = next_slot(now, LAYOUT.slots)

@@ -46,6 +46,14 @@ class Known(NamedTuple):
     query: Any  # [M]: where each query vector lies in `q`; a negative number without one
 
 
+class Later(NamedTuple):
+    """What is known of the next three items; each is a link behind the one before it."""
+
+    first: Known
+    second: Segment
+    third: Item
+
+
 class Stream(NamedTuple):
     """Where the copies stand, and what is known of the items that are copied later."""
 
@@ -55,9 +63,7 @@ class Stream(NamedTuple):
     q_slot: Any  # the slots that K and V, and the queries, are copied to
     item: Known
     ahead_page: Any  # [tokens]: page ids of the block behind the next one
-    next_item: Known
-    later_segment: Segment
-    last_item: Item
+    later: Later
 
 
 @jit
@@ -67,21 +73,21 @@ def tokens_of(item, tensors):
 
 
 @jit
-def _segment_of(item, tensors, strides, CACHE: gl.constexpr):
+def _segment_of(item, tensors, strides, CACHE):
     """Second link."""
     table = tensors.page_table + table_row(item, tensors, CACHE) * strides.table
     return Segment(item.entry, item.queries, table, item.start, tokens_of(item, tensors))
 
 
 @jit
-def _positions(segment, block, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def _positions(segment, block, TILE, LAYOUT):
     """Positions of a block's tokens. Past the end of the segment: its last token."""
     offs_n = gl.arange(0, TILE.block_tokens, layout=LAYOUT.each)
     return segment.start + gl.minimum(block * TILE.block_tokens + offs_n, segment.length - 1)
 
 
 @jit
-def _read_pages(segment, block, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def _read_pages(segment, block, CACHE, TILE, LAYOUT):
     """Third link: page ids of a block's tokens."""
     position = _positions(segment, block, TILE, LAYOUT)
     some = gl.full([TILE.block_tokens], True, gl.int1, LAYOUT.each) & (segment.length > 0)
@@ -89,9 +95,7 @@ def _read_pages(segment, block, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT:
 
 
 @jit
-def _read_queries(
-    segment, tensors, plan, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _read_queries(segment, tensors, plan, HEADS, TILE, LAYOUT):
     """Third link: where each query vector of the tile lies in `q`."""
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     query_of_row = offs_m // HEADS.vectors
@@ -104,15 +108,7 @@ def _read_queries(
 
 
 @jit
-def _known(
-    segment,
-    tensors,
-    plan,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT):
     """Third link."""
     page = _read_pages(segment, 0, CACHE, TILE, LAYOUT)
     return Known(segment, page, _read_queries(segment, tensors, plan, HEADS, TILE, LAYOUT))
@@ -120,18 +116,7 @@ def _known(
 
 @jit
 def begin_stream(
-    work,
-    item,
-    next_item,
-    later_item,
-    last_item,
-    tensors,
-    plan,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
 ):
     """The stream before its first block, from the program's first four items."""
     segment = _segment_of(item, tensors, strides, CACHE)
@@ -140,11 +125,12 @@ def begin_stream(
     known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
     next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
-    return Stream(work, 0, 0, 0, known, ahead_page, next_known, later_segment, last_item)
+    later = Later(next_known, later_segment, last_item)
+    return Stream(work, 0, 0, 0, known, ahead_page, later)
 
 
 @jit
-def _copy_rows(buffer, base, offset, exist, LAYOUT: gl.constexpr):
+def _copy_rows(buffer, base, offset, exist, LAYOUT):
     """Start copying rows, `offset` times 16 bytes from `base`; zeros unless they exist."""
     ROW: gl.constexpr = LAYOUT.kv_row
     wide = gl.convert_layout(offset, ROW).to(gl.uint32).to(gl.int64) * LAYOUT.kv_unit
@@ -154,15 +140,7 @@ def _copy_rows(buffer, base, offset, exist, LAYOUT: gl.constexpr):
 
 
 @jit
-def _copy_kv(
-    stream,
-    buffers,
-    tensors,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _copy_kv(stream, buffers, tensors, HEADS, CACHE, TILE, LAYOUT):
     """Start copying a block of K and of V.
 
     Past the segment's end these are copies of its last token: zeros would cost a mask a row.
@@ -182,9 +160,7 @@ def _copy_kv(
 
 
 @jit
-def _copy_queries(
-    stream, buffers, tensors, strides, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _copy_queries(stream, buffers, tensors, strides, HEADS, TILE, LAYOUT):
     """Start copying the rows of an item's queries; zeros below them."""
     offs_m = gl.arange(0, TILE.height, layout=LAYOUT.copy_row)
     offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.copy_dim)
@@ -204,83 +180,36 @@ def _copy_queries(
 
 
 @jit
-def _next_block(stream, LAYOUT: gl.constexpr):
+def _next_block(stream, LAYOUT):
     """The stream behind a block, within the same segment."""
     item = Known(stream.item.segment, stream.ahead_page, stream.item.query)
-    return Stream(
-        stream.work,
-        stream.block + 1,
-        next_slot(stream.slot, LAYOUT.slots),
-        stream.q_slot,
-        item,
-        stream.ahead_page,
-        stream.next_item,
-        stream.later_segment,
-        stream.last_item,
-    )
+    block, slot = stream.block + 1, next_slot(stream.slot, LAYOUT.slots)
+    return Stream(stream.work, block, slot, stream.q_slot, item, stream.ahead_page, stream.later)
 
 
 @jit
-def _next_item(
-    stream,
-    step,
-    work_end,
-    tensors,
-    plan,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _next_item(stream, step, work_end, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT):
     """The stream at the next item's first block: each later item becomes known by one more link."""
     work = stream.work + step
-    known = _known(stream.later_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
-    later = _segment_of(stream.last_item, tensors, strides, CACHE)
+    known = _known(stream.later.second, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
+    segment = _segment_of(stream.later.third, tensors, strides, CACHE)
     last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    return Stream(
-        work,
-        0,
-        stream.slot,
-        next_slot(stream.q_slot, LAYOUT.slots),
-        stream.next_item,
-        stream.ahead_page,
-        known,
-        later,
-        last,
-    )
+    q_slot = next_slot(stream.q_slot, LAYOUT.slots)
+    later = Later(known, segment, last)
+    return Stream(work, 0, stream.slot, q_slot, stream.later.first, stream.ahead_page, later)
 
 
 @jit
-def _with_page_ahead(stream, CACHE: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def _with_page_ahead(stream, CACHE, TILE, LAYOUT):
     """The stream with the page ids of the block behind its next one."""
     page = _read_pages(stream.item.segment, stream.block + 1, CACHE, TILE, LAYOUT)
-    return Stream(
-        stream.work,
-        stream.block,
-        stream.slot,
-        stream.q_slot,
-        stream.item,
-        page,
-        stream.next_item,
-        stream.later_segment,
-        stream.last_item,
-    )
+    slot, q_slot = stream.slot, stream.q_slot
+    return Stream(stream.work, stream.block, slot, q_slot, stream.item, page, stream.later)
 
 
 @jit
 def copy_next_block(
-    stream,
-    step,
-    work_end,
-    buffers,
-    tensors,
-    plan,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    stream, step, work_end, buffers, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
 ):
     """Start copying the stream's next block, an item's first block with the item's queries.
 

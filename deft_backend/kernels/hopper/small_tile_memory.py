@@ -83,7 +83,7 @@ class Buffers(NamedTuple):
 
 
 @jit
-def allocate(tensors, HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def allocate(tensors, HEADS, TILE, LAYOUT):
     """Allocate a program's shared memory."""
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     STORED: gl.constexpr = tensors.k.dtype.element_ty
@@ -121,7 +121,7 @@ def values_of(buffers, slot):
 
 
 @jit
-def place_of_results(buffers, slot, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def place_of_results(buffers, slot, TILE, LAYOUT):
     """[M, D] float32: where an item's results go, whose last KV block is in `slot`."""
     PLACES: gl.constexpr = _places(TILE, LAYOUT)
     return buffers.results.index(PLACES * slot)

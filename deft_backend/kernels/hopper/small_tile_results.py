@@ -26,7 +26,7 @@ class Online(NamedTuple):
 
 
 @jit
-def no_tokens(HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def no_tokens(HEADS, TILE, LAYOUT):
     """The softmax before an item's first token."""
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
@@ -42,27 +42,19 @@ def no_tokens(HEADS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     )
 
 
-@jit
-def add_block(
-    online,
-    q,
-    k,
-    v,
-    left,
-    tail,
-    tensors,
-    scaling,
-    strides,
-    HEADS: gl.constexpr,
-    CACHE: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """The softmax with one more block of tokens, of which the first `left` are the item's.
+class Block(NamedTuple):
+    """A block of an item's tokens, in shared memory."""
 
-    `q` [M, D], `k` and `v` [tokens, D] are in shared memory.
-    """
+    q: Any  # [M, D]
+    k: Any
+    v: Any  # [tokens, D]
+    left: Any  # tokens of the item from the block's first one on
+
+
+@jit
+def add_block(online, block, tail, tensors, scaling, strides, HEADS, CACHE, TILE, MODE, LAYOUT):
+    """The softmax with one more block of tokens."""
+    left = block.left
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     BLOCK_M: gl.constexpr = TILE.height
@@ -72,8 +64,8 @@ def add_block(
         factor = 1.0
     token = gl.arange(0, BLOCK_N, layout=LAYOUT.token)
     no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, LAYOUT.product)
-    keys = keys_of(k, DTYPE, EXPONENT_BITS, LAYOUT)
-    scores = mma_v2(keys, q.permute((1, 0)).load(LAYOUT.queries), no_scores)
+    keys = keys_of(block.k, DTYPE, EXPONENT_BITS, LAYOUT)
+    scores = mma_v2(keys, block.q.permute((1, 0)).load(LAYOUT.queries), no_scores)
     scores = capped(scores, scaling, MODE.soft_cap)
     scores = gl.where((token < left)[:, None], scores, float("-inf"))
     if not HEADS.single:
@@ -91,7 +83,7 @@ def add_block(
     added = gl.reduce(gl.reshape(weights, [BLOCK_N // 8, 8, BLOCK_M]), 0, plus)
     by_thread = gl.convert_layout(rescale, gl.SliceLayout(0, online.total.type.layout))
     total = online.total * by_thread[None, :] + added
-    values = values_of(v, DTYPE, EXPONENT_BITS, LAYOUT)
+    values = values_of(block.v, DTYPE, EXPONENT_BITS, LAYOUT)
     weights = gl.convert_layout(weights.to(DTYPE), LAYOUT.right)
     acc = mma_v2(values, weights, online.acc * rescale[None, :])
     return Online(maximum, total, acc)
@@ -104,7 +96,7 @@ def _in_elements(units):
 
 
 @jit
-def _result_of(vector, kv_head, HEADS: gl.constexpr):
+def _result_of(vector, kv_head, HEADS):
     """The place of each vector of one query and KV head among a partial result's query vectors."""
     result = kv_head * HEADS.group + vector
     if not HEADS.single:
@@ -114,16 +106,7 @@ def _result_of(vector, kv_head, HEADS: gl.constexpr):
 
 
 @jit
-def _load_parts(
-    first_slot,
-    kv_head,
-    first,
-    stop,
-    tensors,
-    MOST: gl.constexpr,
-    ROWS: gl.constexpr,
-    HEADS: gl.constexpr,
-):
+def _load_parts(first_slot, kv_head, first, stop, tensors, MOST, ROWS, HEADS):
     """Load partial results `first` to `stop`, at most MOST of them, of one query and KV head.
 
     Returns the fields of `Partials`: [ROWS, MOST, D], [ROWS, MOST] and [ROWS, MOST]. The workspace
@@ -150,7 +133,7 @@ def _load_parts(
 
 
 @jit
-def _parts_of(x, MOST: gl.constexpr):
+def _parts_of(x, MOST):
     """Split [rows, MOST, D] along its second axis, in a fixed order; MOST is 1, 2, 4 or 8."""
     x = gl.permute(x, (0, 2, 1))
     if MOST == 1:
@@ -198,17 +181,7 @@ def _merge_parts(result, maximum, total, out, lse, scale):
 
 @jit
 def _merge_loaded(
-    result,
-    first_slot,
-    kv_head,
-    merged,
-    buffers,
-    tensors,
-    MOST: gl.constexpr,
-    LIMIT: gl.constexpr,
-    ROWS: gl.constexpr,
-    HEADS: gl.constexpr,
-    MODE: gl.constexpr,
+    result, first_slot, kv_head, merged, buffers, tensors, MOST, LIMIT, ROWS, HEADS, MODE
 ):
     """Merge all partial results, LIMIT at most, MOST at a time, and normalise."""
     out, lse, scale = _load_parts(first_slot, kv_head, 0, merged, tensors, MOST, ROWS, HEADS)
@@ -231,18 +204,7 @@ def _merge_loaded(
 
 
 @jit
-def merge_results(
-    own,
-    kv_head,
-    place,
-    buffers,
-    tensors,
-    strides,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT):
     """Merge the result of an item of one query with earlier partial results; write its output.
 
     `place` [M, D] holds the item's result, of which only the query's rows count. The partial
@@ -251,30 +213,21 @@ def merge_results(
     ROWS: gl.constexpr = LAYOUT.query_rows
     FEW: gl.constexpr = 2 if ROWS <= 8 else 1
     MANY: gl.constexpr = 8 if ROWS <= 4 else 4 if ROWS == 8 else 1
+    LIMIT: gl.constexpr = TILE.max_merged
     HEAD_DIM: gl.constexpr = HEADS.dim
     TILES: gl.constexpr = TILE.height // ROWS
     RESULT: gl.constexpr = LAYOUT.result
     MERGES: gl.constexpr = encoding_constants.MERGES.value
     tiles = reinterpret(place, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(LAYOUT.copy)
-    first_slot = MERGES - own.slot
-    if own.merged > FEW:
+    first_slot, merged = MERGES - own.slot, own.merged
+    if merged > FEW:
         result = _merge_loaded(
-            result,
-            first_slot,
-            kv_head,
-            own.merged,
-            buffers,
-            tensors,
-            MANY,
-            TILE.max_merged,
-            ROWS,
-            HEADS,
-            MODE,
+            result, first_slot, kv_head, merged, buffers, tensors, MANY, LIMIT, ROWS, HEADS, MODE
         )
     else:
         result = _merge_loaded(
-            result, first_slot, kv_head, own.merged, buffers, tensors, FEW, FEW, ROWS, HEADS, MODE
+            result, first_slot, kv_head, merged, buffers, tensors, FEW, FEW, ROWS, HEADS, MODE
         )
 
     row = gl.arange(0, ROWS, layout=LAYOUT.copy_row)
@@ -289,19 +242,7 @@ def merge_results(
 
 
 @jit
-def write_results(
-    own,
-    kv_head,
-    place,
-    buffers,
-    tensors,
-    plan,
-    strides,
-    HEADS: gl.constexpr,
-    TILE: gl.constexpr,
-    MODE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def write_results(own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT):
     """Write the outputs or partial results of an item's queries.
 
     `place` [M, D] holds sums of values, `buffers` each row's maximum and sum of weights. An empty

@@ -77,7 +77,7 @@ E4M3_TO_FLOAT16, E4M3_TO_BFLOAT16, E5M2_TO_FLOAT16, E5M2_TO_BFLOAT16 = map(
 
 
 @jit
-def _as_float32(x, EXPONENT_BITS: tl.constexpr):
+def _as_float32(x, EXPONENT_BITS):
     """The numbers in float32, for the interpreter, which knows no PTX."""
     bits = x.to(tl.int32)
     SHIFT: tl.constexpr = 7 if EXPONENT_BITS == 4 else 8
@@ -87,7 +87,7 @@ def _as_float32(x, EXPONENT_BITS: tl.constexpr):
 
 
 @jit
-def operand(x, DTYPE: tl.constexpr, EXPONENT_BITS: tl.constexpr, UPCAST: tl.constexpr):
+def operand(x, DTYPE, EXPONENT_BITS, UPCAST):
     """A KV block as an operand of DTYPE; with UPCAST in float32, as the interpreter needs it."""
     if UPCAST:
         if EXPONENT_BITS == 0:

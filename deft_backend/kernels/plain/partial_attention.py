@@ -39,6 +39,7 @@ from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.plain.eight_bits import operand
 from deft_backend.kernels.plain.parts import (
     Online,
+    Segment,
     capped,
     kv_offsets,
     load_queries,
@@ -64,18 +65,18 @@ class Item(NamedTuple):
     segments: Any
 
 
-class Segment(NamedTuple):
-    """The KV range that every query of the tile attends to; empty if there is none."""
+class Inputs(NamedTuple):
+    """What all blocks of an item are added with."""
 
-    table: Any  # its row of the page table
-    start: Any
-    length: Any
+    q: Any  # [M, D]
+    k_head: Any
+    v_head: Any  # the first token of the KV head in the cache
+    query_of_row: Any  # [M]: of each query vector, counted from the item's first query
+    tail: Any
 
 
 @jit
-def _attend(
-    online, q, k, v, allowed, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr, MODE: tl.constexpr
-):
+def _attend(online, q, k, v, allowed, scaling, MASKED, CACHE, MODE):
     """The softmax with one more block: q [M, D], k and v [N, D].
 
     If MASKED, query vector m attends to token n where ``allowed[m, n]``.
@@ -110,7 +111,7 @@ def _attend(
 
 
 @jit
-def _read_item(number, plan, TILE: tl.constexpr):
+def _read_item(number, plan, TILE):
     if TILE.block_segments > 1:
         first_segment = tl.load(plan.item_segment_ptr + number)
         segments = tl.load(plan.item_segment_ptr + number + 1) - first_segment
@@ -123,8 +124,8 @@ def _read_item(number, plan, TILE: tl.constexpr):
 
 
 @jit
-def _first_segment(item, tensors, plan, strides, CACHE: tl.constexpr, TILE: tl.constexpr):
-    """The item's first segment, if every query attends to it."""
+def _first_segment(item, tensors, plan, strides, CACHE, TILE):
+    """The item's first segment if every query attends to it, and else an empty one."""
     request = tl.load(plan.segment_request + item.first_segment)
     start = tl.load(plan.segment_start + item.first_segment)
     stop = tl.load(plan.segment_end + item.first_segment)
@@ -142,21 +143,7 @@ def _first_segment(item, tensors, plan, strides, CACHE: tl.constexpr, TILE: tl.c
 
 
 @jit
-def _attend_whole(
-    online,
-    q,
-    segment,
-    k_head,
-    v_head,
-    tail,
-    clear,
-    tensors,
-    scaling,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-):
+def _attend_whole(online, inputs, segment, clear, tensors, scaling, HEADS, CACHE, TILE, MODE):
     """The softmax with a segment that every query attends to: whole blocks, then the last tokens.
 
     Every query vector sees the segment's first `clear` tokens; `tail` tells who sees the others.
@@ -166,6 +153,7 @@ def _attend_whole(
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
+    q, k_head, v_head = inputs.q, inputs.k_head, inputs.v_head
     table, start, length = segment.table, segment.start, segment.length
     done = clear // TILE.block_tokens * TILE.block_tokens
     page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
@@ -189,35 +177,21 @@ def _attend_whole(
         if not HEADS.single:
             ahead = begin + TILE.block_tokens + offs_n
             page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
-            allowed &= sees(position, tail, tensors, HEADS)
+            allowed &= sees(position, inputs.tail, tensors, HEADS)
         online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
     return online
 
 
 @jit
-def _attend_rest(
-    online,
-    q,
-    rest,
-    k_head,
-    v_head,
-    query_of_row,
-    tail,
-    tensors,
-    plan,
-    scaling,
-    strides,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
-):
+def _attend_rest(online, inputs, rest, tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE):
     """The softmax with an item's remaining tokens, each for the queries in its segment's span."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
     SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
+    q, k_head, v_head = inputs.q, inputs.k_head, inputs.v_head
+    query_of_row = inputs.query_of_row
     page, token, span = locate(offs_n, rest, tensors, plan, strides, CACHE)
     for begin in range(0, rest.tokens, TILE.block_tokens):
         k_offset, v_offset = kv_offsets(page, token, CACHE)
@@ -229,7 +203,7 @@ def _attend_rest(
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
         )
         if not HEADS.single:
-            allowed &= sees(token, tail, tensors, HEADS)
+            allowed &= sees(token, inputs.tail, tensors, HEADS)
         ahead = begin + TILE.block_tokens + offs_n
         page, token, span = locate(ahead, rest, tensors, plan, strides, CACHE)
         online = _attend(online, q, k, v, allowed, scaling, True, CACHE, MODE)
@@ -275,39 +249,14 @@ def partial_attention(
         if not HEADS.single:
             tail = tail_of(item.entry, item.queries, tensors, plan, strides, HEADS, TILE)
             clear = seen_by_all(tail, vectors.there, segment.start, segment.length)
+        inputs = Inputs(q, k_head, v_head, query_of_row, tail)
         online = _attend_whole(
-            online,
-            q,
-            segment,
-            k_head,
-            v_head,
-            tail,
-            clear,
-            tensors,
-            scaling,
-            HEADS,
-            CACHE,
-            TILE,
-            MODE,
+            online, inputs, segment, clear, tensors, scaling, HEADS, CACHE, TILE, MODE
         )
         if TILE.block_segments > 1:
             rest = rest_of(item, segment.length, tensors, plan, TILE)
             online = _attend_rest(
-                online,
-                q,
-                rest,
-                k_head,
-                v_head,
-                query_of_row,
-                tail,
-                tensors,
-                plan,
-                scaling,
-                strides,
-                HEADS,
-                CACHE,
-                TILE,
-                MODE,
+                online, inputs, rest, tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE
             )
 
         if CACHE.exponent_bits > 0:

@@ -23,6 +23,14 @@ class Online(NamedTuple):
     total: Any  # [M]: sums of weights
 
 
+class Segment(NamedTuple):
+    """A KV range."""
+
+    table: Any  # its row of the page table
+    start: Any
+    length: Any
+
+
 class Vectors(NamedTuple):
     """The query vectors of a tile: [M] numbers."""
 
@@ -41,13 +49,13 @@ class Tail(NamedTuple):
 
 
 @jit
-def block_of(query, HEADS: tl.constexpr):
+def block_of(query, HEADS):
     """Request of a query block, and the first query token of the block."""
     return query // HEADS.blocks, query % HEADS.blocks * HEADS.tokens
 
 
 @jit
-def rows_of(request, there, query_start, HEADS: tl.constexpr):
+def rows_of(request, there, query_start, HEADS):
     """Index in `q` of a request's first query token, and the number of its query tokens."""
     if HEADS.ragged:
         first = tl.load(query_start + request, mask=there, other=0)
@@ -59,7 +67,7 @@ def rows_of(request, there, query_start, HEADS: tl.constexpr):
 
 
 @jit
-def vectors_of(entry, queries, kv_head, tensors, plan, HEADS: tl.constexpr, TILE: tl.constexpr):
+def vectors_of(entry, queries, kv_head, tensors, plan, HEADS, TILE):
     """The query vectors of an item's tile, from its first entry on."""
     offs_m = tl.arange(0, TILE.height)
     there = offs_m // HEADS.vectors < queries
@@ -81,7 +89,7 @@ def vectors_of(entry, queries, kv_head, tensors, plan, HEADS: tl.constexpr, TILE
 
 
 @jit
-def tail_of(entry, queries, tensors, plan, strides, HEADS: tl.constexpr, TILE: tl.constexpr):
+def tail_of(entry, queries, tensors, plan, strides, HEADS, TILE):
     """What the query vectors of an item's tile see of their requests' query tokens."""
     offs_m = tl.arange(0, TILE.height)
     there = offs_m // HEADS.vectors < queries
@@ -103,7 +111,7 @@ def seen_by_all(tail, there, start, length):
 
 
 @jit
-def sees(position, tail, tensors, HEADS: tl.constexpr):
+def sees(position, tail, tensors, HEADS):
     """[M, N] whether query vectors see the tokens at positions [N] of their requests."""
     token = position[None, :] - tail.before[:, None]  # from 0: one of the query tokens
     if HEADS.tree:
@@ -118,7 +126,7 @@ def sees(position, tail, tensors, HEADS: tl.constexpr):
 
 
 @jit
-def with_device_scales(scaling, tensors, MODE: tl.constexpr):
+def with_device_scales(scaling, tensors, MODE):
     """The scaling, times the scales of an 8-bit cache that the device holds."""
     scale, value = scaling.scale, scaling.value
     if MODE.device_scales:
@@ -128,7 +136,7 @@ def with_device_scales(scaling, tensors, MODE: tl.constexpr):
 
 
 @jit
-def capped(products, scaling, SOFT_CAP: tl.constexpr):
+def capped(products, scaling, SOFT_CAP):
     """Scores of products of queries and keys, and the factor that brings them to base 2."""
     if SOFT_CAP:
         # tanh through exp: saturates to +-1 without overflow in either direction.
@@ -142,7 +150,7 @@ def capped(products, scaling, SOFT_CAP: tl.constexpr):
 
 
 @jit
-def load_queries(tensors, strides, vectors, HEADS: tl.constexpr, UPCAST: tl.constexpr):
+def load_queries(tensors, strides, vectors, HEADS, UPCAST):
     """[M, D]: the query vectors of a tile; 0 outside the tile."""
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     q = tl.load(
@@ -159,7 +167,7 @@ def load_queries(tensors, strides, vectors, HEADS: tl.constexpr, UPCAST: tl.cons
 
 
 @jit
-def kv_offsets(page, position, CACHE: tl.constexpr):
+def kv_offsets(page, position, CACHE):
     """Offsets of tokens in the caches of K and V, in elements."""
     in_page = position % CACHE.page_size
     page = page.to(tl.int64)
@@ -179,7 +187,7 @@ def sink_weight(sinks, head, there, maximum):
 
 
 @jit
-def write_results(online, vectors, slot, tensors, strides, HEADS: tl.constexpr, MODE: tl.constexpr):
+def write_results(online, vectors, slot, tensors, strides, HEADS, MODE):
     """Write each query vector's output, or its partial result to its slot.
 
     `online.acc` is [M, D]. An empty range contributes nothing: O = 0, LSE = -inf. An output has
@@ -239,7 +247,7 @@ SHIFT_BITS = tl.constexpr(26)  # bits of a code that hold a segment's shift
 
 
 @jit
-def rest_of(item, done, tensors, plan, TILE: tl.constexpr):
+def rest_of(item, done, tensors, plan, TILE):
     """The tokens of an item behind the first `done` tokens of its first segment."""
     SHIFT: tl.constexpr = SHIFT_BITS.value
     offs_s = tl.arange(0, TILE.block_segments)
@@ -261,7 +269,7 @@ def rest_of(item, done, tensors, plan, TILE: tl.constexpr):
 
 
 @jit
-def locate(position, rest, tensors, plan, strides, CACHE: tl.constexpr):
+def locate(position, rest, tensors, plan, strides, CACHE):
     """Page, position in the request, and span of [N] positions among an item's remaining tokens.
 
     The segment of a position is the last one that has started: the maximum of their codes.

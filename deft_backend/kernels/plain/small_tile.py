@@ -29,6 +29,7 @@ from deft_backend.kernels.arguments import Scaling, Strides, Tensors
 from deft_backend.kernels.plain.eight_bits import operand
 from deft_backend.kernels.plain.parts import (
     Online,
+    Segment,
     capped,
     kv_offsets,
     load_queries,
@@ -61,7 +62,7 @@ class Row(NamedTuple):
 
 
 @jit
-def _read_item(work, work_end, plan, HEADS: tl.constexpr):
+def _read_item(work, work_end, plan, HEADS):
     """Without an item, an empty one."""
     number = work // HEADS.num_kv  # of the item and of its only segment
     there = work < work_end
@@ -74,7 +75,7 @@ def _read_item(work, work_end, plan, HEADS: tl.constexpr):
 
 
 @jit
-def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.constexpr):
+def _read_row(work, work_end, item, tensors, HEADS, CACHE):
     length = tl.load(tensors.seq_lens + item.request).to(tl.int32)
     listed = work // HEADS.num_kv if CACHE.table_by_segment else item.request
     table_row = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
@@ -82,9 +83,7 @@ def _read_row(work, work_end, item, tensors, HEADS: tl.constexpr, CACHE: tl.cons
 
 
 @jit
-def _attend(
-    online, q, k, v, inside, scaling, MASKED: tl.constexpr, CACHE: tl.constexpr, MODE: tl.constexpr
-):
+def _attend(online, q, k, v, inside, scaling, MASKED, CACHE, MODE):
     """The softmax with one more block: q [M, D], k [N, D], v [D, N], inside [N, 1] or [N, M].
 
     Only if MASKED, a query vector may see no token of the block.
@@ -109,20 +108,7 @@ def _attend(
 
 @jit
 def _attend_range(
-    q,
-    page,
-    table,
-    start,
-    length,
-    kv_head,
-    tail,
-    clear,
-    tensors,
-    scaling,
-    HEADS: tl.constexpr,
-    CACHE: tl.constexpr,
-    TILE: tl.constexpr,
-    MODE: tl.constexpr,
+    q, page, segment, kv_head, tail, clear, tensors, scaling, HEADS, CACHE, TILE, MODE
 ):
     """The softmax of a KV range; `page` [N] are the page ids of its first block.
 
@@ -132,6 +118,7 @@ def _attend_range(
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim
+    table, start, length = segment.table, segment.start, segment.length
     online = Online(
         tl.full([HEADS.padded_dim, TILE.height], 0.0, tl.float32),
         tl.full([TILE.height], float("-inf"), tl.float32),
@@ -161,7 +148,7 @@ def _attend_range(
 
 
 @jit
-def _merge(online, merged, first_slot, vectors, tensors, HEADS: tl.constexpr):
+def _merge(online, merged, first_slot, vectors, tensors, HEADS):
     """The softmax with the partial results of `merged` neighbouring slots (DeFT, equation 1)."""
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     acc, maximum, total = online.acc, online.maximum, online.total
@@ -233,21 +220,9 @@ def small_tile_attention(
         if not HEADS.single:
             tail = tail_of(item.entry, queries, tensors, plan, strides, HEADS, TILE)
             clear = seen_by_all(tail, vectors.there, start, length)
+        segment = Segment(table, start, length)
         online = _attend_range(
-            q,
-            page,
-            table,
-            start,
-            length,
-            kv_head,
-            tail,
-            clear,
-            tensors,
-            scaling,
-            HEADS,
-            CACHE,
-            TILE,
-            MODE,
+            q, page, segment, kv_head, tail, clear, tensors, scaling, HEADS, CACHE, TILE, MODE
         )
 
         if CACHE.exponent_bits > 0:

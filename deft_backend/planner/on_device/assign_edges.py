@@ -37,7 +37,7 @@ class EdgeCosts(NamedTuple):
 
 
 @jit
-def _padding(queries, context, COSTS: tl.constexpr):
+def _padding(queries, context, COSTS):
     """``C_P``; 0 without queries or without context."""
     rows = queries * COSTS.VECTORS
     is_large = rows > COSTS.SMALL_ROWS
@@ -52,7 +52,7 @@ def _padding(queries, context, COSTS: tl.constexpr):
 
 
 @jit
-def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS: tl.constexpr):
+def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS):
     """Tokens of the requests at places."""
     request = tl.load(order_ptr + place, mask=there, other=0)
     return tl.load(seq_lens_ptr + request // BLOCKS, mask=there, other=0).to(tl.int32)

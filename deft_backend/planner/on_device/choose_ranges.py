@@ -19,7 +19,7 @@ from deft_backend.planner.on_device.tiles import tiles_of, total
 
 
 @jit
-def write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH: tl.constexpr):
+def write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH):
     """Write the nodes' half of `Ranges`, and `Chosen`."""
     place = tl.arange(0, BATCH)
     tl.store(ranges.queries + place, chosen * queries)
@@ -35,7 +35,7 @@ def write_nodes(ranges, chosen_nodes, chosen, first, queries, begin, end, BATCH:
 
 
 @jit
-def write_leaves(ranges, inside, place, begin, end, BATCH: tl.constexpr):
+def write_leaves(ranges, inside, place, begin, end, BATCH):
     """Write the leaves' half of `Ranges`: leaves stand at `place`, behind the nodes."""
     there = tl.arange(0, BATCH)
     tl.store(ranges.queries + BATCH + there, inside.to(tl.int32))

@@ -16,13 +16,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
-from deft_backend.planner.on_device.tiles import (
-    Estimate,
-    chunk_at,
-    parts_of,
-    sizes_of,
-    tiles_of,
-)
+from deft_backend.planner.on_device.tiles import Estimate, chunk_at, parts_of, sizes_of, tiles_of
 
 
 class Range(NamedTuple):
@@ -54,7 +48,7 @@ class Cut(NamedTuple):
 
 
 @jit
-def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
+def _cheapest(candidates, shape, CANDIDATES):
     """Chunk length of a tile shape's cheapest candidate; of equal ones, the first."""
     candidate = tl.arange(0, CANDIDATES)
     cost = tl.load(candidates.cost + shape * CANDIDATES + candidate)
@@ -65,7 +59,7 @@ def _cheapest(candidates, shape, CANDIDATES: tl.constexpr):
 
 
 @jit
-def _read_leaves(place, batch, ranges, BATCH: tl.constexpr):
+def _read_leaves(place, batch, ranges, BATCH):
     """The leaves at these places."""
     there = place < batch
     begin = tl.load(ranges.begin + BATCH + place, mask=there, other=0)
@@ -85,7 +79,7 @@ def _read_nodes(number, count, chosen):
 
 
 @jit
-def _cut(range_, is_large, tiles, chunk, lengths, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
+def _cut(range_, is_large, tiles, chunk, lengths, BATCH, CHUNKS):
     """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
     if CHUNKS == "absolute":  # without a request's last chunk
@@ -101,7 +95,7 @@ def _cut(range_, is_large, tiles, chunk, lengths, BATCH: tl.constexpr, CHUNKS: t
 
 
 @jit
-def _cut_leaves(leaves, lengths, small_tile, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
+def _cut_leaves(leaves, lengths, small_tile, BATCH, CHUNKS):
     """Leaves, cut into chunks; a leaf has one query."""
     is_large = small_tile < 1
     chunk = tl.where(is_large, lengths.large, lengths.small)
@@ -110,7 +104,7 @@ def _cut_leaves(leaves, lengths, small_tile, BATCH: tl.constexpr, CHUNKS: tl.con
 
 
 @jit
-def _cut_nodes(nodes, lengths, small_tile, large_tile, BATCH: tl.constexpr, CHUNKS: tl.constexpr):
+def _cut_nodes(nodes, lengths, small_tile, large_tile, BATCH, CHUNKS):
     """Nodes, cut into chunks."""
     is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
     chunk = tl.where(is_large, lengths.large, lengths.small)

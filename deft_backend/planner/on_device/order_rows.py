@@ -27,23 +27,21 @@ from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin
 
 
 @jit
-def full_pages(
-    query, there, tables, columns, private, BLOCKS: tl.constexpr, PAGE_SIZE: tl.constexpr
-):
+def full_pages(query, there, tables, columns, private, BLOCKS, PAGE_SIZE):
     """Full pages of queries, which alone can be shared, and at most the table's columns."""
     length = tl.load(tables.seq_lens + query // BLOCKS, mask=there, other=0).to(tl.int32)
     return tl.minimum(tl.maximum((length - private) // PAGE_SIZE, 0), columns)
 
 
 @jit
-def table_of(query, there, tables, stride_table, BLOCKS: tl.constexpr):
+def table_of(query, there, tables, stride_table, BLOCKS):
     """Where each query's row of the page table begins."""
     row = tl.load(tables.table_rows + query // BLOCKS, mask=there, other=0).to(tl.int64)
     return tables.page_table + row * stride_table
 
 
 @jit
-def _tile(TILE: tl.constexpr, ROW_TILES):
+def _tile(TILE, ROW_TILES):
     """The program's tile of the upper triangle: index of its first request, and of its others.
 
     The last rows of tiles fill up the first, so that all rows of programs are equally long.
@@ -144,8 +142,8 @@ def compare_rows(
 
 @jit
 def _add_ranks(
-    ranks, first, batch, before, low, LAST: tl.constexpr, NEXT: tl.constexpr, TILE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    ranks, first, batch, before, low, LAST, NEXT, TILE,
+    PAGE_SIZE,
 ):  # fmt: skip
     """Count the requests before each of TILE requests, and what it shares with one of them."""
     count = tl.reduce(before.to(tl.int32), LAST, tl.standard._sum_combine)

@@ -20,12 +20,7 @@ from deft_backend.planner.on_device import (
 )
 from deft_backend.planner.on_device.arrays import Scratch, new_counters
 from deft_backend.planner.on_device.flatten import Flattener
-from deft_backend.planner.on_device.launch_numbers import (
-    SIZES,
-    Numbers,
-    ProgramWork,
-    largest_batch,
-)
+from deft_backend.planner.on_device.launch_numbers import SIZES, Numbers, ProgramWork, largest_batch
 from deft_backend.policies import DeftFlatten, FastTree, Invariant, Policy, PolicyError, Target
 from deft_backend.policies.chunk_choice import LEVEL, LEVELS, MOST_DOUBLINGS
 from deft_backend.policies.fasttree import EdgeCosts

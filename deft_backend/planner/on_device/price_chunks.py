@@ -50,7 +50,7 @@ def _slower(one, other):
 
 
 @jit
-def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
+def _cut_cost(cut, costs, WEIGHTS):
     """Expected nanoseconds of a cut."""
     items = cut.items.to(tl.float32)
     leaves_room = costs.is_large & (2 * cut.items <= costs.programs)
@@ -83,7 +83,7 @@ def _cut_cost(cut, costs, WEIGHTS: tl.constexpr):
 
 
 @jit
-def _makespan(slices, items, programs, WEIGHTS: tl.constexpr):
+def _makespan(slices, items, programs, WEIGHTS):
     """The largest of three bounds of the time of items on `programs` programs."""
     longest = tl.reduce(tl.where(items > 0, slices, 0.0), 0, tl.standard._elementwise_max)
     mean = total(slices * items.to(tl.float32)) / programs.to(tl.float32)

@@ -54,7 +54,7 @@ def estimated_ns(tokens, is_large, estimate):
 
 
 @jit
-def sizes_of(tokens, is_large, estimate, CHUNKS: tl.constexpr):
+def sizes_of(tokens, is_large, estimate, CHUNKS):
     """What chunks divide: tokens, or nanoseconds for the rule ``scheduled``."""
     sizes = tokens
     if CHUNKS == "scheduled":
@@ -63,7 +63,7 @@ def sizes_of(tokens, is_large, estimate, CHUNKS: tl.constexpr):
 
 
 @jit
-def parts_of(sizes, tokens, chunk, block, CHUNKS: tl.constexpr):
+def parts_of(sizes, tokens, chunk, block, CHUNKS):
     """Chunks of each range, at least one; ``scheduled``: at most one for each KV block.
 
     No sum here may pass 2**31, so nothing is added to a size before the division.

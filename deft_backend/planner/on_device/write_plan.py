@@ -47,7 +47,7 @@ class Range(NamedTuple):
 
 
 @jit
-def _slots_of(results, batch, BATCH: tl.constexpr):
+def _slots_of(results, batch, BATCH):
     place = tl.arange(0, BATCH)
     parts = tl.load(results.parts + place, mask=place < batch, other=0)
     merged = tl.load(results.merged + place, mask=place < batch, other=0)
@@ -71,7 +71,7 @@ def _read_range(ranges, places, at, there):
 
 
 @jit
-def _in_turn(number, range_, CHUNKS: tl.constexpr):
+def _in_turn(number, range_, CHUNKS):
     """The chunk whose items come as number `number` of a range's: the longest come first."""
     if CHUNKS == "absolute":
         number = range_.num_chunks - 1 - number
@@ -79,7 +79,7 @@ def _in_turn(number, range_, CHUNKS: tl.constexpr):
 
 
 @jit
-def _chunk_of(range_, chunk, block, CHUNKS: tl.constexpr):
+def _chunk_of(range_, chunk, block, CHUNKS):
     """First token of a range's chunk number `chunk`, and the one after its last.
 
     The range's blocks are spread evenly over its chunks, unless their places are fixed.
@@ -115,8 +115,8 @@ def _write_items(
 @jit
 def _write_node(
     number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges, places, items,
-    small_tile, large_tile, block, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    small_tile, large_tile, block, BLOCKS, WIDTH,
+    CHUNKS,
 ):  # fmt: skip
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
@@ -159,8 +159,8 @@ def _write_node(
 @jit
 def _write_leaves(
     place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
-    batch, small_tile, large_tile, block, BATCH: tl.constexpr, BLOCKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    batch, small_tile, large_tile, block, BATCH, BLOCKS,
+    CHUNKS,
 ):  # fmt: skip
     """Write the items of the leaves at places: one entry for each item.
 
@@ -212,7 +212,7 @@ def _write_leaves(
 
 
 @jit
-def _write_reduction(reduction, slots, order_ptr, batch, BATCH: tl.constexpr):
+def _write_reduction(reduction, slots, order_ptr, batch, BATCH):
     """Write the queries whose results stage 2 merges, and their slots."""
     place = tl.arange(0, BATCH)
     is_reduced = (slots.reduced > 0).to(tl.int32)
@@ -226,7 +226,7 @@ def _write_reduction(reduction, slots, order_ptr, batch, BATCH: tl.constexpr):
 
 
 @jit
-def _count_items(ranges, places, small_tile, large_tile, BATCH: tl.constexpr):
+def _count_items(ranges, places, small_tile, large_tile, BATCH):
     """Items and entries of all ranges, and items of the large tile."""
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(ranges.queries + which)
@@ -258,7 +258,7 @@ def _count(counters, which, more):
 
 
 @jit
-def _count_plan(counters, context, loaded, TIMED: tl.constexpr):
+def _count_plan(counters, context, loaded, TIMED):
     """Count a plan, its tokens of context, the tokens that its items load, and its time."""
     _count(counters, 0, tl.full([], 1, tl.int64))
     _count(counters, 1, context)
@@ -276,7 +276,7 @@ def count_plan(counters: Counters, tokens_ptr, TIMED: tl.constexpr):
 @jit
 def _write_totals(
     order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile, large_tile,
-    BATCH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, TIMED: tl.constexpr,
+    BATCH, BLOCKS, CHUNKS, TIMED,
 ):  # fmt: skip
     """Write the reduction's queries, how much there is of everything, and the counters."""
     _write_reduction(reduction, slots, order_ptr, batch, BATCH)
