@@ -129,7 +129,7 @@ class Settings:
         "info",
         _one_of(LOG_LEVELS),
         "What the log shows. `quiet`: warnings. `info`: also the set-up and lines about "
-        "decoding. `debug`: also every plan.",
+        "decoding. `debug`: also the traces of failures.",
     )
     verify: bool = _setting(
         False,
