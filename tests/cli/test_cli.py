@@ -208,9 +208,20 @@ def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path):
 )
 def test_serve_prints_the_command_it_would_run(host, words, model):
     code, out, _ = run(
-        "serve", "--dry-run", "--host", host, "--model", model, "--policy", "fasttree",
-        "--port", "1234", "--", "--page-size", "16",
-    )  # fmt: skip
+        "serve",
+        "--dry-run",
+        "--host",
+        host,
+        "--model",
+        model,
+        "--policy",
+        "fasttree",
+        "--port",
+        "1234",
+        "--",
+        "--page-size",
+        "16",
+    )
     assert code == 0
     assert "DEFT_POLICY=fasttree " in out
     assert words.format(model) in out
@@ -227,9 +238,19 @@ def test_explain_draws_a_described_tree():
 
 def test_explain_json_counts_bytes():
     code, out, _ = run(
-        "explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--heads", "8/2",
-        "--head-dim", "64", "--layers", "3", "--json",
-    )  # fmt: skip
+        "explain",
+        "--tree",
+        "1,4 100,10",
+        "--policy",
+        "deft-node",
+        "--heads",
+        "8/2",
+        "--head-dim",
+        "64",
+        "--layers",
+        "3",
+        "--json",
+    )
     assert code == 0
     content = json.loads(out)
     token = 2 * 2 * 64 * 2 * 3  # K and V, KV heads, head dimension, bytes, layers
@@ -257,14 +278,32 @@ def steps(number, reason=None):
 
 def state(**changes):
     content = {
-        "schema": 3, "pid": os.getpid(), "port": 31234, "rank": 0, "host": "sglang",
-        "host_version": "0", "backend": "deft", "policy": "deft-node", "device": "cpu",
-        "dtype": "float16", "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2,
-        "head_dim": 64, "dtype_bytes": 2, "steps": [steps(9), steps(1, "small batch")],
-        "kv_bytes_read": 1000, "kv_bytes_query_guided": 5000, "plans": 2,
-        "plan_seconds": 0.1, "verified_tokens": 0, "verified_drafts": 0, "accepted_tokens": 0,
-        "compile_seconds": 0.0, "updated": time.time(),
-    }  # fmt: skip
+        "schema": 3,
+        "pid": os.getpid(),
+        "port": 31234,
+        "rank": 0,
+        "host": "sglang",
+        "host_version": "0",
+        "backend": "deft",
+        "policy": "deft-node",
+        "device": "cpu",
+        "dtype": "float16",
+        "num_layers": 4,
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "dtype_bytes": 2,
+        "steps": [steps(9), steps(1, "small batch")],
+        "kv_bytes_read": 1000,
+        "kv_bytes_query_guided": 5000,
+        "plans": 2,
+        "plan_seconds": 0.1,
+        "verified_tokens": 0,
+        "verified_drafts": 0,
+        "accepted_tokens": 0,
+        "compile_seconds": 0.0,
+        "updated": time.time(),
+    }
     return content | changes
 
 
@@ -329,9 +368,15 @@ def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     size = getattr(torch, dtype).itemsize
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=size)))
     attention = TreeAttention(
-        num_query_heads=16, num_kv_heads=2, head_dim=64, dtype=torch.float16, device="cpu",
-        kv_dtype=getattr(torch, dtype), max_batch=4, page_size=16,
-    )  # fmt: skip
+        num_query_heads=16,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=torch.float16,
+        device="cpu",
+        kv_dtype=getattr(torch, dtype),
+        max_batch=4,
+        page_size=16,
+    )
     target = server_target(read_state(path), 16)
     assert target == attention.target
     assert target.dtype_bytes == size
@@ -357,8 +402,10 @@ def test_a_full_disk_is_said_in_one_line(more):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8", *more],
-            stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert lines[0] == "Error: cannot write the output: no space is left on the device"
@@ -368,8 +415,10 @@ def test_a_full_disk_is_said_in_one_line(more):
 def test_a_locale_without_our_signs():
     done = subprocess.run(
         [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
     assert done.returncode == 0, done.stderr
     assert "tree 1,4 64,8 ? policy auto" in done.stdout
 
@@ -442,12 +491,15 @@ def test_doctor_finds_bad_settings():
 @pytest.mark.parametrize(
     ("variable", "value", "loads"),
     [
-        ("SGLANG_PLUGINS", "", True), ("SGLANG_PLUGINS", "a, deft", True),
-        ("SGLANG_PLUGINS", "a", False), ("SGLANG_PLUGINS", "a deft", False),
-        ("VLLM_PLUGINS", "", False), ("VLLM_PLUGINS", "a,deft", True),
+        ("SGLANG_PLUGINS", "", True),
+        ("SGLANG_PLUGINS", "a, deft", True),
+        ("SGLANG_PLUGINS", "a", False),
+        ("SGLANG_PLUGINS", "a deft", False),
+        ("VLLM_PLUGINS", "", False),
+        ("VLLM_PLUGINS", "a,deft", True),
         ("VLLM_PLUGINS", "a, deft", False),
     ],
-)  # fmt: skip
+)
 def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, value, loads, monkeypatch):
     monkeypatch.setenv(variable, value)
     (host,) = (host for host in checks.HOSTS if host.selection == variable)

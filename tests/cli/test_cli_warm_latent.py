@@ -15,9 +15,13 @@ from deft_backend.compile.variants import compile_all, compiling_for, recorded
 warm = partial(run, "warm", COLUMNS="200")
 ON = {"DEFT_MLA": "1"}
 CONFIG = {
-    "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 2048,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
 
 
 def model(folder, **fields):
@@ -31,10 +35,15 @@ def launched(host, heads, batch, query_tokens):
     """What a server of this host launches in a step of some requests."""
     integers = {"sglang": torch.int64, "vllm": torch.int32}[host]
     attention = LatentAttention(
-        num_query_heads=heads, dtype=torch.bfloat16, device="cpu", kernel=None,
-        page_size={"sglang": 1, "vllm": 16}[host], max_batch=batch, query_tokens=query_tokens,
+        num_query_heads=heads,
+        dtype=torch.bfloat16,
+        device="cpu",
+        kernel=None,
+        page_size={"sglang": 1, "vllm": 16}[host],
+        max_batch=batch,
+        query_tokens=query_tokens,
         compiled_for=Gpu.named("sm_90"),
-    )  # fmt: skip
+    )
     rows, lens = (torch.ones(batch, dtype=integers) for _ in range(2))
     q = torch.zeros(batch * query_tokens, heads, 576, dtype=torch.bfloat16)
     table = torch.zeros((batch, 32), dtype=torch.int32)
@@ -57,9 +66,19 @@ def test_a_server_finds_its_kernels_in_the_folder(
 ):
     folder = tmp_path / "kernels"
     code, out, err = warm(
-        "--model", model(tmp_path / "model"), "--target", "sm_90", "--host", host,
-        "--max-batch", "5", "--out", str(folder), *options, **ON,
-    )  # fmt: skip
+        "--model",
+        model(tmp_path / "model"),
+        "--target",
+        "sm_90",
+        "--host",
+        host,
+        "--max-batch",
+        "5",
+        "--out",
+        str(folder),
+        *options,
+        **ON,
+    )
     assert (code, err) == (0, "")
     assert f"kernels for sm_90: latent attention of {heads} heads" in out
     assert said in out
@@ -94,9 +113,16 @@ def test_what_a_server_would_leave_to_the_host_is_refused(
 ):
     target = () if "--target" in options else ("--target", "sm_90")
     code, _, err = warm(
-        "--model", model(tmp_path / "model", **fields), *target, "--host", "sglang",
-        "--out", str(tmp_path / "kernels"), *options, **settings,
-    )  # fmt: skip
+        "--model",
+        model(tmp_path / "model", **fields),
+        *target,
+        "--host",
+        "sglang",
+        "--out",
+        str(tmp_path / "kernels"),
+        *options,
+        **settings,
+    )
     assert code == 2
     assert said in err
     assert not (tmp_path / "kernels").exists()

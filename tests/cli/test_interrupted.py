@@ -55,10 +55,13 @@ def command(tmp_path):
     """The command while its server starts, and the server's process."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(tmp_path)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        [sys.executable, "-c", COMMAND, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
+    )
     begin = time.monotonic()
     while not (started := psutil.Process(process.pid).children()):
         assert process.poll() is None, process.communicate()[0]
@@ -124,9 +127,12 @@ main()
 )
 def test_ctrl_c_while_a_command_imports(module, breaks):
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, module, str(breaks)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-c", SLOW, module, str(breaks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)

@@ -155,9 +155,12 @@ def test_a_working_folder_that_is_gone(tmp_path):
     code += "import sys; sys.argv = ['deft', 'serve', '--dry-run', '--host', 'vllm']\n"
     code += "from deft_backend.__main__ import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "Traceback" not in done.stderr
     assert "models/tiny-llama" in done.stdout
 
@@ -167,9 +170,10 @@ def test_processes_with_any_name_are_seen():
     name = b"a) Z \xff\xfe"
     code = f"import ctypes, sys; ctypes.CDLL(None).prctl(15, {name!r}); print(1, flush=True)\n"
     with subprocess.Popen(
-        [sys.executable, "-c", code + "sys.stdin.read()"], stdin=subprocess.PIPE,
+        [sys.executable, "-c", code + "sys.stdin.read()"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert Path(f"/proc/{process.pid}/comm").read_bytes().strip() == name

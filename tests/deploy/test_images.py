@@ -58,9 +58,13 @@ def build(dockerfile, root, environment):
                 shutil.copy(path, into)
         elif word == "RUN":
             done = subprocess.run(
-                ["sh", "-ec", value], env=environment, cwd=root, capture_output=True, text=True,
+                ["sh", "-ec", value],
+                env=environment,
+                cwd=root,
+                capture_output=True,
+                text=True,
                 check=False,
-            )  # fmt: skip
+            )
             assert done.returncode == 0, f"RUN {value}\n{done.stdout}\n{done.stderr}"
         else:
             assert word in ("FROM", "EXPOSE", "ENTRYPOINT"), f"the test does not know {word}"
@@ -73,8 +77,9 @@ def fresh(tmp_path_factory):
     if not list(ROOT.glob("dist/*.whl")):
         subprocess.run(
             [sys.executable, "-m", "build", "--wheel", "--outdir", str(ROOT / "dist"), str(ROOT)],
-            check=True, capture_output=True,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+        )
     folder = tmp_path_factory.mktemp("image") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     asked = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
@@ -90,8 +95,9 @@ def test_the_steps_run_without_a_gpu(host, fresh, tmp_path):
     manifests = list(Path(image["DEFT_KERNEL_CACHE"]).rglob("*.json"))
     assert manifests, "`deft warm` filled no folder"
     assert all(path.stat().st_mode & 0o004 for path in manifests), "another user cannot read it"
-    found = subprocess.check_output([shutil.which("deft", path=image["PATH"]), "--version"],
-                                    env=image, text=True)  # fmt: skip
+    found = subprocess.check_output(
+        [shutil.which("deft", path=image["PATH"]), "--version"], env=image, text=True
+    )
     assert re.fullmatch(r"deft-backend \d+\.\d+\.\d+\n", found)
 
 

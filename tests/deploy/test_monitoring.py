@@ -121,34 +121,57 @@ def test_alerts_fire_and_end(tmp_path):
         ("deft_kv_query_guided_bytes_total{instance='bad'}", "0+100x180"),
     ]
     expected = {
-        ("DeftKernelFailed", "5m"): 1, ("DeftHostDecodes", "5m"): 0, ("DeftHostDecodes", "20m"): 1,
-        ("DeftNothingShared", "30m"): 0, ("DeftNothingShared", "90m"): 1,
-        ("DeftKernelFailed", "100m"): 0, ("DeftHostDecodes", "100m"): 0,
-    }  # fmt: skip
+        ("DeftKernelFailed", "5m"): 1,
+        ("DeftHostDecodes", "5m"): 0,
+        ("DeftHostDecodes", "20m"): 1,
+        ("DeftNothingShared", "30m"): 0,
+        ("DeftNothingShared", "90m"): 1,
+        ("DeftKernelFailed", "100m"): 0,
+        ("DeftHostDecodes", "100m"): 0,
+    }
     labels = {
         "DeftKernelFailed": {"severity": "critical", "reason": "kernel failed"},
-        "DeftHostDecodes": {"severity": "warning"}, "DeftNothingShared": {"severity": "info"},
-    }  # fmt: skip
+        "DeftHostDecodes": {"severity": "warning"},
+        "DeftNothingShared": {"severity": "info"},
+    }
     tests = [
-        {"alertname": alert, "eval_time": at,
-         "exp_alerts": [{"exp_labels": {"instance": "bad", **labels[alert]}}] * count}
+        {
+            "alertname": alert,
+            "eval_time": at,
+            "exp_alerts": [{"exp_labels": {"instance": "bad", **labels[alert]}}] * count,
+        }
         for (alert, at), count in expected.items()
-    ]  # fmt: skip
+    ]
     alerts = (DEPLOY / "prometheus" / "alerts.yml").read_text().split("\n")
     # promtool compares texts too; the test is about times and servers.
     kept = [
         line for line in alerts if not line.lstrip().startswith(("annotations", "summary", "desc"))
     ]
     (tmp_path / "alerts.yml").write_text("\n".join(kept))
-    (tmp_path / "test.yml").write_text(json.dumps({
-        "rule_files": ["alerts.yml"], "evaluation_interval": "1m",
-        "tests": [{
-            "interval": "1m", "alert_rule_test": tests,
-            "input_series": [{"series": name, "values": values} for name, values in series],
-        }],
-    }))  # fmt: skip
-    done = subprocess.run([program("promtool"), "test", "rules", "test.yml"], cwd=tmp_path,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    (tmp_path / "test.yml").write_text(
+        json.dumps(
+            {
+                "rule_files": ["alerts.yml"],
+                "evaluation_interval": "1m",
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "alert_rule_test": tests,
+                        "input_series": [
+                            {"series": name, "values": values} for name, values in series
+                        ],
+                    }
+                ],
+            }
+        )
+    )
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "test.yml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

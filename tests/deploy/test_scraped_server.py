@@ -37,10 +37,12 @@ def test_the_dashboard_shows_a_real_server(tmp_path):
     program("prometheus")
     host = installed_hosts()[0]
     command = server_command(
-        MODEL, free_port(), host=host,
+        MODEL,
+        free_port(),
+        host=host,
         environment={"DEFT_CACHE_DIR": str(tmp_path / "cache")},
         host_arguments=["--enable-metrics"] if host == "sglang" else [],
-    )  # fmt: skip
+    )
     queries = dashboard_queries()
     # This server does not speculate. The rates of an idle moment must not hide a missing series.
     del queries["Acceptance length A"]

@@ -64,8 +64,10 @@ def test_missing_folders_are_created_for_this_user_alone(tmp_path):
     create_private(deep)
     create_private(deep)
     assert [stat.S_IMODE(p.stat().st_mode) for p in (there, deep.parent, deep)] == [
-        0o755, 0o700, 0o700,
-    ]  # fmt: skip
+        0o755,
+        0o700,
+        0o700,
+    ]
 
 
 def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path):

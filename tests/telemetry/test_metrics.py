@@ -36,9 +36,16 @@ READINGS = (
     Counters(steps(2, small=1), 1, 100, 400, 0.5, compile_seconds=9.5),
     Counters(
         {**steps(5, small=3), Content("mixed", "shares nothing"): Steps(1, 4, 8)},
-        2, 250, 1000, 0.75, 21, 10, 13, 9.5,
+        2,
+        250,
+        1000,
+        0.75,
+        21,
+        10,
+        13,
+        9.5,
     ),
-)  # fmt: skip
+)
 PUBLISH = """
 import json, os, sys
 import deft_backend.telemetry.metrics as metrics, deft_backend.hosts.sglang.factory
@@ -83,17 +90,24 @@ def of(name, **labels):
 def of_rank(rank, counted, **figures):
     """All series of a rank that counted steps by content; unnamed figures are zero."""
     names = (
-        "kv_read_bytes", "kv_query_guided_bytes", "plans", "plan_seconds", "verified_tokens",
-        "verified_drafts", "accepted_tokens", "compile_seconds",
-    )  # fmt: skip
+        "kv_read_bytes",
+        "kv_query_guided_bytes",
+        "plans",
+        "plan_seconds",
+        "verified_tokens",
+        "verified_drafts",
+        "accepted_tokens",
+        "compile_seconds",
+    )
     tp_rank = str(rank)
     found = {of(name, tp_rank=tp_rank): figures.get(name, 0) for name in names}
     for kind, kernel in product(("decode", "mixed", "verification"), ("tree", "host")):
         for at, name in enumerate(("steps", "rows", "context_bytes")):
             found[of(f"decode_{name}", kind=kind, kernel=kernel, tp_rank=tp_rank)] = sum(
-                steps[at] for content, steps in counted.items()
+                steps[at]
+                for content, steps in counted.items()
                 if content.kind == kind and (content.reason is None) is (kernel == "tree")
-            )  # fmt: skip
+            )
     return found | {
         of("host_decode_steps", kind=content.kind, reason=content.reason, tp_rank=tp_rank): steps[0]
         for content, steps in counted.items()
@@ -105,8 +119,9 @@ def run_publishing(mode, folder, ranks, readings):
     content = [reading.as_json() for reading in readings]
     subprocess.run(
         [sys.executable, "-c", PUBLISH, mode, str(folder), json.dumps(ranks), json.dumps(content)],
-        check=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 def test_processes_of_one_server_publish_into_its_page(tmp_path):
@@ -119,17 +134,29 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path):
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     assert series(registry) == {
         **of_rank(
-            0, READINGS[2].steps | steps(5 + 1), kv_read_bytes=250,
-            kv_query_guided_bytes=1000, plans=2, plan_seconds=0.75, verified_tokens=21,
-            verified_drafts=10, accepted_tokens=13, compile_seconds=9.5,
+            0,
+            READINGS[2].steps | steps(5 + 1),
+            kv_read_bytes=250,
+            kv_query_guided_bytes=1000,
+            plans=2,
+            plan_seconds=0.75,
+            verified_tokens=21,
+            verified_drafts=10,
+            accepted_tokens=13,
+            compile_seconds=9.5,
         ),
         **of_rank(
-            1, steps(2 + 1, small=1), kv_read_bytes=100, kv_query_guided_bytes=400, plans=1,
-            plan_seconds=0.5, compile_seconds=9.5,
+            1,
+            steps(2 + 1, small=1),
+            kv_read_bytes=100,
+            kv_query_guided_bytes=400,
+            plans=1,
+            plan_seconds=0.5,
+            compile_seconds=9.5,
         ),
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("what", ["variable", "client", "folder"])
@@ -199,8 +226,9 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
             },
             plans=rank + 1,
             kv_read_bytes=read * token,
-            kv_query_guided_bytes=guided * token, compile_seconds=COMPILING.seconds,
-        )  # fmt: skip
+            kv_query_guided_bytes=guided * token,
+            compile_seconds=COMPILING.seconds,
+        )
     assert series(registry) == found
     tree_step(writer.state, tokens=10, loaded=4)
     writer.look()
@@ -262,8 +290,11 @@ def test_what_the_line_says():
             Content("mixed", None): Steps(20, 80, 10),
             Content("mixed", "shares nothing"): Steps(2, 8, 10),
         },
-        200, 41_200_000_000, 310_500_000_000, 0.0804,
-    )  # fmt: skip
+        200,
+        41_200_000_000,
+        310_500_000_000,
+        0.0804,
+    )
     assert describe(whole) == (
         "4,100 decode and 20 mixed steps through tree attention, 10 decode and 2 mixed on the "
         "host's kernel (10 × batch smaller than DEFT_MIN_BATCH=2, 2 × shares nothing); tree "

@@ -169,11 +169,15 @@ def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
     content = json.loads(writer.path.read_text())
     assert (content["steps_tree"], content["decode_steps"]) == (3, 4)
     assert content["steps"] == [
-        {"kind": "decode", "reason": "small", "steps": 1, "rows": 1,
-         "kv_bytes": 10 * LAYERS * TOKEN},
-        {"kind": "mixed", "reason": None, "steps": 3, "rows": 12,
-         "kv_bytes": 300 * LAYERS * TOKEN},
-    ]  # fmt: skip
+        {
+            "kind": "decode",
+            "reason": "small",
+            "steps": 1,
+            "rows": 1,
+            "kv_bytes": 10 * LAYERS * TOKEN,
+        },
+        {"kind": "mixed", "reason": None, "steps": 3, "rows": 12, "kv_bytes": 300 * LAYERS * TOKEN},
+    ]
     assert content["kv_bytes_query_guided"] == (10 + 300) * LAYERS * TOKEN
     assert content["kv_bytes_read"] == (10 + 120) * LAYERS * TOKEN
     assert content["plans"] == 3
@@ -263,9 +267,13 @@ def test_counters_come_back_from_json_and_subtract():
             Content("decode", "other"): Steps(1, 1, 2 * token),
             Content("verification", None): Steps(1, 3, 8 * token),
         },
-        plans=1, kv_bytes_read=(4 + 2) * token, kv_bytes_query_guided=(6 + 2) * token,
-        verified_tokens=7, verified_drafts=3, accepted_tokens=5,
-    )  # fmt: skip
+        plans=1,
+        kv_bytes_read=(4 + 2) * token,
+        kv_bytes_query_guided=(6 + 2) * token,
+        verified_tokens=7,
+        verified_drafts=3,
+        accepted_tokens=5,
+    )
 
 
 def test_counters_of_plans_leave_out_what_is_held():

@@ -45,9 +45,13 @@ SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
 def ab(folder, *arguments, code=0):
     found, *printed = commands.run(
-        "ab", "--out", str(folder / "out"), *arguments, COLUMNS="100",
+        "ab",
+        "--out",
+        str(folder / "out"),
+        *arguments,
+        COLUMNS="100",
         DEFT_CACHE_DIR=str(folder / "cache"),
-    )  # fmt: skip
+    )
     assert found == code, printed
     data = folder / "out" / "results.json"
     return json.loads(data.read_text()) if data.exists() else {}, " ".join(
@@ -82,10 +86,21 @@ def request(name, **fields):
 def test_two_equal_servers(tmp_path):
     with serving(Fake()) as a, serving(Fake()) as b:
         data, printed = ab(
-            tmp_path, "--urls", a.url, f"{b.url}/v1", "--workload", "few-shot", "--workload",
-            "parallel-samples", "--workload", "tree-of-thoughts", "--workload", "rollout", *SMALL,
+            tmp_path,
+            "--urls",
+            a.url,
+            f"{b.url}/v1",
+            "--workload",
+            "few-shot",
+            "--workload",
+            "parallel-samples",
+            "--workload",
+            "tree-of-thoughts",
+            "--workload",
+            "rollout",
+            *SMALL,
             "--exact",
-        )  # fmt: skip
+        )
     assert [s["url"] for s in data["sides"]] == [a.url, b.url]
     for workload in data["workloads"]:
         assert workload["agreement"]["compared"] == workload["agreement"]["equal"] > 0
@@ -166,9 +181,16 @@ def test_each_fault_is_counted_under_its_name():
         found = run(fake, workload)
     statuses = {outcome.name: outcome.status for outcome in found.outcomes}
     assert statuses == {
-        "p4": "refused", "p5": "failed", "pd": "lost", "pe": "failed", "p0": "failed",
-        "ok": "answered", "long": "too long", "child": "answered", "orphan": "not sent",
-    }  # fmt: skip
+        "p4": "refused",
+        "p5": "failed",
+        "pd": "lost",
+        "pe": "failed",
+        "p0": "failed",
+        "ok": "answered",
+        "long": "too long",
+        "child": "answered",
+        "orphan": "not sent",
+    }
     assert not found.died
     assert "404" in found.outcomes[0].detail
 
@@ -176,9 +198,21 @@ def test_each_fault_is_counted_under_its_name():
 def test_a_server_that_dies_ends_the_run(tmp_path):
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
         data, printed = ab(
-            tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", "--workload", "unshared",
-            "--rate", "60", "--seed", "5", *SMALL, code=1,
-        )  # fmt: skip
+            tmp_path,
+            "--urls",
+            a.url,
+            b.url,
+            "--workload",
+            "few-shot",
+            "--workload",
+            "unshared",
+            "--rate",
+            "60",
+            "--seed",
+            "5",
+            *SMALL,
+            code=1,
+        )
     assert data["verdict"].startswith("Do not switch: B died during the run")
     assert "no longer answers" in printed
     assert [w["workload"] for w in data["workloads"]] == ["few-shot", "unshared"]
@@ -258,10 +292,12 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path):
 @pytest.mark.parametrize(
     "piece",
     [
-        {"choices": ["text"]}, {"choices": [], "usage": [1]}, None,
+        {"choices": ["text"]},
+        {"choices": [], "usage": [1]},
+        None,
         {"choices": [], "usage": {"prompt_tokens": "many"}},
     ],
-)  # fmt: skip
+)
 def test_pieces_of_another_form_are_a_failed_request(piece):
     with serving(Fake(faults={"prompt a": piece})) as fake:
         (outcome,) = run(fake, workload_of(request("a"))).outcomes
@@ -303,9 +339,21 @@ def test_bad_input(tmp_path):
 def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     with serving(Fake(token_seconds=0.02)) as a:
         command = [
-            sys.executable, "-m", "deft_backend", "ab", "--out", str(tmp_path), "--urls", a.url,
-            a.url, "--workload", "few-shot", "--rate", "2", *SMALL,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "deft_backend",
+            "ab",
+            "--out",
+            str(tmp_path),
+            "--urls",
+            a.url,
+            a.url,
+            "--workload",
+            "few-shot",
+            "--rate",
+            "2",
+            *SMALL,
+        ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         end = time.monotonic() + 60
         while len(a.bodies) < 7 and time.monotonic() < end:
@@ -333,11 +381,13 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path):
             ("decode_steps", 'kind="mixed",kernel="host",tp_rank="0"', 5.0),
             ("decode_context_bytes", 'kind="mixed",kernel="host",tp_rank="0"', 70),
             ("host_decode_steps", 'kind="mixed",reason="a \\"b\\"",tp_rank="0"', 5),
-            ("plans", 'tp_rank="0"', 3), ("plans", 'tp_rank="1"', 3),
-            ("kv_read_bytes", 'tp_rank="0"', 1e3), ("kv_read_bytes", 'tp_rank="1"', 1e3),
+            ("plans", 'tp_rank="0"', 3),
+            ("plans", 'tp_rank="1"', 3),
+            ("kv_read_bytes", 'tp_rank="0"', 1e3),
+            ("kv_read_bytes", 'tp_rank="1"', 1e3),
             ("kv_query_guided_bytes", 'tp_rank="0"', 4e3),
         )
-    )  # fmt: skip
+    )
     steps = {
         Content("decode", None): Steps(30, 90),
         Content("mixed", None): Steps(2),
@@ -406,8 +456,10 @@ def result(*runs, device="cuda", **fields):
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ([(side(0.02), side(0.01))],
-         "Switch to B: w0: a token takes 50% less time (21.90 ms → 10.95 ms); all 20 compared"),
+        (
+            [(side(0.02), side(0.01))],
+            "Switch to B: w0: a token takes 50% less time (21.90 ms → 10.95 ms); all 20 compared",
+        ),
         ([(side(0.01), side(0.02))], "Do not switch: a token takes longer with B (w0: a token"),
         ([(side(0.01), side(0.0099))], "No reason to switch: w0"),
         ([(side(0.02), side(0.01, ttft=0.2))], "Switch to B if the first token may come later"),
@@ -416,7 +468,7 @@ def result(*runs, device="cuda", **fields):
         ([(side(0.02), side(0.01, lost=2))], "Do not switch: B lost 2 of 22 requests, A 0"),
         ([(side(0.02, lost=2), side(0.01, lost=2))], "Switch to B"),
     ],
-)  # fmt: skip
+)
 def test_the_sentence(pairs, said):
     assert verdict(result(*pairs)).startswith(said)
     assert verdict(result(*pairs)).count(". ") == 0
@@ -506,9 +558,13 @@ def test_answers_without_ids_are_compared_by_text():
 def told(name, text, *logprobs, ids=True):
     times = [float(at) for at in range(len(text))]
     answer = Answer(
-        ids=list(map(ord, text)) if ids else [], tokens=list(text), text=text, arrivals=times,
-        logprobs=list(logprobs), top=[{"a": value, "b": value - 1} for value in logprobs],
-    )  # fmt: skip
+        ids=list(map(ord, text)) if ids else [],
+        tokens=list(text),
+        text=text,
+        arrivals=times,
+        logprobs=list(logprobs),
+        top=[{"a": value, "b": value - 1} for value in logprobs],
+    )
     return Outcome(name, 0.0, 0.0, "answered", "", len(text), answer)
 
 
@@ -622,15 +678,21 @@ def test_the_page_shows_the_environment_and_the_speculation(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("[08:00:00] deft: MLA is not supported; all attention runs through the host (fa3)",
-         "deft: MLA is not supported; all attention runs through the host (fa3)"),
-        ("WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
-         "deft: head dimension 18; these layers run through FLEX alone"),
-        ("deft: decode goes through tree attention (policy auto); everything else through fa3",
-         None),
+        (
+            "[08:00:00] deft: MLA is not supported; all attention runs through the host (fa3)",
+            "deft: MLA is not supported; all attention runs through the host (fa3)",
+        ),
+        (
+            "WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
+            "deft: head dimension 18; these layers run through FLEX alone",
+        ),
+        (
+            "deft: decode goes through tree attention (policy auto); everything else through fa3",
+            None,
+        ),
         ("the server is ready", None),
     ],
-)  # fmt: skip
+)
 def test_the_line_of_a_refusal(line, expected):
     assert sides.refusal(f"loading\n{line}\nfired up") == expected
 
@@ -655,10 +717,17 @@ def test_no_descendant_of_a_difference_is_compared():
     """The grandchild's answer is equal, but its prompt was not."""
     after = {"a": None, "b": "a", "c": "b", "d": None}
     first, second = (
-        Replayed((told("a", text, -0.1), told("b", "x", -0.1), told("c", "x", -0.1),
-                  told("d", "x", -0.1)), 1.0)
+        Replayed(
+            (
+                told("a", text, -0.1),
+                told("b", "x", -0.1),
+                told("c", "x", -0.1),
+                told("d", "x", -0.1),
+            ),
+            1.0,
+        )
         for text in ("y", "z")
-    )  # fmt: skip
+    )
     compared = agreement(first, second, after)
     assert (compared.equal, compared.not_compared, len(compared.differences)) == (1, 2, 1)
 

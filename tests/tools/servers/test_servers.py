@@ -217,24 +217,29 @@ def test_a_driver_needs_no_stand_in(monkeypatch):
 
 
 def test_vllm_on_the_cpu_gets_its_environment():
-    found = server_command("M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"],
-                           gpu=False)  # fmt: skip
+    found = server_command(
+        "M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"], gpu=False
+    )
     words = " ".join(found.arguments[1:])
     assert words == (
         "-m vllm.entrypoints.openai.api_server --model M --host 127.0.0.1 --port 1234 "
         "--attention-backend CUSTOM --dtype float32 --enforce-eager --x"
     )
     assert dict(found.environment) == {
-        "DEFT_POLICY": "fasttree", "TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    }  # fmt: skip
+        "DEFT_POLICY": "fasttree",
+        "TRITON_INTERPRET": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
 
 
 @pytest.mark.parametrize("backend", [None, "FLASHINFER"])
 @pytest.mark.parametrize(
     ("host", "module"),
-    [("sglang", "sglang.launch_server --model-path"),
-     ("vllm", "vllm.entrypoints.openai.api_server --model")],
-)  # fmt: skip
+    [
+        ("sglang", "sglang.launch_server --model-path"),
+        ("vllm", "vllm.entrypoints.openai.api_server --model"),
+    ],
+)
 def test_a_gpu_needs_nothing_special(host, module, backend):
     found = server_command("M", 1234, host=host, backend=backend, gpu=True)
     expected = f"-m {module} M --host 127.0.0.1 --port 1234"

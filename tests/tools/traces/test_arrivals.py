@@ -18,8 +18,11 @@ from deft_backend.tools.traces.trace_files import (
 )
 
 LINE = {
-    "timestamp": 27482, "input_length": 1055, "output_length": 52, "hash_ids": [46, 47, 2353],
-}  # fmt: skip
+    "timestamp": 27482,
+    "input_length": 1055,
+    "output_length": 52,
+    "hash_ids": [46, 47, 2353],
+}
 
 
 def written(tmp_path, *lines):
@@ -48,11 +51,14 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path):
         ({**LINE, "input_length": 0}, "line 2: input_length is 0; expected a whole number of at"),
         ({**LINE, "hash_ids": 7}, "line 2: hash_ids is 7; expected a list of whole"),
         ({**LINE, "hash_ids": [1, "x", 3]}, "line 2: hash_ids is 'x'; expected a whole number"),
-        ({**LINE, "hash_ids": [1]}, "line 2: hash_ids holds 1 ids for input_length 1055; "
-         "expected 2 or 3, one for each 512 tokens"),
+        (
+            {**LINE, "hash_ids": [1]},
+            "line 2: hash_ids holds 1 ids for input_length 1055; "
+            "expected 2 or 3, one for each 512 tokens",
+        ),
         ({"timestamp": 1}, "line 2: input_length is missing; expected a whole number"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_line_and_the_field(tmp_path, line, message):
     with pytest.raises(TraceError) as error:
         load_arrivals(written(tmp_path, LINE, line))

@@ -32,9 +32,17 @@ from deft_backend.tools.tuning.search import SearchResult, Trials, search
 from deft_backend.tools.tuning.tile_fit import Grid, fit_times, measure_tile_costs
 
 KEY = TableKey(
-    gpu="NVIDIA A100-SXM4-40GB", package="1.2.3", kernels="0123", torch="2.11.0", triton="3.6.0",
-    query_heads=32, kv_heads=8, head_dim=128, dtype="float16", page_size=1,
-)  # fmt: skip
+    gpu="NVIDIA A100-SXM4-40GB",
+    package="1.2.3",
+    kernels="0123",
+    torch="2.11.0",
+    triton="3.6.0",
+    query_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    dtype="float16",
+    page_size=1,
+)
 TARGET = Target(32, 8, 128)
 
 
@@ -99,9 +107,12 @@ def test_tile_costs_stay_above_zero():
 # --- measuring code, executed --------------------------------------------------------------------
 
 TINY = Grid(
-    tile_tokens=(4, 8), tile_rounds=(1, 2), result_counts=(4,), result_parts=(2,),
+    tile_tokens=(4, 8),
+    tile_rounds=(1, 2),
+    result_counts=(4,),
+    result_parts=(2,),
     trials=("1 9", "1,3 8,2"),
-)  # fmt: skip
+)
 
 
 def _machine(page_size, clock, kv_dtype=torch.float16):
@@ -190,10 +201,17 @@ def test_a_cache_that_tune_does_not_know_is_refused():
 
 def test_every_part_of_the_key_names_another_file():
     changed = {
-        "gpu": "NVIDIA A100-SXM4-80GB", "package": "1.2.4", "kernels": "0124", "torch": "2.12.0",
-        "triton": "3.7.0", "query_heads": 16, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16",
+        "gpu": "NVIDIA A100-SXM4-80GB",
+        "package": "1.2.4",
+        "kernels": "0124",
+        "torch": "2.12.0",
+        "triton": "3.7.0",
+        "query_heads": 16,
+        "kv_heads": 4,
+        "head_dim": 64,
+        "dtype": "bfloat16",
         "page_size": 16,
-    }  # fmt: skip
+    }
     assert set(changed) == set(vars(KEY))
     names = {replace(KEY, **{name: value}).file_name for name, value in changed.items()}
     assert len(names | {KEY.file_name}) == len(changed) + 1
@@ -497,8 +515,10 @@ def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
     code, out, _ = run("tune", "--show", "--model", str(model), **where)
     assert (code, "shipped table" in out, "none was measured on this NVIDIA L40S" in out) == (
-        0, True, True,
-    )  # fmt: skip
+        0,
+        True,
+        True,
+    )
     code, out, _ = run("tune", "--model", str(model), "--page-size", "16", **where)
     (key,) = asked
     assert code == 0

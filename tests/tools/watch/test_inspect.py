@@ -75,8 +75,12 @@ def test_the_data(served):
     assert words["batch"].endswith("2,384 tokens attended to, 720 stored")
     assert words["steps"].startswith("1 of 1 through tree attention (100 %)")
     assert batch["prefixes"][0] == {
-        "node": 0, "start": 0, "tokens": 512, "readers": 4, "saved": 3 * 512,
-    }  # fmt: skip
+        "node": 0,
+        "start": 0,
+        "tokens": 512,
+        "readers": 4,
+        "saved": 3 * 512,
+    }
     again = json.loads(served.get(f"/state.json?known={batch['serial']}").read())
     assert again["batch"] == {"serial": batch["serial"]}
     served.decode(["a", "b"])
@@ -109,8 +113,17 @@ def test_names_that_lead_here_from_elsewhere_are_refused(served):
     port = served.page.server_address[1]
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:9", "[::1]:80", "127.1.2.3"):
         assert served.get("/state.json", Host=host).status == 200, host
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "192.0.2.1",
-                 "localhost.", "", "a b", "[::1", "localhost:x"):  # fmt: skip
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "192.0.2.1",
+        "localhost.",
+        "",
+        "a b",
+        "[::1",
+        "localhost:x",
+    ):
         answer = served.get("/state.json", Host=host)
         assert answer.status == 403, host
         assert b"batch" not in answer.read()

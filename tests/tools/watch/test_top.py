@@ -228,10 +228,17 @@ def test_once_shows_all_that_a_server_counts(tmp_path, monkeypatch):
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
     for words in (
-        "SGLang", "1 of 2 through tree attention (50 %)", "36 % saved",
-        "1 × batch smaller than DEFT_MIN_BATCH=2", "saved", "3 requests · share 1.6",
-        "1 plan, 2 ms each", "9.8 s since the start", "0–40", "40–60",
-    ):  # fmt: skip
+        "SGLang",
+        "1 of 2 through tree attention (50 %)",
+        "36 % saved",
+        "1 × batch smaller than DEFT_MIN_BATCH=2",
+        "saved",
+        "3 requests · share 1.6",
+        "1 plan, 2 ms each",
+        "9.8 s since the start",
+        "0–40",
+        "40–60",
+    ):
         assert words in text
     assert "kept secret" not in text
 
@@ -324,9 +331,12 @@ def ended_in_a_terminal(folder, number):
     """What `deft top` writes to a terminal until a signal ends it, and its exit code."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "deft_backend", "top"], stdin=slave, stdout=slave, stderr=slave,
+        [sys.executable, "-m", "deft_backend", "top"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
         env={**os.environ, "DEFT_CACHE_DIR": str(folder.parent), "TERM": "xterm"},
-    )  # fmt: skip
+    )
     os.close(slave)
     said = b""
     while b"according to" not in said:
@@ -350,9 +360,11 @@ def test_the_terminal_is_as_before(number, tmp_path):
 
 def test_outside_a_terminal_every_look_is_printed(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"], text=True,
-        stdout=subprocess.PIPE, env={**os.environ, "DEFT_CACHE_DIR": str(tmp_path.parent)},
-    ) as process:  # fmt: skip
+        [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "DEFT_CACHE_DIR": str(tmp_path.parent)},
+    ) as process:
         assert process.stdout is not None
         looks = [process.stdout.readline() for _ in range(7)]
         process.terminate()
