@@ -28,18 +28,24 @@ def test_another_backend_is_left_alone(baseline):
 
 
 @pytest.mark.rare
-def test_an_installed_plugin_changes_nothing_that_anybody_sees(baseline, tmp_path):
+def test_an_installed_plugin_changes_nothing_that_anybody_sees(tmp_path):
     """A server that does not ask for the plugin, beside one that does not load it."""
-    with running(None, Group(settings={"SGLANG_PLUGINS": "none"}), tmp_path) as without:
-        for server in (baseline, without):
+    seen = []
+    for settings in ({}, {"SGLANG_PLUGINS": "none"}):
+        group = Group(("--enable-metrics",), settings)
+        with running(None, group, tmp_path / str(len(settings))) as server:
             server.complete([Ask("A short line about rain.", tokens=4)] * 2)
-        assert settings_of(baseline) == settings_of(without)
-        for ours, theirs in zip(baseline.traits(), without.traits(), strict=True):
-            assert ours ^ theirs == set()
+            seen.append((settings_of(server), *server.traits()))
+    (settings, *traits), (settings_without, *traits_without) = seen
+    assert settings == settings_without
+    for installed, without in zip(traits, traits_without, strict=True):
+        assert installed ^ without == set()
+
+
+VOLATILE = ("port", "nccl_port", "random_seed", "internal_states", "launch_command", "startup_time")
 
 
 def settings_of(server):
     with server.open("server_info") as response:
         found = json.load(response)
-    volatile = ("port", "nccl_port", "internal_states", "random_seed", "startup_metrics")
-    return {name: value for name, value in found.items() if name not in volatile}
+    return {name: value for name, value in found.items() if name not in VOLATILE}

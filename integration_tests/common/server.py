@@ -14,7 +14,7 @@ from pathlib import Path
 
 import openai
 
-from deft_backend.tools.servers.process import ServerProcess
+from deft_backend.tools.servers.process import ServerProcess, get_page
 from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
 from integration_tests.common.result import StepTotal
 
@@ -86,10 +86,9 @@ class Server:
     def is_left_alone(self):
         """Whether nothing of ours shows in a server that does not ask for us.
 
-        No state file, no line in the log, and no series in ``/metrics``.
+        No state file, no line in the log, and no series in ``/metrics``, if it has that page.
         """
-        with self.open("metrics") as response:
-            page = response.read().decode()
+        page = get_page(f"{self.process.url}/metrics") or ""
         lines = [line for line in self.log.splitlines() if "deft:" in line]
         return not (self._state_dir.exists() or lines or "deft_" in page)
 
