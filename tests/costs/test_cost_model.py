@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import triton
 
-from deft_backend.costs import CostModel, CostModelError
+from deft_backend.costs import CostModel, CostModelError, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, FLASHFORGE_TABLE, default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.costs.tables import TableKey
@@ -188,3 +190,12 @@ def test_the_shipped_tables_cost_every_tile_of_the_kernels(path):
 def test_the_shipped_tables_name_their_sources():
     assert "FlashForge, Table 2" in PAPER.source
     assert "H100" in CostModel.load(DEFAULT_TABLE).source
+
+
+def test_a_key_names_the_versions_and_the_attention(monkeypatch):
+    key = table_lookup.table_key(torch.device("cpu"), 8, 2, 64, torch.bfloat16, 16)
+    assert key.shape == "heads 8/2, head dimension 64, bfloat16, page size 16"
+    assert (key.gpu, key.torch, key.triton) == ("", torch.__version__, triton.__version__)
+    monkeypatch.setattr(table_lookup, "installed_version", lambda name: None)
+    key = table_lookup.table_key(torch.device("cpu"), 8, 2, 64, torch.bfloat16)
+    assert (key.triton, key.page_size) == ("unknown", 1)

@@ -16,6 +16,7 @@ from deft_backend.forest import (
     forest_from_page_tables,
     forest_from_paths,
     forest_from_tree,
+    forest_of_blocks,
 )
 from deft_backend.forest.prefix_tree import insert_rows
 from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables
@@ -403,3 +404,22 @@ def test_impossible_paths_are_refused(paths, lens, message):
 def test_impossible_trees_are_refused(parent, depth, holder, lens, message):
     with pytest.raises(ForestError, match=message):
         forest_from_tree(parent, depth, holder, lens)
+
+
+def test_forest_of_blocks():
+    """Two blocks a request: a node for each request's own committed pages, and leaves."""
+    forest = build_forest([0, 1, 2], [8, 0], [21, 13, 26], page_size=4)
+    blocks = forest_of_blocks(forest, 2, 4)
+    assert blocks.batch_size == 6
+    nodes = sorted(
+        (int(blocks.start[n]), int(blocks.end[n]), blocks.queries(n).tolist())
+        for n in np.flatnonzero(~blocks.is_leaf)
+    )
+    assert nodes == [(0, 8, [0, 1, 2, 3]), (0, 20, [4, 5]), (8, 16, [0, 1])]
+    leaves = [(int(blocks.start[n]), int(blocks.end[n])) for n in blocks.leaf]
+    assert leaves == [(16, 21), (16, 21), (8, 13), (8, 13), (20, 26), (20, 26)]
+    assert forest_of_blocks(forest, 1, 0) is forest
+
+
+def test_forest_of_blocks_of_an_empty_batch():
+    assert forest_of_blocks(build_forest([], [], []), 3, 9).batch_size == 0

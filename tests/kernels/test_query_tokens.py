@@ -10,7 +10,6 @@ from test_kernels import star
 from attention_checks import DEVICES, Batch, check, tree_attention
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
-from deft_backend.forest import build_forest, forest_of_blocks
 from deft_backend.policies import GroupingBuilder, Segment
 from deft_backend.shapes import QueryBlocks
 from random_batches import random_batch
@@ -217,25 +216,6 @@ def test_query_blocks_hold_all_tokens_and_fit_a_tile(query_tokens, group):
     assert blocks.tokens * group <= 64
     assert blocks.tokens <= QueryBlocks.most_tokens(query_tokens, group)
     assert (blocks.blocks - 1) * blocks.tokens < query_tokens <= blocks.blocks * blocks.tokens
-
-
-def test_forest_of_blocks():
-    """Two blocks a request: a node for each request's own committed pages, and leaves."""
-    forest = build_forest([0, 1, 2], [8, 0], [21, 13, 6], page_size=4)
-    blocks = forest_of_blocks(forest, 2, 4)
-    assert blocks.batch_size == 6
-    nodes = sorted(
-        (int(blocks.start[n]), int(blocks.end[n]), blocks.queries(n).tolist())
-        for n in range(blocks.num_nodes) if not blocks.is_leaf[n]
-    )  # fmt: skip
-    assert nodes == [(0, 8, [0, 1, 2, 3]), (8, 16, [0, 1])]
-    leaves = [(int(blocks.start[n]), int(blocks.end[n])) for n in blocks.leaf]
-    assert leaves == [(16, 21), (16, 21), (8, 13), (8, 13), (0, 6), (0, 6)]
-    assert forest_of_blocks(forest, 1, 0) is forest
-
-
-def test_forest_of_blocks_of_an_empty_batch():
-    assert forest_of_blocks(build_forest([], [], []), 3, 9).batch_size == 0
 
 
 def test_wrong_calls_say_what_is_wrong():
