@@ -1,55 +1,62 @@
 """`invariant`: KV is cut at fixed positions, so a request's output depends on that request alone.
 
 Chunk ``k`` of a context has the same first and last position in every request and every batch. The
-first ``2 * CHUNKS_PER_OCTAVE`` chunks have `chunk_tokens` tokens each. From there on, chunks are
-twice as long in each octave, like the gaps between floating-point numbers. So long contexts have
-few chunks, and no chunk is longer than a small part of the context before it.
+first ``2 * per_octave`` chunks have `chunk_tokens` tokens each. From there on, chunks are twice as
+long in each octave, like the gaps between floating-point numbers. So long contexts have few chunks,
+and no chunk is longer than a small part of the context before it.
 
 Requests read a chunk together if they share all of it. A request's last chunk is its own.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies.edges import Int64Array, grouped_ranges
 from deft_backend.policies.grouping import Grouping, concatenated_ranges
-from deft_backend.policies.policy import ABSOLUTE, Policy, Rules
+from deft_backend.policies.policy import ABSOLUTE, PACKED, Policy, Rules
 from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import INVARIANT
 
-CHUNKS_PER_OCTAVE = 16
-
-SHORTEST_CHUNK = 256
-"""Tokens of the first chunks, unless a plan of the largest batch would have too many chunks."""
+SHORTEST_CHUNK, MOST_PER_OCTAVE, LEAST_PER_OCTAVE = 256, 16, 4
+"""Tokens of the first chunks, and chunks of an octave. A plan of the largest batch must fit, so a
+server of many or long requests has fewer chunks in an octave, and then longer ones."""
 
 WORKSPACE_LIMIT = 512 << 20
-"""Most bytes of partial results of the largest batch; chunks are as long as it takes."""
+"""Most bytes of partial results of the largest batch."""
 
 
-def chunk_at(token: Int64Array | int, chunk_tokens: int) -> Int64Array:
-    """The chunk that holds each token, by its position.
+class Places(NamedTuple):
+    """Where chunks begin."""
 
-    >>> chunk_at(np.array([0, 255, 256, 8191, 8192, 8703, 8704]), 256).tolist()
-    [0, 0, 1, 31, 32, 32, 33]
-    """
-    unit = np.asarray(token) // chunk_tokens
-    octave = np.frexp(np.maximum(unit // CHUNKS_PER_OCTAVE, 1))[1] - 1
-    chunk: Int64Array = octave * CHUNKS_PER_OCTAVE + (unit >> octave)
-    return chunk
+    chunk_tokens: int  # of the first chunks
+    per_octave: int  # chunks of an octave, a power of two
+
+    def chunk_at(self, token: Int64Array | int) -> Int64Array:
+        """The chunk that holds each token, by its position.
+
+        >>> Places(256, 16).chunk_at(np.array([0, 255, 256, 8191, 8192, 8703, 8704])).tolist()
+        [0, 0, 1, 31, 32, 32, 33]
+        """
+        unit = np.asarray(token) // self.chunk_tokens
+        octave = np.frexp(np.maximum(unit // self.per_octave, 1))[1] - 1
+        chunk: Int64Array = octave * self.per_octave + (unit >> octave)
+        return chunk
+
+    def begin_of(self, chunk: Int64Array | int) -> Int64Array:
+        """The position of each chunk's first token.
+
+        >>> Places(256, 16).begin_of(np.array([0, 1, 31, 32, 33, 48])).tolist()
+        [0, 256, 7936, 8192, 8704, 16384]
+        """
+        octave = np.maximum(np.asarray(chunk) // self.per_octave - 1, 0)
+        begin: Int64Array = (chunk - octave * self.per_octave << octave) * self.chunk_tokens
+        return begin
 
 
-def chunk_begin(chunk: Int64Array | int, chunk_tokens: int) -> Int64Array:
-    """The position of each chunk's first token.
-
-    >>> chunk_begin(np.array([0, 1, 31, 32, 33, 48]), 256).tolist()
-    [0, 256, 7936, 8192, 8704, 16384]
-    """
-    octave = np.maximum(np.asarray(chunk) // CHUNKS_PER_OCTAVE - 1, 0)
-    begin: Int64Array = (chunk - octave * CHUNKS_PER_OCTAVE << octave) * chunk_tokens
-    return begin
+_USUAL = Places(SHORTEST_CHUNK, MOST_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,18 @@ class Invariant(Policy):
     name: ClassVar[str] = INVARIANT
     several_segments: ClassVar[bool] = False
 
-    chunk_tokens: int = SHORTEST_CHUNK
+    places: Places = _USUAL
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise PolicyError(f"chunk_tokens is {self.chunk_tokens}; expected at least 1")
+        tokens, chunks = self.places
+        if tokens < 1 or not 1 <= chunks < PACKED or chunks & (chunks - 1):
+            raise PolicyError(
+                f"{self.places}; expected at least 1 token, and a power of two below {PACKED}"
+            )
 
     @classmethod
     def for_limits(cls, max_queries: int, max_tokens: int, result_bytes: int) -> "Invariant":
-        """The policy with the shortest chunks whose partial results fit WORKSPACE_LIMIT.
+        """The policy with chunks so short that their partial results just fit WORKSPACE_LIMIT.
 
         - `max_queries`: most queries of a batch.
         - `max_tokens`: most tokens of a request.
@@ -99,45 +109,52 @@ class Invariant(Policy):
                 f"{max_queries} of {result_bytes} bytes exceed {WORKSPACE_LIMIT >> 20} MiB; "
                 "choose a smaller max_batch"
             )
-        found = cls(SHORTEST_CHUNK)
+        tokens, chunks = SHORTEST_CHUNK, MOST_PER_OCTAVE
+        found = cls(Places(tokens, chunks))
         while max_queries * found.num_chunks(max_tokens) > results:
-            found = cls(2 * found.chunk_tokens)
+            if chunks > LEAST_PER_OCTAVE:
+                chunks //= 2
+            else:
+                tokens *= 2
+            found = cls(Places(tokens, chunks))
         return found
 
     def __str__(self) -> str:
-        return f"{self.name}, first chunks of {self.chunk_tokens} tokens"
+        tokens, chunks = self.places
+        return f"{self.name}, {2 * chunks} chunks of {tokens} tokens and {chunks} an octave"
 
     @property
     def rules(self) -> Rules:
-        return Rules("all", ABSOLUTE, self.chunk_tokens)
+        tokens, chunks = self.places
+        return Rules("all", ABSOLUTE, tokens * PACKED + chunks)
 
     def num_chunks(self, tokens: int) -> int:
         """Chunks of a request of so many tokens: its partial results."""
-        return int(chunk_at(max(tokens - 1, 0), self.chunk_tokens)) + 1
+        return int(self.places.chunk_at(max(tokens - 1, 0))) + 1
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
-        chunk_tokens = self.chunk_tokens
-        forest = _in_whole_chunks(forest, chunk_tokens)
+        places = self.places
+        forest = _in_whole_chunks(forest, places)
         ranges = grouped_ranges(forest, np.full(forest.num_nodes, True))
-        first = chunk_at(ranges.begin, chunk_tokens)
-        chunks = chunk_at(np.maximum(ranges.end - 1, ranges.begin), chunk_tokens) - first + 1
+        first = places.chunk_at(ranges.begin)
+        chunks = places.chunk_at(np.maximum(ranges.end - 1, ranges.begin)) - first + 1
         of = np.repeat(np.arange(len(chunks)), chunks)  # the range of each group
         chunk = concatenated_ranges(first, chunks)
         queries = ranges.queries[of]
-        end = np.minimum(ranges.end[of], chunk_begin(chunk + 1, chunk_tokens))
+        end = np.minimum(ranges.end[of], places.begin_of(chunk + 1))
         is_last = forest.is_leaf[ranges.node[of]] & (chunk + 1 == (first + chunks)[of])
         grouping = Grouping.of_single_ranges(
             query_ptr=np.append(0, np.cumsum(queries)).astype(np.int32),
             queries=ranges.order[concatenated_ranges(ranges.first[of], queries)],
             request=ranges.order[ranges.first[of]],
-            start=chunk_begin(chunk, chunk_tokens).astype(np.int32),
+            start=places.begin_of(chunk).astype(np.int32),
             end=end.astype(np.int32),
             is_open=is_last,
         )
         return replace(grouping, least_shape=np.where(is_last, 0, 1))
 
 
-def _in_whole_chunks(forest: PrefixForest, chunk_tokens: int) -> PrefixForest:
+def _in_whole_chunks(forest: PrefixForest, places: Places) -> PrefixForest:
     """The forest in which requests share whole chunks only, and never their last tokens."""
     order, page_size = forest.order, forest.page_size
     limit = np.maximum(forest.seq_lens.astype(np.int64) - 1, 0)[order] // page_size * page_size
@@ -145,5 +162,5 @@ def _in_whole_chunks(forest: PrefixForest, chunk_tokens: int) -> PrefixForest:
     # begin to differ.
     shared = forest.start[forest.leaf[:-1] + 1]
     shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
-    whole = chunk_begin(chunk_at(shared, chunk_tokens), chunk_tokens)
+    whole = places.begin_of(places.chunk_at(shared))
     return build_forest(order, whole.astype(np.int32), forest.seq_lens)

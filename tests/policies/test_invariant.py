@@ -10,38 +10,31 @@ from attention_checks import tree_attention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.policies import Invariant, PolicyError, invariant
-from deft_backend.policies.invariant import (
-    CHUNKS_PER_OCTAVE,
-    SHORTEST_CHUNK,
-    WORKSPACE_LIMIT,
-    chunk_at,
-    chunk_begin,
-)
+from deft_backend.policies.invariant import WORKSPACE_LIMIT, Places
 from strategies import batches
 
 C = 4  # tokens of a first chunk, so that contexts of the tests have many chunks
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 256])
-def test_chunks_follow_one_another_and_double_in_each_octave(chunk_tokens):
+@pytest.mark.parametrize("places", [Places(1, 16), Places(3, 4), Places(256, 16), Places(256, 8)])
+def test_chunks_follow_one_another_and_double_in_each_octave(places):
     token = np.arange(200_000)
-    chunk = chunk_at(token, chunk_tokens)
+    chunk = places.chunk_at(token)
     assert set(np.diff(chunk).tolist()) == {0, 1}
-    assert (chunk_begin(chunk, chunk_tokens) <= token).all()
-    assert (token < chunk_begin(chunk + 1, chunk_tokens)).all()
-    length = np.diff(chunk_begin(np.arange(chunk[-1] + 1), chunk_tokens)) // chunk_tokens
-    assert (length[: 2 * CHUNKS_PER_OCTAVE] == 1).all()
-    octave = np.arange(len(length)) // CHUNKS_PER_OCTAVE
-    assert (length[octave > 0] == 2 ** (octave[octave > 0] - 1)).all()
+    assert (places.begin_of(chunk) <= token).all()
+    assert (token < places.begin_of(chunk + 1)).all()
+    length = np.diff(places.begin_of(np.arange(chunk[-1] + 1))) // places.chunk_tokens
+    octave = np.arange(len(length)) // places.per_octave
+    assert (length == 2 ** np.maximum(octave - 1, 0)).all()
 
 
 def test_chunks_are_as_short_as_the_largest_batchs_partial_results_allow():
-    for queries, tokens, size in ((256, 131_072, 8448), (1024, 131_072, 8448), (7, 900, 1 << 26)):
-        found = Invariant.for_limits(queries, tokens, size)
-        assert queries * found.num_chunks(tokens) * size <= WORKSPACE_LIMIT
-        if found.chunk_tokens > SHORTEST_CHUNK:
-            shorter = Invariant(found.chunk_tokens // 2)
-            assert queries * shorter.num_chunks(tokens) * size > WORKSPACE_LIMIT
+    expected = {(256, 8192): (256, 16), (2048, 8192): (256, 8), (512, 131_072): (256, 16),
+                (1024, 131_072): (256, 8), (2048, 131_072): (512, 4)}  # fmt: skip
+    for (queries, tokens), places in expected.items():
+        found = Invariant.for_limits(queries, tokens, 8448)
+        assert found.places == places
+        assert queries * found.num_chunks(tokens) * 8448 <= WORKSPACE_LIMIT
     with pytest.raises(PolicyError, match="partial result of each query: 600 of 1048576 bytes"):
         Invariant.for_limits(600, 4096, 1 << 20)
 
@@ -96,7 +89,7 @@ def attention_of():
             made[key] = tree_attention(
                 policy="invariant", max_batch=max_batch, max_tokens=2048, **changes
             )
-            assert made[key].policy.chunk_tokens == C
+            assert made[key].policy.places.chunk_tokens == C
         return made[key]
 
     yield attention_of

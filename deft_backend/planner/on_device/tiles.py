@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton import jit
 
-from deft_backend.policies.invariant import CHUNKS_PER_OCTAVE
+from deft_backend.policies.policy import PACKED
 
-PER_OCTAVE = tl.constexpr(CHUNKS_PER_OCTAVE)
+PACKED_PLACES = tl.constexpr(PACKED)
 
 
 @jit
@@ -75,17 +75,21 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS):
 
 
 @jit
-def chunk_at(token, chunk_tokens):
+def chunk_at(token, places):
     """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
-    unit = token // chunk_tokens
+    PACKING: tl.constexpr = PACKED_PLACES.value
+    per_octave = places % PACKING
+    unit = token // (places // PACKING)
     # The exponent of a float32, which holds any number of octaves of a context exactly.
-    of_octave = tl.maximum(unit // PER_OCTAVE.value, 1).to(tl.float32)
+    of_octave = tl.maximum(unit // per_octave, 1).to(tl.float32)
     octave = (of_octave.to(tl.int32, bitcast=True) >> 23) - 127
-    return octave * PER_OCTAVE.value + (unit >> octave)
+    return octave * per_octave + (unit >> octave)
 
 
 @jit
-def chunk_begin(chunk, chunk_tokens):
+def chunk_begin(chunk, places):
     """The first token of each chunk of `invariant`."""
-    octave = tl.maximum(chunk // PER_OCTAVE.value - 1, 0)
-    return ((chunk - octave * PER_OCTAVE.value) << octave) * chunk_tokens
+    PACKING: tl.constexpr = PACKED_PLACES.value
+    per_octave = places % PACKING
+    octave = tl.maximum(chunk // per_octave - 1, 0)
+    return ((chunk - octave * per_octave) << octave) * (places // PACKING)

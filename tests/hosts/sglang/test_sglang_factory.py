@@ -220,4 +220,4 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     settings, attention = made.deft.settings, made.deft.layers.attention
     assert (settings.policy, settings.min_batch) == ("invariant", 1)
     assert attention.policy.num_chunks(64) * rows <= attention.capacity.max_entries
-    assert "policy invariant, first chunks of 256 tokens" in caplog.text
+    assert "policy invariant, 32 chunks of 256 tokens and 16 an octave" in caplog.text
