@@ -71,6 +71,9 @@ vllm.v1.attention.backend
         split
     AttentionMetadataBuilder.reorder_batch_threshold | set, so that model runner V1 puts decode
         rows first
+vllm.v1.attention.backends.flashinfer
+    FlashInferMetadataBuilder.{set_workspace_buffer _get_workspace_buffer} | looked for: the two
+        builders of a mixed step share the workspace
 
 # The implementation: backend.py, layers.py
 vllm.v1.attention.backend
