@@ -189,7 +189,6 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(factory, "same_on_all_ranks", lambda group, decided: decided is not None)
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=rows)
