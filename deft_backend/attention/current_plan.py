@@ -89,11 +89,9 @@ class PlannedAttention(ABC):
         """[4] int64 in CPU memory: counts of the plans of `plan_batch` and `plan_on_device`.
 
         They only grow: plans; tokens of context in them, which decoding query by query reads;
-        tokens that their items load; nanoseconds of planning. The device planner writes them some
-        time after each plan. On a GPU the first use makes the device planner.
-
-        Raises PolicyError if no server can run the policy, or the device planner cannot plan for
-        this attention. So adapters ask for the counters at start.
+        tokens that their items load; nanoseconds of planning. The device writes them some time
+        after each plan. Raises PolicyError if no server can run the policy, or the device planner
+        cannot plan for this attention. So adapters ask for the counters at start.
         """
         return self._current.counters
 
@@ -109,13 +107,12 @@ class PlannedAttention(ABC):
 
     @property
     def forest(self) -> PrefixForest | None:
-        """The forest of the plan, with a query for each query block; None for a plan of the device
-        planner."""
+        """The plan's forest, with a query for each query block; None if the device planned."""
         return self._current.batch.forest
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan; None for a plan of the device planner."""
+        """The plan; None if the device planned."""
         return self._current.batch.plan
 
     def clear_plan(self) -> None:
@@ -124,11 +121,8 @@ class PlannedAttention(ABC):
 
 
 class CurrentPlan:
-    """A plan's arrays on the device and the planners that write them.
-
-    `arrays` are the plan as the kernels read it, and `batch` is what they cover. The arrays keep
-    their addresses, so that CUDA graphs can hold them. `overlapped` and `interpreted` are those of
-    :class:`~deft_backend.planner.on_device.DevicePlanner`.
+    """A plan's arrays on the device, at addresses that CUDA graphs can hold, and the planners that
+    write them; `batch` is what they cover.
     """
 
     def __init__(
@@ -170,10 +164,7 @@ class CurrentPlan:
 
     @property
     def device_planner(self) -> DevicePlanner:
-        """The device planner; the first use allocates its memory.
-
-        Raises PolicyError if it cannot follow the policy, or cannot fill the capacity.
-        """
+        """The device planner; the first use allocates its memory. Raises PolicyError as it does."""
         if self._device_planner is None:
             check_served(self.policy)
             self._device_planner = DevicePlanner(
@@ -195,10 +186,9 @@ class CurrentPlan:
         target: Target,
         policy: Policy | None = None,
     ) -> Plan:
-        """Replace the plan by the reference's; see :func:`~deft_backend.planner.plan_forest`.
+        """Replace the plan by the reference's, of a forest with a query for each request.
 
-        `forest` has a query for each request. `target` is that of requests with these `blocks`.
-        A `policy` replaces the usual one for this plan.
+        `target` is that of requests with these `blocks`. A `policy` replaces the usual one once.
         """
         forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
         plan, grouping = plan_forest(forest, policy or self.policy, target, self.capacity)
@@ -215,10 +205,7 @@ class CurrentPlan:
         target: Target,
         limits: Limits | None = None,
     ) -> None:
-        """Replace the plan by the device planner's; see :meth:`DevicePlanner.plan`.
-
-        A batch without requests gets an empty plan.
-        """
+        """Replace the plan by the device planner's, or by an empty one for an empty batch."""
         planner = self.device_planner
         # A failed launch leaves the arrays half written, so they belong to no batch.
         self.batch = PlannedBatch()
@@ -245,8 +232,7 @@ class CurrentPlan:
     ) -> None:
         """Replace the plan by the reference's for these rows of a page table; count it.
 
-        `plan` makes the plan of a forest current. Afterwards it serves whatever a plan of the
-        device planner serves.
+        `plan` makes the plan of a forest current.
         """
         began = time.perf_counter_ns()
         lens = seq_lens.numpy()
@@ -263,11 +249,10 @@ class CurrentPlan:
             self._counters += torch.tensor(counts)
 
     def use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks = ONE_TOKEN) -> None:
-        """Replace the plan by the given one; it must cover the batch of `forest`.
+        """Replace the plan by one of `forest`, which has a query for each query block.
 
-        `forest` has a query for each of the `blocks` of a request. Raises PlanError if the arrays
-        cannot hold the plan. Also if it needs the masked tile and the policy does not: captured
-        CUDA graphs have no launch for it.
+        Raises PlanError if the arrays cannot hold the plan, or it needs the masked tile and the
+        policy does not: captured CUDA graphs have no launch for it.
         """
         if forest.batch_size > self.capacity.max_batch:
             raise PlanError(

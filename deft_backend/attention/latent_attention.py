@@ -134,12 +134,7 @@ class LatentAttention(PlannedAttention):
         """Plan a forest on the CPU; copy the plan to the device, on the current stream.
 
         A tree that needs more than a call has room for is computed request by request. `policy`
-        replaces `auto`, for tests.
-
-        Raises
-        ------
-        PlanError
-            If the batch is larger than `max_batch`.
+        replaces `auto`. Raises PlanError if the batch is larger than `max_batch`.
         """
         plan = self._current.plan_forest(forest, self._blocks, self.target, policy)
         if not self._has_room(plan, forest):
@@ -148,10 +143,7 @@ class LatentAttention(PlannedAttention):
         return plan
 
     def gains(self, forest: PrefixForest, num_layers: int) -> bool:
-        """Whether a plan of `auto` makes a server of so many layers faster than the host's kernel.
-
-        Nothing is copied to the device, and the current plan stays.
-        """
+        """Whether plans of `auto` make a server of so many layers faster than the host's kernel."""
         blocks = forest_of_blocks(forest, 1, self._blocks.private_tokens)
         plan, _ = plan_forest(blocks, self._current.policy, self.target, self.capacity)
         return self._has_room(plan, forest) and not self.loses(plan, forest, num_layers)
@@ -183,11 +175,7 @@ class LatentAttention(PlannedAttention):
         table_rows: torch.Tensor | None = None,
         query_tokens: int | None = None,
     ) -> None:
-        """Plan a batch from its page table and lay it out, as servers do in every step.
-
-        See :meth:`TreeAttention.plan_batch <deft_backend.TreeAttention.plan_batch>`; `query_tokens`
-        must be the attention's.
-        """
+        """Plan a batch from its page table and lay it out, as servers do in every step."""
         if not self.interpreted:
             self.plan_on_device(
                 page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
@@ -267,19 +255,14 @@ class LatentAttention(PlannedAttention):
 
         Parameters
         ----------
-        q_nope : [T, H, value_dim]
-            The queries, in the space of the latent vectors; request-major.
+        q_nope, out : [T, H, value_dim]
+            Queries, request-major, in the space of the latent vectors; where the result goes.
         q_rope : [T, H, rope_dim]
-            Their parts with positions.
+            The queries' parts with positions.
         cache : [pages, page_size, value_dim + rope_dim], or [tokens, ...] if `page_size` is 1
             The layer's KV cache; dimensions of 1 for the KV head are allowed.
         page_table : [rows, P] int32
         sm_scale : float
-        out : [T, H, value_dim], optional
-
-        Returns
-        -------
-        [T, H, value_dim] of q_nope's dtype
 
         Raises
         ------
@@ -339,8 +322,8 @@ class LatentAttention(PlannedAttention):
 def _target(shape: LatentShape, max_batch: int, query_tokens: int, sms: int) -> Target:
     """Every item is a node or a leaf with all its queries: the kernel itself cuts it into tiles.
 
-    In the terms of the planners, it is a large tile without limit, and costs count the whole GPU.
-    Small tiles hold no query, so leaves do not merge results either.
+    For planners it is a large tile without limit, and costs count the whole GPU. Small tiles hold
+    no query, so leaves do not merge results either.
     """
     height = max_batch * shape.num_query_heads * query_tokens
     return Target(

@@ -17,9 +17,8 @@ TOLERANCE = 1.6e-2  # largest relative error: several times that of rounding to 
 def failed_latent_check(attention: LatentAttention) -> str | None:
     """Why the kernel cannot be used here, in one line, or None.
 
-    A few requests that share a prefix are planned and computed, with a padding request if a batch
-    can hold more than two. The kernel must read rows of the page table, ranges that begin within
-    one, and empty entries. Plans come from a forest and, as in a server, from a page table.
+    The kernel must read rows of the page table, ranges that begin within one, and empty entries.
+    Plans come from a forest and, as in a server, from a page table.
     """
     shape, device = attention.shape, attention.device
     if attention.max_batch < 2:

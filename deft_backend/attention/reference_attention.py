@@ -22,30 +22,13 @@ def reference_attention(
 ) -> torch.Tensor:
     """Attention of each request's query tokens over its own tokens, without any sharing.
 
-    Parameters
-    ----------
-    q : [T, Hq, D]
-        The query tokens; each request has ``T / B`` of them if there is no `query_start`.
-    k_cache, v_cache : [pages, page_size, Hkv, D]
-        Of any dtype, 8-bit ones included.
-    page_table : [B, P] int
-    seq_lens : [B] int
-    sm_scale : float, optional
-        Default ``1 / sqrt(D)``.
-    logit_cap : float
-        Soft cap of the scores; 0 for none.
-    k_scale, v_scale : float
-        What a stored key and a stored value are multiplied with.
-    sinks : [Hq], optional
-        A score of each query head that has no value.
-    query_start : [B + 1] int, optional
-        First row of each request in `q`.
-    ancestors : [B, query tokens, words] int64, optional
-        Bits of a token tree; default: the query tokens are a chain.
+    - `q` [T, Hq, D]: the query tokens; ``T / B`` of each request without `query_start`.
+    - `k_cache`, `v_cache` [pages, page_size, Hkv, D]: of any dtype, 8-bit ones included.
+    - `page_table` [B, P] int, `seq_lens` [B] int.
+    - `sm_scale`: default ``1 / sqrt(D)``. The others are as in :meth:`TreeAttention.run
+      <deft_backend.TreeAttention.run>`.
 
-    Returns
-    -------
-    [T, Hq, D] float64, on q's device; a query token that sees no token gets zeros.
+    Returns [T, Hq, D] float64, on q's device; a query token that sees no token gets zeros.
     """
     _, heads, dim = q.shape
     batch = len(seq_lens)
@@ -81,9 +64,8 @@ def reference_attention(
 
 
 def seen_tokens(tokens: int, length: int, ancestors: torch.Tensor | None = None) -> torch.Tensor:
-    """[tokens, length] bool: which tokens of a request its last `tokens` tokens see.
-
-    `ancestors` [tokens or more, words] int64 are the bits of a token tree; None is a chain.
+    """[tokens, length] bool: which tokens of a request its last `tokens` tokens see; by the bits of
+    `ancestors` [tokens or more, words] int64, or as a chain.
     """
     token = torch.arange(length) - (length - tokens)  # from 0: a query token
     if ancestors is None:

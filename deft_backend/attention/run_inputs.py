@@ -20,10 +20,7 @@ class AttentionError(ValueError):
 def check_attention(
     shape: AttentionShape, *, max_batch: int, query_tokens: int, gpu: Gpu | None
 ) -> None:
-    """Raise AttentionError for an attention that the kernels cannot run on its device or `gpu`.
-
-    The message names the value and the supported ones.
-    """
+    """Raise AttentionError for an attention that the kernels cannot run on its device or `gpu`."""
     reason = unsupported(
         shape.num_query_heads,
         shape.num_kv_heads,
@@ -48,10 +45,7 @@ def check_attention(
 def check_step(
     shape: AttentionShape, step: Step, *, requests: int, rows: int, query_tokens: int
 ) -> None:
-    """Raise AttentionError for the first input that does not fit the others, plan or device.
-
-    `rows` are the query tokens in `q` and `out`, `query_tokens` the most of a request.
-    """
+    """Raise AttentionError for the first input that does not fit; `rows` are those of `q`."""
     queries = (rows, shape.num_query_heads, shape.head_dim)
     page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
     device, k_cache, v_cache = shape.device, step.k_cache, step.v_cache
@@ -76,10 +70,7 @@ def check_batch(
     device: torch.device,
     requests: int | None = None,
 ) -> None:
-    """Raise AttentionError for a page table, lengths or rows that do not fit together.
-
-    `requests` is their number; default: that of `seq_lens`.
-    """
+    """Raise AttentionError if these do not fit together, or not a batch of so many `requests`."""
     if page_table.dim() != 2 or page_table.stride(1) != 1:
         raise AttentionError(
             f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
@@ -202,10 +193,8 @@ def allocate_workspace(
 
 
 class RunInputs:
-    """Completes what the caller of :meth:`TreeAttention.run` passes.
-
-    Its own tensors keep their addresses, so that CUDA graphs can hold them. `unit_scale` [1]
-    float32 is the scale 1 on the device.
+    """Completes what the caller of :meth:`TreeAttention.run` passes, with tensors at fixed
+    addresses: CUDA graphs hold them. `unit_scale` [1] float32 is the scale 1 on the device.
     """
 
     def __init__(self, shape: AttentionShape, max_requests: int) -> None:
@@ -255,10 +244,8 @@ class RunInputs:
 
 
 def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> int:
-    """The number of requests for a run: that of the planned batch, or a larger one that is given.
-
-    Raises AttentionError if there is no plan for the launches, or the plan covers more requests
-    than `given`.
+    """The number of requests for a run: that of the planned batch, or a larger one that is
+    given.
     """
     if static_launch:
         expected = given

@@ -1,7 +1,7 @@
 """Check the kernels of this machine: random forests, each output row against float64 attention.
 
-`deft doctor --check` runs the kernels that common shapes take here. A server without a recorded
-result for its GPU, Triton and torch checks its own attention before it captures graphs.
+`deft doctor --check` does so, and a server without a recorded result for its GPU, Triton and torch,
+before it captures graphs.
 """
 
 from __future__ import annotations
@@ -154,8 +154,7 @@ def check_shapes(
 ) -> Iterator[tuple[CheckedShape, Outcome]]:
     """Decode and chains of each shape, and what else the first shape's kernels have variants for.
 
-    Cases run while the kernels of later ones compile. An outcome has neither error nor failure if
-    `until`, by the monotonic clock, came first.
+    An outcome has neither error nor failure if `until`, by the monotonic clock, came first.
     """
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]

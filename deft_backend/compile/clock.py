@@ -1,7 +1,4 @@
-"""How long this process has compiled the package's code, with Triton.
-
-A plan's time does not contain it: the first plan of a process may compile kernels.
-"""
+"""How long this process has compiled the package's code: a plan's time does not contain it."""
 
 import threading
 import time

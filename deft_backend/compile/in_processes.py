@@ -1,7 +1,6 @@
 """Compile kernels in processes of their own, into the cache on disk that this process loads from.
 
-Triton's compiler runs Python, and threads of one process run Python in turns. This is for commands:
-a server that has started threads must not fork.
+Threads run Triton's compiler in turns. For commands only: a server with threads must not fork.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ def compiled_in_processes(
     """Compile kernels while the ``with`` block runs; those first in order begin first.
 
     Yields a function that waits for some of the kernels; it tells whether they were ready before a
-    time of the monotonic clock. A kernel that does not compile is ready too: its launch raises the
-    error. When the last process has ended, every kernel is ready: its launch compiles it. Processes
-    that still compile at the end of the block are killed.
+    time of the monotonic clock. A kernel that does not compile, or that no process is left for, is
+    ready too: its launch compiles it. The end of the block kills processes that still compile.
     """
     wanted = list(kernels)
     places = {kernel: at for at, kernel in enumerate(wanted)}

@@ -87,10 +87,9 @@ class Taken:
 
 
 def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
-    """Add compiled kernels to a folder, and drop those of another origin.
+    """Add compiled kernels to a folder, and drop those of another origin; how many it holds then.
 
-    Returns how many kernels the folder holds. Raises KernelFolderError if the folder holds files
-    that `deft warm` did not write. Raises OSError if it cannot be written.
+    Raises KernelFolderError for a folder that is not `deft warm`'s, OSError if it is unwritable.
     """
     create_private(folder)
     before, entries = check_fillable(folder) or (origin, {})
@@ -114,8 +113,8 @@ def fill(folder: Path, origin: Origin, kernels: Iterable[Any]) -> int:
 def take(folder: Path, here: Origin) -> Taken:
     """Copy a folder's kernels into Triton's cache.
 
-    Raises KernelFolderError if the kernels' origin differs from `here`, or `deft warm` did not fill
-    the folder. Raises OSError if Triton's cache cannot be written.
+    Raises KernelFolderError for a folder that is not `deft warm`'s, or of another origin than
+    `here`, OSError if Triton's cache cannot be written.
     """
     origin, entries = _read(folder)
     different = origin.differences(here)
@@ -138,9 +137,9 @@ def take(folder: Path, here: Origin) -> Taken:
 
 
 def check_fillable(folder: Path) -> tuple[Origin, Files] | None:
-    """Raise KernelFolderError if a folder holds anything but kernels of `deft warm`.
+    """Origin and files of a folder's kernels; None for an empty folder.
 
-    Returns the origin and the files of its kernels; None for an empty folder.
+    Raises KernelFolderError if it holds anything else.
     """
     return _read(folder) if folder.is_dir() and any(folder.iterdir()) else None
 
@@ -193,11 +192,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def digest_of(places: Iterable[str]) -> str:
-    """Digest of Python sources: their paths in the package and their texts.
-
-    - `places`: Files and folders of the package, relative to it; a folder stands for all its
-      modules.
-    """
+    """Digest of Python sources: paths in the package, files or whole folders, and their texts."""
     digest = hashlib.sha256()
     for place in places:
         root = PACKAGE / place

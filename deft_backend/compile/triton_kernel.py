@@ -20,10 +20,7 @@ from deft_backend.compile import variants
 
 
 def named(structure: Any, value: Any) -> Any:
-    """Return a plain tuple as the NamedTuple `structure`, and so for the tuples in it.
-
-    A value whose `structure` is no NamedTuple stays as it is.
-    """
+    """A plain tuple as the NamedTuple `structure`, and so for the tuples in it; else the value."""
     if not (isinstance(structure, type) and issubclass(structure, tuple)):
         return value
     hints = get_type_hints(structure)
@@ -78,9 +75,9 @@ class Kernel:
     ) -> None:
         """Run `programs` programs, a number or the sizes of a grid.
 
-        - `arguments`, `constants`: in the order of the kernel's signature; constants are its
-          constexprs. The arguments of a structure are a plain tuple.
-        - `variant`: Everything that decides the compiled code: device, dtypes, integers, constants.
+        - `arguments`, `constants`: in the order of the kernel's signature; structures as plain
+          tuples.
+        - `variant`: everything that decides the compiled code: device, dtypes, integers, constants.
         - `aligned`: whether every pointer is a multiple of 16 bytes.
         - `options`: ``num_warps``, ``num_stages``, ``launch_pdl``.
         """

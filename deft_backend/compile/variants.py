@@ -86,10 +86,7 @@ class ForArchitecture:
 
 @contextmanager
 def recorded() -> Iterator[dict[Variant, None]]:
-    """Record the variants of all launches in the ``with`` block, which run nothing.
-
-    Yields a dict, in the order of the first launches.
-    """
+    """Record the variants of all launches in the ``with`` block, which run nothing."""
     global recorder
     variants: dict[Variant, None] = {}
 
@@ -158,13 +155,11 @@ def compile_all(
     """Compile the kernels that Triton's cache lacks, several at the same time.
 
     - `variants`: sorted by compile time, longest first, if that order is known.
-    - `threads`: default: :func:`usable_cpus`, at most :data:`MOST_THREADS`.
     - `prepare`: called in each thread before it compiles, to select the thread's GPU.
     - `load`: whether each kernel is also loaded onto the GPU.
-    - `shared`: a cache that other processes fill at the same time. This process compiles kernels
-      that no other process is compiling, and takes the others from the cache.
+    - `shared`: a cache that other processes fill at the same time: what they compile is taken.
 
-    Raises Exception: the first that a compilation raised.
+    Raises the first exception that a compilation raised.
     """
     wanted = list(variants)
     threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))
@@ -215,8 +210,8 @@ def _no_collections() -> Iterator[None]:
 def _give_own_launchers(kernels: Iterable[Any]) -> None:
     """Make the launcher of each loaded kernel anew, one after another.
 
-    Triton 3.6 compiles launchers as modules of one name. A launcher that is loaded again changes
-    the module that was loaded last. So of two threads, one may take the other's launcher.
+    Triton 3.6 compiles launchers as modules of one name, and loading one again changes the one
+    before. So of two threads, one may take the other's launcher.
     """
     for kernel in kernels:
         kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -256,10 +251,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> object:
-        """The key under which a kernel keeps compiled code in memory.
-
-        Each driver has its own, so it takes no code that another one compiled into another folder.
-        """
+        """The key under which a kernel keeps compiled code in memory: each driver has its own."""
         return self
 
     def get_current_stream(self, device: object) -> int:

@@ -76,11 +76,9 @@ def forest_from_tree(
     - `parent` [T] int: of each tree node, which it precedes. Node 0 is the root and its own parent.
     - `depth` [T] int: tokens from the root to the end of each node; the root's is 0.
     - `holder` [B] int: tree node at the end of what each request holds of the tree.
-    - `seq_lens` [B] int: tokens of each request.
-    - `page_size`: tokens a page; a radix tree holds whole pages only.
 
-    Raises ForestError if lengths do not match, or a node does not come after its parent or is not
-    deeper. Also if a request holds no node of the tree, or a node deeper than the request is long.
+    Raises ForestError if lengths do not match, a node does not come after its parent or is not
+    deeper, or a request holds no node of the tree, or a node deeper than the request is long.
     """
     parent_, depth_ = _array(parent, "parent"), _array(depth, "depth")
     holder_, lens = _array(holder, "holder"), int32(seq_lens, "seq_lens")

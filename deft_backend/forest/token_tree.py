@@ -11,18 +11,13 @@ def words_of(tokens: int) -> int:
 
 
 def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:
-    """Which tokens of a tree each token attends to: its ancestors and itself.
+    """[B, n, words] int64: bit ``k`` of word ``w`` is set if a token attends to token ``64 * w +
+    k``, an ancestor or itself.
 
-    Follow a token's links backwards, to the sibling before it or, from a first child, to its
-    parent. The parents on this path to the root are the token's ancestors. Each round doubles the
+    `first_child`, `next_sibling` [B, n] int64 are indices of tokens within their request, -1 for
+    none; token 0 is the root. A token's links backwards lead to the sibling before it or, from a
+    first child, to its parent. The parents on this path are the ancestors. Each round doubles the
     length of the path that every token knows, so the device needs no loop over depths.
-
-    - `first_child`, `next_sibling` [B, n] int64: indices of tokens within their request, -1 for
-      none. Token 0 is the root.
-
-    Returns words: bit ``k`` of word ``w`` is set if the token attends to token ``64 * w + k``.
-
-    Token 0 has the children 1 and 2, and token 3 follows token 2:
 
     >>> child = torch.tensor([[1, -1, 3, -1]])
     >>> sibling = torch.tensor([[-1, 2, -1, -1]])

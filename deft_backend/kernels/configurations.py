@@ -103,10 +103,10 @@ class ReduceConfig:
 class KernelConfiguration:
     """How both stages run on one device for one head shape.
 
-    Stage 2 runs as `few` says if that gives each program at most one block of heads of one query.
-    Few queries have many partial results each, so a program merges many at a time. `overlapped`
-    launches use programmatic dependent launch (NVIDIA Hopper and newer): a kernel starts while the
-    kernel before it still runs. `sms` is the GPU's number of SMs, 1 for the interpreter.
+    Stage 2 runs as `few` says if that gives each program at most one block of heads of one query:
+    few queries have many partial results each. `overlapped` launches use programmatic dependent
+    launch (NVIDIA Hopper and newer): a kernel starts while the kernel before it still runs. `sms`
+    is the GPU's number of SMs, 1 for the interpreter.
     """
 
     tiles: tuple[TileConfig, ...]
@@ -147,10 +147,7 @@ def unsupported(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> str | None:
-    """Why the kernels cannot run this attention, in one line; None if they can.
-
-    `gpu` describes a GPU that is not at hand, in place of `device`.
-    """
+    """Why the kernels cannot run this attention on `device` or `gpu`, in one line, or None."""
     if num_kv_heads < 1 or num_query_heads < 1 or num_query_heads % num_kv_heads:
         return (
             f"{num_query_heads} query heads over {num_kv_heads} KV heads; the query heads must be "
@@ -196,10 +193,10 @@ def kernel_configuration(
     query_tokens: int = 1,
     kv_dtype: torch.dtype | None = None,
 ) -> KernelConfiguration:
-    """Tile shapes for `head_dim` elements of `dtype` on `device`, or on a GPU not at hand.
+    """Tile shapes for `head_dim` elements of `dtype` on `device`, or on `gpu`.
 
-    A query of the plan has `query_tokens` query tokens, each with `gqa_group` query vectors that
-    share a KV head. `kv_dtype` is the dtype of the KV cache, if it is another one.
+    A query of the plan has `query_tokens` query tokens of `gqa_group` query vectors that share a KV
+    head. `kv_dtype` is the dtype of the KV cache, if it is another one.
     """
     # The small tile holds at least one query's vectors, and at least 8 query vectors: the tensor
     # cores multiply no fewer.

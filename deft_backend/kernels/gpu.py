@@ -42,10 +42,9 @@ class Gpu:
 
     @classmethod
     def named(cls, name: str) -> Gpu:
-        """A GPU of a compute capability, such as ``sm_90``: as far as compiled code depends on it.
-
-        The number of SMs is an H100's. It decides how many programs run, not how they are compiled.
-        Raises ValueError if the name is not one of :meth:`names`.
+        """A GPU of a compute capability, such as ``sm_90``, with an H100's SMs: these decide how
+        many programs run, not how they are compiled. Raises ValueError for others than
+        :meth:`names`.
         """
         if name not in _SHARED_KIB:
             raise ValueError(f"{name!r}; expected one of {', '.join(_SHARED_KIB)}")

@@ -64,10 +64,8 @@ class LatentStep:
 
 
 class LatentLaunches:
-    """The calls' arrays on the device, and the launches that write and use them.
-
-    Batches of more requests use more of the arrays, which keep their addresses. So graphs of all
-    batch sizes share them. `capacity` is that of the largest batch, and the GPU has `sms` SMs.
+    """The launches for batches up to `capacity`, and the calls' arrays on the device, at addresses
+    that graphs of all batch sizes share.
     """
 
     def __init__(
@@ -146,10 +144,7 @@ class LatentLaunches:
     def run(
         self, step: LatentStep, room: PlanCapacity, query_tokens: int, kernel: LatentKernel
     ) -> None:
-        """Compute one layer's attention of the batch that was laid out.
-
-        While launches are recorded, `kernel` does not run either.
-        """
+        """Compute one layer's attention of the batch that was laid out, or record the launches."""
         if variants.recorder is not None:
             kernel = _room_for_results
         shape, apart = self._shape, query_tokens > 1
@@ -268,10 +263,7 @@ def _kinds(arguments: tuple[object, ...]) -> tuple[int, ...]:
 
 
 def plain_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The host's kernel in plain PyTorch, entry by entry: for tests and for the CPU.
-
-    Rows of no entry hold NaN, as a kernel may leave them.
-    """
+    """The host's kernel in plain PyTorch, for tests and for the CPU. Rows of no entry hold NaN."""
     tokens, heads, value_dim = call.q_nope.shape
     out = torch.full_like(call.q_nope, float("nan"))
     lse = torch.full((heads, tokens), float("nan"), dtype=torch.float32, device=out.device)

@@ -148,9 +148,8 @@ def gather_queries(
     ROPE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Copy each entry's query vectors to its place, BLOCK_H heads of a token in each program.
-
-    `nope` and `rope` are contiguous.
+    """Copy each entry's contiguous query vectors to its place, BLOCK_H heads of a token a
+    program.
     """
     entry = tl.program_id(0) // TOKENS
     if entry >= tl.load(merges.count):

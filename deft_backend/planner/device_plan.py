@@ -42,10 +42,9 @@ class ReduceArrays(NamedTuple):
 class DevicePlan:
     """Arrays of a plan at addresses that never change, so that CUDA graphs can hold them.
 
-    All arrays are int32, and views of one buffer. So a new plan needs one copy to the device,
-    ordered on the current stream like any kernel. The buffer also holds the counts (`tile_ptr`,
-    `num_reduce`), which kernels read there. Only the device planner writes `segment_table`, the
-    page table's row of each segment; the reference knows request indices only.
+    All are int32 views of one buffer, the counts (`tile_ptr`, `num_reduce`) included, so a new plan
+    needs one copy on the current stream. Only the device planner writes `segment_table`, the page
+    table's row of each segment; the reference knows request indices only.
     """
 
     def __init__(self, capacity: PlanCapacity, device: torch.device) -> None:

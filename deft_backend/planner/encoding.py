@@ -1,7 +1,4 @@
-"""The values in the arrays of a :class:`~deft_backend.planner.plan.Plan`, and their meaning.
-
-Both planners write these values, and the kernels read them. Only this module defines them.
-"""
+"""The values in the arrays of a plan, as both planners write them and the kernels read them."""
 
 ITEM_ORDER = (1, 0, 2)
 """Tile shapes in the order in which their items lie in a plan: large tile, small tile, masked tile.

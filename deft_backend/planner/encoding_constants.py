@@ -1,7 +1,4 @@
-"""The values of ``planner/encoding.py`` as constants of Triton.
-
-A kernel reads ``encoding_constants.MERGES.value``, which compiles, interprets and emulates alike.
-"""
+"""The values of ``planner/encoding.py`` as constants of Triton; kernels read their `value`."""
 
 import triton.language as tl
 

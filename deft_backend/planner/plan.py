@@ -30,10 +30,9 @@ class PlanCapacity:
         """Room for every forest of `max_batch` requests, with KV ranges cut for `num_programs`.
 
         A forest over B queries has at most 2B - 1 nodes. Cutting long nodes adds a few items for
-        each program. There is room for 12 entries for each query on average; policies make fewer
-        groups if these do not suffice. `entry_bytes` is the size of one partial result in bytes. If
-        12 entries would make the workspace larger than WORKSPACE_LIMIT, there is room for fewer.
-        Two entries for each query and one for each program always fit.
+        each program. There is room for 12 entries for each query on average, or for fewer if the
+        workspace would exceed WORKSPACE_LIMIT with partial results of `entry_bytes` bytes; policies
+        make fewer groups then. Two entries for each query and one for each program always fit.
         """
         items = 4 * max_batch + 8 * num_programs
         entries = 12 * max_batch + 8 * num_programs

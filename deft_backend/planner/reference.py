@@ -33,15 +33,14 @@ class PlanError(ValueError):
 def plan_forest(
     forest: PrefixForest, policy: Policy, target: Target, capacity: PlanCapacity
 ) -> tuple[Plan, Grouping]:
-    """Group a forest by `policy` and cut it into work items that fit `capacity`.
+    """Group a forest by `policy` and cut it into work items that fit `capacity`; plan and groups.
 
     If the arrays cannot hold the policy's items, each request reads its whole context by itself, in
-    chunks by the policy's rule. This always fits, and the device planner does the same. The log
-    gives the reason once. Chunks of `invariant` have no other length, and are refused instead.
-    Returns the plan and the groups behind it.
+    chunks by the policy's rule, as on the device. This always fits; the log gives the reason once.
+    Chunks of `invariant` have no other length, and are refused instead.
 
     Raises PlanError if the batch is larger than `capacity.max_batch`, a request is too long for the
-    kernels, the policy leaves one out, or the arrays cannot hold a plan of `invariant`. PolicyError
+    kernels, the policy leaves one out, or the arrays cannot hold a plan of `invariant`; PolicyError
     if the policy cannot work with this target.
     """
     if forest.batch_size > capacity.max_batch:
@@ -233,8 +232,7 @@ def _merging_items(
     """[B] the item that merges each query's partial results, or NO_ITEM.
 
     `small` are the items of the small tile, which the last launch of stage 1 runs. An item of one
-    query merges the query's partial results under two conditions: earlier launches have written all
-    others, and there are at most MAX_MERGED of these.
+    query merges if earlier launches write all others, and these are at most MAX_MERGED.
     """
     held = np.diff(item_query_ptr)[small]
     entries = slice(item_query_ptr[small.start], item_query_ptr[small.stop])
@@ -254,10 +252,9 @@ def _slots(
     parts: Int64Array,
     merging: Int64Array,
 ) -> Int64Array:
-    """[E] `entry_slot`. The slots of each query are contiguous and in the order of the context.
+    """[E] `entry_slot`: contiguous for each query, in the order of the context, stage 2's first.
 
-    Stage 2's slots come first; behind them lie the results that items merge. `begins` [E] are the
-    first tokens of the entries' items.
+    `begins` [E] are the first tokens of the entries' items.
     """
     merged = np.where(merging == NO_ITEM, 0, parts - 1)
     reduced = np.where((parts > 1) & (merging == NO_ITEM), parts, 0)

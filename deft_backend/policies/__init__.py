@@ -30,18 +30,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def get_policy(name: str) -> Policy:
-    """The policy of that name.
-
-    Raises
-    ------
-    PolicyError
-        If there is none; the message lists the names that exist.
-
-    Examples
-    --------
-    >>> get_policy("fasttree").name
-    'fasttree'
-    """
+    """The policy of that name, or PolicyError with the names that exist."""
     try:
         return POLICIES[name]
     except KeyError:

@@ -21,17 +21,15 @@ from deft_backend.settings.policy_names import AUTO
 class Auto(TwoRulePolicy):
     """Edges by measured cost, then even chunks that fill the GPU.
 
-    Two groupings are the extremes. Q-guided grouping reads each query's whole context and merges
-    nothing. One group for each node reads each token once and merges most. FastTree's edge
-    assignment lies between them. Some nodes get their own groups. The groups below the other nodes
-    read those nodes' tokens again.
+    Q-guided grouping reads each query's whole context and merges nothing. One group for each node
+    reads each token once and merges most. FastTree's edge assignment lies between these extremes:
+    some nodes get their own groups, and the groups below the others read their tokens again.
 
-    `auto` makes one pass over the forest, from the root down. For each node it takes the cheaper
-    way by the cost table (:class:`~deft_backend.costs.cost_model.TileCosts`), for all of the node's
-    children alike. It then chooses one chunk length for each tile shape
-    (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1, chooses one for each
-    task. In a batch that shares nothing, each query reads its whole context alone, as with
-    `flash-decoding`. So it does in a tree whose sharing saves less than the merges cost.
+    `auto` makes one pass over the forest, from the root down, and takes the cheaper way for each
+    node by the cost table, for all of its children alike. It then chooses one chunk length for each
+    tile shape (:mod:`~deft_backend.policies.chunk_choice`); FlashForge, section 5.1, chooses one
+    for each task. If sharing saves less than the merges cost, each query reads its whole context
+    alone, as with `flash-decoding`.
     """
 
     name: ClassVar[str] = AUTO
@@ -62,13 +60,10 @@ def measured_edges(
 ) -> BoolArray:
     """[N] whether the edge from each node's parent is cut, by measured costs.
 
-    The function goes from the root down and compares two ways to read a node's tokens. Either they
-    get their own items, whose partial results must be merged. Or every item below the node reads
-    them as part of a longer range. Either way, each child then takes its own cheaper way, as if no
-    node further below got items. The cheaper way for the GPU wins.
-
-    Items of the small tile hide most of each other's own time
-    (:func:`~deft_backend.policies.measured_chunks.exposed_share`).
+    From the root down, either a node gets its own items, whose partial results must be merged, or
+    every item below the node reads its tokens as part of a longer range. Either way, each child
+    then takes its own cheaper way, as if no node further below got items. The cheaper way for the
+    GPU wins.
 
     - `tile_queries`, `programs` [T]: queries that each tile shape holds, ascending, and programs of
       each that run at once.

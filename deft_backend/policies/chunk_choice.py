@@ -1,22 +1,21 @@
 """How long chunks are: the second rule of every policy.
 
-A rule prices candidates for the chunks of one tile shape's ranges; the cheapest candidate wins, and
-of equal ones the first. A candidate cuts the longest range into :data:`NUM_CHUNKS` chunks, rounded
-up to whole KV blocks. It cuts every other range of the shape into chunks of at most that length. A
-candidate that the plan cannot hold is out. The rules:
+A rule prices candidates for the chunks of one tile shape's ranges; the cheapest wins, of equal ones
+the first. A candidate cuts the longest range into one of :data:`NUM_CHUNKS` chunks of whole KV
+blocks, and every other range into chunks of at most that length. A candidate that the plan cannot
+hold is out. The rules:
 
 - ``whole``: no chunks (DeFT-Node).
-- ``fixed``: chunks of a given length, or of 2, 4, 8, … times that length if the plan cannot hold
-  so many (DeFT-Node-Chunk; DeFT-Flatten has its own).
+- ``fixed``: chunks of a given length, or of 2, 4, 8, … times that length if the plan cannot hold so
+  many (DeFT-Node-Chunk; DeFT-Flatten has its own).
 - ``filling``: as many chunks as leave no program idle. More would add partial results but no
   parallelism (Flash-Decoding; FastTree: long-context splitting).
 - ``scheduled``: the least makespan (FlashForge, section 5). Here chunks divide a range's time
   ``C_est``, not its tokens.
 - ``measured``: the least time by measured costs (``measured_chunks.py``).
 
-The device planner computes the same on the GPU (``planner/on_device/price_chunks.py``) with the
-constants of these modules. ``tests/policies/test_chunk_choice.py`` compares the two, candidate by
-candidate.
+The device planner computes the same (``planner/on_device/price_chunks.py``); a test compares the
+two, candidate by candidate.
 """
 
 from typing import NamedTuple
@@ -106,11 +105,10 @@ def choose_chunks(
     machine: Machine,
     limits: Limits,
 ) -> Int64Array:
-    """[T] the cheapest chunk length of each tile shape, by a rule of :data:`CHUNK_RULES`.
+    """[T] the cheapest chunk length of each tile shape, in tokens, or nanoseconds by ``scheduled``.
 
-    It is the most tokens of a chunk, or nanoseconds for the rule ``scheduled``. `chunk_tokens` is
-    the length of the rule ``fixed``; `queries` and `tokens` [R] are those of each range. `limits`
-    are what chunks may add. Each tile shape may take half.
+    `queries` and `tokens` [R] are those of each range, `chunk_tokens` is the length of the rule
+    ``fixed``. `limits` are what chunks may add; each tile shape may take half.
     """
     shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)
@@ -248,12 +246,12 @@ def estimate(
 
 
 def makespan(slices: FloatArray, items: Int64Array, programs: int) -> float:
-    """Least time of items on `programs` programs that no schedule can beat, as far as known.
+    """The largest of three lower bounds of the time of items on `programs` programs.
 
-    It is the largest of three bounds. Programs work at least their mean (FlashForge, equation 4).
-    The longest item runs on one program. If ``k`` items take at least ``c`` each, some program
-    works ``ceil(k / programs)`` of them; ``c`` takes the values ``longest * LEVEL ** j``.
-    Longest-first scheduling stays close to these bounds; the plan's items are in that order.
+    Programs work at least their mean (FlashForge, equation 4). The longest item runs on one
+    program. If ``k`` items take at least ``c`` each, some program works ``ceil(k / programs)`` of
+    them; ``c`` takes the values ``longest * LEVEL ** j``. Longest-first scheduling stays close to
+    these bounds.
 
     `slices` [R] are nanoseconds of each item of a range, `items` [R] the range's items.
     """

@@ -23,20 +23,19 @@ class DeftFlatten(Policy):
     - *Depth-first flatten*: nodes follow one another in depth-first order, which maximises the
       overlap of the queries of neighbouring nodes.
     - *Evenly block-wise*: the flattened KV is cut into ``m`` chunks of ``S_t`` tokens
-      (`chunk_tokens`), regardless of the nodes' lengths. The paper's ``m`` is ``N_tree / S_t``,
-      rounded up; here a rest of less than half a chunk joins the last chunk.
+      (`chunk_tokens`), whatever the nodes' lengths. The paper's ``m`` is ``N_tree / S_t``, rounded
+      up; here a rest of less than half a chunk joins the last chunk.
     - *Bit mask*: a chunk's queries are the union of the queries of its nodes. DeFT records in
-      64-bit integers which queries attend to which nodes. In depth-first order the bits of a node
-      are a run of ones. We store the two ends of the run, so two integers serve any number of
-      queries.
+      64-bit integers which queries attend to which nodes. In depth-first order these bits are a run
+      of ones, so its two ends serve any number of queries.
 
     An empty leaf becomes an open range of no tokens behind the previous node. Chunks are 2, 4, …
-    times as long, up to `longer`, if the programs cannot hold all of them at once. They are longer
-    still if the plan cannot hold that many groups.
+    times as long, up to `longer`, if the programs cannot hold all of them at once, and longer still
+    if the plan cannot hold them.
 
-    Requests whose tokens are in one chunk share its matrix products. A NaN or infinity in the keys
-    or values of one request, times a masked weight of 0, is a NaN for the other requests. Under
-    every other policy, a group's queries attend to all of its tokens.
+    Requests whose tokens are in one chunk share its matrix products: a NaN or infinity in the keys
+    or values of one, times a masked weight of 0, is a NaN for the others. Under every other policy,
+    a group's queries attend to all of its tokens.
     """
 
     name: ClassVar[str] = DEFT_FLATTEN

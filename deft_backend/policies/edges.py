@@ -32,9 +32,8 @@ class KVRanges(NamedTuple):
 
 
 def grouped_ranges(forest: PrefixForest, is_cut: BoolArray) -> KVRanges:
-    """The ranges of an edge assignment (FastTree, equation 2 and Figure 5).
-
-    `is_cut` [N] tells whether the edge from each node's parent is cut; roots have none.
+    """The ranges of an edge assignment [N] from each node's parent (FastTree, equation 2, Figure
+    5).
     """
     parent, queries = forest.parent.tolist(), forest.num_queries.tolist()
     own = [above == ROOT or cut for above, cut in zip(parent, is_cut.tolist(), strict=True)]

@@ -44,13 +44,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """Groups of KV and queries, the output of a policy.
+    """Groups of KV and queries, the output of a policy: ``G`` groups, ``S`` segments; NumPy arrays.
 
     The kernels load a group's KV once for all of its queries (KV-guided grouping, DeFT section
-    3.3). The KV is one range, or several that follow one another in the depth-first flattened
-    forest. A group's queries are in forest order, so the queries that attend to a range are a run
-    of them. Two integers therefore replace DeFT's bit causal mask (Remark 3.1). All arrays are
-    NumPy arrays; ``G`` groups, ``S`` segments.
+    3.3): one range, or several that follow one another in the depth-first flattened forest. A
+    group's queries are in forest order, so those that attend to a range are a run of them. Two
+    integers therefore replace DeFT's bit causal mask (Remark 3.1).
     """
 
     query_ptr: Int32Array
@@ -163,9 +162,8 @@ class GroupingBuilder:
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> float:
-    """The makespan if each subtask, longest first, goes to the first free thread block.
-
-    It is the time of the thread block that takes longest: the objective of FlashForge's equation 3.
+    """FlashForge's equation 3 if each subtask, longest first, goes to the first free thread
+    block.
     """
     if num_programs < 1:
         raise PolicyError(f"num_programs is {num_programs}; expected at least 1 thread block")
@@ -178,10 +176,7 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> float:
 
 
 def _group_tiles(grouping: Grouping, target: Target) -> Int64Array:
-    """[G] query tiles of each group, each of which loads the group's KV once.
-
-    Groups that need spans have masked tiles.
-    """
+    """[G] query tiles of each group (masked ones if it needs spans); each loads the group's KV."""
     queries = grouping.num_queries().astype(np.int64)
     held = np.where(grouping.several_ranges, target.tile_queries[-1], target.largest_tile)
     tiles: Int64Array = -(-queries // np.maximum(1, held))
@@ -204,10 +199,8 @@ def partial_results(grouping: Grouping) -> int:
 
 
 def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of one query's partial result, for one layer.
-
-    Each head has an output, divided by its largest element, in 16 bits (32 bits if the model is in
-    float32). It also has two float32 numbers: that element and the log-sum-exp.
+    """Bytes of one query's partial result, for one layer: of each head, an output divided by its
+    largest element, in 16 bits (32 for float32), that element and the log-sum-exp.
     """
     return num_query_heads * (head_dim * (4 if dtype_bytes == 4 else 2) + 8)
 
@@ -226,9 +219,8 @@ def kv_bytes(tokens: int, target: Target) -> int:
 def estimated_ms(grouping: Grouping, target: Target) -> float:
     """Expected time of both stages of one layer.
 
-    Stage 1 takes the time of its launch plus the longer of two times. One is the makespan of its
-    items on `target.num_programs` programs. The other is the time of its KV loads at the GPU's
-    bandwidth. Stage 2 takes the time to write partial results and to read them back.
+    Stage 1 takes the time of its launch plus the makespan of its items or the time of its KV loads
+    at the GPU's bandwidth, whichever is longer. Stage 2 writes partial results and reads them back.
     """
     model = target.costs
     group, cost = _item_costs(grouping, target)

@@ -78,11 +78,10 @@ class TwoRulePolicy(Policy):
     """A policy that is two decisions: which edges of the forest are cut, and how long chunks are.
 
     An edge leads from a node to its child. If it is cut, the two are groups of their own, and the
-    child's queries have one more partial result (KV-guided grouping, DeFT section 3.3). If it is
-    not cut, the child's queries leave the node's group and read the node's tokens with their own
-    (FastTree: edge assignment). :mod:`~deft_backend.policies.edges` turns edges into KV ranges.
-    Then :mod:`~deft_backend.policies.chunk_choice` cuts the ranges of each tile shape into chunks.
-    The device planner has the same two rules under the same names.
+    child's queries have one more partial result (KV-guided grouping, DeFT section 3.3). If not, the
+    child's queries leave the node's group and read the node's tokens with their own (FastTree: edge
+    assignment). :mod:`~deft_backend.policies.edges` turns edges into KV ranges,
+    :mod:`~deft_backend.policies.chunk_choice` cuts these. The device planner has the same rules.
     """
 
     @property

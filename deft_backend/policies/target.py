@@ -112,9 +112,8 @@ class Target:
         return self.costs.transfer_ms(token) * 1e6
 
     def estimates(self) -> npt.NDArray[np.float64]:
-        """[T, K] nanoseconds of an item of each single-segment tile shape, by profiled length.
-
-        A tile computes all of its query vectors, so its height is FlashForge's ``n_q``.
+        """[T, K] nanoseconds of an item of each single-segment tile shape, by profiled length; a
+        tile computes all of its query vectors, so its height is FlashForge's ``n_q``.
         """
         single = zip(self.tile_heights, self.tile_segments, strict=True)
         heights = [[height] for height, segments in single if segments == 1]

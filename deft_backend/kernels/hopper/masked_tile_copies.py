@@ -69,11 +69,7 @@ class Stream(NamedTuple):
 
 @jit
 def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
-    """Allocate a program's shared memory.
-
-    Q and the results share the memory of the V block that is copied last, or of the operand that
-    V becomes.
-    """
+    """Allocate a program's shared memory, as for the large tile."""
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     STORED: gl.constexpr = tensors.k.dtype.element_ty
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
@@ -177,9 +173,8 @@ def copy_next_blocks(
 ):
     """Start copying one more block of V and of K, and learn where the tokens of later ones lie.
 
-    `step` counts the item's blocks, and `now` is the slot of the block that is multiplied. The new
-    V replaces the V block before it, the new K its K. `learned` is the block behind the known ones;
-    returned is the one behind it.
+    `learned` is the block behind the known ones, and returned is the one behind it; `step` and
+    `now` are as for the large tile.
     """
     ROW: gl.constexpr = LAYOUT.kv_copy_row
     COPY: gl.constexpr = LAYOUT.kv_copy

@@ -1,11 +1,7 @@
 """What the kernels in Gluon share: items, where query vectors lie, and what they see.
 
-A request's last tokens are its query tokens. All query vectors see the tokens before these. A query
-token of a chain also sees itself and the query tokens before it. A query token of a tree sees its
-ancestors among the query tokens, by the bits in `ancestors` (DeFT, Remark 3.1).
-
-Only leaves hold query tokens, and an item of a leaf has one query block. So a few numbers of the
-item tell what its query vectors see.
+Who sees whom is as in ``plain/parts.py``. Only leaves hold query tokens, and an item of a leaf has
+one query block. So a few numbers of the item tell what its query vectors see.
 """
 
 from __future__ import annotations
@@ -47,9 +43,8 @@ def ask(pointer, mask):
 
 @jit
 def ask_plan(plan, LAYOUT):
-    """Bring the plan's arrays to the L2, together with all other programs.
-
-    They are views of one buffer (DevicePlan), from `tile_ptr` to `entry_slot`.
+    """Bring the plan's arrays, views of one buffer from `tile_ptr` to `entry_slot`, to the L2,
+    together with all other programs.
     """
     LINE: gl.constexpr = 16  # numbers in 64 bytes
     lines = (plan.entry_slot.to(gl.int64) - plan.tile_ptr.to(gl.int64)) // 64

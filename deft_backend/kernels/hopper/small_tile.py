@@ -2,22 +2,15 @@
 
     S = Q K^T * sm_scale,   LSE = log2 sum_n 2^(S_n * log2 e),   O = softmax(S) V
 
-(FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of `small_tile`.
-A small tile reuses little KV, so the kernel keeps loads in flight and does little else per token:
+(FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments, results and merges of the
+plain `small_tile`, and computes S^T and O^T likewise. What differs:
 
-- A program is one warp. It meets no barrier, and an SM holds many.
-- The kernel copies K and V into rings of buffers in shared memory. The copies are LOOKAHEAD KV
-  blocks ahead of the block that the kernel multiplies. They go on from one item to the next.
-  Triton's own pipelining ends with each item, so this kernel is written in Gluon.
-- An item is a chain of loads: the item, its row of the page table, page ids, keys and values. Each
-  load gives the addresses of the next. The kernel starts each load one item or one KV block before
-  the next load. So it never waits for a load that has just begun.
-- The tensor cores compute S^T = K Q^T and O^T = V^T P^T: a tile of eight columns wastes little on a
-  GQA group of four heads and holds half the registers.
+- The kernel copies K and V into rings of buffers in shared memory, LOOKAHEAD KV blocks ahead of the
+  block that it multiplies. The copies go on from one item to the next. Triton's own pipelining ends
+  with each item, so this kernel is written in Gluon.
+- The kernel starts each load of an item's chain one item or one KV block before the next load. So
+  it never waits for a load that has just begun.
 - One thread for each token reads its page id and turns it into an address.
-
-An item may **merge** the partial results that earlier launches left for its query. It then writes
-the query's output, and stage 2 has nothing to do for that query.
 
 Addresses and strides of Q, K and V must be multiples of 16 bytes.
 """

@@ -1,14 +1,12 @@
 """Copies to shared memory for small tiles: a stream of KV blocks across items (Gluon).
 
-An item is a chain of loads, in which each link gives the addresses of the next:
+An item is a chain of loads, in which each link gives the addresses of the next. The stream starts
+each link one item or one block before the next:
 
 1. the item itself (`Item`), from the plan;
 2. its row of the page table, and where its KV range ends now (`Segment`);
 3. the page ids of its first block, and its queries;
 4. keys and values.
-
-The stream starts each link one item or one block before the next link. So it never waits for a load
-that has just begun.
 """
 
 from __future__ import annotations

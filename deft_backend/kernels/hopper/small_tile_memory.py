@@ -35,10 +35,8 @@ class Layout(NamedTuple):
 
 @constexpr_function
 def layout_of(head_dim, query_vectors, height, lookahead, exponent_bits):
-    """The layout of a program's registers and shared memory.
-
-    `query_vectors` are those of a query that share a KV head, `lookahead` the blocks copied ahead,
-    `exponent_bits` those of a cache of 8 bits.
+    """The layout of a program's registers and shared memory, for `query_vectors` of a query that
+    share a KV head, `lookahead` blocks copied ahead, and a cache of 8 bits' `exponent_bits`.
     """
     product = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     copy = gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [1, 1], [1, 0])

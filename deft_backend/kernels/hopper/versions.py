@@ -1,8 +1,5 @@
-"""Gluon, Triton's experimental language, across the Triton versions that the kernels support.
-
-Everything that differs between those versions stands in this module, and kernels import the
-language from here. If this Triton has no usable Gluon, `unavailable` says so before anything is
-launched.
+"""Gluon, Triton's experimental language: all that differs between the supported versions of Triton.
+Kernels import the language from here.
 """
 
 from __future__ import annotations

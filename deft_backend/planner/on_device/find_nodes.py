@@ -3,9 +3,8 @@
 A cut is the number of tokens that two neighbours share. A node ends at a cut. Its queries reach
 from the nearest smaller cut on the left to the nearest smaller cut on the right. Its tokens begin
 at the larger of these two. If several cuts belong to one node, the leftmost cut leads. A leaf, the
-request's own tokens, begins at the larger of the cuts on both sides of its request. Every cut looks
-at every other cut, because a batch has few. Programs without a cut, or without a leading cut, skip
-what they need not find.
+request's own tokens, begins at the larger of the cuts on both sides. Every cut looks at every other
+cut, because a batch has few.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Device planner, 6: where each range's items, entries and partial results go.
 
-Items of the large tile come first (ITEM_ORDER), and the longest come first within a tile shape. A
-range's items follow those of all ranges before it, so a sum over these ranges gives the first item.
-Among a query's partial results, a range's own follow those of the ranges above it. Each range looks
-at every other range, so the kernel neither sorts nor scans. Only nodes lie above a range, and few
-nodes have ranges.
+Items of the large tile come first (ITEM_ORDER), and the longest first within a tile shape: a sum
+over the ranges before a range gives its first item. Among a query's partial results, a range's own
+follow those of the ranges above it. Each range looks at every other range, so the kernel neither
+sorts nor scans. Only nodes lie above a range, and few nodes have ranges.
 """
 
 from __future__ import annotations
