@@ -201,11 +201,11 @@ def merge_results(
     leaf_rows,
     out_row,
     out_head,
-    HEADS,
-    TOKENS,
-    VALUE_DIM,
-    BLOCK_H,
-    APART,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Each program merges BLOCK_H heads of one query token.
 
