@@ -16,7 +16,7 @@ import numpy as np
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies.edges import Int64Array, grouped_ranges
 from deft_backend.policies.grouping import Grouping, concatenated_ranges
-from deft_backend.policies.policy import ABSOLUTE, PACKED, Policy, Rules
+from deft_backend.policies.policy import ABSOLUTE, OCTAVE_LIMIT, Policy, Rules
 from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import INVARIANT
 
@@ -87,9 +87,9 @@ class Invariant(Policy):
 
     def __post_init__(self) -> None:
         tokens, chunks = self.places
-        if tokens < 1 or not 1 <= chunks < PACKED or chunks & (chunks - 1):
+        if tokens < 1 or not 1 <= chunks < OCTAVE_LIMIT or chunks & (chunks - 1):
             raise PolicyError(
-                f"{self.places}; expected at least 1 token, and a power of two below {PACKED}"
+                f"{self.places}; expected at least 1 token, and a power of two below {OCTAVE_LIMIT}"
             )
 
     @classmethod
@@ -126,7 +126,7 @@ class Invariant(Policy):
     @property
     def rules(self) -> Rules:
         tokens, chunks = self.places
-        return Rules("all", ABSOLUTE, tokens * PACKED + chunks)
+        return Rules("all", ABSOLUTE, tokens * OCTAVE_LIMIT + chunks)
 
     def num_chunks(self, tokens: int) -> int:
         """Chunks of a request of so many tokens: its partial results."""

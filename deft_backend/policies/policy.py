@@ -26,9 +26,9 @@ EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 ABSOLUTE = "absolute"
 """The rule of chunks of `invariant`: they begin at fixed positions of a context."""
 
-PACKED = 64
-"""For the rule ``absolute``, `chunk_tokens` is the tokens of the first chunks times PACKED, and the
-chunks of an octave."""
+OCTAVE_LIMIT = 64
+"""For the rule ``absolute``, `chunk_tokens` is the tokens of the first chunks times OCTAVE_LIMIT,
+and the chunks of an octave."""
 
 
 class Rules(NamedTuple):
@@ -37,7 +37,7 @@ class Rules(NamedTuple):
     edges: str  # which edges are cut; one of :data:`EDGE_RULES`
     # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
     chunks: str
-    # Tokens of a chunk for the rule ``fixed``; see PACKED for the rule ``absolute``.
+    # Tokens of a chunk for the rule ``fixed``; see OCTAVE_LIMIT for the rule ``absolute``.
     chunk_tokens: int = 0
 
 

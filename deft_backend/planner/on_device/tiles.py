@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton import jit
 
-from deft_backend.policies.policy import PACKED
+from deft_backend.policies.policy import OCTAVE_LIMIT
 
-PACKED_PLACES = tl.constexpr(PACKED)
+LIMIT = tl.constexpr(OCTAVE_LIMIT)
 
 
 @jit
@@ -77,9 +77,9 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS):
 @jit
 def chunk_at(token, places):
     """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
-    PACKING: tl.constexpr = PACKED_PLACES.value
-    per_octave = places % PACKING
-    unit = token // (places // PACKING)
+    OCTAVES: tl.constexpr = LIMIT.value
+    per_octave = places % OCTAVES
+    unit = token // (places // OCTAVES)
     # The exponent of a float32, which holds any number of octaves of a context exactly.
     of_octave = tl.maximum(unit // per_octave, 1).to(tl.float32)
     octave = (of_octave.to(tl.int32, bitcast=True) >> 23) - 127
@@ -89,7 +89,7 @@ def chunk_at(token, places):
 @jit
 def chunk_begin(chunk, places):
     """The first token of each chunk of `invariant`."""
-    PACKING: tl.constexpr = PACKED_PLACES.value
-    per_octave = places % PACKING
+    OCTAVES: tl.constexpr = LIMIT.value
+    per_octave = places % OCTAVES
     octave = tl.maximum(chunk // per_octave - 1, 0)
-    return ((chunk - octave * per_octave) << octave) * (places // PACKING)
+    return ((chunk - octave * per_octave) << octave) * (places // OCTAVES)
