@@ -253,7 +253,7 @@ def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path, of_second):
     with serving(Fake(margin=0.4)) as a, serving(Fake(salt="z", margin=0.4)) as b:
         state = make_state()
         state.port, state.dtype_bytes = urlsplit((b if of_second else a).url).port or 0, 1
-        StateWriter(state, tmp_path / "state").look()
+        StateWriter(state, tmp_path / "cache" / "servers").look()
         given = ("--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
         data, printed = ab(tmp_path, *given)
         assert data["workloads"][0]["agreement"]["close"] == pytest.approx(0.45)
