@@ -50,11 +50,7 @@ def failure(monkeypatch):
 def test_doctor_checks_every_case(caches, tmp_path_factory):
     folder = str(tmp_path_factory.getbasetemp() / "triton")
     command = [sys.executable, "-m", "deft_backend", "doctor", "--check", "--json"]
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": folder,
-        "DEFT_CACHE_DIR": folder,
-    }
+    environment = {**os.environ, "TRITON_CACHE_DIR": folder, "DEFT_CACHE_DIR": folder}
     began = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     content = json.loads(done.stdout)

@@ -34,14 +34,7 @@ _SPECULATING = (
     "512",
     "--speculative-config",
 )
-_CHUNKS = (
-    "--block-size",
-    "16",
-    "--max-model-len",
-    "512",
-    "--max-num-batched-tokens",
-    "64",
-)
+_CHUNKS = ("--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64")
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
 _SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
 _LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"

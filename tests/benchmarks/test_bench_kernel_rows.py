@@ -125,14 +125,8 @@ def test_times_of_both_planners_do_not_merge():
     [
         (["--set", "fasttre", *CPU], r"no set 'fasttre'; expected .*fasttree, deft, "),
         (["--tree", "4,2 8,8", *CPU], r"no level has fewer nodes than the one above it"),
-        (
-            ["--tree", "2 8", "--with", "heads=32/5", *CPU],
-            r"'32/5'; expected QUERY/KV",
-        ),
-        (
-            ["--tree", "2 8", "--with", "peers=fa4", *CPU],
-            r"peers is 'fa4'; expected one of none",
-        ),
+        (["--tree", "2 8", "--with", "heads=32/5", *CPU], r"'32/5'; expected QUERY/KV"),
+        (["--tree", "2 8", "--with", "peers=fa4", *CPU], r"peers is 'fa4'; expected one of none"),
         (["--tree", "2 8", "--with", "blocks=3", *CPU], r"--with is 'blocks=3'; expected"),
         (["--tree", "2 8", "--part", "3/2", *CPU], r"--part is '3/2'; expected I/N"),
         (["--set", "traces", *CPU], r"needs recordings"),

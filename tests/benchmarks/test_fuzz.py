@@ -15,13 +15,7 @@ from benchmarks.__main__ import app_of
 from benchmarks.fuzz import command, ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.attention_settings import LAYOUTS, AttentionSetting
-from benchmarks.fuzz.examples import (
-    Example,
-    Runner,
-    attention_examples,
-    example_of,
-    plan_examples,
-)
+from benchmarks.fuzz.examples import Example, Runner, attention_examples, example_of, plan_examples
 from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
 from benchmarks.fuzz.plan_settings import PlanSetting

@@ -119,11 +119,7 @@ main()
 
 @pytest.mark.parametrize(
     ("module", "breaks"),
-    [
-        ("rich", True),
-        ("deft_backend.cli.app", False),
-        ("deft_backend.tools.explain", False),
-    ],
+    [("rich", True), ("deft_backend.cli.app", False), ("deft_backend.tools.explain", False)],
 )
 def test_ctrl_c_while_a_command_imports(module, breaks):
     process = subprocess.Popen(

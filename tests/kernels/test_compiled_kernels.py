@@ -273,10 +273,7 @@ def test_the_device_planner_on_hopper(policy, batch):
         taken = resources(variant, H100)
         # Triton 3.9 packs four booleans through the stack once in a program. Triton 3.6 keeps two
         # numbers there that the search of edges does not need, or reads once in a round.
-        packs = {
-            "3.9": ("find_nodes",),
-            "3.6": ("choose_ranges", "assign_edges", "sort_rows"),
-        }
+        packs = {"3.9": ("find_nodes",), "3.6": ("choose_ranges", "assign_edges", "sort_rows")}
         few = packs.get(triton.__version__[:3], ())
         assert taken.stack <= (8 if variant.name in few else 0), (variant.name, taken)
         assert taken.fit(H100) >= 1, (variant.name, taken)

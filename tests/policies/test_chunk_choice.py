@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
-from deft_backend.policies.chunk_choice import (
-    NUM_CHUNKS,
-    Machine,
-    choose_chunks,
-    chunk_of,
-)
+from deft_backend.policies.chunk_choice import NUM_CHUNKS, Machine, choose_chunks, chunk_of
 from deft_backend.policies.measured_chunks import ROUNDING, Cut, ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits
 

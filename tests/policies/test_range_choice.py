@@ -14,11 +14,7 @@ from deft_backend.costs.tables import shipped_for
 from deft_backend.forest import build_forest
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import (
-    choose_chunks,
-    machine_of,
-    tiles_of,
-)
+from deft_backend.policies.chunk_choice import choose_chunks, machine_of, tiles_of
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.grouping import kv_bytes
 from deft_backend.policies.measured_chunks import EXPOSED

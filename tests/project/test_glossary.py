@@ -79,11 +79,7 @@ def retired_in(text):
 def written_files():
     """Tracked sources and documents in which only the glossary's words may occur."""
     listed = subprocess.run(
-        ["git", "ls-files", *SEARCHED],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["git", "ls-files", *SEARCHED], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     return [
         name

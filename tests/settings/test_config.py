@@ -8,13 +8,7 @@ import pytest
 
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import config
-from deft_backend.settings.config import (
-    REMOVED,
-    VARIABLES,
-    Settings,
-    SettingsError,
-    warn_unknown,
-)
+from deft_backend.settings.config import REMOVED, VARIABLES, Settings, SettingsError, warn_unknown
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

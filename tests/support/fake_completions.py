@@ -77,14 +77,7 @@ class Fake:
         body = await request.json()
         self.bodies.append(body)
         prompt, tokens = body["prompt"], body["max_tokens"]
-        extra = set(body) - {
-            "model",
-            "prompt",
-            "max_tokens",
-            "temperature",
-            "stream",
-            "logprobs",
-        }
+        extra = set(body) - {"model", "prompt", "max_tokens", "temperature", "stream", "logprobs"}
         if body.get("stream_options") == {"include_usage": True}:
             extra.discard("stream_options")
         if self.dead:

@@ -67,11 +67,7 @@ def test_a_reader_finds_the_server_that_the_writer_described(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "lowest", "highest"),
-    [
-        (("pid", "rank"), 0, (1 << 31) - 1),
-        (("port",), 0, 65_535),
-        (SIZES, 1, (1 << 31) - 1),
-    ],
+    [(("pid", "rank"), 0, (1 << 31) - 1), (("port",), 0, 65_535), (SIZES, 1, (1 << 31) - 1)],
 )
 def test_numbers_of_a_server_have_limits(tmp_path, names, lowest, highest):
     path = tmp_path / "state.json"

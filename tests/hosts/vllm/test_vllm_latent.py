@@ -549,8 +549,7 @@ def shared_by(batch, gains=True):
     """What decides on a GPU, where costs count."""
     asked = []
     attention = SimpleNamespace(
-        device=torch.device("cuda"),
-        gains=lambda forest, layers: (asked.append(forest), gains)[1],
+        device=torch.device("cuda"), gains=lambda forest, layers: (asked.append(forest), gains)[1]
     )
     sharing = LatentSharing(attention, 27, PAGE)
     if batch is not None:

@@ -23,9 +23,7 @@ from deft_backend.hosts.common.contract import Member
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from vllm_cpu_backend import PlainCpuBackend, original_backend
-from vllm_fakes import (
-    forget_collectors,
-)
+from vllm_fakes import forget_collectors
 
 CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
 CUSTOM = AttentionBackendEnum.CUSTOM

@@ -266,10 +266,7 @@ def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path, of_second):
 
 def test_a_difference_inside_a_piece_of_several_tokens(tmp_path):
     """Servers that speculate send several tokens at a time; only the whole piece has a text."""
-    with (
-        serving(Fake(margin=0.01)) as a,
-        serving(Fake(salt="z", margin=0.02, piece_tokens=5)) as b,
-    ):
+    with serving(Fake(margin=0.01)) as a, serving(Fake(salt="z", margin=0.02, piece_tokens=5)) as b:
         data, _ = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL)
     difference = data["workloads"][0]["agreement"]["differences"][0]
     assert (difference["position"], difference["margin"]) == (3, pytest.approx(0.02))

@@ -17,12 +17,7 @@ from deft_backend.tools.traces.trace_files import (
     shared_tokens,
 )
 
-LINE = {
-    "timestamp": 27482,
-    "input_length": 1055,
-    "output_length": 52,
-    "hash_ids": [46, 47, 2353],
-}
+LINE = {"timestamp": 27482, "input_length": 1055, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
 
 def written(tmp_path, *lines):
