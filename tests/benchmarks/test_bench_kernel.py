@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,14 +15,10 @@ from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
-from benchmarks.kernel.recorded_workloads import recorded_workloads
 from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
-from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.tools.tuning.launch_clock import QUICK, Ceilings
-from thought_tree_files import dump_thought_trees
 
 CPU = torch.device("cpu")
 RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])
@@ -63,29 +58,6 @@ def test_trees_are_the_published_ones(name, batches, shares):
     assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
 
 
-def test_recorded_trees_step_by_step(tmp_path):
-    tree = generate_thought_tree(ThoughtTreeShape())
-    dump_thought_trees([tree], tmp_path / "thoughts.json")
-    medusa = {
-        "Tree_Structure": [[0], [1], [0, 0]],
-        "Records": [
-            {"prompt": "x" * 40, "Accept_length": [1, 2]},
-            {"prompt": "x" * 80, "Accept_length": [3, 1, 2, 2]},
-        ],
-    }
-    (tmp_path / "tokens.json").write_text(json.dumps(medusa))
-    found = recorded_workloads(tmp_path, 4)
-    assert [w.name for w in found[4:]] == [f"tokens[1]@{step}" for step in range(4)]
-    assert [w.forest.batch_size for w in found[4:]] == [4] * 4  # the last token and 3 candidates
-    assert [int(w.forest.seq_lens.min()) for w in found[4:]] == [21, 24, 25, 27]
-    for workload in found[:4]:
-        at = int(workload.name.split("@")[1])
-        assert workload.forest.batch_size == len(tree.live(at))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(TraceError, match=r"no \.json file"):
-        recorded_workloads(tmp_path / "empty", 4)
-
-
 # Inputs
 
 
@@ -117,16 +89,6 @@ def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size, layout):
     in_order = sorted(identity.values()) == list(range(len(identity)))
     assert in_order == (layout == "contiguous")
     assert tables.num_pages > len(identity) or layout == "contiguous"
-
-
-def test_same_seed_same_data_and_another_case_other_data():
-    first, again = inputs_of(RAGGED, 1), inputs_of(RAGGED, 1)
-    other = make_inputs(
-        replace(case(RAGGED, 1), query_heads=8), 16, torch.float32, CPU, "shuffled", 0
-    )
-    assert torch.equal(first.k_cache, again.k_cache)
-    assert np.array_equal(first.tables.page_table, again.tables.page_table)
-    assert not np.array_equal(first.tables.page_table, other.tables.page_table)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -255,21 +217,6 @@ def test_caches_of_eight_bits_are_rows_of_their_own():
     assert [row["kv_dtype"] for row in rows] == ["fp8_e4m3", "bf16"]
     assert max(row["error"]["deft"] for row in rows) < 6e-3
     assert key_of(rows[0]) != key_of(rows[1])
-
-
-def test_a_cache_of_eight_bits_has_half_the_bytes():
-    inputs = [
-        make_inputs(case(RAGGED, 1), 64, torch.bfloat16, CPU, "shuffled", 0, kv_dtype)
-        for kv_dtype in (None, torch.float8_e5m2)
-    ]
-    assert inputs[0].kv_bytes == 2 * inputs[1].kv_bytes
-    tables = (inputs[1].page_table, inputs[1].seq_lens)
-    caches = (inputs[1].k_cache, inputs[1].v_cache)
-    expected = reference_attention(
-        inputs[1].q.double(), *(cache.double() for cache in caches), *tables
-    )
-    found = batched_reference(inputs[1].q, *caches, *tables)
-    assert relative_error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("page_size", [1, 5])

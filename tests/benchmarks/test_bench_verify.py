@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel.case_inputs import make_inputs
 from benchmarks.kernel.measure_case import Setup, measure_case
-from benchmarks.kernel.methods import OURS, Refused, make_method
+from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
 from benchmarks.kernel.verified_workloads import (
@@ -75,10 +74,3 @@ def test_results_are_checked(mask):
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, mask, {})
     assert row["repeatable"]
-
-
-@pytest.mark.parametrize("name", ["flashinfer", "cascade", "fa3"])
-def test_peers_refuse_masks_that_they_lack(name):
-    inputs = make_inputs(Case(CASES["tree"], 4, 2, 16), 64, torch.float32, CPU, "shuffled", 0)
-    with pytest.raises(Refused):
-        make_method(name).prepare(inputs)

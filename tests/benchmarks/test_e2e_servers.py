@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from benchmarks import soak as soaks
 from benchmarks import start as starts
 from benchmarks.__main__ import app_of
 from benchmarks.e2e import command
-from benchmarks.e2e.command import ModelChoice, checked_ranks, policy_for, served_model
+from benchmarks.e2e.command import checked_ranks
 from benchmarks.e2e.launch import (
     HOSTS,
     ChoiceError,
@@ -24,18 +23,16 @@ from benchmarks.e2e.launch import (
     Host,
     Launch,
     parse_drafts,
-    same_prefill,
 )
 from benchmarks.e2e.plot import draw
 from benchmarks.e2e.random_weights import write_weights
-from benchmarks.e2e.rows import by_case, make_row, merge, read_rows, replaced
+from benchmarks.e2e.rows import by_case, make_row, merge, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
-from benchmarks.e2e.served_model import SHAPES, ModelError, write_model
+from benchmarks.e2e.served_model import SHAPES, write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
 from benchmarks.load import Load, measure, parse_rate, read_loads
 from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Traffic, is_level, level, totals
-from deft_backend.tools.servers.process import ServerProcess
 
 GRID = Job("few-shot", few_shot, BATCHES, Sizes(16, 3, 4), 6, 1)
 OTHER = Job("unshared", few_shot, BATCHES, Sizes(0, 2, 4), 4, 1)
@@ -89,31 +86,6 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
         assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("backends", [("right", "hangs"), ("hangs", "tie")])
-def test_an_interrupt_does_not_wait_for_servers_that_start(tmp_path, backends):
-    def interrupt(line):
-        if "ready after" in line:
-            raise KeyboardInterrupt
-
-    sides = [Side(fake_launch(), backend) for backend in backends]
-    recorder = Recorder(tmp_path / "e.json", "", sides, "tie")
-    with pytest.raises(KeyboardInterrupt):
-        record(sides, [GRID], recorder, tmp_path / "logs", interrupt, together=True)
-
-
-def test_a_server_that_hangs_is_given_up(tmp_path, monkeypatch):
-    """It has ended before the rows say so: others on its GPU must not wait for its requests."""
-    slow, happened = replace(GRID, seconds=0.0), []
-    put, stop = Recorder.put, ServerProcess.stop
-    monkeypatch.setattr(Recorder, "put", lambda *args: happened.append("row") or put(*args))
-    monkeypatch.setattr(ServerProcess, "stop", lambda self: happened.append("stop") or stop(self))
-    rows, _ = run(tmp_path, ("right", "tie"), [slow, OTHER], together=True)
-    assert happened[:2] == ["stop", "row"]
-    for row in rows.values():
-        assert row["error"].startswith("ServerHung: few-shot 16 × 3 × 4 did not end")
-
-
 def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
     run(tmp_path, ("right",), [GRID])
     both, _ = run(tmp_path, ("tie",), [GRID])
@@ -158,21 +130,6 @@ def test_runs_of_one_machine_are_merged_and_drawn(tmp_path):
         merge([tmp_path / "none.json"], out)
 
 
-@pytest.mark.parametrize("changed", [{"options": "-x"}, {"tp": 2}, {"model": "n"}, {"gen": 5}])
-def test_other_requests_are_another_case(changed):
-    row = timed("deft", 1.0)
-    assert len(replaced([row], [{**row, **changed}])) == 2
-    assert replaced([row], [{**row, "tpot_ms": 2.0}])[0]["tpot_ms"] == 2.0
-
-
-def test_rows_of_older_files_are_of_one_gpu(tmp_path):
-    row = dict(timed("deft", 1.5))
-    del row["tp"], row["policy"]
-    write_rows(tmp_path / "old.json", [row], HEADER)
-    (found,), _ = read_rows(tmp_path / "old.json")
-    assert (found["tp"], found["policy"]) == (1, None)
-
-
 # -- the model and its servers ---------------------------------------------------------------
 
 
@@ -186,18 +143,6 @@ def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     assert tokenizer.decode([17]) == "w17"
     assert (model.load_format, model.ids, model.context) == ("dummy", 1022, 16384)
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_another_process_writes_what_this_one_would(tmp_path):
-    write_model(tmp_path, "tiny", "random", "float32", seed=7)
-    names = ["head.safetensors", "layer-00.safetensors", "layer-01.safetensors"]
-    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
-    files = [tmp_path / name for name in (*names, "model.safetensors.index.json")]
-    written = [file.read_bytes() for file in files]
-    for file in files:
-        file.unlink()
-    write_weights(tmp_path, 7)
-    assert [file.read_bytes() for file in files] == written
 
 
 def test_a_drafter_repeats_the_first_layer(tmp_path):
@@ -220,40 +165,6 @@ def test_a_drafter_repeats_the_first_layer(tmp_path):
     assert all(later < 0.3 * added[0] for later in added[1:])
 
 
-def test_a_checkpoint_that_was_not_finished_is_written_again(tmp_path):
-    choice = ModelChoice(shape="tiny", checkpoint=tmp_path)
-    folder = tmp_path / "tiny-random"
-    in_the_way = folder / "layer-01.safetensors"
-    in_the_way.mkdir(parents=True)
-    cpu = HOSTS["sglang"]
-    with pytest.raises(ModelError, match="Is a directory"), served_model(cpu, choice):
-        pytest.fail("it was let through")
-    assert not (folder / "complete").exists()
-    in_the_way.rmdir()
-    with served_model(cpu, choice):
-        assert in_the_way.is_file()
-        assert (folder / "complete").is_file()
-
-
-def test_models_that_cannot_be_are_refused():
-    for choice, said in (
-        (ModelChoice(shape="huge"), "--shape is 'huge'"),
-        (ModelChoice(shape="tiny", weights="real"), "--weights is 'real'"),
-        (ModelChoice(shape="tiny", layers=3), "expected 1 to 2"),
-        (ModelChoice(path="x", layers=3), "--model has its own"),
-    ):
-        with pytest.raises(ChoiceError, match=said), served_model(HOSTS["vllm"], choice):
-            pytest.fail("it was let through")
-    with pytest.raises(ModelError, match="no random weights"):
-        write_model(Path("/tmp/nowhere"), "gpt-oss-20b", "random", "bfloat16")
-
-
-def test_a_part_of_a_hybrid_keeps_its_first_layers(tmp_path):
-    write_model(tmp_path, "qwen3.5-9b", "dummy", "bfloat16", layers=8)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["layer_types"] == [*["linear_attention"] * 3, "full_attention"] * 2
-
-
 def test_servers_on_several_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(Host, "on_gpu", lambda self: True)
     monkeypatch.setattr(command, "num_gpus", lambda: 2)
@@ -272,21 +183,6 @@ def test_servers_on_several_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "num_gpus", lambda: 8)
     with pytest.raises(ChoiceError, match="a divisor of the 64 query heads"):
         checked_ranks(replace(launch, tensor_parallel=3))
-
-
-def test_the_server_with_the_plugin_prefills_as_the_named_reference(monkeypatch):
-    monkeypatch.delenv("DEFT_FALLBACK_BACKEND", raising=False)
-    assert same_prefill(HOSTS["sglang"], "triton") == {"DEFT_FALLBACK_BACKEND": "triton"}
-    assert same_prefill(HOSTS["vllm"], "FLASHINFER") == {}
-    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "flashinfer")  # reaches the server anyway
-    assert same_prefill(HOSTS["sglang"], "triton") == {}
-
-
-def test_policies_are_for_the_plugin():
-    assert policy_for("auto", HOSTS["sglang"], ["deft"]) == "auto"
-    for name, said in (("best", "expected one of"), ("auto", "for the backend deft")):
-        with pytest.raises(ChoiceError, match=said):
-            policy_for(name, HOSTS["sglang"], ["triton"])
 
 
 def test_a_server_drafts_with_forced_acceptance(tmp_path):
@@ -456,10 +352,3 @@ def test_the_command_measures_and_shows(tmp_path, monkeypatch):
     refused = CliRunner().invoke(app_of(["e2e"]), too_long)
     assert (refused.exit_code, "fake takes 4096" in refused.output) == (2, True)
     assert MODEL.context == 4096
-
-
-@pytest.mark.parametrize("name", ["soak", "start", "load"])
-def test_commands_explain_themselves(name):
-    done = CliRunner().invoke(app_of([name]), [name, "--help"])
-    assert done.exit_code == 0
-    assert "--shape" in done.output

@@ -1,7 +1,6 @@
 """The fuzzer: its strategies find planted faults, and every kept example passes today."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +11,15 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
-from benchmarks.fuzz import command, ties
+from benchmarks.fuzz import ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
-from benchmarks.fuzz.attention_settings import LAYOUTS, AttentionSetting
+from benchmarks.fuzz.attention_settings import AttentionSetting
 from benchmarks.fuzz.examples import Example, Runner, attention_examples, example_of, plan_examples
-from benchmarks.fuzz.forests import KINDS, Limits, draw_batch
-from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer, _same
+from benchmarks.fuzz.forests import Limits, draw_batch
+from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
 from benchmarks.fuzz.plan_settings import PlanSetting
-from benchmarks.fuzz.poisoned_cache import PoisonedCache
 from deft_backend import TreeAttention
-from deft_backend.forest import forest_from_page_tables, forest_of_blocks
+from deft_backend.forest import forest_from_page_tables
 from deft_backend.planner import plan_forest
 from deft_backend.policies import get_policy
 
@@ -55,34 +53,9 @@ def test_attention_is_right(example):
     assert Runner(CPU).run(example) == []
 
 
-def test_every_kind_of_forest_is_drawn():
-    limits = Limits(24, 400, 1 << 14)
-    found = [draw_batch(np.random.default_rng(seed), 16, limits, twins=True) for seed in range(80)]
-    assert {batch.kind for batch in found} == set(KINDS)
-    assert any((batch.seq_lens == 0).any() for batch in found)
-    for batch in found:
-        if batch.monotone:  # the builder refuses tables that are not
-            forest_from_page_tables(batch.page_table[batch.rows], batch.seq_lens, 16)
-
-
 def drawn():
     """A batch with shared nodes."""
     return draw_batch(np.random.default_rng(3), 16, Limits(24, 3000, 1 << 14))
-
-
-def test_the_walk_finds_shared_query_tokens():
-    fuzzer = PlanFuzzer(replace(SETTING, query_tokens=4), CPU, large=False)
-    batch = fuzzer.batch(0)
-    tables = np.ascontiguousarray(batch.page_table[batch.rows])
-    forest = forest_from_page_tables(tables, batch.seq_lens, 16)
-
-    def fault(private_tokens):
-        kept = forest_of_blocks(forest, 1, private_tokens)
-        plan, _ = plan_forest(kept, get_policy("deft-node"), fuzzer.target, fuzzer.capacity)
-        return fuzzer._fault(batch, plan)
-
-    assert fault(4) == ""
-    assert fault(0).startswith("several queries share query tokens")
 
 
 def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
@@ -110,37 +83,6 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
 
 
-def test_a_decision_between_equal_costs_is_a_tie():
-    """The price of a partial result at which the host planner decides otherwise, by halving."""
-    fuzzer = PlanFuzzer(SETTING, CPU, large=False)
-    forest = fuzzer._forest(drawn())
-
-    def planned(partial_ns):
-        costs = fuzzer.target.costs
-        costs = replace(costs, tiles=replace(costs.tiles, partial_ns=partial_ns))
-        target = replace(fuzzer.target, cost_model=costs)
-        return target, plan_forest(forest, get_policy("auto"), target, fuzzer.capacity)[0]
-
-    def is_tie(target, host):
-        return ties.is_tie(forest, target, fuzzer.capacity, lambda plan: not _same(plan, host))
-
-    low, high = 1e-2, 1e6
-    cheapest = planned(low)[1]
-    assert not _same(cheapest, planned(high)[1])
-    assert not is_tie(*planned(low))
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if _same(cheapest, planned(middle)[1]) else (low, middle)
-    assert is_tie(*planned(low))
-
-
-def test_nearby_costs_differ_by_a_rounding():
-    target = SETTING.target()
-    for near in ties.nearby_targets(target):
-        for one, other in zip(near.tile_costs(), target.tile_costs(), strict=True):
-            assert 0 < abs(one / other - 1) <= ties.ROUNDING * 1.01
-
-
 def test_what_fails_is_counted_and_can_be_run_again(monkeypatch):
     monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
     runner = Runner(CPU)
@@ -149,19 +91,6 @@ def test_what_fails_is_counted_and_can_be_run_again(monkeypatch):
     kept = json.loads(json.dumps(runner.counts.failures[0]))
     monkeypatch.undo()
     assert Runner(CPU).run(example_of(kept)) == []
-
-
-def die(what, seconds, seed, share, now):
-    now.write_text(json.dumps(Example(SETTING, "device", 7, 2, False).to_dict()))
-    os._exit(3)
-
-
-def test_a_process_that_dies_is_a_failure_of_its_example(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "work", die)
-    (failure,) = command.run("plans", 1.0, 0, 1, tmp_path)["failures"]
-    assert failure["seed"] == 7
-    assert "its process ended" in failure["why"]
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_records_what_it_ran(tmp_path):
@@ -232,18 +161,3 @@ def test_each_kind_can_fail(setting, fault, monkeypatch):
 
     monkeypatch.setattr(TreeAttention, "run", broken)
     assert fuzzer.run(range(1, 5), "auto").failures != []
-
-
-@pytest.mark.parametrize("kv_dtype", ["", "float8_e5m2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_holds_what_a_batch_may_read(layout, kv_dtype):
-    cache = PoisonedCache(replace(PLAIN, layout=layout, kv_dtype=kv_dtype), 8, CPU)
-    table, contents = torch.tensor([[3, 1]]), torch.tensor([[3, 6]])
-    cache.fill(table, contents, torch.tensor([7]), 0)
-    clean, filled = cache.clean.float(), cache.filled.float()
-    assert torch.equal(filled[:, 3], clean[:, 3])
-    assert torch.equal(filled[:, 1, :2], clean[:, 6, :2])
-    assert filled[:, 1, 2:].isnan().all()
-    assert filled[:, [0, 2, 4, 5, 6, 7]].isnan().all()
-    in_memory = sorted(range(5), key=lambda axis: -cache.filled.stride(axis))
-    assert "".join("kpthd"[axis] for axis in in_memory) == layout

@@ -11,7 +11,7 @@ from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
 from benchmarks.papers.command import counted_io
 from benchmarks.papers.steps import step_row
-from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES, thoughts, with_prompt
+from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 from thought_tree_files import dump_thought_trees
 
@@ -66,15 +66,6 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     tree = [(context + 4 * context + 1 + 1 + 2 - context, context + 3) for context in (11, 13)]
     assert rows[TOKEN_TREES[0]]["tokens_attended"] == sum(a for a, _ in tree)
     assert rows[TOKEN_TREES[0]]["tokens_stored"] == sum(s for _, s in tree)
-
-
-def test_a_longer_prompt_keeps_the_thoughts(tmp_path):
-    dump_thought_trees([TREE], tmp_path / f"{THOUGHTS[0]}.json")
-    longer = with_prompt(TREE, 100)
-    assert longer.nodes[0].tokens == 100
-    assert longer.last_iteration == TREE.last_iteration
-    steps = thoughts(tmp_path, names=THOUGHTS[:1], prompt=100)
-    assert [w.forest.seq_lens.max() for w in steps] == [101, 102, 103, 104]
 
 
 def test_counters_are_summed_over_kernels():
@@ -136,15 +127,3 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
     names = [job.name for job in jobs]
     for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
         assert any(name.startswith(kind) for name in names), (kind, names)
-
-
-@pytest.mark.parametrize(("arguments", "reason"), [
-    (["papers", "--table", "deft-io", "counted-io"], "unexpected argument 'counted-io'"),
-    (["papers", "--table", "counters", "--", "--seed", "3"], "are for the table servers"),
-    (["papers", "--table", "deft-io"], "add --traces FOLDER"),
-    (["real-model", "bf16"], "unexpected argument 'bf16'"),
-    (["real-model", "--", "--seed", "3"], "name it with --host"),
-])  # fmt: skip
-def test_options_of_a_host_that_nothing_starts_are_refused(arguments, reason):
-    done = CliRunner().invoke(app_of([]), arguments)
-    assert (done.exit_code, reason in done.stderr) == (2, True), done.output

@@ -26,17 +26,6 @@ def test_batches_are_trees_of_the_stated_shape(page_size, monkeypatch):
     assert len(np.unique(forest.length[~forest.is_leaf])) > 3  # ragged
 
 
-def test_beams_fork_from_each_other_in_every_step():
-    tables = planning.beams(16, 40, steps=12)
-    forest = forest_from_page_tables(tables.page_table, tables.seq_lens, tables.page_size)
-    assert forest.order.tolist() == oracle_of_tables(tables.page_table, tables.seq_lens, 1)["order"]
-    assert len(set(tables.page_table[:, -1])) == 16  # each beam wrote a token of its own
-    assert forest.depth[forest.leaf].max() >= 3
-    inner = forest.length[~forest.is_leaf]
-    assert sorted(inner)[-1] >= 40
-    assert np.median(inner) <= 4
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_planning_on_the_device_is_compared_with_the_host(page_size, monkeypatch):
     """A row, on the CPU: clocks and graphs are stand-ins, plans and outputs are real."""

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
-from benchmarks.results import FOLDER, PAGE, draw_page, results
-from benchmarks.row_files import RowsError
+from benchmarks.results import FOLDER, PAGE, draw_page
 
 
 def test_the_committed_page_is_current():
@@ -87,11 +84,3 @@ def test_wrong_tokens_of_every_part_are_counted(tmp_path):
     )
     assert ours[1:] == ["sglang", "tree attention", "a", "20", "2", "0"]
     assert control[1:] == ["sglang", "the host against itself", "a", "10", "1", "2"]
-
-
-def test_a_page_that_is_out_of_date_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.results.PAGE", tmp_path / "tables.md")
-    with pytest.raises(RowsError, match="out of date"):
-        results(check=True)
-    results()
-    results(check=True)

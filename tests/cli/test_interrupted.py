@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.settings.version import VERSION
-
 pytest.importorskip("aiohttp")
 psutil = pytest.importorskip("psutil")
 
@@ -135,18 +133,3 @@ def test_ctrl_c_while_a_command_imports(module, breaks):
     said, _ = process.communicate(timeout=60)
     # A shell turns the signal into 130 as well.
     assert (process.returncode, said) in ((130, "\ninterrupted\n"), (-signal.SIGINT, ""))
-
-
-def test_a_command_in_the_background_ignores_ctrl_c():
-    """A shell starts such a job with the signal ignored."""
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import deft_backend.__main__ as command\n"
-        "sys.argv = ['deft', '--version']\n"
-        "try:\n"
-        "    command.main()\n"
-        "finally:\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"deft-backend {VERSION}\n"), done.stderr

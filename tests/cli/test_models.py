@@ -1,7 +1,6 @@
 """The model of a command: a folder, a hub name, or neither."""
 
 import json
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -10,7 +9,7 @@ import huggingface_hub.errors
 import pytest
 import typer
 
-from deft_backend.cli.models import ChosenModel, chosen_model, served_context, served_model
+from deft_backend.cli.models import ChosenModel, served_context, served_model
 from deft_backend.cli.shapes import model_shape
 from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
@@ -58,15 +57,6 @@ def test_the_shape_of_a_hub_name(hub):
     assert shape[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
 
 
-@pytest.mark.parametrize(("name", "revision"), [(NAME, None), (NAME, "v9"), ("no/such", None)])
-def test_what_the_cache_lacks_offline(hub, name, revision):
-    with pytest.raises(ModelFilesError) as raised:
-        model_file(name, "config.json", revision)
-    said = str(raised.value)
-    assert said.startswith(f"{name} at revision {revision}" if revision else name)
-    assert "HF_HUB_OFFLINE forbids to ask the hub. Download the model first" in said
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -90,39 +80,6 @@ def test_what_the_hub_answers(error, said, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(ModelFilesError, match=said):
         model_file("some/model", "config.json")
-
-
-def test_a_file_that_the_hub_s_model_lacks(monkeypatch):
-    error = huggingface_hub.errors.EntryNotFoundError
-
-    def download(*arguments, **keywords):
-        raise error.__new__(error)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert model_file("some/model", "tokenizer.json") is None
-    ChosenModel("some/model").check()  # another format, which the host reads
-
-
-def test_without_huggingface_hub_a_name_cannot_be_looked_up(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelFilesError, match="pip install huggingface_hub, or pass"):
-        model_file("some/model", "config.json")
-
-
-def test_a_name_that_nobody_can_look_up_has_no_shape(capsys):
-    ChosenModel("s3://bucket/model").check()  # left to the host
-    with pytest.raises(typer.Exit):
-        model_shape(ChosenModel("s3://bucket/model"))
-    assert "neither a folder nor a name on the Hugging Face hub" in capsys.readouterr().err
-
-
-def test_what_a_class_knows_and_the_file_does_not(tmp_path):
-    """Some configurations omit their class's default values."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
-    transformers = pytest.importorskip("transformers")
-    known = transformers.Gemma3TextConfig()
-    shape = model_shape(ChosenModel(str(tmp_path)))
-    assert shape[:3] == (known.num_attention_heads, known.num_key_value_heads, known.head_dim)
 
 
 @pytest.mark.parametrize(
@@ -155,26 +112,6 @@ def test_what_cannot_be_served(model, revision, behind, said, capsys):
     with pytest.raises(typer.Exit):
         served_model(model, revision, behind)
     assert said in capsys.readouterr().err.replace("\n", "")
-
-
-def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(typer.Exit):
-        chosen_model("")
-    assert chosen_model(".") == ChosenModel(".")
-
-
-def test_a_name_too_long_for_a_path_is_a_name():
-    assert chosen_model("a" * 5000).name == "a" * 5000
-
-
-def test_files_in_other_formats_are_the_host_s_affair(tmp_path):
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"")
-    assert chosen_model(str(gguf)) == ChosenModel(str(gguf))
-    (tmp_path / "params.json").write_text("{}")
-    assert chosen_model(str(tmp_path)) == ChosenModel(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -237,22 +237,6 @@ def test_a_variant_has_the_key_of_its_launch(host, keys):
     assert keys == launched
 
 
-def test_integers_of_one_kind_share_a_variant():
-    def kinds(*values, fixed=False):
-        return len({variants._kind(value, fixed=fixed) for value in values})
-
-    assert kinds(32, 48) == kinds(6, 10) == 1
-    assert kinds(6, 1) == kinds(6, 16) == kinds(6, 6 + (1 << 40)) == 2
-    assert kinds(1, 6, 16, 48, fixed=True) == 1  # Triton does not look at them
-
-
-def test_a_pointer_tells_whether_it_is_aligned():
-    tensor = torch.zeros(64)
-    kinds = [variants._kind(tensor[at:], fixed=False) for at in (0, 1, 4)]
-    assert [kind.aligned for kind in kinds] == [True, False, True]
-    assert [kind.data_ptr() % 16 for kind in kinds] == [0, 8, 0]
-
-
 def reductions(count):
     """Variants that compile quickly."""
     found = {}
@@ -354,10 +338,6 @@ def test_threads_that_load_at_once_do_not_take_each_others_launcher(monkeypatch)
     assert [kernel._run for kernel in done.kernels] == ["stage 1", "stage 2"]
 
 
-def test_nothing_to_compile_needs_no_gpu():
-    assert compile_all([]).kernels == ()
-
-
 def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
     (good,) = reductions(1)
     bad = Variant(good.kernel, good.arguments, good.constants, (("no_such_option", 1),))
@@ -365,9 +345,3 @@ def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
         knobs.cache.dir = str(tmp_path)
         with pytest.raises(KeyError, match="no_such_option"):
             compile_all([bad])
-
-
-@pytest.mark.parametrize("name", ["sm_70", "90", "h100", ""])
-def test_an_unknown_gpu_is_refused_with_those_that_are_known(name):
-    with pytest.raises(ValueError, match=r"expected one of sm_80, sm_86, .*sm_90"):
-        Gpu.named(name)

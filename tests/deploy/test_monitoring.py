@@ -11,7 +11,7 @@ import pytest
 from counted_steps import host_step, tree_step
 from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
-from prometheus_server import DEPLOY, alert_queries, dashboard_queries, program, prometheus
+from prometheus_server import DEPLOY, dashboard_queries, program, prometheus
 from sglang_fakes import make_state
 
 client = pytest.importorskip("prometheus_client")
@@ -98,13 +98,6 @@ def _check_dashboard(running, addresses):
     assert value("Batch A", HEALTHY) == 3
 
 
-def test_every_alert_sees_the_failed_server_alone(scraped):
-    running, addresses = scraped
-    answers = running.wait(alert_queries())
-    for alert, series in answers.items():
-        assert {each["metric"]["instance"] for each in series} == {addresses[FAILED]}, alert
-
-
 def test_alerts_fire_and_end(tmp_path):
     """Over hours, with `promtool`: nothing before its time, and nothing for a healthy server."""
     series = [
@@ -178,27 +171,3 @@ def test_alerts_fire_and_end(tmp_path):
 def test_prometheus_reads_its_configuration():
     path = DEPLOY / "prometheus" / "prometheus.yml"
     subprocess.run([program("promtool"), "check", "config", str(path)], check=True)
-
-
-def test_the_dashboard_is_one_that_grafana_reads():
-    dashboard = json.loads((DEPLOY / "grafana" / "deft.json").read_text())
-    assert dashboard["schemaVersion"] >= 39
-    names = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert names == {"datasource", "instance"}
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken = set()
-    for panel in panels:
-        assert panel["type"] in ("stat", "timeseries")
-        assert panel["datasource"]["uid"] == "${datasource}"
-        letters = [target["refId"] for target in panel["targets"]]
-        assert len(set(letters)) == len(letters) > 0
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, f"{panel['title']} covers another panel"
-        taken |= cells

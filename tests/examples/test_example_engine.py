@@ -1,6 +1,5 @@
 """The example host in ``examples/page_table_engine``, and its page in the documentation."""
 
-import ast
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,31 +245,6 @@ def test_pages_given_out_anew_are_forgotten():
     fresh = pool.acquire([], 1)
     assert fresh == pages[2:]  # the end of a prefix goes first
     assert pool.match(keys) == pages[:2]
-
-
-def defined_in(path):
-    """Functions, classes and methods of a file, as ``Class.method``."""
-    names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            members = (part for part in node.body if isinstance(part, ast.FunctionDef))
-            names |= {f"{node.name}.{part.name}" for part in members}
-    return names
-
-
-def test_page_names_symbols_that_exist():
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    named = [
-        (PAGE.parent / link, symbol)
-        for row in rows
-        for link, symbols in re.findall(r"\]\(([^)]+\.py)\)((?: `[\w.]+`)+)", row)
-        for symbol in re.findall(r"`([\w.]+)`", symbols)
-    ]
-    assert len(named) > 10
-    missing = [f"{path.name}: {name}" for path, name in named if name not in defined_in(path)]
-    assert not missing
 
 
 def test_page_quotes_the_example():

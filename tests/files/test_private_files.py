@@ -11,8 +11,8 @@ import pytest
 
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.table_lookup import save_table, table_in_use
-from deft_backend.costs.tables import GpuFacts, TableKey
+from deft_backend.costs.table_lookup import save_table
+from deft_backend.costs.tables import TableKey
 from deft_backend.files import private_files
 from deft_backend.files.private_files import (
     is_private,
@@ -22,14 +22,12 @@ from deft_backend.files.private_files import (
     write_private,
 )
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.telemetry.state_reader import StateError, read_state, running_here
 from deft_backend.tools.watch.page_server import PageServer
 from made_kernels import made_kernel
 from sglang_fakes import make_state
 
 PACKAGE = Path(__file__).parents[2] / "deft_backend"
 KEY = TableKey("GPU", "1", "2", "3", "4", 32, 8, 128, "bfloat16", 16)
-FACTS = GpuFacts(sms=132, sm_clock_mhz=1980.0, memory_gb_s=3350.0)
 
 
 @pytest.fixture(params=[0o000, 0o022])
@@ -113,59 +111,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         write_private(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
-
-
-def spoilt(path):
-    """Ways to make a file one that must not be used."""
-
-    def link():
-        path.rename(path.with_suffix(".moved"))
-        path.symlink_to(path.with_suffix(".moved"))
-
-    return {
-        "link": link,
-        "writable": lambda: path.chmod(0o666),
-        "truncated": lambda: path.write_bytes(path.read_bytes()[:-40]),
-        "no text": lambda: path.write_bytes(b"\xff\xfe\x00"),
-        "empty": lambda: path.write_bytes(b""),
-        "deep": lambda: path.write_text("[" * 100_000),
-        "folder": lambda: (path.unlink(), path.mkdir()),
-    }
-
-
-WAYS = list(spoilt(Path()))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_cost_table_is_named_and_not_used(tmp_path, way):
-    path = tmp_path / KEY.file_name
-    save_table(default_cost_model(), KEY, path)
-    assert table_in_use(KEY, tmp_path, FACTS).tuned
-    spoilt(path)[way]()
-    found = table_in_use(KEY, tmp_path, FACTS)
-    assert not found.tuned
-    assert found.damage is not None
-    assert str(path) in found.damage
-    assert "deft tune" in found.damage
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_kernel_folder_is_refused(tmp_path, way):
-    here = Origin.of("sm_90")
-    fill(tmp_path / "kernels", here, [made_kernel(tmp_path / "triton")])
-    spoilt(tmp_path / "kernels" / "manifest.json")[way]()
-    with pytest.raises(KernelFolderError, match=r"manifest\.json"):
-        take(tmp_path / "kernels", here)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_spoilt_state_file_is_an_error_that_names_it(tmp_path, way):
-    writer = StateWriter(make_state(), tmp_path)
-    writer.look()
-    spoilt(writer.path)[way]()
-    with pytest.raises(StateError, match=r"1-tp0@"):
-        read_state(writer.path)
-    assert running_here(tmp_path, 1) == writer.path  # its process runs
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "..", "a/b.json", ".hidden"])

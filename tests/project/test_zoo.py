@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.e2e.answers import TOLERANCE
 from deft_backend.tools.harness.answers import Answer
-from integration_tests.zoo.__main__ import engine_arguments, readme_line
-from integration_tests.zoo.engines import fill
-from integration_tests.zoo.requests import check, requests
-from integration_tests.zoo.run import ARCHITECTURES, KEYS, Place, layers_of_tree
+from integration_tests.zoo.__main__ import readme_line
+from integration_tests.zoo.requests import check
+from integration_tests.zoo.run import ARCHITECTURES, KEYS, layers_of_tree
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "models.json"
@@ -61,56 +59,6 @@ def test_a_check_goes_on_after_a_different_token():
 def test_a_tie_is_decided_by_the_dtype(dtype, gap, wrong):
     verdict = check(Counting({40: gap}), [(1, 2)], [[3, 40]], dtype)
     assert counts(verdict)[1:] == (wrong, 1 - wrong)
-
-
-def test_an_answer_of_wrong_tokens_is_given_up():
-    verdict = check(Counting(), [(1,)], [[100] * 50], "float32")
-    assert counts(verdict)[:2] == (8, 8)
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_requests_share_prefixes_and_outgrow_the_windows(gpu):
-    shape = Place("sglang", gpu).requests
-    first, batch, _ = asked = requests(**shape)
-    assert asked == requests(**shape)
-    assert sum(prompt[: len(first)] == first for prompt in batch) == len(batch) - 1
-    assert len(set(batch)) < len(batch)
-    windows = {a.config.get("sliding_window") or 0 for a in ARCHITECTURES.values()}
-    assert min(map(len, batch)) > max(windows)
-
-
-def test_options_of_a_server_are_arguments_of_its_engine():
-    words = [
-        "--page-size",
-        "64",
-        "--enable-lora",
-        "--cuda-graph-bs-decode",
-        "1",
-        "8",
-        "--kv-cache-dtype=fp8",
-    ]
-    assert engine_arguments(words) == {
-        "page_size": 64, "enable_lora": True, "cuda_graph_bs_decode": [1, 8],
-        "kv_cache_dtype": "fp8",
-    }  # fmt: skip
-
-
-def test_weights_follow_from_names_and_shapes():
-    def model():
-        made = torch.nn.ModuleDict({
-            "qkv_proj": torch.nn.Linear(256, 64), "norm": torch.nn.LayerNorm(8, bias=False),
-        })  # fmt: skip
-        made.register_parameter("sinks", torch.nn.Parameter(torch.empty(64)))
-        fill(made)
-        return made
-
-    first, second = model(), model()
-    for (name, left), right in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(left, right), name
-    assert first["norm"].weight.tolist() == [1.0] * 8
-    assert float(first["qkv_proj"].weight.detach().std()) == pytest.approx(1.5 / 16, rel=0.1)
-    assert not first["qkv_proj"].bias.any()
-    assert float(first.sinks.mean()) == pytest.approx(1.0, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -235,16 +235,6 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     assert series(registry)[of("decode_steps", kind="decode", kernel="tree", tp_rank="0")] == 2
 
 
-def test_a_registry_that_shows_them_already_is_left_as_it_is(tmp_path, caplog):
-    registry = client.CollectorRegistry()
-    write(tmp_path, 0)
-    register_states(tmp_path, 1, registry)
-    before = series(registry)
-    register_states(tmp_path, 1, registry)
-    assert series(registry) == before != {}
-    assert len(caplog.records) == 1
-
-
 def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tmp_path):
     """Every process would show the values that the decoding process has published."""
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))

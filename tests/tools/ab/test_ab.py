@@ -31,10 +31,10 @@ from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.report import write_report
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, megabytes, percent
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun
 from deft_backend.tools.ab.verdict import paired_change, verdict
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import Offers, ServerClient, ServerError, base_url
+from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.replay import Outcome, Replayed, replay
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Request, Workload
@@ -149,14 +149,6 @@ def test_what_compares_nothing_is_said_before_any_request(tmp_path):
         assert "pass --prefix-tokens 4 or less" in printed
         assert len(a.bodies) <= 3  # questions about the server itself
         assert not b.bodies
-
-
-def test_a_run_that_compared_nothing_ends_with_2(tmp_path):
-    """The second server takes less than the first one."""
-    with serving(Fake()) as a, serving(Fake(context=100)) as b:
-        _, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=2)
-    assert "9 of 9 requests do not fit the server's context" in printed
-    assert "nothing was compared" in printed
 
 
 def test_a_server_that_wants_a_key_and_one_that_is_gone(tmp_path):
@@ -286,53 +278,6 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path):
     assert not found.died
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        {"choices": ["text"]},
-        {"choices": [], "usage": [1]},
-        None,
-        {"choices": [], "usage": {"prompt_tokens": "many"}},
-    ],
-)
-def test_pieces_of_another_form_are_a_failed_request(piece):
-    with serving(Fake(faults={"prompt a": piece})) as fake:
-        (outcome,) = run(fake, workload_of(request("a"))).outcomes
-    assert outcome.status == "failed"
-    assert "the stream cannot be read" in outcome.detail
-
-
-def test_bad_input(tmp_path):
-    arrivals = tmp_path / "arrivals.jsonl"
-    arrivals.write_text("\n".join(arrival_lines(2)))
-    blocks = tmp_path / "blocks.jsonl"
-    blocks.write_text(arrival_lines(1, blocks=19, own=0)[0])
-    with serving(Fake()) as a, serving(Fake(listed=["made-up"])) as odd:
-        trace = ["--urls", a.url, a.url, "--trace", str(arrivals)]
-        long = ["--urls", a.url, a.url, "--trace", str(blocks)]
-        for arguments, message in (
-            (["--urls", a.url, "http://127.0.0.1:9"], "does not answer under /v1/models"),
-            (["--urls", a.url, odd.url], "is not a list of models"),
-            (["--urls", a.url, "no address"], "'no address' is not an address"),
-            (["--urls", a.url, a.url, "--policy", "auto"], "--policy cannot change servers"),
-            (["--urls", a.url, a.url, "--rate", "0"], "the rate is 0.0"),
-            (["--urls", a.url, a.url, "--workload", "x"], "there is no workload 'x'"),
-            (["--urls", a.url, a.url, "--model", "x"], "has no model 'x'; it lists made-up"),
-            (["--speed", "2"], "--speed belongs to --trace"),
-            ([*trace, "--speed", "0"], "--speed is 0.0; expected a number above 0"),
-            ([*trace, "--speed", "2", "--rate", "3"], "--rate replaces them; omit one"),
-            ([*trace, "--scale", "1e300"], "Invalid value for '--scale'"),
-            ([*long, "--scale", "999"], "has 10,229,760 tokens; expected at most 10,000,000"),
-            (["--prefix-tokens", "9" * 30], "Invalid value for '--prefix-tokens'"),
-            (["--branches", "9" * 30], "Invalid value for '--branches'"),
-            ([*trace, "--index", "1"], "--index is 1; it selects a tree"),
-            ([*trace, "--max-tokens", "8"], "--max-tokens is for workloads"),
-            ([*trace, "--quick"], "--quick is for workloads"),
-            (["--trace", str(tmp_path / "no.jsonl")], "cannot read the trace"),
-        ):
-            assert message in ab(tmp_path, *arguments, code=2)[1]
-
-
 def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     with serving(Fake(token_seconds=0.02)) as a:
         command = [
@@ -418,12 +363,6 @@ def test_counters_of_a_page_that_the_library_writes(tmp_path):
     page = client.generate_latest(registry).decode()
     assert "# HELP deft_decode_steps_total Steps that decode" in page
     assert counters_of_page(page) == replace(state.counters(), compile_seconds=COMPILING.seconds)
-
-
-def test_addresses():
-    for wrong in ("", "http://", "ftp://x", "http://a?b", "a:999999", "a:-1"):
-        with pytest.raises(ServerError):
-            base_url(wrong)
 
 
 def side(tpot, ttft=0.1, count=20, lost=0):
@@ -657,47 +596,6 @@ def test_a_near_tie_is_a_fault_only_where_every_token_counts():
     workload = ComparedWorkload("w", "", "", pair, (None, None), near)
     tied = replace(result(pair), workloads=(workload,))
     assert (tied.faults, replace(tied, exact=True).faults) == (False, True)
-
-
-def test_the_page_shows_the_environment_and_the_speculation(tmp_path):
-    outcome = result((side(0.02), side(0.01)))
-    first, second = outcome.sides
-    sides = (replace(first, acceptance_length=2.504, command="python -m host"), second)
-    facts = {"versions": {"torch": "2.11.0"}, "commit": "abc123"}
-    outcome = replace(outcome, sides=sides, provenance=facts)
-    page, data = write_report(outcome, tmp_path, "deft ab")
-    text = page.read_text()
-    for expected in ("A 2.50, B –", "2.11.0", "abc123", "# A\npython -m host"):
-        assert expected in text
-    assert json.loads(data.read_text())["sides"][0]["acceptance_length"] == 2.504
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "[08:00:00] deft: MLA is not supported; all attention runs through the host (fa3)",
-            "deft: MLA is not supported; all attention runs through the host (fa3)",
-        ),
-        (
-            "WARNING [say.py:16] deft: head dimension 18; these layers run through FLEX alone",
-            "deft: head dimension 18; these layers run through FLEX alone",
-        ),
-        (
-            "deft: decode goes through tree attention (policy auto); everything else through fa3",
-            None,
-        ),
-        ("the server is ready", None),
-    ],
-)
-def test_the_line_of_a_refusal(line, expected):
-    assert sides.refusal(f"loading\n{line}\nfired up") == expected
-
-
-def test_units():
-    shown = [megabytes(value) for value in (None, 0, 999, 1500, 2.5e6, 3e9)]
-    assert shown == ["–", "0 B", "999 B", "1.50 kB", "2.50 MB", "3.00 GB"]
-    assert [percent(-0.0001), percent(-0.012)] == ["0.0 %", "-1.2 %"]  # no minus zero
 
 
 def test_the_largest_gap_is_of_the_tokens_that_agree():

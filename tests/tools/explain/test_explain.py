@@ -182,23 +182,6 @@ def test_render_draws_nodes_groups_and_totals():
     assert "65.36 %" in text  # 1 - 1060 / 3060
 
 
-def test_render_shortens_large_forests_and_empty_leaves():
-    text = _rendered(regular_forest([1, 300], [100, 7]))
-    assert "… 292 more · 2,044 tokens" in text
-    assert len(text.splitlines()) < 40
-    deep = _rendered(regular_forest([2] * 8, [16] * 8))
-    assert len(deep.splitlines()) < 140
-    text = _rendered(build_forest([0, 1, 2], [64, 64], [64, 64, 90]))
-    assert "(2 requests ends here)" not in text
-    assert "(2 requests end here)" in text
-    assert " 0 tokens" not in text
-    assert "2 requests without tokens" in _rendered(build_forest([0, 1], [0], [0, 0]))
-
-
-def test_render_of_an_empty_batch():
-    assert "batch of 0" in _rendered(build_forest([], [], []))
-
-
 def test_a_token_tree_is_drawn(tmp_path):
     """A prompt of forty characters counts as ten tokens; step 1 follows one accepted token."""
     path = tmp_path / "tokens.json"

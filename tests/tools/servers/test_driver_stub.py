@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from deft_backend.tools.servers import driver_stub
-from deft_backend.tools.servers.driver_stub import DriverStubError, ensure_driver_stub
+from deft_backend.tools.servers.driver_stub import ensure_driver_stub
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler is installed"
@@ -54,26 +54,3 @@ def test_it_is_compiled_once(cache, monkeypatch):
     folder = ensure_driver_stub()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ensure_driver_stub() == folder
-
-
-def test_a_missing_compiler_is_named_with_what_to_install(cache, monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler -O2")
-    with pytest.raises(DriverStubError, match=r"'no-such-compiler -O2'.*install gcc"):
-        ensure_driver_stub()
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(cache))
-    with pytest.raises(DriverStubError, match=r"found none.*install gcc"):
-        ensure_driver_stub()
-
-
-def test_a_failing_compiler_leaves_nothing_behind(cache, monkeypatch):
-    monkeypatch.setenv("CC", "false")
-    with pytest.raises(DriverStubError, match="failed with exit code 1"):
-        ensure_driver_stub()
-    assert not [path for path in cache.rglob("*") if path.is_file()]
-
-
-def test_a_cache_folder_that_is_none_is_named(cache, monkeypatch):
-    monkeypatch.setenv("DEFT_CACHE_DIR", __file__)
-    with pytest.raises(DriverStubError, match=r"DEFT_CACHE_DIR is .*expected a directory"):
-        ensure_driver_stub()

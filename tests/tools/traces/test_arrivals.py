@@ -3,16 +3,12 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import WorkloadError, poisson
 from deft_backend.tools.traces.recorded_trees import TraceError
 from deft_backend.tools.traces.trace_files import (
-    BLOCK_TOKENS,
     Arrival,
-    is_arrival_trace,
     load_arrivals,
     shared_tokens,
 )
@@ -58,35 +54,6 @@ def test_errors_name_the_line_and_the_field(tmp_path, line, message):
     with pytest.raises(TraceError) as error:
         load_arrivals(written(tmp_path, LINE, line))
     assert message in str(error.value)
-
-
-def test_files_that_hold_nothing_are_refused(tmp_path):
-    with pytest.raises(TraceError, match="holds no request"):
-        load_arrivals(written(tmp_path, ""))
-    with pytest.raises(TraceError, match="cannot read the trace"):
-        load_arrivals(tmp_path / "missing.jsonl")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match="cannot read the trace"):
-        load_arrivals(tmp_path / "binary.jsonl")
-
-
-def test_the_two_kinds_of_traces_are_told_apart(tmp_path):
-    trees = tmp_path / "trees.json"
-    trees.write_text('[{"incompleted": false}]')
-    assert not is_arrival_trace(trees)
-    assert is_arrival_trace(written(tmp_path, LINE))
-    other = tmp_path / "trace.txt"
-    other.write_text(json.dumps(LINE))
-    assert is_arrival_trace(other)
-
-
-@given(st.integers(1, 3000), st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0]))
-def test_a_scaled_request_keeps_its_blocks(tokens, scale):
-    ids = tuple(range(-(-tokens // BLOCK_TOKENS)))
-    found = Arrival(0.0, tokens, 10, ids).scaled(scale)
-    assert found.input_length >= 1
-    assert len(ids) == -(-found.input_length // found.block_tokens)
-    assert found.input_length == pytest.approx(tokens * scale, abs=1 + 0.02 * tokens + len(ids))
 
 
 def test_equal_ids_share_text_and_nothing_else_does():

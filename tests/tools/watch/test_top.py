@@ -1,11 +1,8 @@
 """`deft top`: every server's state file, and what the terminal shows of it."""
 
-import contextlib
 import io
 import json
 import os
-import pty
-import signal
 import subprocess
 import sys
 import time
@@ -19,12 +16,8 @@ from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import (
-    MIXED,
-    VERIFICATION,
     Content,
     Counters,
-    Decoded,
-    DraftCounts,
     Place,
     Steps,
 )
@@ -43,7 +36,6 @@ from deft_backend.tools.watch.engines import (
     ShownBatch,
     find_engines,
 )
-from deft_backend.tools.watch.figures import SharedPrefix, shared_prefixes
 from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
 from state_files import batch_of, state_path
@@ -149,18 +141,6 @@ def test_a_writer_deletes_what_earlier_servers_of_its_port_left(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_a_writer_without_news_shows_that_it_lives(tmp_path):
-    _, writer = decoding(tmp_path)
-    os.utime(writer.path, (0, 0))
-    content = writer.path.read_text()
-    writer.look()
-    assert time.time() - writer.path.stat().st_mtime < 60
-    assert writer.path.read_text() == content
-    writer.path.unlink()
-    writer.look()
-    assert writer.path.read_text() == content or json.loads(writer.path.read_text())
-
-
 def test_ranks_add_their_bytes_but_not_their_steps(tmp_path):
     decoding(tmp_path)
     decoding(tmp_path, rank=1)
@@ -169,11 +149,6 @@ def test_ranks_add_their_bytes_but_not_their_steps(tmp_path):
     assert (first.port, first.processes, second.processes) == (7, 2, 1)
     assert first.counters.decode_steps == second.counters.decode_steps == 1
     assert first.counters.kv_bytes_read == 2 * second.counters.kv_bytes_read
-
-
-def test_shared_prefixes_are_sorted_by_what_they_save():
-    assert shared_prefixes(FOREST) == [SharedPrefix(0, 0, 40, 3), SharedPrefix(1, 40, 20, 2)]
-    assert [prefix.saved for prefix in shared_prefixes(FOREST)] == [80, 20]
 
 
 def decoded(steps):
@@ -299,73 +274,3 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path):
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(view([Row(engine, ShownBatch(), None)], "x", live=True))
     assert "[red]odd[/red] reason" in console.export_text()
-
-
-def test_the_acceptance_length_of_a_server_that_speculates(tmp_path):
-    state, writer = decoding(tmp_path)
-    assert "verified" not in shown(tmp_path, "--once")[1]
-    state.count(Decoded(VERIFICATION, 310, 9000, verified=1240))
-    writer.look()
-    _, text = shown(tmp_path, "--once")
-    assert "1,240 query tokens" in text
-    assert "acceptance length" not in text  # the host does not tell
-    state.read_drafts = lambda: DraftCounts(310, 403)
-    writer.look()
-    assert "1,240 query tokens · acceptance length 2.30" in shown(tmp_path, "--once")[1]
-
-
-def test_steps_are_shown_by_what_they_contain(tmp_path):
-    state, writer = decoding(tmp_path)
-    assert "of these" not in shown(tmp_path, "--once")[1]  # pure decode alone
-    tree_step(state, tokens=300, loaded=100, rows=3, kind=MIXED)
-    host_step(state, "shares nothing", 100, rows=2, kind=MIXED)
-    tree_step(state, tokens=80, loaded=80, kind=VERIFICATION)
-    writer.look()
-    text = " ".join(shown(tmp_path, "--once")[1].replace("│", " ").split())
-    assert "1 of 1 pure decode · 1 of 2 mixed with prefills · 1 of 1 verifications" in text
-    share = (270 + 300 + 80) / (270 + 300 + 100 + 80)
-    assert f"{100 * share:.0f} % of the decoding, by KV bytes of contexts" in text
-
-
-def ended_in_a_terminal(folder, number):
-    """What `deft top` writes to a terminal until a signal ends it, and its exit code."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deft_backend", "top"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "DEFT_CACHE_DIR": str(folder.parent), "TERM": "xterm"},
-    )
-    os.close(slave)
-    said = b""
-    while b"according to" not in said:
-        said += os.read(master, 65536)
-    process.send_signal(number)
-    with contextlib.suppress(OSError):  # the terminal's other end is closed
-        while more := os.read(master, 65536):
-            said += more
-    os.close(master)
-    return said, process.wait(60)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_the_terminal_is_as_before(number, tmp_path):
-    said, code = ended_in_a_terminal(tmp_path, number)
-    assert code == (0 if number == signal.SIGINT else 128 + number)
-    for switched_on, switched_off in ((b"[?1049h", b"[?1049l"), (b"[?25l", b"[?25h")):
-        assert switched_on in said
-        assert said.rindex(switched_off) > said.rindex(switched_on)
-
-
-def test_outside_a_terminal_every_look_is_printed(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"],
-        text=True,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "DEFT_CACHE_DIR": str(tmp_path.parent)},
-    ) as process:
-        assert process.stdout is not None
-        looks = [process.stdout.readline() for _ in range(7)]
-        process.terminate()
-    assert sum(line.startswith("deft top · 0 servers") for line in looks) >= 2
