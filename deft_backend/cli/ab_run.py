@@ -152,10 +152,7 @@ class AbOptions:
 def asked_workloads(
     asked: AbOptions, *, on_gpu: bool, context: int | None = None
 ) -> Callable[[Offers], list[Workload]]:
-    """Read the trace; the requests wait for the server's tokenizer.
-
-    - `context`: tokens that the servers will take, if that is known before they start.
-    """
+    """Read the trace; the requests wait for the server's tokenizer."""
     tree: ThoughtTree | None = None
     arrivals: list[Arrival] = []
     if asked.arrivals is not None:

@@ -21,9 +21,8 @@ _ENDING = b"\ninterrupted; ending what this command started\n"
 def unwound(console: Console, line: str) -> Iterator[FirstSignal]:
     """Unwind the block at the first Ctrl-C, SIGTERM or SIGHUP, then print `line` and exit.
 
-    The exit code is the shell's: 130, 143 or 129. Later signals have no effect, so that none
-    interrupts the shutdown of a server: ``timeout`` sends two, and people press Ctrl-C twice. A
-    block that ends in spite of a signal, to report something, finds its number in what this yields.
+    Later signals have no effect, so that none interrupts a server's shutdown: ``timeout`` sends
+    two, and people press Ctrl-C twice. What this yields gets the signal's number.
     """
     first = FirstSignal()
     before = _handled((signal.SIGINT, *_endings()), first)

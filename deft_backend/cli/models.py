@@ -59,11 +59,7 @@ def tiny_model() -> Path | None:
 
 @reported(ModelFilesError)
 def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
-    """The model for the host's ``--model-path``, without a request to the hub.
-
-    A name that looks like a path must be a checkpoint's folder or a GGUF file. The host looks up
-    other names. Fails in one line for any other path.
-    """
+    """The model for the host's ``--model-path``, without asking the hub; fails in one line."""
     if model is None:
         if revision is not None:
             raise ModelFilesError(

@@ -16,11 +16,7 @@ HostOption = Annotated[
 
 
 def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
-    """The host that the user named, or the installed one; fails in one line if there is none.
-
-    - `needed`: whether the host must be installed, because the command starts it.
-    - `compared`: whether the host's version must support tree attention.
-    """
+    """The host that the user named, or the installed one; fails in one line if there is none."""
     from deft_backend.hosts.windows import TESTED
     from deft_backend.tools.servers.command import HOST_NAMES, HOSTS, installed_hosts
 

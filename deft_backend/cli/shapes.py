@@ -204,10 +204,7 @@ def _from_config(model: ChosenModel, what: str, read: Callable[[Mapping[str, Any
 
 
 def _text_config(path: Path) -> Mapping[str, Any]:
-    """The part of a ``config.json`` about the language model.
-
-    Some models omit their class's default values from the file: `transformers` knows them.
-    """
+    """The part of a ``config.json`` about the language model."""
     content = parsed(path.read_text())
     config: Mapping[str, Any] = {**content, **content.get("text_config", {})}
     if "num_attention_heads" in config:

@@ -15,19 +15,13 @@ _USERS_TRITON_CACHE = os.environ.get(TRITON_CACHE)
 
 
 def cache_directory() -> Path:
-    """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache.
-
-    Raises SettingsError if ``DEFT_CACHE_DIR`` is not a directory. It reads no other setting.
-    """
+    """The package's cache folder: ``DEFT_CACHE_DIR``, else `deft-backend` in the user's cache."""
     name = "DEFT_CACHE_DIR"
     return _cache_directory(Settings.from_env({name: os.environ.get(name, "")}))
 
 
 def state_directory(settings: Settings) -> Path:
-    """The folder of servers' state files: `servers` in the cache folder.
-
-    Raises SettingsError if this user has no home, and the folder in its place is another user's.
-    """
+    """The folder of servers' state files: `servers` in the cache folder."""
     return _cache_directory(settings) / "servers"
 
 
@@ -52,10 +46,7 @@ def driver_stub_directory() -> Path:
 
 
 def create_private(folder: Path) -> None:
-    """Create a folder and its missing parents for this user only (mode 0700).
-
-    Raises OSError if a folder cannot be created, or a file is in its place.
-    """
+    """Create a folder and its missing parents for this user only (mode 0700)."""
     if folder.is_dir():
         return
     if folder.parent != folder:

@@ -25,11 +25,7 @@ class FieldError(ValueError):
 
 
 def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
-    """The content of a JSON file.
-
-    - `error`: the error to raise, with a message, if the file cannot be read or holds no JSON.
-    - `what`: the kind of file, for the message, for example "the trace ".
-    """
+    """The content of a JSON file."""
     try:
         return parsed(path.read_text(encoding="utf-8"))
     except OSError as cause:

@@ -15,12 +15,9 @@ POLL_SECONDS = 0.02
 
 @contextmanager
 def locked(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock of a file in the ``with`` block, after at most `seconds` for another holder.
-
-    The system releases the lock when its holder ends. The file is made if it is missing, and never
-    deleted: a holder of a deleted file would exclude nobody. Yields whether nobody else holds the
-    lock. That is also True if the file cannot be made or locked: the lock saves repeated work, and
-    nothing may depend on it.
+    """Hold the lock of a file in the block, after at most `seconds`; yields whether nobody else
+    holds it. Also True if the file cannot be made or locked: the lock saves repeated work only. The
+    file is never deleted: a holder of a deleted file would exclude nobody.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,4 @@
-"""Files of this user alone: written with mode 0600, and read only if nobody else could write them.
-
-A server's results depend on the files that it reads from a cache. So it reads only files that this
-user or root owns and no other user may write to. It follows no symbolic link.
-"""
+"""Files that no other user could write, with mode 0600: a server's results depend on them."""
 
 import contextlib
 import errno
@@ -19,11 +15,7 @@ MOST_BYTES = 1 << 28  # largest file that is read: 256 MiB
 
 
 def read_private(path: Path) -> bytes:
-    """The content of a file that only this user or root could write.
-
-    Raises OSError, whose `strerror` names the reason: the file cannot be read, is too large or no
-    regular file, is a symbolic link, belongs to another user, or others may write to it.
-    """
+    """The content of a file that only this user or root could write; else OSError says why not."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -41,10 +33,7 @@ def read_private(path: Path) -> bytes:
 
 
 def read_private_json(path: Path) -> Any:
-    """The content of a JSON file that only this user or root could write.
-
-    Raises OSError as :func:`read_private` does, and ValueError if it holds no JSON.
-    """
+    """The content of a JSON file that only this user or root could write."""
     return parsed(read_private(path))
 
 
@@ -57,12 +46,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def write_private(path: Path, content: str | bytes) -> None:
-    """Replace a file at once, with mode 0600; missing folders get mode 0700.
-
-    If the path is a symbolic link, the new file replaces the link, not the link's target.
-
-    Raises OSError if it cannot be written. No part of it stays behind.
-    """
+    """Replace a file (or a link to one) at once, with mode 0600; missing folders get mode 0700."""
     create_private(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

@@ -121,10 +121,7 @@ class Counters:
 
     @property
     def saved(self) -> float | None:
-        """Share of the KV reads that tree attention saved, 0 to 1; None without a read.
-
-        Also None in verifications in which several query blocks of a request each read its context.
-        """
+        """Share of the KV reads that tree attention saved, 0 to 1; None without a read."""
         read, guided = self.kv_bytes_read, self.kv_bytes_query_guided
         return 1.0 - read / guided if guided >= read and guided else None
 
@@ -184,10 +181,8 @@ class DeviceCounts(NamedTuple):
 
 
 class DeviceCounters:
-    """Counts that kernels add up in CPU memory; zero until :meth:`attach`.
-
-    A reading copies four words, without the driver and without a lock. It may see only some of a
-    step's words; the next reading sees all of them.
+    """Counts that kernels add up in CPU memory; zero until :meth:`attach`. A reading copies four
+    words without a lock, and may see only some of a step's words.
     """
 
     def __init__(self) -> None:
@@ -196,12 +191,8 @@ class DeviceCounters:
         self._attached = False
 
     def attach(self, array: npt.NDArray[np.int64]) -> None:
-        """Count what is added to `array` from now on.
-
-        - `array` [4] int64: as :class:`DeviceCounts`; cumulative, never set back. Its present
-          values, from the warm-up, do not count.
-
-        Raises ValueError if the array has another shape or type, or one is attached already.
+        """Count what is added to `array` [4] int64, as in :class:`DeviceCounts`, from now on;
+        raises ValueError.
         """
         if array.shape != self._array.shape or array.dtype != np.int64:
             raise ValueError(
@@ -242,10 +233,7 @@ _SIZE = {"reader": partial(whole, least=1, most=MOST)}
 
 @dataclass
 class ServerDescription:
-    """The server process, its versions and settings, and the shape of its attention.
-
-    A field's ``reader`` checks it in a state file that another process may have written.
-    """
+    """The server process, its versions and settings, and the shape of its attention."""
 
     pid: int = field(default_factory=os.getpid, kw_only=True, metadata=_ID)
     port: int = field(metadata=_PORT)

@@ -12,14 +12,8 @@ logger = logging.getLogger("deft_backend")
 
 
 class DecodeLog:
-    """A listener of :class:`StateWriter` that logs a line after enough decode steps or seconds.
-
-    It runs on the writer's thread, a fraction of a second after the host's own line. A line is due
-    when both limits are reached; if the server decoded nothing, there is no line.
-
-    - `steps`: decode steps between two lines, as with SGLang's ``--decode-log-interval``.
-    - `seconds`: seconds between two lines, as with vLLM's ``VLLM_LOG_STATS_INTERVAL``.
-    - `clock`: seconds, from any origin.
+    """A listener of :class:`StateWriter` that logs a line after enough decode steps and seconds.
+    The limits are as SGLang's ``--decode-log-interval`` and vLLM's ``VLLM_LOG_STATS_INTERVAL``.
     """
 
     def __init__(

@@ -1,14 +1,7 @@
-"""The server's counters as Prometheus metrics, on the host's own ``/metrics``.
-
-There are two ways, and the host's way to make that page decides (:func:`page_of_files`):
-
-- From the files that all its processes write into ``PROMETHEUS_MULTIPROC_DIR`` (SGLang; vLLM with
-  several API servers): :func:`publisher`, a listener of the state's writer.
-- From a registry in the API server's process (vLLM with one API server), while another process
-  decodes: :func:`register_states` there, which reads the state files of the server's port.
-
-Only these functions import ``prometheus_client``. It reads that variable at import, and hosts set
-the variable only after they have loaded plugins.
+"""The server's counters as Prometheus metrics, on the host's own ``/metrics``. Two ways, by the
+page: :func:`publisher` writes into the files of ``PROMETHEUS_MULTIPROC_DIR``;
+:func:`register_states` reads state files in the API server. ``prometheus_client`` reads that
+variable at import, and hosts set it only after they have loaded plugins.
 """
 
 from __future__ import annotations
@@ -119,11 +112,7 @@ def page_of_files() -> bool:
 
 @cache
 def _value_class() -> Any:
-    """The class that writes a value into the files.
-
-    It is the client's own class, if that class writes files. A process inherits another class if
-    its parent imported the client before the fork.
-    """
+    """The class that writes a value into the files, whatever a parent imported before the fork."""
     from prometheus_client import values
 
     known: Any = values.ValueClass
@@ -140,10 +129,7 @@ def _value(metric: Metric, labels: tuple[str, ...], ranks: tuple[tuple[str, str]
 
 
 class Publisher:
-    """Adds the growth of the counters since the last call to this process's file.
-
-    - `ranks`: Labels of this process: the ranks that distinguish the server's processes.
-    """
+    """Adds the growth of the counters since the last call to this process's file."""
 
     def __init__(self, ranks: Mapping[str, str]) -> None:
         self._ranks = tuple(ranks.items())
@@ -161,10 +147,8 @@ class Publisher:
 
 
 def publisher(ranks: Mapping[str, str]) -> Publisher | None:
-    """A listener of the state's writer that publishes this process's counters.
-
-    Call it after the host has set ``PROMETHEUS_MULTIPROC_DIR``. Returns None, with one line in the
-    log, if the host's page cannot show them.
+    """A listener that publishes this process's counters; None, with a log line, if the page cannot.
+    Call it after the host has set ``PROMETHEUS_MULTIPROC_DIR``.
     """
     if not page_of_files():
         logger.warning("deft: %s is not set; %s", MULTIPROCESS, _NOT_SERVED)
@@ -179,10 +163,7 @@ def publisher(ranks: Mapping[str, str]) -> Publisher | None:
 
 
 class StateCollector:
-    """Collects the counters of one server from its processes' state files, at every scrape.
-
-    It ignores files that it cannot read, and those that an earlier server on the port left behind.
-    """
+    """Collects the counters of one server from its processes' state files, at every scrape."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self._directory = directory
@@ -193,9 +174,8 @@ class StateCollector:
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
-        """A family for each metric that has series, with the series of every process.
-
-        It never raises: an error here would cost the host its whole page.
+        """A family for each metric that has series; never raises: that would cost the host its
+        page.
         """
         families = _families()
         for name, path in _files(self._directory, self._port):
@@ -209,13 +189,8 @@ class StateCollector:
 
 
 def register_states(directory: Path, port: int, registry: CollectorRegistry | None = None) -> None:
-    """Make a registry show the counters in the state files of the server on `port`.
-
-    Call it once in the API server's process, at any time. If it fails, the log says so in one line.
-    It does nothing if the host makes the page from files.
-
-    - `directory`: the folder of the state files.
-    - `registry`: the page's registry; default: the client's global one.
+    """Make a registry show the counters of the server on `port`, in the API server's process. If it
+    fails, the log says so; it does nothing if the host makes the page from files.
     """
     if page_of_files():
         return

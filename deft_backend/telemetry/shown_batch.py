@@ -1,7 +1,5 @@
-"""Show the forest of the last batch on request, if the device planner makes the plans.
-
-`deft explain --server` writes a file next to the server's state file. The thread that writes the
-state answers with another file. Until somebody asks, the server copies nothing.
+"""Show the last batch's forest on request: ``deft explain --server`` asks by a file next to the
+state.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ def answer(batch: Batch | str | None) -> dict[str, Any]:
 
 
 def forest_of(batch: Batch | str | None) -> PrefixForest:
-    """Copy a batch from the device, as it is at this moment, and find what its requests share.
-
-    Raises ShownBatchError if there is none, or it is too large.
-    """
+    """Copy a batch from the device, as it is at this moment, and find what its requests share."""
     if batch is None:
         raise ShownBatchError("no batch has been planned on the device yet")
     if isinstance(batch, str):
@@ -119,10 +114,7 @@ def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
 
 
 def forest_from_json(content: Mapping[str, Any]) -> PrefixForest:
-    """The forest; compiled code follows its indices, so all of them must fit each other.
-
-    Raises ValueError if the content holds no forest; the message names a field.
-    """
+    """The forest, whose indices fit each other; raises ValueError with the field's name."""
     arrays = {name: whole_numbers(content, name) for name in _ARRAYS}
     order, seq_lens = arrays["order"], arrays["seq_lens"]
     nodes = len(arrays["parent"])

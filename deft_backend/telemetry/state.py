@@ -51,10 +51,8 @@ KEPT_SECONDS = 7 * 86400.0  # a file without a sign of life for this long is del
 
 @dataclass
 class ServerState(ServerDescription):
-    """Counters of one server process. The forward thread adds, the writer thread reads.
-
-    :meth:`count` counts every step with decode rows once. The planner counts its plans, and the
-    tokens of their contexts and items (`on_device`). No method takes a lock.
+    """Counters of one server process, without a lock: the forward thread adds, the writer thread
+    reads.
     """
 
     # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
@@ -127,13 +125,9 @@ class ServerState(ServerDescription):
 
 
 class StateWriter:
-    """Writes a :class:`ServerState` to its file, from a daemon thread and at exit.
-
-    If the file cannot be written, the log says so once, and the writer tries again later.
-
-    - `pp_rank`, `dp_rank`: ranks of this process, if the server has several, for the file's name.
-    - `listeners`: called with the counters at every look, on the writer's thread: metrics, the log.
-      Add them before :meth:`start`. If one raises, the log says so and the writer drops it.
+    """Writes a :class:`ServerState` to its file, from a daemon thread and at exit. If the file
+    cannot be written, the log says so once, and the writer tries again later. Listeners, added
+    before :meth:`start`, get the counters on the writer's thread; one that raises is dropped.
     """
 
     def __init__(
@@ -159,9 +153,8 @@ class StateWriter:
         atexit.register(self.look)
 
     def look(self) -> None:
-        """Write the file if a counter has changed since the last time, and call the listeners.
-
-        Without a change, only the file's time of modification moves: a sign of life.
+        """Write the file if a counter changed, else touch it as a sign of life, and call the
+        listeners.
         """
         with self._lock:  # between this thread and the exit; the forward thread never takes it
             counters = self.state.counters()
@@ -180,11 +173,7 @@ class StateWriter:
                     logger.debug("deft: reporting failed", exc_info=True)
 
     def _remove_old(self) -> None:
-        """Delete the files that earlier servers left behind: nobody else ever does.
-
-        Those are files of this port and rank whose process has ended, and all files without a sign
-        of life for :data:`KEPT_SECONDS`.
-        """
+        """Delete this port and rank's files of ended processes, and all without a sign of life."""
         now = time.time()
         with suppress(OSError):
             for entry in os.listdir(self.path.parent):
@@ -267,14 +256,7 @@ def report_counters(
     log: DecodeLog | None,
     publishes: bool,
 ) -> None:
-    """Report the counters of a server process from now on, in a background thread.
-
-    A failure here must never stop the server: it costs one line in the log.
-
-    - `pp_rank`, `dp_rank`: ranks of this process, if the server has several, for its file's name.
-    - `log`: logs as often as the host; None in processes that do not log for the server.
-    - `publishes`: whether the host makes its ``/metrics`` from values that its processes publish.
-    """
+    """Report a server process's counters from now on, in a background thread; never raises."""
     try:
         writer = StateWriter(state, state_directory(settings), pp_rank, dp_rank)
         publish = publisher(writer.name.labels) if publishes else None

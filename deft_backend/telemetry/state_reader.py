@@ -60,10 +60,7 @@ class StateFile(NamedTuple):
 
 
 def state_files(folder: Path, port: int | None = None) -> list[StateFile]:
-    """The state files in a folder by port, those of running processes first, and by rank.
-
-    Raises StateError if the folder cannot be read. A folder that does not exist holds none.
-    """
+    """The state files in a folder by port, those of running processes first, and by rank."""
     try:
         entries = os.listdir(folder)
     except FileNotFoundError:
@@ -96,10 +93,7 @@ def running_here(folder: Path, port: int) -> Path | None:
 
 
 def server_file(folder: Path, port: int | None = None) -> Path:
-    """The state file of the first process of a server: of the only running one, or on a port.
-
-    Raises StateError if there is none, or if several run and none is named.
-    """
+    """The state file of the first process of a server: of the only running one, or on a port."""
     files = state_files(folder, port)
     if port is not None:
         if not files:
@@ -150,12 +144,7 @@ def read_state(path: Path) -> StateReading:
 
 
 class BatchQuestion:
-    """One question to a server with the device planner: which batch does it decode?
-
-    The server answers all open questions with one file, so no asker removes it.
-
-    Raises StateError if the file with the question cannot be written next to the state file.
-    """
+    """One question to a server: which batch does it decode? One file answers all open questions."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -167,10 +156,7 @@ class BatchQuestion:
             raise self._failed(error) from error
 
     def answer(self) -> PrefixForest | None:
-        """The batch, or None until the server has answered.
-
-        Raises StateError if the server has no batch to show, or the answer cannot be read.
-        """
+        """The batch, or None until the server has answered."""
         if self._version() in (self._before, None):
             return None
         try:
@@ -199,10 +185,7 @@ class BatchQuestion:
 
 
 def shown_forest(state: Path) -> PrefixForest:
-    """Ask a server with the device planner for its last batch.
-
-    Raises StateError if the server does not answer in time, or has no batch to show.
-    """
+    """Ask a server with the device planner for its last batch."""
     question = BatchQuestion(state)
     begin = time.monotonic()
     while (forest := question.answer()) is None:
@@ -217,11 +200,7 @@ def shown_forest(state: Path) -> PrefixForest:
 
 
 def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
-    """Counters of a server at rest: two readings, a pause apart, are equal.
-
-    Raises StateError if the file stays unreadable, or the counters still move after `timeout`
-    seconds.
-    """
+    """Counters of a server at rest: two readings, a pause apart, are equal. Raises StateError."""
     begin = time.monotonic()
     before: Counters | None = None
     while True:

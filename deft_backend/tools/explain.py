@@ -1,7 +1,4 @@
-"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them.
-
-The target is that of a running server, or of one H100.
-"""
+"""Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -216,11 +213,7 @@ MAX_NODES, MAX_SIBLINGS = 60, 8  # nodes drawn, and children of one node
 
 
 def render(explanation: Explanation, console: Console) -> None:
-    """Print the tree of nodes with the groups that read them, then the totals.
-
-    "… n more" lines count what a large forest holds besides. Empty leaves are counted on the line
-    of their parent.
-    """
+    """Print the tree of nodes with the groups that read them, then the totals."""
     console.print(_tree(explanation))
     console.print(_totals(explanation))
 

@@ -1,8 +1,4 @@
-"""Check that a host has every member that we use, by importing the modules that define them.
-
-Each host's folder holds its table: ``CONTRACT`` in ``contract.py``. The check imports the host, so
-only a server that asks for our backend runs it.
-"""
+"""Check by imports that a host has every member that its table, ``contract.py``, lists."""
 
 from __future__ import annotations
 
@@ -75,19 +71,13 @@ class Problem:
 
 
 def check_contract(contract: Iterable[Member], version: str) -> list[Problem]:
-    """The members of a contract that the importable host of a version lacks, in its order.
-
-    Raises ValueError if the version, or one of a member, is malformed.
-    """
+    """The members of a contract that the importable host of a version lacks, in its order."""
     wanted = (member for member in contract if matches(version, member.versions))
     return [problem for member in wanted for problem in _problems(member)]
 
 
 def first_missing(contract: Iterable[Member], version: str | None) -> str | None:
-    """The first member that the host provably lacks, with its number of others; or None.
-
-    Without a version, nothing is known about the host, so nothing is missing.
-    """
+    """The first member that the host provably lacks, with its number of others; or None."""
     if version is None:
         return None
     lacking = [problem for problem in check_contract(contract, version) if problem.proven]

@@ -51,10 +51,7 @@ def ranks_cache(settings: Settings, device: torch.device) -> Iterator[SharedCach
 
 
 def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
-    """Copy the kernels of `deft warm` into Triton's cache, or log why they cannot be used.
-
-    Nothing is logged if nobody filled the folder and no setting names it.
-    """
+    """Copy the kernels of `deft warm` into Triton's cache, or log why they cannot be used."""
     folder = kernels_directory(settings)
     if device.type != "cuda":
         return

@@ -11,11 +11,7 @@ logger = logging.getLogger("deft_backend")
 
 
 class FailureLatch:
-    """The first failure of tree attention. From then on the host's kernel decodes every step.
-
-    - `reason`: what the counters of steps give as the reason; None while tree attention works.
-    - `keeps_graphs`: tells whether the host goes on to replay CUDA graphs with tree attention.
-    """
+    """The first failure of tree attention. From then on the host's kernel decodes every step."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -63,10 +59,7 @@ class OnceLog:
         self._logged: set[str] = set()
 
     def warn(self, message: str, kind: str | None = None) -> None:
-        """Log `message` unless a warning of the same `kind` was logged.
-
-        `kind` names messages that differ in their numbers alone; default: the message itself.
-        """
+        """Log `message` unless a warning of the same `kind` was logged."""
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
             logger.warning("deft: %s", message)
@@ -95,10 +88,8 @@ SMALLEST = 1e-6  # the tolerance is relative to no smaller value: results of zer
 def differ(
     ours: torch.Tensor, host: torch.Tensor, *, eight_bits: bool
 ) -> tuple[float, float] | None:
-    """``DEFT_VERIFY``: the largest difference of two results and its tolerance; None if they agree.
-
-    - `ours`, `host`: of one shape and dtype. The CPU waits for the device.
-    - `eight_bits`: whether the KV cache has 8 bits.
+    """``DEFT_VERIFY``: the largest difference and its tolerance, or None; the CPU waits for the
+    device.
     """
     tolerance = TOLERANCE[host.dtype] * (EIGHT_BITS if eight_bits else 1)
     tolerance *= max(SMALLEST, float(host.abs().max()))

@@ -32,13 +32,8 @@ def checked_latent_attention(
     page_size: int = 1,
     query_tokens: int = 1,
 ) -> LatentAttention:
-    """MLA by the host's `kernel`, after it has passed a check on this machine.
-
-    - `dims`: elements of a token's latent vector and of its rotated key.
-    - `integers`: of the host's table rows and of its sequence lengths.
-    - `query_tokens`: of each request: 1 in decode, more in the verification of chains.
-
-    Raises Unsupported with the reason for the log. On the CPU, a stand-in replaces the kernel.
+    """MLA by the host's `kernel`, or a stand-in on the CPU; raises Unsupported if its check here
+    fails.
     """
     if device.type == "cuda" and capability_of(device) != HOPPER:
         raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
@@ -71,10 +66,7 @@ def checked_latent_attention(
 def gains_too_little(
     attention: LatentAttention, forest: PrefixForest, num_layers: int
 ) -> str | None:
-    """Why the host's kernel computes a batch of a server with so many layers, or None.
-
-    The costs are a GPU's. On the CPU, a batch that shares something goes through tree attention.
-    """
+    """Why the host's kernel computes a batch of a server with so many layers, or None."""
     priced = attention.device.type == "cuda"
     if forest.tokens_attended == forest.tokens_stored:
         return "shares nothing"

@@ -1,7 +1,4 @@
-"""What every adapter decides without its host: refusals, sizes, and that all ranks agree.
-
-Registration imports this module, so no import here loads torch.
-"""
+"""What every adapter decides without its host; no import here loads torch."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ MLA_IS_OFF = (
 
 
 class Unsupported(RuntimeError):
-    """Why the host's own attention runs instead of tree attention, in one line.
-
-    Without a message if the log has the reason already.
-    """
+    """Why the host runs the attention, in one line; without a message if the log has the reason."""
 
 
 def refuse_if(reason: str | None) -> None:
@@ -41,9 +35,8 @@ def refuse_if(reason: str | None) -> None:
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
-    """Why the host's kernel decodes a batch of `requests` requests, or None.
-
-    For a CUDA graph, `requests` is the size that it was captured for. A plan holds `planned`.
+    """Why the host decodes a batch, or a graph of this size, or None. A plan holds `planned`
+    requests.
     """
     if requests > settings.max_batch:
         return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"
@@ -62,12 +55,7 @@ def other_policy(settings: Settings, mode: str) -> str | None:
 
 
 def for_any_batch(settings: Settings, *, equal_bits: bool) -> Settings:
-    """The settings of a server: with policy `invariant`, its batches have no smallest size.
-
-    The host's kernel would give a small batch other bits.
-
-    - `equal_bits`: whether the host asks for results that do not depend on the batch.
-    """
+    """The settings; policy `invariant` has no smallest batch: the host's bits differ."""
     if equal_bits:
         settings = replace(settings, policy=INVARIANT)
     return replace(settings, min_batch=1) if settings.policy == INVARIANT else settings
@@ -81,11 +69,7 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
-    """The largest batch that the device planner is set up to plan.
-
-    The log says if that is smaller than `requests`, the largest batch that the server decodes.
-    `query_tokens` is of a request, `gqa_group` the query heads that share a KV head.
-    """
+    """The largest batch that the device planner plans; the log says if a server's is larger."""
     from deft_backend.planner.on_device import largest_batch
     from deft_backend.shapes import QueryBlocks
 
@@ -101,13 +85,8 @@ def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) 
 
 
 def same_on_all_ranks(group: Any, mine: Sequence[object] | None) -> bool | None:
-    """Whether `mine` is equal on every rank of a group; all its ranks must call this.
-
-    - `group`: the host's tensor-parallel group; it communicates through CPU memory. None: one rank.
-    - `mine`: This rank's decisions; equal decisions must have equal ``repr``. None if this rank has
-      no tree attention.
-
-    Returns None if some rank has no tree attention.
+    """Whether decisions have equal ``repr`` on every rank; None if some rank has no tree attention.
+    All ranks of the group must call this; it communicates through CPU memory.
     """
     if group is None or group.world_size == 1:
         return None if mine is None else True

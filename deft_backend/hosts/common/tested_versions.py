@@ -1,8 +1,5 @@
-"""The host versions that the tests ran with.
-
-Tree attention runs in another version only with ``DEFT_UNTESTED_HOST=1``. Each host's contract
-shows whether a version has every member that we use. It cannot show that a member still means the
-same, and a changed meaning gives wrong output.
+"""The host versions that the tests ran with; others need ``DEFT_UNTESTED_HOST=1``. A contract
+cannot show that a member still means the same, and a changed meaning gives wrong output.
 """
 
 import os
@@ -61,10 +58,7 @@ class TestedVersions:
 
 
 def tries_others() -> bool:
-    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; others report an invalid value, here it is no.
-
-    No other variable is read.
-    """
+    """Whether ``DEFT_UNTESTED_HOST`` is set to yes; an invalid value is no: others report it."""
     name = "DEFT_UNTESTED_HOST"
     try:
         return Settings.from_env({name: os.environ.get(name, "")}).untested_host

@@ -1,7 +1,4 @@
-"""Compile everything before the first request, so that no request waits for a compiler.
-
-A server without a recorded result for its GPU, Triton and torch also checks its kernels.
-"""
+"""Compile everything before the first request, so that no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -62,14 +59,8 @@ def warm_up_attention(
     shared: SharedCache | None = None,
 ) -> Compiled | None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
-
-    A GPU's kernels are compiled side by side; the log says how many and how long it took. On the
-    CPU kernels are interpreted: one small batch shows that they run.
-
-    - `smallest`: requests of the smallest batch that tree attention decodes.
-    - `shared`: the cache that other ranks fill at the same time, in use.
-
-    Returns None on the CPU.
+    `smallest` is the smallest batch that tree attention decodes; other ranks fill `shared` at the
+    same time. On the CPU one small batch runs in the interpreter, and the result is None.
     """
     device = attention.device
     done = None
@@ -107,10 +98,7 @@ def step_variants(
 def latent_variants(
     attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype]
 ) -> list[Variant]:
-    """The kernels of the check of MLA and of a server's steps; nothing is compiled or run.
-
-    `integers` are those of the host's table rows and of its sequence lengths.
-    """
+    """The kernels of the check of MLA and of a server's steps; nothing is compiled or run."""
     with recorded() as variants:
         failed_latent_check(attention)
         table = torch.zeros((1, 1), dtype=torch.int32, device=attention.device)
@@ -122,10 +110,7 @@ def latent_variants(
 
 
 def _batches(least: int, largest: int, blocks: int = 1) -> list[int]:
-    """A batch for each size of the device planner's kernels; the slowest to compile comes first.
-
-    A request has so many `blocks`.
-    """
+    """A batch for each size of the device planner's kernels; the slowest to compile comes first."""
     inner = {size // blocks for size in SIZES if least * blocks <= size < largest * blocks}
     return sorted({least, *inner, largest}, reverse=True)
 
@@ -133,12 +118,7 @@ def _batches(least: int, largest: int, blocks: int = 1) -> list[int]:
 def _steps(
     attention: TreeAttention, tensors: StepTensors, *, smallest: int
 ) -> Iterator[Callable[[], None]]:
-    """Yield steps that together launch every kernel variant the server may need.
-
-    Every request reads the same page. There is a batch of each size that the device planner's
-    kernels are compiled for. The smallest batch too: it may use no large tiles. Each step runs a
-    layer of each kind.
-    """
+    """Yield steps on one page that together launch every kernel variant the server may need."""
     device, largest = attention.device, attention.max_batch
     least = min(smallest, largest)
     # Hosts hold the scales of a cache of 8 bits on the device.
@@ -216,20 +196,15 @@ def _steps(
 
 
 def prepare_kernels(attention: TreeAttention, tensors: StepTensors, settings: Settings) -> None:
-    """Compile every kernel of a server into the cache of its ranks, run and check each.
-
-    Raises Unsupported if this machine has no recorded results and the check failed.
-    """
+    """Compile every kernel of a server into the cache of its ranks, run and check each."""
     with ranks_cache(settings, attention.device) as shared:
         warm_up_attention(attention, tensors, smallest=settings.min_batch, shared=shared)
         refuse_if(failed_self_check(attention, tensors))
 
 
 def failed_self_check(attention: TreeAttention, tensors: StepTensors) -> str | None:
-    """Why the kernels must not decode on this machine, for the log; None if they may.
-
-    Call it after the warm-up, which compiles the kernels, and before the host captures graphs. The
-    plan of `attention` is another one afterwards.
+    """Why the kernels must not decode on this machine, or None; after the warm-up and before any
+    capture.
     """
     gpu = gpu_name(attention.device)
     unknown = None if gpu is None else unrecorded(gpu)

@@ -1,8 +1,6 @@
-"""How ``--attention-backend deft`` is read while the host resolves its arguments.
-
-The host resolves everything as if the flag had not been passed. So page size, dtypes, page-table
-kernels and the backend itself are those of the host's default. A mark in the arguments tells the
-plugin to put tree attention around that backend, in the processes that build it.
+"""How ``--attention-backend deft`` is read while the host resolves its arguments. The host resolves
+everything as if the flag had not been passed. A mark in the arguments tells the plugin to put tree
+attention around that backend, in the processes that build it.
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ _FIELDS = (
 
 
 def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
-    """Resolve the host's arguments; remove ``deft`` before and set the mark after.
-
-    Raises SettingsError, which stops the server, if the arguments name ``deft`` and the value of a
-    ``DEFT_*`` variable is not allowed. In a server that a command line starts, it is a SystemExit:
-    a traceback would hide the message.
+    """Resolve the host's arguments; remove ``deft`` before and set the mark after. Raises
+    SettingsError for a ``DEFT_*`` value that is not allowed; SystemExit if a command line starts
+    the server: a traceback would hide the message.
     """
     asked = [name for name in _FIELDS if _is_ours(getattr(server_args, name, None))]
     if not asked or getattr(server_args, "_resolution_finished", False):
@@ -137,11 +133,7 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
 
 
 def _not_deterministic(args: Any, settings: Settings) -> str | None:
-    """Why results of a server with deterministic inference would depend on the batch, or None.
-
-    The host's backend prefills in its own deterministic mode. Every token behind the prompt must
-    come from tree attention.
-    """
+    """Why results of a server with deterministic inference would depend on the batch, or None."""
     if getattr(args, "enable_mixed_chunk", False):
         return "deterministic inference with steps that also prefill is not supported"
     return other_policy(settings, "deterministic inference")

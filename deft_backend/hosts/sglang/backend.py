@@ -1,8 +1,5 @@
-"""The attention backend: tree attention decodes and verifies; the host's backend does the rest.
-
-The backend is the host's own, with some methods replaced. Its class inherits from the host's class,
-and it shares the attributes of the host's object. So models that ask for the class, or read and set
-attributes, meet the host's backend. All that is ours is in one attribute, ``deft``.
+"""The attention backend: the host's own object with some methods replaced, so that models that ask
+for its class, or set attributes, meet the host's backend. All that is ours is in ``deft``.
 """
 
 from __future__ import annotations
@@ -69,11 +66,7 @@ class DeftAttentionBackend:
     forward_extend = _computing("forward_extend")
 
     def shared_read_ends(self, mode: Any) -> Any:
-        """When a replay has read what the scheduler writes (SGLang asks from 0.5.18 on).
-
-        Tree attention reads a shared prefix through one request's row, in every layer. So the host
-        must not write page tables before the forward ends.
-        """
+        """When a replay has read the page tables: ours reads them until the forward ends."""
         if self.deft.reads_during_forward(mode):
             return read_end()
         return self.deft.layers.host.shared_read_ends(mode)
@@ -87,12 +80,8 @@ class DeftAttentionBackend:
 
 
 def surround(host: Any, steps: TreeSteps) -> Any:
-    """The host's backend with tree attention: a subclass of its class, with its attributes.
-
-    The host's own object keeps its class. What it calls of itself is not replaced.
-
-    Raises RuntimeError if the host's object has a method of its own in the place of one that ours
-    would replace.
+    """The host's backend with tree attention: a subclass of its class, with its attributes. Raises
+    RuntimeError if the host's object has an own method where ours would replace one.
     """
     hidden = sorted(
         name for name in vars(host) if callable(getattr(DeftAttentionBackend, name, None))

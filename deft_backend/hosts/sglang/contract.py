@@ -1,7 +1,4 @@
-"""Every module, class, method, parameter and field of SGLang that we use.
-
-``versions.py`` hides the differences between the versions and checks this table.
-"""
+"""Every module, class, method, parameter and field of SGLang that we use."""
 
 from __future__ import annotations
 

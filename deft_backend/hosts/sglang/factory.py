@@ -71,14 +71,9 @@ logger = logging.getLogger("deft_backend")
 
 
 def wrap_backend(runner: Any, name: str, host: Any) -> Any:
-    """Put tree attention around the host's backend, or return that backend and log the reason.
-
-    If set-up fails on one rank, or ranks decided differently, every rank undoes it. Ranks with
-    different sets of graphs would wait for each other forever during the capture.
-
-    - `runner`: the host's model runner.
-    - `name`: the host's name for its backend.
-    - `host`: That backend.
+    """Put tree attention around `host`, named `name`, or return it and log the reason. If one rank
+    fails, or ranks differ, every rank undoes it: with different sets of graphs they would wait for
+    each other forever during the capture.
     """
     if runner.is_draft_worker:
         return host

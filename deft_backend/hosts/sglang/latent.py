@@ -47,10 +47,7 @@ def is_latent(runner: Any) -> bool:
 def latent_attention(
     runner: Any, largest: int, query_tokens: int, settings: Settings
 ) -> tuple[LatentAttention, Division[int, LayerShape]]:
-    """MLA for a model runner's layers, after it has passed a check on this machine.
-
-    Raises Unsupported with the reason for the log.
-    """
+    """MLA for a model runner's layers, after it has passed a check on this machine."""
     device, dtype = device_of(runner), runner.dtype
     if runner.kv_cache_dtype != dtype or runner.token_to_kv_pool.store_dtype != dtype:
         raise Unsupported(
@@ -114,10 +111,8 @@ def sglang_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tenso
 
 
 class LatentLayers(StepLayers):
-    """The layers of an MLA model. Their queries and keys come in one piece, or in two.
-
-    A model has two attention layers of the same id: prefill uses one with the model's heads, decode
-    one with the latent vectors as its KV. Only the second is ours.
+    """The layers of an MLA model; of two with one id, those whose KV is the latent vectors are
+    ours.
     """
 
     known_arguments = ("q_rope", "k_rope")

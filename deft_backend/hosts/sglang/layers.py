@@ -48,11 +48,7 @@ class FullCache(NamedTuple):
 
 def full_cache(pool: Any) -> FullCache | str:
     """The full-attention part of a model runner's pool, or why tree attention cannot read it.
-
-    - ``MHATokenToKVPool``: one pool for all layers, whatever they attend to.
-    - ``SWAKVPool``: a second pool holds the layers with sliding windows, in pages of its own. The
-      page table names the pages of the first pool.
-    - ``HybridLinearKVPool``: linear and recurrent layers keep their state elsewhere.
+    Sliding windows (``SWAKVPool``) and recurrent layers (``HybridLinearKVPool``) have their own.
     """
     kind = type(pool).__name__
     if kind == "SWAKVPool":
@@ -77,11 +73,7 @@ def full_cache(pool: Any) -> FullCache | str:
 def division_of(
     runner: Any, refused: Callable[[LayerShape], str | None] | None = None
 ) -> Division[int, LayerShape]:
-    """Which layers of a model runner tree attention can decode.
-
-    If the model shows no attention layers, the cache decides for all layers alike. `refused` says
-    why no kernel runs a shape; default: what the kernels say.
-    """
+    """Which layers of a model runner tree attention can decode."""
     pool, device = runner.token_to_kv_pool, device_of(runner)
     refused = refused or (lambda shape: TreeAttention.unsupported(*shape, runner.dtype, device))
     cache = full_cache(pool)
@@ -104,11 +96,7 @@ def divide_layers(
     others: Iterable[int] = (),
     refused: Callable[[LayerShape], str | None] = lambda shape: None,
 ) -> Division[int, LayerShape]:
-    """Decide on every layer of a model. A plan serves one shape of heads: that of most layers.
-
-    - `others`: Ids of the model's linear and recurrent layers.
-    - `refused`: why no kernel runs a shape, or None.
-    """
+    """Decide on every layer of a model. A plan serves one shape of heads: that of most layers."""
     shapes: dict[int, LayerShape] = {}
     host: dict[int, str] = {}
     for layer in layers:
@@ -146,11 +134,7 @@ def _other_shape(shape: LayerShape, planned: LayerShape) -> str:
 def unsupported_layer(
     layer: Any, planned: LayerShape | None = None, *, latent: bool = False
 ) -> str | None:
-    """The reason, in one line, why the host's kernel runs a ``RadixAttention`` layer; or None.
-
-    - `planned`: the shape that the plan serves; None: any shape.
-    - `latent`: whether the layer attends to latent vectors, whose first elements are the values.
-    """
+    """Why the host's kernel runs a ``RadixAttention`` layer, in one line; or None."""
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type.value != "decoder":
@@ -195,11 +179,7 @@ def unsupported_model(runner: Any) -> str | None:
 
 
 def ignored_scales(runner: Any, name: str) -> str | None:
-    """Why the scales of a cache of 8 bits rule out tree attention around a backend, or None.
-
-    These backends write and read such a cache without its scales. Tree attention follows the
-    scales, so it would read other values than prefill has written.
-    """
+    """Why the scales of a cache of 8 bits rule out tree attention: these backends ignore them."""
     if name not in _IGNORE_SCALES or runner.kv_cache_dtype.itemsize > 1:
         return None
     if all(

@@ -1,8 +1,4 @@
-"""Mixed steps: some requests decode and others prefill (``--enable-mixed-chunk``).
-
-Tree attention decodes the rows that decode, and the host computes the others, each into its part of
-the output. The host's own code slices the batch, and makes its metadata for the other rows.
-"""
+"""Mixed steps: some requests decode and others prefill (``--enable-mixed-chunk``)."""
 
 from __future__ import annotations
 
@@ -29,13 +25,9 @@ UNSUITABLE = ("encoder_lens", "attn_cp_metadata", "tbo_children", "global_num_to
 
 @dataclass(eq=False)
 class MixedSteps:
-    """Splits the mixed steps whose decode rows share so much KV that the launches pay.
-
-    The radix tree tells what they share, so nobody waits for the device. The decode rows are the
-    last ones of a batch.
-
-    - `slice_batch`: the host's function that makes a batch of the first rows of another.
-    - `unsplit`: why the host computes every mixed step whole; None if it need not.
+    """Splits the mixed steps whose decode rows, the last ones, share so much KV that it pays. The
+    radix tree tells what they share, so nobody waits for the device. `unsplit` is why the host
+    computes every mixed step whole.
     """
 
     layers: StepLayers

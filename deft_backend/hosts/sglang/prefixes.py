@@ -1,8 +1,6 @@
-"""What the requests of a batch share, read from the nodes of SGLang's radix trees.
-
-The CPU asks before a step, and nobody waits for the device. A request's path through the tree is
-cut to what the tree owns of the request, and to ``seq_len - 1`` tokens. A cut node differs from the
-whole node.
+"""What the requests of a batch share, read by the CPU from SGLang's radix trees before a step. A
+path is cut to what the tree owns of the request, and to ``seq_len - 1`` tokens. A cut node differs
+from the whole node.
 """
 
 from __future__ import annotations
@@ -54,12 +52,7 @@ class RadixTreeSource:
 
 
 class _Tree:
-    """The part of the host's tree that a batch holds. Requests' paths meet, so each node is visited
-    once.
-
-    - `index`: the host's node id → our node.
-    - `parent`, `depth`: of our nodes; see :func:`~deft_backend.forest.forest_from_tree`.
-    """
+    """The part of the host's tree that a batch holds: host node id → ours, parents, depths."""
 
     def __init__(self) -> None:
         self.index: dict[int, int] = {}
@@ -99,20 +92,13 @@ class _Tree:
 
 
 class UnifiedTreeSource:
-    """Reads paths of the tree; its core is in Rust or in Python.
-
-    - `paths`: Lists the nodes on the path from the root to each given node.
-    """
+    """Reads paths of the tree; its core is in Rust or in Python."""
 
     def __init__(self, paths: TreePaths) -> None:
         self._paths = paths
 
     def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        """Forest of a decode batch.
-
-        Raises TreeError if tokens on a path are not on the device, or a node does not start where
-        its parent ends.
-        """
+        """Forest of a decode batch."""
         held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
         ends = list({node: None for node, _ in held if node is not None})
         paths = dict(zip(ends, self._paths(ends) if ends else (), strict=True))
@@ -166,12 +152,9 @@ TreeReader = RadixTreeSource | UnifiedTreeSource
 
 
 def tree_reader(tree_cache: Any, *, bigrams: bool = False) -> TreeReader | None:
-    """The reader for a prefix cache; None if only the page table shows the sharing.
-
-    There are readers for the plain tree (also with caching off) and for the unified tree. Nodes of
-    other caches may hold tokens outside the page table's pages (hierarchical caches to 0.5.18,
-    sliding windows, Mamba). A tree of bigrams, whose keys are a token shorter than their text, is
-    read with `bigrams` alone.
+    """The reader for a prefix cache; None if only the page table shows the sharing. Nodes of other
+    caches may hold tokens outside the page table's pages. A tree of bigrams, whose keys are a token
+    shorter than their text, is read with `bigrams` alone.
     """
     kind = type(tree_cache)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -187,11 +170,7 @@ def tree_reader(tree_cache: Any, *, bigrams: bool = False) -> TreeReader | None:
 
 
 class CachedTree:
-    """The tree of the host's prefix cache, if its kind can be read.
-
-    - `otherwise`: what happens under a cache that cannot be read, for the log.
-    - `bigrams`: whether to read trees of bigrams, which EAGLE and MTP have.
-    """
+    """The tree of the host's prefix cache; `otherwise` says what happens if it cannot be read."""
 
     def __init__(self, otherwise: str, *, bigrams: bool = False) -> None:
         self._otherwise, self._bigrams = otherwise, bigrams
@@ -201,13 +180,8 @@ class CachedTree:
     def forest(
         self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
     ) -> PrefixForest | None:
-        """Forest of a batch; None under a cache that cannot be read.
-
-        The last token of a request is always in a leaf, even if the tree owns it.
-
-        - `tree_cache`: the host's prefix cache.
-        - `requests` [B]: the host's requests, in batch order.
-        - `seq_lens` [B] int: tokens of each request, those that the step computes included.
+        """Forest of a batch; None if the cache cannot be read. Its last tokens are always in
+        leaves. `seq_lens` [B] int includes the tokens that the step computes.
         """
         kind = type(tree_cache).__qualname__
         if tree_cache is not self._tree_cache:
@@ -265,10 +239,8 @@ class BatchObserver:
             self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, decoding)
 
     def of(self, forward_batch: Any) -> Observed | None:
-        """Requests and tree of `forward_batch`; None if the last observed batch is another one.
-
-        The host gives backends a copy of the object, with the same list of ids. Dummy batches
-        (warm-up, capture, idle ranks) have no requests.
+        """Requests and tree of `forward_batch`, known by its list of ids; None if another was
+        observed last.
         """
         last = self._last
         if last is None or last.rids is None or last.rids is not forward_batch.rids:

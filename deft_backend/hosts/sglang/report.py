@@ -22,11 +22,7 @@ def state_of(
     *,
     values_apart: bool = True,
 ) -> ServerState:
-    """Counters for a model runner, at zero.
-
-    They count the layers that tree attention can decode. Layers with windows or with a recurrent
-    state read other amounts, so the counters leave them out.
-    """
+    """Counters for a model runner, at zero, of the layers that tree attention can decode."""
     heads, kv_heads, dim = planned_shape(division) or (0, 0, 0)
     dtype = runner.kv_cache_dtype
     return ServerState(
@@ -68,12 +64,8 @@ class _Reading(NamedTuple):
 
 
 class AcceptedDrafts:
-    """Counts verified drafts and their accepted tokens, whichever kernel verified them.
-
-    The host counts on the CPU, after it has received the results of a verification, so nobody waits
-    for the device. Counts are added up when requests join or leave, and at each reading.
-
-    - `runner`: the host's model runner that verifies.
+    """Counts verified drafts and their accepted tokens, whichever kernel verified them. The host's
+    own counts on the CPU are added up when requests join or leave, and at each reading.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -52,14 +52,9 @@ class Decode:
 
 
 class Verification:
-    """The last accepted token and the draft tokens of each request: a chain or a token tree.
-
-    The host's lengths exclude the draft tokens. Its masks have a layout for each backend, but the
-    links between draft tokens have one. A replay loads the links of its batch, and the graph
-    computes lengths and ancestors from them on the device.
-
-    - `query_tokens`: Query tokens of each request.
-    - `largest`: requests of the largest batch.
+    """The last accepted token and the draft tokens of each request: a chain or a token tree. A
+    replay loads the links of its batch, and the graph computes lengths and ancestors from them on
+    the device.
     """
 
     def __init__(self, query_tokens: int, largest: int, device: torch.device) -> None:
@@ -85,9 +80,7 @@ class Verification:
         self.load_links(forward_batch.spec_info)
 
     def load_links(self, spec_info: Any) -> None:
-        """Copy the links of a batch of trees; chains and idle ranks have none.
-
-        Raises RuntimeError if the host has no links for its trees. A graph would then verify other
+        """Copy the links of a batch of trees; raises RuntimeError if the host has none for its
         trees.
         """
         if spec_info is None or is_chain(spec_info):

@@ -23,10 +23,7 @@ from deft_backend.telemetry.shown_batch import Batch
 @dataclass(eq=False)
 class TreeSteps:
     """Every batch of DEFT_MIN_BATCH requests or more decodes or verifies with tree attention.
-
-    On a GPU, planning consists of launches only, which a graph records. So each step plans from the
-    current page table without work for the CPU. Unshared KV takes hardly longer than in the host's
-    kernel, so only the number of requests decides.
+    Planning consists of launches only, which a graph records, so it costs no CPU time.
     """
 
     layers: StepLayers
@@ -86,10 +83,8 @@ class TreeSteps:
         layers.host.init_forward_metadata(forward_batch)
 
     def begin_capture(self, forward_batch: Any) -> None:
-        """The host captures a graph of this batch's size; for MLA, one of two.
-
-        If told of a second capture of a size, some backends (FlashInfer) make new buffers for it.
-        From then on they fill the new buffers, but their graph reads the old ones.
+        """A capture of this batch's size begins; some backends make new buffers if told of a
+        second.
         """
         layers = self.layers
         layers.step = None
@@ -158,10 +153,8 @@ class TreeSteps:
             self.verification.load_links(spec_info)
 
     def takes(self, forward_batch: Any) -> bool:
-        """Whether a batch replays the second set; the host asks before it chooses its graph.
-
-        A failure of one rank changes no answer: graphs hold collectives, so all ranks must replay
-        the same set.
+        """Whether a batch replays the second set; a failure of one rank changes no answer, as
+        graphs hold collectives.
         """
         kind = self._kind_of(forward_batch.forward_mode)
         return kind is not None and self._too_little(forward_batch) is None

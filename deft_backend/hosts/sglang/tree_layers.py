@@ -53,15 +53,9 @@ class LayerCall:
 
 
 class StepLayers(ABC):
-    """Holds the host's backend, an attention over plans, and the step that runs now.
-
-    The host's metadata is made only if some layer needs the host's kernel. If a kernel fails, a log
-    line gives the error and the host's kernel decodes from then on.
-
-    - `division`: the model's layers. The log has given the reasons for the host's layers.
-    - `model_asks`: whether the model itself calls methods of its attention backend, which may read
-      the host's metadata. Then the host makes the metadata in every step.
-    - `verify`: ``DEFT_VERIFY``: compare each layer with the host's kernel where no graph holds it.
+    """Holds the host's backend, an attention over plans, and the step that runs now. The host's
+    metadata is made only if some layer, or the model itself (`model_asks`), needs it. If a kernel
+    fails, the host's kernel decodes from then on.
     """
 
     known_arguments: tuple[str, ...]
@@ -107,10 +101,7 @@ class StepLayers(ABC):
             self._make_host_ready(step, step.batch)
 
     def has_planned(self, forward_batch: Any) -> bool:
-        """Whether the plan on the device covers this batch.
-
-        In a prefill graph, layers get a padded copy of the batch, with the same list of lengths.
-        """
+        """Whether the plan covers this batch, which graphs copy with the same list of lengths."""
         step = self.step
         if step is None or forward_batch is step.batch:
             return step is not None
@@ -148,10 +139,7 @@ class StepLayers(ABC):
         return out
 
     def give_up(self, step: TreeStep, error: Exception | None) -> None:
-        """The host's kernel runs the step's other layers, and all later steps.
-
-        - `error`: of the launch that failed; None if the log has the reason.
-        """
+        """The host's kernel runs the step's other layers, and all later steps; logs an `error`."""
         if step.failed is not None:
             step.failed()
         if error is not None:

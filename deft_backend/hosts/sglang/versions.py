@@ -1,9 +1,4 @@
-"""The versions of SGLang that get tree attention, and all that differs between them.
-
-The other modules of this folder read as if there were one version. A function here hides each
-difference; its docstring names the versions. The table `CONTRACT` in ``contract.py`` lists every
-member of the host that we use, with the versions that have it.
-"""
+"""The versions of SGLang that get tree attention; functions hide their differences."""
 
 from __future__ import annotations
 
@@ -210,9 +205,8 @@ def batch_slicer() -> BatchSlicer | None:
 
 @functools.cache
 def read_end() -> Any:
-    """The answer "page tables are read until the forward ends" of ``shared_read_ends``.
-
-    None in 0.5.17, which does not ask and gets a patch, ``page_table_fence.py``.
+    """The answer of ``shared_read_ends``; None in 0.5.17, which gets ``page_table_fence.py``
+    instead.
     """
     from sglang.srt.layers.attention import base_attn_backend
 
@@ -261,9 +255,8 @@ def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
 
 
 def place_of(request: Any) -> tuple[int | None, int]:
-    """A request's row of the page table, and how many of its tokens the prefix cache owns.
-
-    The row is None once the host has released the request. Both are in ``kv`` from 0.5.19 on.
+    """A request's row of the page table, None once released, and its tokens that the prefix cache
+    owns.
     """
     held = request if hasattr(request, "req_pool_idx") else request.kv
     return held.req_pool_idx, held.cache_protected_len
@@ -275,10 +268,8 @@ TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
 
 
 def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
-    """The function of a unified tree that lists paths (from 0.5.22), or None.
-
-    None for trees with other components (sliding windows, Mamba), and, without `bigrams`, for trees
-    of bigrams.
+    """The function of a unified tree that lists paths (from 0.5.22); None for trees that we cannot
+    read.
     """
     core: Any = getattr(tree_cache, "tree_core", None)
     paths: TreePaths | None = getattr(core, "collect_path_info", None)
@@ -292,8 +283,5 @@ def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
 
 @functools.cache
 def missing() -> str | None:
-    """Which members of the contract this environment's SGLang lacks, in one line; or None.
-
-    Imports the modules of the contract: the launcher is about to import them too.
-    """
+    """Which members of the contract this environment's SGLang lacks, in one line; or None."""
     return first_missing(CONTRACT, SGLANG.installed())

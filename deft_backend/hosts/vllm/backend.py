@@ -19,10 +19,7 @@ from deft_backend.settings.config import Settings
 
 @cache
 def tree_backend(host: Any) -> Any:
-    """The backend class that decodes through tree attention and does everything else as `host`.
-
-    `host` is a backend that :func:`cannot_surround` accepts.
-    """
+    """The backend class that decodes through tree attention and does everything else as `host`."""
 
     def surrounded(ours: type, theirs: type, members: dict[str, Any]) -> type:
         return type(f"Tree{theirs.__name__}", (ours, theirs), members)
@@ -79,9 +76,8 @@ class TreeImplementation:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The host's ``AttentionImpl.forward``, except for steps of tree attention.
-
-        New keys and values are written already: no surrounded backend writes them here.
+        """The host's ``AttentionImpl.forward``, except for steps of tree attention; KV is written
+        before.
         """
 
         given = (layer, query, key, value, kv_cache, attn_metadata, output)

@@ -17,10 +17,7 @@ from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
 
 
 class TreeBuilder:
-    """Placed before one of the host's ``AttentionMetadataBuilder`` classes; see ``backend.py``.
-
-    Nothing here reads device memory: all decisions follow from sizes that the CPU knows.
-    """
+    """Placed before a host's ``AttentionMetadataBuilder`` class; reads no device memory."""
 
     host: ClassVar[Any]  # the host's backend that tree attention surrounds
 
@@ -47,11 +44,9 @@ class TreeBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """The host's level, at most ``UNIFORM_BATCH`` if tree attention may decode.
-
-        vLLM would replay a graph for mixed batches for other kinds of batches than the captured
-        one. Of uniform batches it keeps one graph for each query length. Under ``DEFT_VERIFY`` no
-        graph holds attention: inside a graph results cannot be compared.
+        """At most ``UNIFORM_BATCH`` if tree attention may decode: vLLM would replay a graph for
+        mixed batches for other kinds of batches. Under ``DEFT_VERIFY``, which compares results, no
+        graph.
         """
         from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -74,10 +69,7 @@ class TreeBuilder:
     _capturing = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a batch made for capture: the same, but not counted as a step.
-
-        Most hosts call `build` for it. A builder made of two others calls one of these.
-        """
+        """Metadata of a batch made for capture: the same, but not counted as a step."""
         self._capturing = True
         try:
             metadata = self._host().build_for_cudagraph_capture(common_attn_metadata)
@@ -131,10 +123,8 @@ class TreeBuilder:
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Any, *args: Any, **kwargs: Any
     ) -> bool:
-        """Whether the host uses its cascade: not if tree attention may compute the batch.
-
-        The lengths do not tell verifications from short ends of prompts. The host computes these
-        without its cascade.
+        """No cascade if tree attention may compute the batch: lengths do not tell verifications
+        from short ends of prompts.
         """
         group = self.deft_group
         longest = int(query_lens.max()) if len(query_lens) else 0
@@ -197,10 +187,8 @@ def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:
-    """Change ``FULL``, graphs of all batches, to the mode with graphs of uniform batches.
-
-    With ``FULL`` and a backend that supports no graphs, the host refuses to start. Graphs of
-    uniform batches it only leaves out.
+    """Change ``FULL``, with which a backend without graphs cannot start, to graphs of uniform
+    batches.
     """
     from vllm.config import CUDAGraphMode
 

@@ -13,12 +13,8 @@ NULL_BLOCK = 0  # vLLM's block for tokens that a sliding window has left behind
 
 
 class CachedPrefixes:
-    """Knows the blocks of a worker's requests, from the messages before each step.
-
-    All ranks get the same messages, so they decide alike by them, and nobody waits for the GPU.
-
-    - `block_tokens`: of a block in the messages.
-    - `query_tokens`: most query tokens of a request that decodes or verifies a draft.
+    """Knows the blocks of a worker's requests, from the messages before each step. All ranks get
+    the same messages, so they decide alike by them, and nobody waits for the GPU.
     """
 
     keeps_generated = False  # whether to keep blocks that a request gets once it decodes
@@ -89,10 +85,7 @@ class CachedPrefixes:
             self._repeats -= int(np.count_nonzero(self._holders[blocks]))
 
     def blocks_of(self, request: str) -> npt.NDArray[np.int32] | None:
-        """A request's blocks; None for an unknown request.
-
-        This adds the blocks that the request got later. Most steps ask for none.
-        """
+        """A request's blocks; None for an unknown request."""
         later = self._later.pop(request, None)
         if later is not None:
             groups = [list(chain.from_iterable(parts)) for parts in zip(*later, strict=True)]

@@ -27,11 +27,7 @@ class Content(NamedTuple):
 
 
 def content_of(common: Any, query_tokens: int) -> Content | None:
-    """The content of a batch; None if all its requests compute their prompt.
-
-    - `common`: the host's ``CommonAttentionMetadata``.
-    - `query_tokens`: most query tokens of a request that decodes or verifies a draft.
-    """
+    """The content of a batch; None if all its requests compute their prompt."""
     batch, longest = int(common.num_reqs), int(common.max_query_len)
     if longest < 1:
         return None

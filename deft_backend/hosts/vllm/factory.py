@@ -53,10 +53,7 @@ class LayerGroup(NamedTuple):
 
 
 def create_group(layers: LayerGroup) -> GroupAttention | None:
-    """Tree attention for a group; or None, with the reason in the log.
-
-    Raises SettingsError if ``DEFT_*`` variables have values that are not allowed.
-    """
+    """Tree attention for a group; or None, with the reason in the log."""
     settings = for_any_batch(Settings.from_env(), equal_bits=False)
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
@@ -80,10 +77,7 @@ def create_group(layers: LayerGroup) -> GroupAttention | None:
 
 
 def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
-    """Tree attention for a group.
-
-    Raises Unsupported if the host runs the group; without a message if the log has the reason.
-    """
+    """Tree attention for a group; raises Unsupported, without a message if it is logged."""
     host, spec, layer_names, vllm_config, device = layers
     refuse_if(unsupported_server(vllm_config))
     if all(drafts(name, vllm_config) for name in layer_names):
@@ -202,10 +196,7 @@ def unsupported_server(vllm_config: Any) -> str | None:
 
 
 def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:
-    """Why the KV cache of a group's full-attention layers rules out tree attention; or None.
-
-    A window in it is another layer's: every layer has been asked for its own.
-    """
+    """Why the KV cache of a group's full-attention layers rules out tree attention; or None."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     # Subclasses are other kinds of caches.

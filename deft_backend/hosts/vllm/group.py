@@ -37,10 +37,7 @@ HIDDEN_BATCH = (
 
 @dataclass(eq=False)
 class GroupAttention(ABC):
-    """The attention over plans of one attention group, and the rules for its use.
-
-    On a GPU a step consists of launches only, so a captured graph can hold it.
-    """
+    """The attention over plans of one group: launches only, so a graph can hold a step."""
 
     attention: PlannedAttention  # Sized for the group's layers and block size
     settings: Settings
@@ -74,11 +71,8 @@ class GroupAttention(ABC):
         return layer.shape == self.shape and (layer.kv_dtype or self.dtype) == self.kv_dtype
 
     def refuses(self, requests: int, query_tokens: int) -> str | None:
-        """Why the host's implementation decodes a batch of this size, or None.
-
-        This must follow from the padded size alone: the host replays one graph for every batch
-        padded to a size. After a failure, graphs that were captured with tree attention stay in
-        use.
+        """Why the host decodes a batch of this padded size, or None; all batches of a size share a
+        graph.
         """
         reason = self.failure.reason or self.unfit
         if reason is not None and (requests, query_tokens) not in self._captured:
@@ -94,10 +88,7 @@ class GroupAttention(ABC):
         return None
 
     def gains_too_little(self) -> str | None:
-        """Why a mixed step is the host's; None if tree attention saves more than it launches.
-
-        The scheduler's messages say what the requests share, so all ranks decide alike.
-        """
+        """Why a mixed step is the host's, or None, by the scheduler's messages: ranks agree."""
         if self.prefixes is None:
             return "steps with prefills are not split"
         tokens = self.prefixes.shared_tokens
@@ -119,10 +110,7 @@ class GroupAttention(ABC):
         kv_cache: torch.Tensor,
         output: torch.Tensor,
     ) -> bool:
-        """Launch a layer as the step's layer before it; False if it needs :meth:`attend`.
-
-        Eager steps spend most of the CPU's time on what is the same in every layer.
-        """
+        """Launch a layer as the step's layer before it; False if it needs :meth:`attend`."""
         return False
 
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
@@ -167,12 +155,9 @@ class GroupAttention(ABC):
         """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
 
     def count(self, step: TreeStep | None, decoded: Decoded, reason: str | None) -> None:
-        """Count the decode rows of a batch, of which no graph is captured.
-
-        Graphs replay steps without Python, so this counts the steps of tree attention, too. A step
-        that fails is counted again, in :meth:`attend`.
-
-        - `reason`: why the host's implementation decodes them; None with a `step`.
+        """Count the decode rows of a batch, of which no graph is captured. Graphs replay steps
+        without Python, so this counts the steps of tree attention, too. A step that fails is
+        counted again, in :meth:`attend`.
         """
         if not self.counts:
             return

@@ -1,7 +1,4 @@
-"""Multi-head latent attention (MLA) by vLLM's own kernel, FlashAttention-3.
-
-Steps that share enough run through `LatentAttention`.
-"""
+"""Multi-head latent attention (MLA) by vLLM's own kernel, FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -29,13 +26,9 @@ UNEVEN = "requests without all their drafts"
 
 
 class LatentSharing(CachedPrefixes):
-    """Decides whether the scheduler's next batch shares enough for a plan to gain.
-
-    It knows a request's blocks from the scheduler's messages, so all ranks decide alike and nobody
-    waits for the GPU. A batch keeps its decision until its requests change: tokens that they
-    generate are read once either way.
-
-    - `block_tokens`: of a block in the messages.
+    """Decides whether the scheduler's next batch shares enough for a plan to gain. It knows a
+    request's blocks from the scheduler's messages, so all ranks decide alike and nobody waits for
+    the GPU. A batch keeps its decision until its requests change.
     """
 
     keeps_generated = True
@@ -163,10 +156,7 @@ def latent_attention(
     page_size: int,
     max_batch: int,
 ) -> LatentAttention:
-    """MLA for the layers of a group, after it has passed a check on this machine.
-
-    Raises Unsupported with the reason for the log.
-    """
+    """MLA for the layers of a group, after it has passed a check on this machine."""
     assert layer.value_dim is not None
     parallel = vllm_config.parallel_config
     # A server with elastic expert parallelism may get more ranks while it runs.
@@ -205,11 +195,8 @@ def unsupported_graphs(vllm_config: Any) -> str | None:
 
 def capture_both(group: LatentGroup | None, vllm_config: Any, settings: Settings) -> str | None:
     """Ask for a second set of graphs, with tree attention; the reason if there is none, or None.
-
     All ranks must call this, also those whose set-up failed: ranks with different sets would wait
     for each other forever during the capture.
-
-    - `group`: this rank's tree attention; None if its set-up failed.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -226,10 +213,8 @@ def capture_both(group: LatentGroup | None, vllm_config: Any, settings: Settings
 
 
 def vllm_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention and its log-sum-exps.
-
-    vLLM's Python function leaves out two arguments of its operator that we need: the row of the
-    page table and the first token of each entry. So this calls the operator.
+    """The attention and its log-sum-exps, by vLLM's operator: its Python function lacks two
+    arguments.
     """
     from vllm.vllm_flash_attn import flash_attn_interface  # noqa: F401
 

@@ -1,7 +1,4 @@
-"""Which layers of a server's model tree attention decodes, and their keys and values.
-
-A layer's constructor arguments describe it, and so does its own cache specification.
-"""
+"""Which layers of a server's model tree attention decodes, and their keys and values."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ class Layer(NamedTuple):
         return self._replace(scales=scales)
 
     def scaled(self, sm_scale: float) -> Layer:
-        """The layer with the scale that its implementation holds now.
-
-        Models behind vLLM's Transformers backend set the scale in every forward.
-        """
+        """The layer with its implementation's present scale: some models set it in each forward."""
         if sm_scale == self.sm_scale:
             return self
         reason = self.reason if sm_scale > 0.0 else f"scale {sm_scale}"
@@ -158,10 +152,8 @@ _DRAFT = re.compile(r"^draft_model\.|(?:^|\.)(?:mtp|eagle)\w*\.")
 
 
 def divide_layers(vllm_config: Any) -> Division[str, Layer]:
-    """Decide on every layer of a server's model; the draft model's are the host's.
-
-    The arguments of a layer's implementation do not show, for example, chunked attention. So each
-    layer's own cache specification counts too. That of its group may have another layer's window.
+    """Decide on every layer of a server's model, by its own cache specification: its group's may
+    have another layer's window.
     """
     tree: dict[str, Layer] = {}
     host: dict[str, str] = {}

@@ -1,9 +1,4 @@
-"""Steps in which some requests decode and others compute their prompts.
-
-The decode rows, which stand first, go through tree attention. The host's implementation computes
-the rest, with metadata that the host's own builder makes of a part of the batch. The host slices a
-batch for its micro-batches in the same way.
-"""
+"""Steps in which some requests decode, by tree attention, and others prefill, by the host."""
 
 from __future__ import annotations
 
@@ -18,11 +13,8 @@ UNSPLIT = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens")
 
 
 class RestBuilder:
-    """Makes the host's metadata of the requests behind a step's decode rows.
-
-    - `first`: the builder of whole batches, and of captured graphs. A builder may keep buffers
-      between builds, which graphs read. So the rest has a builder of its own, made of the same
-      `arguments`, as each micro-batch of the host has.
+    """Makes the host's metadata of the requests behind a step's decode rows. A builder of its own:
+    graphs read the buffers that `first`, the builder of whole batches, keeps.
     """
 
     def __init__(self, host: Any, first: Any, arguments: tuple[Any, ...]) -> None:

@@ -19,12 +19,9 @@ MODULE = "deft_backend.hosts.vllm.registered"
 
 
 def register() -> None:
-    """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``.
-
-    A server that asks for neither stays as it is. A failure costs one line in the log.
-
-    Raises SystemExit if the server's command line asks for the plugin and ``DEFT_*`` variables have
-    values that are not allowed. Plugins load first, so the message is the log's last line.
+    """Name tree attention ``CUSTOM`` and, where vLLM takes it, ``DEFT``; a failure is one line in
+    the log. Raises SystemExit if the command line asks for the plugin and a ``DEFT_*`` value is not
+    allowed: plugins load first, so the message is the log's last line.
     """
     try:
         _log_with_the_host()
@@ -84,10 +81,7 @@ def _register() -> None:
 
 
 def _show_counters() -> None:
-    """Let ``/metrics`` read the state files of its port, if this process is the API server.
-
-    A server without tree attention has nothing to show.
-    """
+    """Let ``/metrics`` read the state files of its port, if this process is the API server."""
     from deft_backend.telemetry.metrics import register_states
 
     try:

@@ -1,8 +1,4 @@
-"""The names that vLLM resolves to classes; the server's configuration decides the class.
-
-The code around a class is imported only when that class is made, so a version of vLLM without tree
-attention imports no compiler.
-"""
+"""The names that vLLM resolves to classes; the server's configuration decides the class."""
 
 from typing import Any
 

@@ -26,14 +26,9 @@ logger = logging.getLogger("deft_backend")
 
 
 class AcceptedDrafts:
-    """Counts verified drafts and their accepted tokens, whichever kernel verified them.
-
-    The scheduler's message for a step, in CPU memory, says how many tokens of each request are
-    computed. After a verification this number lacks the rejected draft tokens. The last draft of a
-    request has no later message and stays uncounted.
-
-    - `late`: steps whose result is unknown when the scheduler sends the next message: 1 with
-      asynchronous scheduling, else 0.
+    """Counts verified drafts and their accepted tokens, whichever kernel verified them. The
+    scheduler's message of the next step, `late` messages later with asynchronous scheduling, lacks
+    the rejected tokens. The last draft of a request has none and stays uncounted.
     """
 
     def __init__(self, late: int) -> None:
@@ -84,10 +79,7 @@ class Counted(NamedTuple):
 
 @dataclass
 class Server:
-    """This process's tree attention and counters for its server.
-
-    A host that profiles graphs makes its builders twice: both get the same workspace and counters.
-    """
+    """This process's tree attention and counters; builders that a host makes twice get the same."""
 
     config: Any  # the server's configuration; another object means another server
     # Tree attention of each attention group, by the properties it was made for.
@@ -117,10 +109,7 @@ class Server:
         return self.state
 
     def observe(self, message: Any) -> None:
-        """Observer of the scheduler's messages: requests follow the host's start.
-
-        Some hosts warm up with steps like those of requests, which have no message.
-        """
+        """Observer of the scheduler's messages; a host's own warm-up steps have none."""
         observe_steps.remove(self.observe)
         if self.state is not None:
             self.state.begin_serving()
@@ -209,10 +198,8 @@ def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None
 
 
 def data_rank(place: Any) -> int | None:
-    """This engine's index among several; None for the only engine.
-
-    vLLM tells each engine of a dense model that it is alone, and leaves it only its index. So the
-    first of these looks like an only engine.
+    """This engine's index among several, which is all that vLLM leaves a dense model's engine; or
+    None.
     """
     if place.data_parallel_size > 1:
         return int(place.data_parallel_rank)

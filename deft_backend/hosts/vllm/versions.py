@@ -43,10 +43,7 @@ def refuse() -> str | None:
 
 @cache
 def missing() -> str | None:
-    """Which members of the contract this vLLM lacks, in one line; or None.
-
-    Imports the modules of the contract. A worker on the CPU must have registered its kernels first.
-    """
+    """Which members of the contract this vLLM lacks, in one line; or None."""
     return first_missing(CONTRACT, VLLM.installed())
 
 
@@ -54,10 +51,7 @@ def missing() -> str | None:
 
 
 def backend_name(version: str | None = None) -> str:
-    """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions.
-
-    Without a version that of the installed vLLM counts; without one, it is the placeholder.
-    """
+    """The name for ``--attention-backend``: our own, or vLLM's placeholder in older versions."""
     version = VLLM.installed() if version is None else version
     if version is None or version_key(version) < version_key(OWN_NAME_SINCE):
         return PLACEHOLDER
@@ -105,10 +99,8 @@ def asked_name(vllm_config: Any) -> str:
 
 
 def has_standard_cache(backend: Any) -> bool:
-    """Whether a backend's unquantised cache is ``[blocks, Hkv, block size, 2 * D]``, keys first.
-
-    FLASH_ATTN, FLASHINFER, TRITON_ATTN and FLEX_ATTENTION have it, with any order of the dimensions
-    in memory.
+    """Whether an unquantised cache is ``[blocks, Hkv, block size, 2 * D]`` in any memory order,
+    keys first.
     """
     blocks, tokens, heads, dim = 7, 16, 3, 64  # all sizes differ
     try:
@@ -174,10 +166,7 @@ def blank_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A layer's cache of zeros [blocks, Hkv, block size, 2 * D], with the strides of the server's.
-
-    `shape` is that of the result; blocks of `num_layers` layers may lie side by side in memory.
-    """
+    """A layer's cache of zeros [blocks, Hkv, block size, 2 * D], with the server's strides."""
     import torch
 
     order = _memory_order(host, vllm_config)

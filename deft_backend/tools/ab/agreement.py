@@ -51,10 +51,8 @@ class Agreement:
 def agreement(
     first: Replayed, second: Replayed, after: Mapping[str, str | None] | None = None
 ) -> Agreement:
-    """Compare the answers that both servers gave, by token ids, else by text.
-
-    - `after`: for each request, the earlier one that it continues. Requests that continue a
-      different answer had different prompts, so their answers are not compared.
+    """Compare the answers that both servers gave, by token ids, else by text. Requests that
+    continue (`after`) a different answer had different prompts and are left out.
     """
     given = [_by_request(run) for run in (first, second)]
     differences: list[Difference] = []

@@ -84,15 +84,9 @@ async def _run_side(
     progress: Progress,
     exact: bool,
 ) -> SideRun:
-    """Send all workloads to one server.
-
-    - `workloads`: makes the workloads for what the server offers.
-    - `first`: the other server's run. This one then gets equal requests, and its answers are
-      compared.
-    - `exact`: ask for the log-probability of every token.
-
-    Raises ServerError if the server does not answer at all. Raises AbError if the plugin was asked
-    for, and counted no decode step.
+    """Send all workloads to one server; after `first`, equal requests, and compare the answers.
+    Raises ServerError if the server does not answer at all, AbError if the plugin counted no decode
+    step.
     """
     source = server.counters()
     runs: list[Replayed] = []
@@ -169,10 +163,7 @@ async def _with_margins(
 
 
 def _complete(answer: Answer, position: int) -> int:
-    """The last token up to `position` before which the streamed text is complete.
-
-    A piece of the stream may hold several tokens, and a token may hold a part of a character.
-    """
+    """The last token up to `position` before which the streamed text is complete."""
     start = len(answer.tokens)
     for at in range(len(answer.tokens) - 1, -1, -1):
         if at and answer.arrivals[at] == answer.arrivals[at - 1]:

@@ -37,11 +37,7 @@ class SideRun:
 
 
 class KvRead(NamedTuple):
-    """Bytes of KV that a decode step of one server reads, all layers, on average.
-
-    Both figures are for the same steps. The other server's steps hold other requests, because its
-    answers start and end at other times.
-    """
+    """Bytes of KV that a decode step of one server reads, all layers, on average."""
 
     query_by_query: float  # if every query read its whole context, as in the host's kernel
     read: float
@@ -111,10 +107,8 @@ class ComparedWorkload:
         return KvRead(guided / steps, read / steps, counted.saved)
 
     def host_kv_bytes(self) -> float | None:
-        """KV bytes that the first server's kernel read, if it reads each context in every step.
-
-        The second server's counters tell the bytes of a token of context. None without them, or if
-        a server does not tell the lengths of its prompts.
+        """KV bytes that the first server read, if its kernel reads each context in every step; None
+        if a length or the bytes of a token are unknown.
         """
         counted = self.counters[1]
         theirs, ours = (contexts(run) for run in self.runs)
@@ -124,10 +118,9 @@ class ComparedWorkload:
 
 
 def contexts(run: Replayed) -> int | None:
-    """Tokens of context over all decode steps of a run's answers; None if a length is unknown.
-
-    A prompt of ``p`` tokens and an answer of ``n`` have ``n - 1`` steps, on ``p + 1`` to
-    ``p + n - 1`` tokens.
+    """Tokens of context over all decode steps of a run's answers; None if a length is unknown. A
+    prompt of ``p`` tokens and an answer of ``n`` have ``n - 1`` steps, on ``p + 1`` to ``p + n -
+    1`` tokens.
     """
     total = 0
     for outcome in run.outcomes:
@@ -141,10 +134,7 @@ def contexts(run: Replayed) -> int | None:
 
 @dataclass(frozen=True)
 class AbResult:
-    """Everything that the report shows.
-
-    `exact`: every token counts, so that any difference is a fault.
-    """
+    """Everything that the report shows."""
 
     names: tuple[str, str]
     sides: tuple[SideRun, ...]

@@ -91,11 +91,7 @@ def started_sides(
     baseline: str | None,
     host_arguments: Sequence[str],
 ) -> tuple[Side, Side]:
-    """The host with its own backend, and with the plugin; each runs while it is measured.
-
-    - `logs`: receives the servers' logs.
-    - `folder`: holds the state files of servers on this machine.
-    """
+    """The host with its own backend, and with the plugin; each runs while it is measured."""
 
     def command(side: str) -> ServerCommand:
         return server_command(

@@ -45,10 +45,7 @@ def verdict(result: AbResult) -> str:
 
 
 def paired_change(w: ComparedWorkload) -> tuple[float, float, float] | None:
-    """Change of the time per token, with a 95 % interval, over requests that both answered.
-
-    The median ratio of the same request on both servers, minus 1; None with too few requests.
-    """
+    """Change of the time per token, with a 95 % interval, over requests that both answered."""
     ratios = _ratios(w, lambda answer: answer.tpot)
     if len(ratios) < FEW:
         return None

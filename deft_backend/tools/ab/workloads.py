@@ -76,11 +76,7 @@ def document_questions(
 
 
 def rollout(samples: int, characters: int, mean_tokens: int) -> Workload:
-    """Samples of one prompt with long answers of unequal length, as in RL.
-
-    Lengths are log-normal, at most four times the mean. So answers end one by one, and the last
-    ones decode almost alone. Decoding is greedy, so that tokens can be compared.
-    """
+    """Samples of one prompt with long answers, as in RL: log-normal, up to four times the mean."""
     chance = random.Random("rollout 4")
     notes = passage(characters, 4)
     prompt = notes + question(0, notes)
@@ -110,10 +106,8 @@ def unshared(requests: int, characters: int, max_tokens: int) -> Workload:
 
 
 def tree_of_thoughts(tree: ThoughtTree, scale: float) -> Workload:
-    """A recorded or invented tree: one request for each thought; its children start when it ends.
-
-    A child's prompt is its parent's prompt and answer, and a line of its own. Without that line,
-    greedy decoding would give all siblings the same answer. An empty thought sends no request.
+    """A tree: one request for each thought; its children start when it ends, with a line of their
+    own, or greedy decoding would give all siblings the same answer.
     """
     if not tree.nodes:
         raise WorkloadError("the trace's tree holds no nodes (it was recorded as incomplete)")
@@ -157,12 +151,7 @@ _AROUND = 100  # most tokens of questions and marks; a token may be a character
 def check_fits(
     names: Sequence[str], sizes: Sizes, arrivals: Sequence[Arrival], context: int | None
 ) -> None:
-    """Raise WorkloadError if no request of a workload fits a server's context.
-
-    - `names`: names from :data:`CHOICES`, of workloads of these `sizes`.
-    - `arrivals`: of a trace; empty for none.
-    - `context`: tokens of prompt and answer that the server takes; None if nobody knows.
-    """
+    """Raise WorkloadError if no request of a workload fits a server's `context` of tokens."""
     if context is None:
         return
     needed = {name: sizes.prefix_tokens // (1 + (name == "unshared")) + 1 for name in names}
@@ -196,14 +185,7 @@ def make_workloads(
     tree: ThoughtTree | None = None,
     scale: float = 1.0,
 ) -> list[Workload]:
-    """The workloads of these names, in the order given.
-
-    - `sizes`: at least 1 each.
-    - `names`: names from :data:`CHOICES`.
-    - `characters_a_token`: converts tokens to characters of the invented text.
-    - `tree`: a recorded tree of thoughts; None for an invented one.
-    - `scale`: multiplies the lengths of the recorded tree.
-
+    """The workloads of these names, in order; `scale` multiplies the lengths of a recorded `tree`.
     Raises WorkloadError if the recorded tree cannot be replayed.
     """
     count, answer = sizes.branches, sizes.max_tokens
@@ -241,17 +223,8 @@ def trace_workload(
     rate: float | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The requests of a trace, at the times of the trace.
-
-    - `arrivals`: Sorted by time.
-    - `name`: the file's name, for the report.
-    - `characters_a_token`: converts tokens to characters of the invented text.
-    - `speed`: above 0; divides the trace's times, so 2 replays it twice as fast.
-    - `rate`: Poisson arrivals of this rate, in place of the trace's times.
-    - `seed`: of the text and of the Poisson arrivals. Another seed finds nothing in a server's
-      cache.
-
-    Raises WorkloadError if the rate is impossible.
+    """The requests of a trace, at its times divided by `speed`, or as Poisson arrivals of `rate`.
+    Another `seed` makes other texts, which no server has cached.
     """
     from deft_backend.tools.traces.trace_files import shared_tokens  # it loads NumPy
 

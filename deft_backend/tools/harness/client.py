@@ -69,12 +69,8 @@ def base_url(address: str) -> str:
 
 
 class ServerClient:
-    """A client of one server; an asynchronous context manager.
-
-    - `url`: the server, without ``/v1``.
-    - `seconds`: time limit of one request.
-    - `logprobs`: ask for the log-probabilities of the two likeliest tokens of every step.
-    - `fields`: further fields of every completion, such as SGLang's ``lora_path``.
+    """A client of the server at `url`; an asynchronous context manager. `fields` are further fields
+    of every completion, such as SGLang's ``lora_path``.
     """
 
     def __init__(
@@ -110,13 +106,7 @@ class ServerClient:
             await self._session.close()
 
     async def offers(self, model: str | None, sample: str) -> Offers:
-        """Ask the server for its model, its context and the fields that it takes.
-
-        - `model`: the model to ask for, if the server has several.
-        - `sample`: a text whose tokens the server counts.
-
-        Raises ServerError if it does not answer, or has no such model.
-        """
+        """The server's model, context and fields; raises ServerError if it has no such model."""
         listed = await self.models()
         names = [str(entry.get("id")) for entry in listed]
         if model is not None and model not in names:
@@ -147,12 +137,9 @@ class ServerClient:
         leave_after: int | None = None,
         into: Answer | None = None,
     ) -> tuple[Answer, int | None]:
-        """A streamed answer of `tokens` tokens, and the prompt's tokens by the server's count.
-
-        - `leave_after`: hang up after this many tokens; the server then aborts the request.
-        - `into`: gets the tokens as they arrive, so it holds what came before a request was lost.
-
-        Raises NotAnswered.
+        """A streamed answer of `tokens` tokens, added to `into`, and the server's count of the
+        prompt's tokens. After `leave_after` tokens it hangs up, which aborts the request. Raises
+        NotAnswered.
         """
         body = {
             **self._body(prompt, tokens),
@@ -177,12 +164,7 @@ class ServerClient:
     async def batch(
         self, prompts: Sequence[Prompt], tokens: int, *, likeliest: int = 0
     ) -> list[Answer]:
-        """Greedy answers of `tokens` tokens to several prompts in one request, not streamed.
-
-        - `likeliest`: ask for the log-probabilities of this many tokens of every step.
-
-        Raises NotAnswered.
-        """
+        """Greedy answers to several prompts in one request, not streamed; raises NotAnswered."""
         body = {
             **self._body(prompts[0], tokens),
             "ignore_eos": True,
@@ -219,9 +201,8 @@ class ServerClient:
         }
 
     async def margin(self, prompt: str, ahead: int = 0) -> float | None:
-        """Log-probability of the likeliest token minus the second one's; None if unknown.
-
-        - `ahead`: tokens that the server decodes before that token.
+        """Log-probability of the likeliest token minus the second one's, after `ahead` tokens; None
+        if unknown.
         """
         try:
             content = await self._whole(prompt, ahead + 1, logprobs=2)
@@ -253,10 +234,7 @@ class ServerClient:
         return await self.post("/v1/completions", self._body(prompt, tokens) | fields)
 
     async def models(self) -> list[dict[str, Any]]:
-        """What the server lists under ``/v1/models``.
-
-        Raises ServerError if it lists none, answers something else, or does not answer.
-        """
+        """What the server lists under ``/v1/models``."""
         import aiohttp
 
         try:

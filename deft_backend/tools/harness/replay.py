@@ -55,12 +55,8 @@ async def replay(
     context: int | None = None,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Replayed:
-    """Warm the shared prompts, then send every request when it is due.
-
+    """Warm the shared prompts, then send every request when it is due, unless it exceeds `context`.
     No failure ends the run, except the server's death. A cancelled run returns what it has.
-
-    - `context`: requests with more tokens than this are counted as too long and not sent.
-    - `on_tokens`: called with the number of new tokens whenever some arrive.
     """
     return await _Run(workload, client, context, on_tokens).all()
 

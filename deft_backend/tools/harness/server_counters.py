@@ -25,12 +25,8 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class ServerCounters:
-    """Reads the counters of the server at a URL, if it shows any.
-
-    - `url`: the server.
-    - `folder`: State files of servers on this machine.
-    - `wait_seconds`: how long to wait for a state file: a server writes it a moment after its first
-      decode step.
+    """Reads the counters of the server at a URL, if it shows any, by ``/metrics`` or by its state
+    files.
     """
 
     def __init__(self, url: str, folder: Path, wait_seconds: float = 1.0) -> None:
@@ -110,11 +106,7 @@ def counters_of_page(page: str) -> Counters | None:
 
 
 def acceptance_length(url: str) -> float | None:
-    """Tokens that a server's verifications gave on average since it started; None if none ran.
-
-    A verification gives the accepted draft tokens and one token of the target. The server counts
-    them itself: vLLM in ``/metrics``, SGLang in ``/server_info``.
-    """
+    """Tokens that a server's verifications gave on average, by its own count; None if none ran."""
     length = _acceptance_of_vllm(get_page(f"{url}/metrics") or "")
     if length is not None:
         return length

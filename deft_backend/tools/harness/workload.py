@@ -73,9 +73,8 @@ class Workload:
         return sum(request.max_tokens for request in self.requests)
 
     def arriving(self, rate: float | None, seed: int) -> Workload:
-        """The same requests at random times, `rate` a second; without a rate, all at once.
-
-        A request that continues another is still sent when that one ends.
+        """The same requests at `rate` a second, or all at once; continuations still wait for their
+        parents.
         """
         if rate is None:
             return self
@@ -87,10 +86,7 @@ class Workload:
 
 
 def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
-    """Times of Poisson arrivals in seconds, and a description of them.
-
-    Raises WorkloadError if the rate is impossible.
-    """
+    """Times of Poisson arrivals in seconds, and their description; raises WorkloadError."""
     if not 0 < rate < float("inf"):
         raise WorkloadError(f"the rate is {rate}; expected requests a second, above 0")
     chance = random.Random(f"gaps {seed}")
@@ -101,13 +97,9 @@ def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
 def thought_requests(
     tree: ThoughtTree, prompt: Prompt, mark: Callable[[int], Prompt]
 ) -> tuple[Request, ...]:
-    """The requests that replay a tree: the children of a thought start when it ends.
-
-    A thought without tokens is not sent; its children continue its parent.
-
-    - `prompt`: the root's prompt.
-    - `mark`: a short text or token ids for each node. It makes a thought differ from its siblings;
-      greedy decoding would give all of them the same answer.
+    """The requests that replay a tree: the children of a thought start when it ends. A thought
+    without tokens is not sent. `mark` makes a thought differ from its siblings, which greedy
+    decoding would answer alike.
     """
     requests: list[Request] = []
     pending = _children(tree, ROOT, None)

@@ -95,10 +95,7 @@ def free_port() -> int:
 
 
 def check_port(address: str, port: str) -> None:
-    """Raise StartError if another program listens there: a host tells only after a full start.
-
-    An address or a port that this cannot read is the host's to judge.
-    """
+    """Raise StartError if another program listens there: a host tells only after a full start."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -125,21 +122,9 @@ def server_command(
     environment: Mapping[str, str] | None = None,
     gpu: bool | None = None,
 ) -> ServerCommand:
-    """Command line and environment of a host server.
-
-    - `model`: a checkpoint's folder, a hub name, or anything else that the host takes as a model.
-    - `port`: TCP port to listen on, unless `host_arguments` name another one.
-    - `host`: the host: one of :data:`HOSTS`.
-    - `backend`: ``--attention-backend``; :data:`BACKEND` names the plugin, None leaves the choice
-      to the host.
-    - `policy`: the value of ``DEFT_POLICY``; None leaves it as it is.
-    - `host_arguments`: last in the command line, so that they override ours.
-    - `environment`: further variables for the server.
-    - `gpu`: run on the GPU; None means the result of :func:`use_gpu`.
-
-    Raises StartError if there is no such host, or if `host_arguments` name an impossible port.
-    Raises DriverStubError if SGLang's CPU engine needs the driver stand-in, and it cannot be
-    compiled.
+    """Command line and environment of a host server; `host_arguments` come last and override ours.
+    None leaves `backend`, `policy` or `gpu` to the host. Raises StartError, or DriverStubError if
+    SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
     """
     if host not in HOSTS:
         raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")

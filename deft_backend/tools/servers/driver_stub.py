@@ -77,12 +77,7 @@ def find_compiler() -> list[str] | None:
 
 
 def ensure_driver_stub() -> Path:
-    """Compile the stand-in into the package's cache folder, unless it is there already.
-
-    Returns the folder that holds ``libcuda.so.1``: put it first on ``LD_LIBRARY_PATH``. Raises
-    DriverStubError if there is no C compiler, the compiler fails, or the cache folder cannot be
-    written. Also if another user could exchange the library: servers load it by its path.
-    """
+    """The folder of the compiled stand-in, first on ``LD_LIBRARY_PATH``; raises DriverStubError."""
     try:
         folder = driver_stub_directory()
     except SettingsError as error:

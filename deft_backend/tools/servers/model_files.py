@@ -29,17 +29,8 @@ def is_hub_name(model: str) -> bool:
 
 
 def model_file(model: str, name: str, revision: str | None = None) -> Path | None:
-    """A file of a model, downloaded if the hub has it and the cache does not.
-
-    `huggingface_hub`, which every host brings, looks the file up. It reads ``HF_HOME``,
-    ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` from the environment.
-
-    - `model`: a folder, or a name on the hub.
-    - `name`: such as ``config.json``.
-    - `revision`: branch, tag or commit on the hub; None: the main branch.
-
-    Returns None if the model has no such file. Raises ModelFilesError if the model cannot be found;
-    the message says why and what to do.
+    """A file of a model (a folder, or a hub name), downloaded if needed; None if the model has
+    none. Raises ModelFilesError, which says why and what to do, if the model cannot be found.
     """
     folder = Path(model)
     if os.path.isdir(folder):

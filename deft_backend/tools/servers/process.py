@@ -27,19 +27,10 @@ _REAP_SECONDS = 3.0  # until the system has ended a killed process
 
 
 class ServerProcess:
-    """Context manager around a server; inside the block it answers requests.
-
-    The server ends with the block, and also if this process is killed: a small process of its own
-    watches for that. In a process with the default action for SIGTERM, the signal raises
-    KeyboardInterrupt from the first entry on. Python allows this in the main thread only.
-
-    - `command`: the server to start.
-    - `log`: receives the server's output.
-    - `timeout`: seconds to wait until it answers.
-    - `progress`: called about every quarter second while waiting, with the seconds waited so far.
-
-    Raises StartError on entry, if the server ends or does not answer in time. The message shows
-    where the log is, and its end.
+    """Context manager around a server; inside the block it answers requests. The server ends with
+    the block, and also if this process is killed: a small process watches for that. SIGTERM raises
+    KeyboardInterrupt from the first entry on, in the main thread. Raises StartError on entry, with
+    the log's end.
     """
 
     def __init__(
@@ -192,10 +183,7 @@ def _held_signals() -> Iterator[None]:
 
 
 def get_page(url: str, seconds: float = 10.0) -> str | None:
-    """What a server answers to a GET; None if it does not answer, or with another status than 200.
-
-    Proxies of the environment do not count: they cannot reach this machine's loopback interface.
-    """
+    """What a server answers to a GET, past all proxies; None without an answer of status 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=seconds) as response:

@@ -1,8 +1,4 @@
-"""Invented text for prompts: the same on every machine, free to use, and with facts to recall.
-
-Notes hold codes, and every question asks for one code. So answers differ from one another, and a
-model that loses its context gives a wrong code.
-"""
+"""Invented text for prompts: equal on every machine. Notes hold codes; a question asks for one."""
 
 import random
 import re

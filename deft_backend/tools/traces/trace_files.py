@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 
 def load_thought_trees(path: Path) -> list[ThoughtTree]:
-    """Read a file of trees of thoughts.
-
-    Raises TraceError if the file cannot be read, or its trees are impossible. The message names the
-    file, the tree's index, the node, the field, its value and the expected value.
-    """
+    """Read a file of trees of thoughts; raises TraceError, which names the tree and field."""
     content = read_json(path, TraceError, "the trace ")
     if not isinstance(content, list) or not content:
         raise TraceError(
@@ -58,10 +54,7 @@ def load_thought_trees(path: Path) -> list[ThoughtTree]:
 
 
 def load_token_tree(path: Path) -> TokenTree:
-    """Read a Medusa token tree file (``Tree_Structure`` and ``Records``).
-
-    Raises TraceError: as in :func:`load_thought_trees`.
-    """
+    """Read a Medusa token tree file (``Tree_Structure`` and ``Records``); raises TraceError."""
     content = read_json(path, TraceError, "the trace ")
     paths: list[tuple[int, ...]] = []
     prompts: list[str] = []
@@ -211,11 +204,7 @@ def is_arrival_trace(path: Path) -> bool:
 
 
 def load_arrivals(path: Path) -> list[Arrival]:
-    """The requests of a trace, sorted by time.
-
-    Raises TraceError if the file cannot be read, is empty or has a wrong line. The message names
-    the line, the field, its value and the expected value.
-    """
+    """The requests of a trace, sorted by time; raises TraceError, which names line and field."""
     try:
         with path.open(encoding="utf-8") as lines:
             arrivals = [

@@ -14,13 +14,9 @@ MOST_NODES = 1 << 20  # on a level
 
 
 def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
-    """The forest of the step in which the tree decodes token number `iteration`.
-
-    Every thought that decodes in this step is a query. It attends to its ancestors and to its own
-    tokens, including the token of this iteration. The server writes that token's key and value
-    before. Iteration 0 is the prompt's last token: a single query.
-
-    Raises TraceError if the tree is empty, or no thought decodes at `iteration`.
+    """The forest of the step in which the tree decodes token number `iteration`. Every thought that
+    decodes in this step is a query. Its own tokens include this iteration's, whose key and value
+    the server writes before. Iteration 0 is the prompt's last token.
     """
     if not tree.nodes:
         raise TraceError("this tree was recorded as incomplete and holds no nodes; choose another")
@@ -39,12 +35,8 @@ def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
 
 
 def token_tree_forest(tree: TokenTree, record: int, step: int) -> PrefixForest:
-    """The forest of the step `step` in which recording `record` verifies its token tree.
-
-    All queries share the context: the prompt and the tokens accepted so far. Every candidate token
-    is a query and a node of one token.
-
-    Raises TraceError if there is no such record or step.
+    """The forest of step `step` of recording `record`: each candidate is a query and a node of one
+    token.
     """
     if not 0 <= record < len(tree.accepted):
         raise TraceError(f"there is no record {record}; expected 0 to {len(tree.accepted) - 1}")
@@ -61,13 +53,9 @@ def token_tree_forest(tree: TokenTree, record: int, step: int) -> PrefixForest:
 
 
 def forest_from_levels(description: str) -> PrefixForest:
-    """A tree described as ``nodes per level  tokens per node at each level``.
-
-    ``1,4,16 1024,256,32`` is one root of 1024 tokens, 4 nodes of 256 below it and 16 of 32 below
-    those, spread evenly. Each node of the last level holds one query. Several roots make a forest.
-
-    Raises TraceError if the description cannot be read, or a level has fewer nodes than the one
-    above it.
+    """A tree described as ``nodes per level  tokens per node at each level``. ``1,4,16
+    1024,256,32`` is one root of 1024 tokens, 4 nodes of 256 below it and 16 of 32 below those, one
+    query each. Several roots make a forest. Raises TraceError.
     """
     try:
         nodes, tokens = ([int(n) for n in part.split(",")] for part in description.split())

@@ -37,12 +37,7 @@ def gpu_clock(launch: Launch) -> float:
 
 
 def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
-    """Measure the table of `key` on the current CUDA device; `say` receives the name of each part.
-
-    `before` is the table in use. Its costs stay where they make plans that are as fast.
-
-    Raises AttentionError if the kernels cannot run such an attention.
-    """
+    """Measure the table of `key` on the current CUDA device; costs stay that make plans as fast."""
     kv_dtype: torch.dtype = getattr(torch, key.dtype)
     # The time does not depend on which 16 bits the queries have.
     dtype = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype

@@ -46,14 +46,9 @@ class _Batch:
 
 
 class Trials:
-    """Times of `auto`'s plans for whole batches, by the cost table that they were made with.
-
-    Each plan runs as in a server's CUDA graph, with every launch that such a batch may need. Two
-    tables that lead to the same plan share one measurement.
-
-    - `machine`: the device, the head shape and the KV cache.
-    - `descriptions`: Batches, as :func:`~deft_backend.tools.traces.tree_forests.forest_from_levels`
-      reads them. Those that need more KV than the machine holds are left out.
+    """Times of `auto`'s plans for whole batches, by the cost table that they were made with. Each
+    plan runs as in a server's CUDA graph. Equal plans share one measurement, and batches with more
+    KV than the machine holds are left out.
     """
 
     def __init__(self, machine: Machine, descriptions: Sequence[str]) -> None:
@@ -115,9 +110,8 @@ def _pages(forest: PrefixForest, page_size: int) -> int:
 
 
 def _page_table(forest: PrefixForest, page_size: int) -> npt.NDArray[np.int64]:
-    """[B, P] int64: pages of each request, counted from 0; a node's tokens lie in its own pages.
-
-    A page in which one node ends and another begins is the latter's. Times do not depend on it.
+    """[B, P] int64: pages of each request; a page in which one node ends and another begins is the
+    latter's.
     """
     width = -(-int(forest.seq_lens.max()) // page_size)
     table = np.zeros((forest.batch_size, width), dtype=np.int64)
@@ -140,10 +134,8 @@ def _digest(plan: Plan) -> str:
 
 
 def search(trials: Trials, starts: Sequence[CostModel]) -> SearchResult:
-    """The costs with the shortest times, from the best of `starts` on, one cost at a time.
-
-    The first start is the table in use. The search leaves it only for costs whose plans are faster
-    by :data:`LEAST_GAIN` in the geometric mean.
+    """The costs with the shortest times, from the best of `starts` on, one cost at a time. The
+    first start stays unless plans are faster by :data:`LEAST_GAIN` in the geometric mean.
     """
     before = trials.times_us(starts[0])
 

@@ -50,10 +50,7 @@ class Grid:
 
 
 def used_shapes(target: Target) -> dict[int, int]:
-    """Queries of a typical group for each tile shape of one range: one for a leaf, or a whole tile.
-
-    A shape is absent if its height is below the query heads of a GQA group: no plan uses it.
-    """
+    """Queries of a typical group for each tile shape of one range that some plan uses."""
     used = [shape for shape, held in enumerate(target.single_range_tiles) if held > 0]
     return {s: 1 if s == used[0] else target.single_range_tiles[s] for s in used}
 

@@ -56,12 +56,7 @@ class Engine:
 
 
 def find_engines(folder: Path, port: int | None = None, now: float | None = None) -> list[Engine]:
-    """Every engine with a state file, by port, ended servers included.
-
-    - `folder`: the folder of the state files.
-    - `port`: only the server on this port.
-    - `now`: seconds since the epoch; default: the clock.
-    """
+    """Every engine with a state file, by port, ended servers included."""
     now = time.time() if now is None else now
     groups: dict[tuple[int, int | None, Place], dict[tuple[int | None, int], StateFile]] = {}
     for file in state_files(folder, port):  # the newest file of each rank comes first
@@ -130,10 +125,8 @@ class Stretch:
 
 
 class Rate:
-    """Keeps readings of one engine, and subtracts the oldest of the last seconds from the newest.
-
-    Counters that went down belong to another server on the same port, so counting starts again. It
-    also starts again after a pause: what happened minutes ago is not "now".
+    """Subtracts the oldest reading of the last seconds from the newest. After counters went down
+    (another server on the port) or a pause, counting starts again.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -165,12 +158,8 @@ class Row:
 
 
 class Follower:
-    """Follows the last batch and the counts of one engine, between two looks.
-
-    Only the device knows the batch: the follower asks the server, at most every `seconds`, and only
-    after further decode steps.
-
-    - `recent`: the seconds that a rate is about.
+    """Follows the last batch and the counts of one engine, between two looks. It asks the server at
+    most every `seconds`, and only after further decode steps.
     """
 
     def __init__(self, seconds: float, recent: float = 5.0) -> None:

@@ -26,14 +26,9 @@ State = Callable[[int, int], Mapping[str, Any]]
 
 
 class PageServer(ThreadingHTTPServer):
-    """An HTTP server with two documents: ``/`` and ``/state.json``.
-
-    It listens on 127.0.0.1.
-
-    - `port`: where to listen; port 0 takes a free one.
-    - `state`: gives the data for the number of an engine and the serial number of a known batch.
-
-    Raises OSError if it cannot listen there.
+    """An HTTP server on 127.0.0.1 with two documents: ``/`` and ``/state.json``. `state` gives the
+    data for the number of an engine and the serial number of a known batch. Raises OSError if it
+    cannot listen.
     """
 
     daemon_threads = True
@@ -157,11 +152,7 @@ _PREFIXES = 8  # shared prefixes that the page lists
 
 
 class Inspector:
-    """Looks at the server on one port, for any number of threads.
-
-    - `folder`: the folder of the state files.
-    - `port`: the server's.
-    """
+    """Looks at the server on one port, for any number of threads."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._folder = folder
@@ -170,11 +161,7 @@ class Inspector:
         self._engines: dict[Path, _Followed] = {}
 
     def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
-        """The data of one engine.
-
-        - `engine`: which of the server's engines, if it has several.
-        - `known`: the serial number of the batch that the asker has; that batch is not sent again.
-        """
+        """The data of one engine, without the batch with the serial number `known`."""
         with self._lock:
             present = find_engines(self._folder, self._port)
             names = [each.name for each in present]
