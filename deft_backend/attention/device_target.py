@@ -52,12 +52,13 @@ def target_of(
     config: KernelConfiguration, shape: AttentionShape, blocks: QueryBlocks = ONE_TOKEN
 ) -> Target:
     """The target of plans for kernels configured by `config`, with the costs of its device."""
-    heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
     kv_heads = shape.num_kv_heads
     tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in config.tiles)
     fewer = config.tiles[0].fewer_programs
     return Target(
-        *heads,
+        shape.num_query_heads,
+        kv_heads,
+        shape.head_dim,
         dtype_bytes=shape.kv_dtype.itemsize,
         num_programs=tile_programs[-1],
         tile_heights=tuple(tile.height for tile in config.tiles),
@@ -74,5 +75,5 @@ def target_of(
         ),
         query_tokens=blocks.tokens,
         query_blocks=blocks.blocks,
-        cost_model=cost_model_on(shape.device, *heads, shape.kv_dtype, shape.page_size),
+        cost_model=cost_model_on(shape),
     )

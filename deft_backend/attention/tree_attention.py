@@ -72,11 +72,6 @@ class TreeAttention(PlannedAttention):
         A GPU that is not at hand. Tensors lie on the CPU, and launches can only be recorded
         (:func:`deft_backend.compile.variants.recorded`), to compile for that GPU.
 
-    Attributes
-    ----------
-    policy : Policy
-    capacity : PlanCapacity
-
     Raises
     ------
     AttentionError
@@ -140,15 +135,8 @@ class TreeAttention(PlannedAttention):
         compiled_for: Gpu | None = None,
     ) -> None:
         self.device = numbered(device)
-        shape = AttentionShape(
-            num_query_heads,
-            num_kv_heads,
-            head_dim,
-            dtype,
-            kv_dtype or dtype,
-            self.device,
-            page_size,
-        )
+        heads = (num_query_heads, num_kv_heads, head_dim)
+        shape = AttentionShape(*heads, dtype, kv_dtype or dtype, self.device, page_size)
         check_attention(shape, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for)
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads
@@ -197,10 +185,7 @@ class TreeAttention(PlannedAttention):
 
     @property
     def target(self) -> Target:
-        """The attention, the GPU and the costs that the last plan was made for.
-
-        Before the first plan, they are those of requests with one query token.
-        """
+        """What the last plan was made for; at first, requests with one query token."""
         return self._shape.target
 
     @property
@@ -231,10 +216,9 @@ class TreeAttention(PlannedAttention):
 
         Raises
         ------
-        AttentionError
-            If `query_tokens` is larger than the attention's.
-        PlanError
-            If the batch is larger than `max_batch`, or its tree needs more than the arrays hold.
+        AttentionError, PlanError
+            If `query_tokens` is larger than the attention's, or the batch than `max_batch`, or the
+            tree needs more than the arrays hold.
         """
         shape = self._shape_of(query_tokens)
         return self._current.plan_forest(forest, shape.blocks, shape.target)
@@ -249,10 +233,9 @@ class TreeAttention(PlannedAttention):
     ) -> None:
         """Plan a batch from its page table, as servers do in every step.
 
-        On a GPU the device planner does, by launches on the current stream. The CPU waits for
-        nothing and does not learn the plan: `last_plan` is None. A CUDA graph that holds these
-        launches plans the batch of each replay. On the CPU :meth:`plan` does. Each call adds to
-        `counters`.
+        On a GPU the device planner does, by launches that a CUDA graph can hold. The CPU waits for
+        nothing and does not learn the plan: `last_plan` is None. On the CPU :meth:`plan` does. Each
+        call adds to `counters`.
 
         Parameters
         ----------
@@ -263,7 +246,7 @@ class TreeAttention(PlannedAttention):
         table_rows : [B] int32 or int64, optional
             Row of the page table of each request; default: row ``b`` for request ``b``.
         query_tokens : int
-            Most query tokens of a request of this batch.
+            As in :meth:`plan`.
 
         Raises
         ------
@@ -271,8 +254,7 @@ class TreeAttention(PlannedAttention):
             If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`, or
             `query_tokens` is larger than the attention's.
         PolicyError
-            If the device planner does not know the policy, or its `max_batch` is too large for the
-            device planner.
+            If the device planner does not know the policy, or cannot fill the `capacity`.
         ForestError
             On the CPU, if a request has more pages than the page table has columns.
         """
@@ -306,8 +288,7 @@ class TreeAttention(PlannedAttention):
         table_rows: torch.Tensor | None,
         shape: QueryShape,
     ) -> torch.Tensor:
-        """Each request's row of the page table; raises AttentionError for a batch that does not
-        fit."""
+        """Each request's row of the page table; raises AttentionError if the batch does not fit."""
         batch = len(seq_lens)
         if batch * shape.blocks.blocks > self.capacity.max_batch:
             raise AttentionError(
@@ -323,13 +304,9 @@ class TreeAttention(PlannedAttention):
         """Use the given plan; it must cover the batch of `forest`.
 
         With several query tokens, `forest` is that of the query blocks
-        (:func:`deft_backend.forest.forest_of_blocks`), and the plan's queries are these.
-
-        Raises
-        ------
-        PlanError
-            If the plan needs the masked tile and the policy does not, or if the plan does not fit
-            `capacity`.
+        (:func:`deft_backend.forest.forest_of_blocks`), and the plan's queries are these. Raises
+        PlanError if the plan does not fit `capacity`, or needs the masked tile and the policy does
+        not.
         """
         self._current.use(plan, forest, self._shape_of(query_tokens).blocks)
 
@@ -370,13 +347,9 @@ class TreeAttention(PlannedAttention):
             Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
             The KV cache of one layer; any strides with a contiguous last dimension.
-        page_table : [rows, P] int32 or int64
-            Page ids.
-        seq_lens : [B] int32 or int64
-            Current tokens of each request, its query tokens included.
-        table_rows : [B] int, optional
-            Row of the page table of each request; default: row ``b`` for request ``b``. A plan of
-            :meth:`plan_batch` keeps its own rows and ignores these.
+        page_table, seq_lens, table_rows
+            As in :meth:`plan_batch`, as they are now. A plan of :meth:`plan_batch` keeps its own
+            rows and ignores these.
         query_start : [B + 1] int32, optional
             Where in `q` each request's query tokens begin, if their numbers differ: request ``r``
             has ``query_start[r + 1] - query_start[r]``, 0 to Q of them. Only the device knows these
@@ -385,10 +358,9 @@ class TreeAttention(PlannedAttention):
         ancestors : [B, Q, ceil(Q / 64)] int64, optional
             Who sees whom in a token tree. Bit ``k`` of word ``w`` is set if query token ``j`` sees
             query token ``64 * w + k`` of its request. A token sees itself only if its bit is set.
-        sm_scale : float, optional
-            Scale of the scores; default ``1 / sqrt(D)``.
-        logit_cap : float
-            Soft cap of the scores, ``cap * tanh(score / cap)``; 0 for none.
+        sm_scale, logit_cap : float, optional
+            Scale of the scores, ``1 / sqrt(D)`` by default, and their soft cap,
+            ``cap * tanh(score / cap)``; 0 for none.
         k_scale, v_scale : float, or a tensor of one float32 on the attention's device
             Of a cache of 8 bits: what a stored key and a stored value are multiplied with, above 0.
             The kernels read a tensor in every run, so a CUDA graph sees later values.
@@ -483,13 +455,10 @@ class TreeAttention(PlannedAttention):
     def repeat(self, layer: LayerAddresses, q: torch.Tensor, out: torch.Tensor) -> bool:
         """Run another layer of the step that :meth:`run` ran last, at a fraction of its CPU time.
 
-        The step's page table, lengths and other tensors are those of that run.
-
         Parameters
         ----------
         layer : LayerAddresses
-            Of the layer's cache, sinks and scales; see
-            :func:`~deft_backend.attention.layer_addresses`.
+            Of the layer's cache, sinks and scales, as ``attention.layer_addresses`` gives them.
         q, out : [T, Hq, D]
             Queries, and where the result goes. Rows behind the batch's stay as they are.
 

@@ -25,6 +25,7 @@ from deft_backend.costs.tables import (
 from deft_backend.files.folders import tables_directory
 from deft_backend.files.private_files import write_private
 from deft_backend.settings.version import VERSION, installed_version
+from deft_backend.shapes import AttentionShape
 
 logger = logging.getLogger(__name__)
 
@@ -130,17 +131,11 @@ def table_key(
     )
 
 
-def cost_model_on(
-    device: torch.device,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 1,
-) -> CostModel:
-    """The cost table to plan with on `device`; :func:`cost_model_for` describes the log lines."""
-    key = table_key(device, num_query_heads, num_kv_heads, head_dim, dtype, page_size)
-    return cost_model_for(key, tables_directory(), gpu_facts(device))
+def cost_model_on(shape: AttentionShape) -> CostModel:
+    """The cost table to plan with on the shape's device, with the log of :func:`cost_model_for`."""
+    heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    key = table_key(shape.device, *heads, shape.kv_dtype, shape.page_size)
+    return cost_model_for(key, tables_directory(), gpu_facts(shape.device))
 
 
 @lru_cache(maxsize=1)

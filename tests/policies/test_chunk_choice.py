@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_backend.planner.on_device.planner import PRICE_CHUNKS, WEIGHTS
+from deft_backend.planner.on_device.planner import PRICE_CHUNKS
+from deft_backend.planner.on_device.price_chunks import Weights
 from deft_backend.policies.chunk_choice import NUM_CHUNKS, Machine, choose_chunks, chunk_of
 from deft_backend.policies.measured_chunks import ROUNDING, Cut, ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits
@@ -61,7 +62,7 @@ def device_prices(found, num_chunks, costs):
     price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
     chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
     constants = {
-        "BATCH": batch, "CANDIDATES": len(num_chunks), "CHUNKS": "measured", "WEIGHTS": WEIGHTS,
+        "BATCH": batch, "CANDIDATES": len(num_chunks), "CHUNKS": "measured", "WEIGHTS": Weights(),
         "OVERLAPPED": False,
     }  # fmt: skip
     room = 1 << 28  # every candidate fits the plan's arrays

@@ -222,9 +222,12 @@ class Flattener:
         chunk, fits = self._chunk(target, found)
         alone = ~fits
         lone = Elements(
-            found.is_leaf, torch.zeros_like(found.begin), *found[2:4],
-            torch.ones_like(found.queries), *found[5:],
-        )  # fmt: skip
+            found.is_leaf,
+            torch.zeros_like(found.begin),
+            *found[2:4],
+            torch.ones_like(found.queries),
+            *found[5:],
+        )
         chosen = (torch.where(alone, b, a) for a, b in zip(found, lone, strict=True))
         return Elements(*chosen), chunk, alone
 
@@ -258,9 +261,13 @@ class Flattener:
         return chunks.gather(0, fits.long().argmax(0, keepdim=True)), fits.any()
 
     def _slots(
-        self, query: torch.Tensor, there: torch.Tensor, shape: torch.Tensor, alone: torch.Tensor,
+        self,
+        query: torch.Tensor,
+        there: torch.Tensor,
+        shape: torch.Tensor,
+        alone: torch.Tensor,
         order: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`entry_slot`, and the results that the item of each query merges; writes stage 2's part.
 
         As ``planner/reference.py``, with queries by place; `query` is the batch where no entry is.

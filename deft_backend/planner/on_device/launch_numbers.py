@@ -54,14 +54,18 @@ class ProgramWork:
         fastest of the variants in docs/kernel-log.md."""
         many = 8 if size > 256 else 4
         found = cls(
-            rows=16 if size > 256 else 8, sorted=8, nodes=8, ranges=4,
-            leaf_columns=min(size, 512), node_columns=min(size, 256), leaves=32,
-            node_programs=256, width=1024 if size > 256 else 256, candidates=64,
-            warps=Warps(
-                compare_rows=4, sort_rows=many, find_nodes=many, choose_ranges=many,
-                price_chunks=many, measure_ranges=4, write_plan=many,
-            ),
-        )  # fmt: skip
+            rows=16 if size > 256 else 8,
+            sorted=8,
+            nodes=8,
+            ranges=4,
+            leaf_columns=min(size, 512),
+            node_columns=min(size, 256),
+            leaves=32,
+            node_programs=256,
+            width=1024 if size > 256 else 256,
+            candidates=64,
+            warps=Warps(*[many] * 7)._replace(compare_rows=4, measure_ranges=4),
+        )
         if size <= 1024:
             return found
         warps = found.warps._replace(
@@ -74,10 +78,18 @@ class ProgramWork:
         """Few programs: the interpreter's time is Python's, for each program and operation."""
         many = min(size, MOST_ELEMENTS // size)
         return cls(
-            rows=min(size, 1024), sorted=many, nodes=many, ranges=many, leaf_columns=size,
-            node_columns=size, leaves=size, node_programs=8, width=256, candidates=4,
+            rows=min(size, 1024),
+            sorted=many,
+            nodes=many,
+            ranges=many,
+            leaf_columns=size,
+            node_columns=size,
+            leaves=size,
+            node_programs=8,
+            width=256,
+            candidates=4,
             warps=Warps(*[4] * 7),
-        )  # fmt: skip
+        )
 
     def num_chunks(self) -> list[int]:
         """[candidates] of NUM_CHUNKS, the last repeated."""

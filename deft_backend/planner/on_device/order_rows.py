@@ -141,10 +141,7 @@ def compare_rows(
 
 
 @jit
-def _add_ranks(
-    ranks, first, batch, before, low, LAST, NEXT, TILE,
-    PAGE_SIZE,
-):  # fmt: skip
+def _add_ranks(ranks, first, batch, before, low, LAST, NEXT, TILE, PAGE_SIZE):
     """Count the requests before each of TILE requests, and what it shares with one of them."""
     count = tl.reduce(before.to(tl.int32), LAST, tl.standard._sum_combine)
     rank = tl.reshape(tl.reduce(count, NEXT, tl.standard._sum_combine), [TILE])
@@ -152,10 +149,8 @@ def _add_ranks(
     common = tl.reshape(tl.reduce(shared, NEXT, tl.standard._elementwise_max), [TILE])
     request = first + tl.arange(0, TILE)
     tl.atomic_add(ranks.rank + request, rank, mask=(request < batch) & (rank > 0), sem="relaxed")
-    tl.atomic_max(
-        ranks.common + request, common * PAGE_SIZE, mask=(request < batch) & (common > 0),
-        sem="relaxed",
-    )  # fmt: skip
+    shares = (request < batch) & (common > 0)
+    tl.atomic_max(ranks.common + request, common * PAGE_SIZE, mask=shares, sem="relaxed")
 
 
 @jit(do_not_specialize=["batch", "columns", "stride_table", "private", "chunk_tokens"])

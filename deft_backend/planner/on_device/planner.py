@@ -18,22 +18,12 @@ from deft_backend.planner.on_device import (
     price_chunks,
     write_plan,
 )
-from deft_backend.planner.on_device.arrays import Scratch, new_counters
+from deft_backend.planner.on_device.arrays import Scratch, Tables, new_counters
 from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.launch_numbers import SIZES, Numbers, ProgramWork, largest_batch
 from deft_backend.policies import DeftFlatten, FastTree, Invariant, Policy, PolicyError, Target
-from deft_backend.policies.chunk_choice import LEVEL, LEVELS, MOST_DOUBLINGS
 from deft_backend.policies.fasttree import EdgeCosts
-from deft_backend.policies.measured_chunks import (
-    ALONE,
-    EXPOSED,
-    HIDDEN,
-    RAGGED,
-    ROUNDING,
-    TAIL,
-    UNEVEN,
-    exposed_share,
-)
+from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import ABSOLUTE, FLATTENED
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import MAX_MERGED
@@ -47,11 +37,6 @@ PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
 COUNT_PLAN = Kernel(write_plan, "count_plan")
-
-WEIGHTS = price_chunks.Weights(
-    ALONE, HIDDEN, EXPOSED, TAIL, RAGGED, UNEVEN, ROUNDING, MAX_MERGED, LEVELS, LEVEL,
-    MOST_DOUBLINGS,
-)  # fmt: skip
 
 
 class DevicePlanner:
@@ -78,10 +63,17 @@ class DevicePlanner:
     """
 
     def __init__(
-        self, target: Target, policy: Policy, plan: DevicePlan, device: torch.device,
-        page_size: int, *, overlapped: bool, interpreted: bool | None = None,
+        self,
+        target: Target,
+        policy: Policy,
+        plan: DevicePlan,
+        device: torch.device,
+        page_size: int,
+        *,
+        overlapped: bool,
+        interpreted: bool | None = None,
         counters: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         capacity = plan.capacity
         if capacity.max_batch > largest_batch():
             raise PolicyError(
@@ -98,8 +90,7 @@ class DevicePlanner:
             )
         if policy.rules is None:
             raise PolicyError(
-                f"the device planner does not know the policy {policy.name}; plan on the host, or "
-                "choose another policy"
+                f"the device planner does not know the policy {policy.name}; choose another one"
             )
         self._policy = policy
         self._rules = policy.rules
@@ -107,10 +98,18 @@ class DevicePlanner:
         self._numbers = {id(target): (target, Numbers.of(target))}
         self._costs: dict[int, assign_edges.EdgeCosts] = {}
         self._plan = plan
-        self._device = device
         self._page_size = page_size
         self._overlapped = overlapped
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
+        self._fixed = (device, page_size, overlapped, policy.rules)
+        self._common = {
+            "OVERLAPPED": overlapped,
+            "TIMED": not self._interpreted,
+            "PAGE_SIZE": page_size,
+            "CHUNKS": policy.rules.chunks,
+            "MAX_MERGED": MAX_MERGED,
+            "WEIGHTS": price_chunks.Weights(),
+        }
         size = self._size_for(capacity.max_batch)
         self.counters = new_counters(device) if counters is None else counters
         self._scratch = Scratch.allocate(size, self._work(size).num_chunks(), self.counters, device)
@@ -139,127 +138,87 @@ class DevicePlanner:
         - `limits`: most items and entries; default: as many as the plan's arrays hold.
         """
         numbers = self._numbers_of(target or self._target)
-        blocks = numbers.target.query_blocks
+        blocks, vectors = numbers.target.query_blocks, numbers.target.query_vectors
         batch, columns = len(seq_lens) * blocks, page_table.shape[1]
         size = self._size_for(batch)
-        small, large = numbers.tiles
-        absolute = self._rules.chunks == ABSOLUTE
-        scratch = self._scratch
-        began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
-        table = (page_table, table_rows, seq_lens)
-        kind = (
-            size, self._device, page_table.dtype, table_rows.dtype, seq_lens.dtype,
-            self._page_size, self._overlapped, blocks, numbers.target.query_vectors,
-            self._rules, self._edge_costs(numbers),
-        )  # fmt: skip
-        pointers = 0
-        for tensor in table:
-            pointers |= tensor.data_ptr()
-        self._kind, self._aligned = kind, pointers % 16 == 0
-        common: dict[str, Any] = {
-            "BATCH": size, "OVERLAPPED": self._overlapped, "TIMED": not self._interpreted,
-            "BLOCKS": blocks, "PAGE_SIZE": self._page_size, "CHUNKS": self._rules.chunks,
-        }  # fmt: skip
-        if absolute:
+        (small, large), work, scratch = numbers.tiles, self._work(size), self._scratch
+        tables = Tables(page_table, table_rows, seq_lens)
+        dtypes = (page_table.dtype, table_rows.dtype, seq_lens.dtype)
+        self._kind = (self._fixed, size, dtypes, blocks, vectors, self._edge_costs(numbers))
+        pointers = page_table.data_ptr() | table_rows.data_ptr() | seq_lens.data_ptr()
+        self._aligned = pointers % 16 == 0
+        self._constants = {"BATCH": size, "BLOCKS": blocks, "CANDIDATES": work.candidates}
+        if self._rules.chunks == ABSOLUTE:
             self._check_room(batch, columns)
             private_tokens = max(private_tokens, 1)  # a request's last chunk is its own
         shape = (batch, columns, page_table.stride(0), private_tokens)
-        work = self._work(size)
-        row_tiles = -(-batch // (2 * work.rows))
+        began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
 
-        self._launch(
-            COMPARE_ROWS, (2 * row_tiles + 1, row_tiles),
-            (table, scratch.ranks, scratch.guess, began, *shape),
-            {**common, "TILE": work.rows}, work.warps.compare_rows, follows=False,
-        )  # fmt: skip
-        self._launch(
-            SORT_ROWS, (-(-batch // work.sorted),),
-            (table, scratch.ranks, scratch.order, cut, below, *shape, self._rules.chunk_tokens),
-            {**common, "BLOCK": work.sorted}, work.warps.sort_rows,
-        )  # fmt: skip
-        self._launch(
-            FIND_NODES, (-(-batch // work.nodes),),
-            (scratch.first, scratch.nodes, scratch.ranks, batch, small, large),
-            {**common, "BLOCK": work.nodes}, work.warps.find_nodes,
-        )  # fmt: skip
+        row_tiles = -(-batch // (2 * work.rows))
+        grid = (2 * row_tiles + 1, row_tiles)
+        arguments: tuple[Any, ...] = (tuple(tables), scratch.ranks, scratch.guess, began, *shape)
+        self._launch(COMPARE_ROWS, work.warps.compare_rows, grid, arguments, TILE=work.rows)
+        programs, chunk_tokens = -(-batch // work.sorted), self._rules.chunk_tokens
+        arguments = (arguments[0], scratch.ranks, scratch.order, cut, below, *shape, chunk_tokens)
+        self._launch(SORT_ROWS, work.warps.sort_rows, programs, arguments, BLOCK=work.sorted)
+        programs = -(-batch // work.nodes)
+        arguments = (scratch.first, scratch.nodes, scratch.ranks, batch, small, large)
+        self._launch(FIND_NODES, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
         if self._rules.edges == FLATTENED:
             assert isinstance(self._policy, DeftFlatten)
             flattener = Flattener(self._plan, scratch, self._policy, room)
             tokens = flattener.write(numbers.target, batch, table_rows, seq_lens)
-            self._launch(
-                COUNT_PLAN, (1,), (scratch.counters, torch.stack(tokens)), common, 1, follows=False
-            )
-            return
-        self._plan_ranges(numbers, batch, table_rows, seq_lens, work, common, limits or room.limits)
+            self._launch(COUNT_PLAN, 1, 1, (scratch.counters, torch.stack(tokens)))
+        else:
+            self._plan_ranges(numbers, tables, work, limits or room.limits)
 
     def _plan_ranges(
-        self, numbers: Numbers, batch: int, table_rows: torch.Tensor, seq_lens: torch.Tensor,
-        work: ProgramWork, common: dict[str, Any], limits: Limits,
-    ) -> None:  # fmt: skip
+        self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits
+    ) -> None:
         """Launch the kernels that do not read the page table."""
-        (small, large), block = numbers.tiles, numbers.target.block_tokens
-        programs, most = numbers.programs(batch), (limits.entries, limits.items)
-        scratch, partial_ns = self._scratch, numbers.partial_ns
+        target, scratch, warps = numbers.target, self._scratch, work.warps
+        batch, block = len(tables.seq_lens) * target.query_blocks, target.block_tokens
+        at_once, most = numbers.programs(batch), (limits.entries, limits.items)
+        size = (batch, *numbers.tiles)
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
-        busy = (max(1, min(programs[0], batch)), programs[1])
+        busy = (max(1, min(at_once[0], batch)), at_once[1])
         per_item = [cost for costs in numbers.per_item for cost in costs]
         per_gpu = [c / n for costs, n in zip(numbers.per_item, busy, strict=True) for c in costs]
-        per_gpu[0] *= exposed_share(busy[0], programs[0])
-        priced = {
-            "CANDIDATES": work.candidates, "MAX_MERGED": MAX_MERGED, "WEIGHTS": WEIGHTS,
-        }  # fmt: skip
-        forest = (
-            scratch.order, seq_lens, scratch.first, scratch.nodes, scratch.ranges, scratch.chosen
-        )  # fmt: skip
+        per_gpu[0] *= exposed_share(busy[0], at_once[0])
+        of_nodes = (scratch.first, scratch.nodes, scratch.ranges, scratch.chosen)
+        forest = (scratch.order, tables.seq_lens, *of_nodes)
+        arguments: tuple[Any, ...]
         if self._rules.edges == "greedy":
-            self._launch(
-                ASSIGN_EDGES, (1,), (*forest, scratch.search, batch, small, large, *most),
-                {**common, "COSTS": self._edge_costs(numbers)}, min(16, work.warps.choose_ranges),
-            )  # fmt: skip
+            arguments = (*forest, scratch.search, *size, *most)
+            costs = self._edge_costs(numbers)
+            self._launch(ASSIGN_EDGES, min(16, warps.choose_ranges), 1, arguments, COSTS=costs)
         else:
-            self._launch(
-                CHOOSE_RANGES, (1,),
-                (*forest, batch, small, large, *most, (*per_gpu, partial_ns)),
-                {**common, "EDGES": self._rules.edges}, work.warps.choose_ranges,
-            )  # fmt: skip
+            arguments = (*forest, *size, *most, (*per_gpu, numbers.partial_ns))
+            edges = self._rules.edges
+            self._launch(CHOOSE_RANGES, warps.choose_ranges, 1, arguments, EDGES=edges)
         columns = work.leaf_columns
         if self._rules.chunks == ABSOLUTE:
             block = self._rules.chunk_tokens
             columns = min(columns, 256)  # the places of chunks take registers
         else:
-            self._launch(
-                PRICE_CHUNKS, (work.candidates, 2),
-                (
-                    scratch.ranges, scratch.candidates, small, large, *most, *programs,
-                    numbers.sms, (*per_item, partial_ns), numbers.reduce_ns,
-                    float(numbers.target.transfer_ns), block, self._rules.chunk_tokens,
-                    numbers.estimate,
-                ),
-                {**common, **priced}, work.warps.price_chunks,
-            )  # fmt: skip
-        self._launch(
-            MEASURE_RANGES, (2 * -(-batch // work.ranges),),
-            (
-                scratch.ranges, scratch.chosen, scratch.candidates, scratch.places,
-                scratch.results, batch, small, large, block, numbers.estimate,
-            ),
-            {
-                **common, **priced, "BLOCK": work.ranges, "LEAVES": columns,
-                "NODES": work.node_columns,
-            },
-            work.warps.measure_ranges,
-        )  # fmt: skip
-        self._launch(
-            WRITE_PLAN, (1 + -(-batch // work.leaves) + min(batch, work.node_programs),),
-            (
-                table_rows, self._plan["segment_table"], scratch.order, scratch.chosen,
-                scratch.ranges, scratch.places, scratch.results, self._plan.stage1,
-                self._plan.stage2, scratch.counters, batch, small, large,
-                self._rules.chunk_tokens or block,
-            ),
-            {**common, "LEAVES": work.leaves, "WIDTH": work.width}, work.warps.write_plan,
-        )  # fmt: skip
+            times = ((*per_item, numbers.partial_ns), numbers.reduce_ns, float(target.transfer_ns))
+            lengths = (block, self._rules.chunk_tokens, numbers.estimate)
+            arguments = (scratch.ranges, scratch.candidates, *numbers.tiles, *most, *at_once)
+            arguments = (*arguments, numbers.sms, *times, *lengths)
+            self._launch(PRICE_CHUNKS, warps.price_chunks, (work.candidates, 2), arguments)
+        programs, chosen = 2 * -(-batch // work.ranges), (scratch.chosen, scratch.candidates)
+        arguments = (scratch.ranges, *chosen, scratch.places, scratch.results, *size)
+        arguments = (*arguments, block, numbers.estimate)
+        constants = {"BLOCK": work.ranges, "LEAVES": columns, "NODES": work.node_columns}
+        self._launch(MEASURE_RANGES, warps.measure_ranges, programs, arguments, **constants)
+        programs = 1 + -(-batch // work.leaves) + min(batch, work.node_programs)
+        arguments = (tables.table_rows, self._plan["segment_table"], scratch.order, scratch.chosen)
+        arguments = (*arguments, scratch.ranges, scratch.places, scratch.results)
+        arguments = (*arguments, self._plan.stage1, self._plan.stage2, scratch.counters, *size)
+        arguments = (*arguments, self._rules.chunk_tokens or block)
+        constants = {"LEAVES": work.leaves, "WIDTH": work.width}
+        self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 
     def _check_room(self, batch: int, columns: int) -> None:
         """Raise PolicyError unless the plan holds every chunk of such a batch."""
@@ -290,18 +249,29 @@ class DevicePlanner:
         return found
 
     def _launch(
-        self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...],
-        constants: dict[str, Any], num_warps: int, *, follows: bool = True,
-    ) -> None:  # fmt: skip
-        limits = {}
+        self,
+        kernel: Kernel,
+        num_warps: int,
+        programs: int | tuple[int, ...],
+        arguments: tuple[Any, ...],
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel; `constants` are those that differ between kernels."""
+        constants = {**self._common, **self._constants, **constants}
+        follows = kernel not in (COMPARE_ROWS, COUNT_PLAN)
+        options = {"num_warps": num_warps, "launch_pdl": follows and self._overlapped}
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.
-            limits["maxnreg"] = 64
+            options["maxnreg"] = 64
         kernel.launch(
-            grid, arguments, {name: constants[name] for name in kernel.constants},
-            variant=self._kind, aligned=self._aligned, interpreted=self._interpreted,
-            num_warps=num_warps, launch_pdl=follows and self._overlapped, **limits,
-        )  # fmt: skip
+            programs,
+            arguments,
+            {name: constants[name] for name in kernel.constants},
+            variant=self._kind,
+            aligned=self._aligned,
+            interpreted=self._interpreted,
+            **options,
+        )
 
     def _numbers_of(self, target: Target) -> Numbers:
         """Computed once for each target. Each step asks, and comparing targets takes time."""

@@ -21,23 +21,35 @@ from deft_backend.planner.on_device.tiles import (
     tiles_of,
     total,
 )
-from deft_backend.policies.measured_chunks import Cut, ShapeCosts
+from deft_backend.policies.chunk_choice import LEVEL, LEVELS, MOST_DOUBLINGS
+from deft_backend.policies.measured_chunks import (
+    ALONE,
+    EXPOSED,
+    HIDDEN,
+    RAGGED,
+    ROUNDING,
+    TAIL,
+    UNEVEN,
+    Cut,
+    ShapeCosts,
+)
+from deft_backend.shapes import MAX_MERGED
 
 
 class Weights(NamedTuple):
-    """Constants that ``policies/measured_chunks.py`` and its siblings define and explain."""
+    """Constants that ``policies/measured_chunks.py`` and its siblings explain."""
 
-    alone: float
-    hidden: float
-    exposed: float
-    tail: float
-    ragged: float
-    uneven: float
-    rounding: float
-    max_merged: int
-    levels: int
-    level: float
-    doublings: int
+    alone: float = ALONE
+    hidden: float = HIDDEN
+    exposed: float = EXPOSED
+    tail: float = TAIL
+    ragged: float = RAGGED
+    uneven: float = UNEVEN
+    rounding: float = ROUNDING
+    max_merged: int = MAX_MERGED
+    levels: int = LEVELS
+    level: float = LEVEL
+    doublings: int = MOST_DOUBLINGS
 
 
 @jit
@@ -108,10 +120,16 @@ def _fills(tokens, tiles, parts, chunk, programs):
 
 @jit(
     do_not_specialize=[
-        "small_tile", "large_tile", "max_entries", "max_items", "small_programs", "large_programs",
-        "block", "chunk_tokens",
+        "small_tile",
+        "large_tile",
+        "max_entries",
+        "max_items",
+        "small_programs",
+        "large_programs",
+        "block",
+        "chunk_tokens",
     ]
-)  # fmt: skip
+)
 def price_chunks(
     ranges: Ranges,
     candidates: Candidates,

@@ -35,6 +35,23 @@ class Counts(NamedTuple):
     large: Any  # items of the large tile
 
 
+class Written(NamedTuple):
+    """What the plan is written from, and the arrays of stage 1."""
+
+    table_rows: Any
+    order: Any
+    chosen: Any
+    ranges: Any
+    places: Any
+    results: Any
+    items: Any
+    segment_table: Any
+    batch: Any
+    small_tile: Any
+    large_tile: Any
+    block: Any
+
+
 class Range(NamedTuple):
     """One range, or those of a block of leaves: numbers of `Ranges` and `Places`."""
 
@@ -60,7 +77,8 @@ def _slots_of(results, batch, BATCH):
 
 
 @jit
-def _read_range(ranges, places, at, there):
+def _read_range(plan, at, there):
+    ranges, places = plan.ranges, plan.places
     begin = tl.load(ranges.begin + at, mask=there, other=0)
     end = tl.load(ranges.end + at, mask=there, other=0)
     num_chunks = tl.load(places.num_chunks + at, mask=there, other=0)
@@ -99,13 +117,12 @@ def _chunk_of(range_, chunk, block, CHUNKS):
 
 
 @jit
-def _write_items(
-    items, segment_table_ptr, item, entry, request, table_row, start, stop, span, there
-):
+def _write_items(plan, item, entry, request, table_row, start, stop, span, there):
     """Write items, each of one segment."""
+    items = plan.items
     tl.store(items.item_segment_ptr + item, item, mask=there)
     tl.store(items.item_query_ptr + item, entry, mask=there)
-    tl.store(segment_table_ptr + item, table_row, mask=there)
+    tl.store(plan.segment_table + item, table_row, mask=there)
     tl.store(items.segment_request + item, request, mask=there)
     tl.store(items.segment_start + item, start, mask=there)
     tl.store(items.segment_end + item, stop, mask=there)
@@ -113,23 +130,20 @@ def _write_items(
 
 
 @jit
-def _write_node(
-    number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges, places, items,
-    small_tile, large_tile, block, BLOCKS, WIDTH,
-    CHUNKS,
-):  # fmt: skip
+def _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS):
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    chosen, items = plan.chosen, plan.items
     node = tl.load(chosen.place + number)
     first = tl.load(chosen.first + number)
     queries = tl.load(chosen.queries + number)
-    range_ = _read_range(ranges, places, node, queries > 0)
-    request = tl.load(order_ptr + first) // BLOCKS
-    table_row = tl.load(table_rows_ptr + request).to(tl.int32)
-    held = small_tile
+    range_ = _read_range(plan, node, queries > 0)
+    request = tl.load(plan.order + first) // BLOCKS
+    table_row = tl.load(plan.table_rows + request).to(tl.int32)
+    held = plan.small_tile
     if CHUNKS == "absolute":
         held = 0
-    is_large, tiles = tiles_of(queries, held, large_tile)
+    is_large, tiles = tiles_of(queries, held, plan.large_tile)
     lane = tl.arange(0, WIDTH)
     for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
@@ -139,29 +153,23 @@ def _write_node(
         from_query = tile * queries // tiles
         to_query = (tile + 1) * queries // tiles
         span = tl.where(is_large, (to_query - from_query) << SPAN_SHIFT, 0)
-        start, stop = _chunk_of(range_, chunk, block, CHUNKS)
+        start, stop = _chunk_of(range_, chunk, plan.block, CHUNKS)
         entry = range_.entry + turn * queries + from_query
-        _write_items(
-            items, segment_table_ptr, range_.item + index, entry, request, table_row, start, stop,
-            span, index < range_.num_chunks * tiles,
-        )  # fmt: skip
+        item, there = range_.item + index, index < range_.num_chunks * tiles
+        _write_items(plan, item, entry, request, table_row, start, stop, span, there)
     for at in range(0, range_.num_chunks * queries, WIDTH):
         index = at + lane
         there = index < range_.num_chunks * queries
         place = tl.where(there, first + index % queries, 0)
         chunk = _in_turn(index // queries, range_, CHUNKS)
         slot = tl.gather(slots.first, place, 0) + range_.part + chunk
-        query = tl.load(order_ptr + place, mask=there, other=0)
+        query = tl.load(plan.order + place, mask=there, other=0)
         tl.store(items.entry_query + range_.entry + index, query, mask=there)
         tl.store(items.entry_slot + range_.entry + index, slot, mask=there)
 
 
 @jit
-def _write_leaves(
-    place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results, items,
-    batch, small_tile, large_tile, block, BATCH, BLOCKS,
-    CHUNKS,
-):  # fmt: skip
+def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
     """Write the items of the leaves at places: one entry for each item.
 
     By the rule ``absolute`` the last chunks' items lie behind those of all other chunks.
@@ -170,26 +178,25 @@ def _write_leaves(
     MERGES: tl.constexpr = encoding_constants.MERGES.value
     OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
     SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    is_leaf = place < batch
-    query = tl.load(order_ptr + place, mask=is_leaf, other=0)
+    items, block = plan.items, plan.block
+    is_leaf = place < plan.batch
+    query = tl.load(plan.order + place, mask=is_leaf, other=0)
     request = query // BLOCKS
-    table_row = tl.load(table_rows_ptr + request, mask=is_leaf, other=0).to(tl.int32)
-    range_ = _read_range(ranges, places, BATCH + place, is_leaf)
-    parts = tl.load(results.parts + place, mask=is_leaf, other=0)
-    merged = tl.load(results.merged + place, mask=is_leaf, other=0)
+    table_row = tl.load(plan.table_rows + request, mask=is_leaf, other=0).to(tl.int32)
+    range_ = _read_range(plan, BATCH + place, is_leaf)
+    parts = tl.load(plan.results.parts + place, mask=is_leaf, other=0)
+    merged = tl.load(plan.results.merged + place, mask=is_leaf, other=0)
     first_slot = tl.gather(slots.first, tl.where(is_leaf, place, 0), 0)
     whole = tl.where(parts == 1, DIRECT, MERGES - first_slot)
     partial = (parts > 1) & (merged == 0)
-    span = tl.where(small_tile > 0, merged, 1 << SPAN_SHIFT)
+    span = tl.where(plan.small_tile > 0, merged, 1 << SPAN_SHIFT)
     if CHUNKS == "absolute":
-        before = _count_items(ranges, places, 0, large_tile, BATCH)
+        before = _count_items(plan, 0, BATCH)
         last = tl.maximum(range_.end - 1, range_.begin)
         start = chunk_begin(chunk_at(last, block), block)
         slot = tl.where(partial, first_slot + range_.part + range_.num_chunks, whole)
-        _write_items(
-            items, segment_table_ptr, before.items + place, before.entries + place, request,
-            table_row, start, place * 0 + OPEN_END, span, is_leaf,
-        )  # fmt: skip
+        item, entry, stop = before.items + place, before.entries + place, place * 0 + OPEN_END
+        _write_items(plan, item, entry, request, table_row, start, stop, span, is_leaf)
         tl.store(items.entry_query + before.entries + place, query, mask=is_leaf)
         tl.store(items.entry_slot + before.entries + place, slot, mask=is_leaf)
         whole = first_slot + range_.part  # the other chunks are results of their own
@@ -203,10 +210,8 @@ def _write_leaves(
         if CHUNKS != "absolute":
             stop = tl.where(chunk == range_.num_chunks - 1, OPEN_END, stop)
         slot = tl.where(partial, first_slot + range_.part + chunk, whole)
-        _write_items(
-            items, segment_table_ptr, range_.item + number, entry, request, table_row, start, stop,
-            span, there,
-        )  # fmt: skip
+        item = range_.item + number
+        _write_items(plan, item, entry, request, table_row, start, stop, span, there)
         tl.store(items.entry_query + entry, query, mask=there)
         tl.store(items.entry_slot + entry, slot, mask=there)
 
@@ -226,12 +231,12 @@ def _write_reduction(reduction, slots, order_ptr, batch, BATCH):
 
 
 @jit
-def _count_items(ranges, places, small_tile, large_tile, BATCH):
+def _count_items(plan, small_tile, BATCH):
     """Items and entries of all ranges, and items of the large tile."""
     which = tl.arange(0, 2 * BATCH)
-    queries = tl.load(ranges.queries + which)
-    num_chunks = tl.load(places.num_chunks + which)
-    is_large, tiles = tiles_of(queries, small_tile, large_tile)
+    queries = tl.load(plan.ranges.queries + which)
+    num_chunks = tl.load(plan.places.num_chunks + which)
+    is_large, tiles = tiles_of(queries, small_tile, plan.large_tile)
     items = tiles * num_chunks
     return Counts(total(items), total(queries * num_chunks), total(tl.where(is_large, items, 0)))
 
@@ -274,25 +279,23 @@ def count_plan(counters: Counters, tokens_ptr, TIMED: tl.constexpr):
 
 
 @jit
-def _write_totals(
-    order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile, large_tile,
-    BATCH, BLOCKS, CHUNKS, TIMED,
-):  # fmt: skip
+def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED):
     """Write the reduction's queries, how much there is of everything, and the counters."""
-    _write_reduction(reduction, slots, order_ptr, batch, BATCH)
+    batch, small_tile, ranges = plan.batch, plan.small_tile, plan.ranges
+    _write_reduction(reduction, slots, plan.order, batch, BATCH)
     held = small_tile
     if CHUNKS == "absolute":
         held = 0
-    counts = _count_items(ranges, places, held, large_tile, BATCH)
+    counts = _count_items(plan, held, BATCH)
     if CHUNKS == "absolute":
         large = tl.where(small_tile < 1, counts.large + batch, counts.large)
         counts = Counts(counts.items + batch, counts.entries + batch, large)
-    _write_counts(items, counts)
+    _write_counts(plan.items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(ranges.queries + which)
-    _, tiles = tiles_of(queries, held, large_tile)
+    _, tiles = tiles_of(queries, held, plan.large_tile)
     begin = tl.load(ranges.begin + which)
     end = tl.load(ranges.end + which)
     loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
@@ -334,6 +337,20 @@ def write_plan(
     """
     if OVERLAPPED:
         gdc_wait()
+    plan = Written(
+        table_rows_ptr,
+        order_ptr,
+        chosen,
+        ranges,
+        places,
+        results,
+        items,
+        segment_table_ptr,
+        batch,
+        small_tile,
+        large_tile,
+        block,
+    )
     leaf_programs = (batch + LEAVES - 1) // LEAVES
     program = tl.program_id(0) - 1
     if program >= leaf_programs:
@@ -342,20 +359,11 @@ def write_plan(
         if program - leaf_programs < count:
             slots = _slots_of(results, batch, BATCH)
             for number in range(program - leaf_programs, count, node_programs):
-                _write_node(
-                    number, slots, table_rows_ptr, segment_table_ptr, order_ptr, chosen, ranges,
-                    places, items, small_tile, large_tile, block, BLOCKS, WIDTH, CHUNKS,
-                )  # fmt: skip
+                _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS)
     elif program >= 0:
         slots = _slots_of(results, batch, BATCH)
         place = program * LEAVES + tl.arange(0, LEAVES)
-        _write_leaves(
-            place, slots, table_rows_ptr, segment_table_ptr, order_ptr, ranges, places, results,
-            items, batch, small_tile, large_tile, block, BATCH, BLOCKS, CHUNKS,
-        )  # fmt: skip
+        _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS)
     else:
         slots = _slots_of(results, batch, BATCH)
-        _write_totals(
-            order_ptr, ranges, places, items, reduction, counters, slots, batch, small_tile,
-            large_tile, BATCH, BLOCKS, CHUNKS, TIMED,
-        )  # fmt: skip
+        _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED)
