@@ -9,6 +9,7 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes import Observed
+from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 
 RADIX_CACHE = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
@@ -101,21 +102,10 @@ def requests_of(prompts, tree, private=1):
 
 
 def make_state():
-    return ServerState(
-        port=1,
-        rank=0,
-        host="sglang",
-        host_version="0",
-        backend="deft",
-        policy="auto",
-        device="cpu",
-        dtype="float32",
-        num_layers=2,
-        num_query_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype_bytes=4,
-    )
+    server = {"port": 1, "rank": 0, "host": "sglang", "host_version": "0", "backend": "deft"}
+    model = {"num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    kind = {"policy": "auto", "device": "cpu", "dtype": "float32", "dtype_bytes": 4}
+    return ServerState(**server, **model, **kind)
 
 
 def observed(requests, tree_cache=None):
@@ -124,24 +114,12 @@ def observed(requests, tree_cache=None):
 
 
 def make_layer(**changes):
-    layer = SimpleNamespace(
-        is_cross_attention=False,
-        attn_type=SimpleNamespace(value="decoder"),
-        sliding_window_size=-1,
-        use_irope=False,
-        pos_encoding_mode="NONE",
-        xai_temperature_len=-1,
-        logit_cap=0.0,
-        logit_capping_method="tanh",
-        qk_head_dim=64,
-        v_head_dim=64,
-        tp_q_head_num=4,
-        tp_k_head_num=2,
-        tp_v_head_num=2,
-        layer_id=0,
-        scaling=0.125,
-    )
-    return SimpleNamespace(**{**vars(layer), **changes})
+    heads = {"tp_q_head_num": 4, "tp_k_head_num": 2, "tp_v_head_num": 2}
+    shape = {**heads, "qk_head_dim": 64, "v_head_dim": 64, "layer_id": 0, "scaling": 0.125}
+    cap = {"logit_cap": 0.0, "logit_capping_method": "tanh", "xai_temperature_len": -1}
+    span = {"is_cross_attention": False, "sliding_window_size": -1, "use_irope": False}
+    kind = {"attn_type": SimpleNamespace(value="decoder"), "pos_encoding_mode": "NONE"}
+    return SimpleNamespace(**{**shape, **cap, **span, **kind, **changes})
 
 
 class FakePool:
@@ -270,16 +248,9 @@ def make_batch(kind, table, rows, lens, **changes):
     """A forward batch over rows of a page table, as the host makes it."""
     rows, lens = torch.as_tensor(rows), torch.as_tensor(lens)
     slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lens, strict=True)])
-    made = {
-        "forward_mode": mode(kind),
-        "batch_size": len(rows),
-        "seq_lens": lens,
-        "seq_lens_cpu": None,
-        "seq_lens_sum": int(lens.sum()),
-        "req_pool_indices": rows,
-        "out_cache_loc": slots,
-    }
-    return SimpleNamespace(**{**made, **changes})
+    made = {"forward_mode": mode(kind), "batch_size": len(rows), "req_pool_indices": rows}
+    made |= {"seq_lens": lens, "seq_lens_cpu": None, "seq_lens_sum": int(lens.sum())}
+    return SimpleNamespace(**{**made, "out_cache_loc": slots, **changes})
 
 
 class FakeServer(SimpleNamespace):
@@ -332,6 +303,16 @@ def device_planned(host, attention, state, settings, **options):
     given = {"host_layers": options.pop("host_layers", {}), **options.pop("layers", {})}
     layers = tree_layers(host, attention, state, **given)
     return surround(host, TreeSteps(layers, settings, **options))
+
+
+def fake_server(own, attention, table, calls, pool, batch=None, **options):
+    """A server around a backend of the host's, for batches of two requests and more."""
+    state = make_state()
+    backend = device_planned(own, attention, state, Settings(min_batch=2), **options)
+    return FakeServer(
+        **{"backend": backend, "calls": calls, "batch": batch, "state": state, "table": table},
+        **{"attention": attention, "pool": pool, "own": own, "steps": backend.deft},
+    )
 
 
 def load_host():

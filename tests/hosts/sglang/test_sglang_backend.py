@@ -14,11 +14,11 @@ from failure_lines import raising
 from sglang_fakes import (
     FakePool,
     FakeServer,
-    MHATokenToKVPool,
     SWAKVPool,
     Tree,
     decode_attention,
     device_planned,
+    fake_server,
     make_batch,
     make_layer,
     make_state,
@@ -37,25 +37,14 @@ SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 def server(host):
     """A backend over a host that records its calls; the host's graphs hold static tensors."""
     _, table, lens = requests_of(SHARED, Tree())
-    calls, pool, attention, state = [], FakePool(520), small_attention(max_batch=4), make_state()
+    calls, pool, attention = [], FakePool(520), small_attention(max_batch=4)
     own = recording_backend(host, pool, table, calls)()
-    backend = device_planned(own, attention, state, Settings(min_batch=2))
 
     def batch(kind="decode", size=2):
         rows, lengths = [1, 2, 0, 0, 0, 0][:size], [*lens.tolist(), 1, 1, 1, 1][:size]
         return make_batch(kind, table, rows, lengths)
 
-    return FakeServer(
-        backend=backend,
-        calls=calls,
-        batch=batch,
-        state=state,
-        table=table,
-        attention=attention,
-        pool=pool,
-        own=own,
-        steps=backend.deft,
-    )
+    return fake_server(own, attention, table, calls, pool, batch)
 
 
 def written(server, batch, layer_id=0):
@@ -390,13 +379,6 @@ def test_arguments_that_are_not_known_are_handed_on(server, change):
     assert server.calls == ["metadata", "decode"]
 
 
-def test_each_decode_step_is_counted_by_what_its_plan_loads(server):
-    server.step(server.batch())
-    counters = server.state.counters()
-    assert (counters.steps_tree, counters.plans, counters.steps_host) == (1, 1, {})
-    assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
-
-
 def test_a_step_whose_kernel_fails_is_the_hosts_step(server, failures, monkeypatch):
     """It is planned, and so counted, before its first layer fails; the step before it counts."""
     server.step(server.batch())
@@ -531,35 +513,6 @@ def test_what_the_host_calls_of_itself_is_not_replaced(server):
     server.backend.init_forward_metadata(server.batch(size=1))
     assert server.calls == ["replay", "in graph"]
     assert sum(server.state.counters().steps_host.values()) == 1
-
-
-def make_runner(columns):
-    """A model runner, as far as the warm-up reads it."""
-    table = torch.zeros((9, columns), dtype=torch.int32)
-    return SimpleNamespace(
-        token_to_kv_pool=MHATokenToKVPool(),
-        model=torch.nn.Module(),
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        server_args=SimpleNamespace(speculative_algorithm=None),
-    )
-
-
-@pytest.mark.usefixtures("host")
-def test_a_gpu_whose_check_fails_is_refused(monkeypatch):
-    from deft_backend.hosts.common import warm_up
-    from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang.factory import _step_tensors
-    from deft_backend.settings.config import Settings
-
-    def start(reason):
-        monkeypatch.setattr(warm_up, "failed_self_check", lambda *given, **named: reason)
-        tensors = _step_tensors(make_runner(500), ())
-        warm_up.prepare_kernels(small_attention(max_batch=4), tensors, Settings())
-
-    monkeypatch.setattr(warm_up, "warm_up_attention", lambda *given, **named: None)
-    start(None)
-    with pytest.raises(Unsupported, match="row 1 is off"):
-        start("L40S has no recorded results: row 1 is off")
 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.02, 0.5)])

@@ -87,6 +87,29 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
     assert not model_layers.model_asks(SimpleNamespace(model=layer()))
 
 
+def runner_of(monkeypatch, graphs="full", rows=4, **changes):
+    """A model runner of which every layer decodes through tree attention, and its own backend."""
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import layers as model_layers
+
+    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
+    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
+    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=rows)
+    arguments = SimpleNamespace(
+        speculative_algorithm=None,
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
+        decode_log_interval=40,
+        enable_metrics=False,
+        enable_deterministic_inference=False,
+    )
+    runner = {"is_draft_worker": False, "server_args": arguments, "device": "cpu"}
+    runner |= {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "req_to_token_pool": table}
+    runner |= {"model": torch.nn.Linear(1, 1), "ps": SimpleNamespace(attn_tp_rank=0)}
+    pools = {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table}
+    return SimpleNamespace(**{**runner, **changes}), type("OwnBackend", (), pools)()
+
+
 @pytest.mark.parametrize(
     "at", ["nowhere", "no graphs", "fence", "graphs", "another rank", "no group", "differs"]
 )
@@ -96,7 +119,6 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
 ):
     """The host's backend then runs alone on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang import layers as model_layers
     from deft_backend.hosts.sglang.latent import LatentLayers
     from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
@@ -112,33 +134,14 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
     if at in ("fence", "graphs"):
         patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
         monkeypatch.setattr(patch, "install", raising(RuntimeError("not here")))
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=4)
     has_graphs = at != "no graphs"
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full" if has_graphs else "disabled"))
     group = SimpleNamespace(world_size=2, cpu_group="in host memory")
-    runner = SimpleNamespace(
-        is_draft_worker=False,
-        server_args=SimpleNamespace(
-            speculative_algorithm=None,
-            cuda_graph_config=graphs,
-            decode_log_interval=40,
-            enable_metrics=False,
-        ),
-        device="cpu",
-        dtype=torch.float32,
-        kv_cache_dtype=torch.float32,
-        req_to_token_pool=table,
-        model=torch.nn.Linear(1, 1),
-        ps=SimpleNamespace(attn_tp_rank=0),
-        tp_group=SimpleNamespace(world_size=2) if at == "no group" else group,
-    )
-    own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
+    group = SimpleNamespace(world_size=2) if at == "no group" else group
+    kind = "full" if has_graphs else "disabled"
+    runner, own = runner_of(monkeypatch, kind, tp_group=group)
     for patch, held in (
         (observe_batch, "_observers"),
         (page_table_fence, "_readers"),
@@ -184,33 +187,12 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
 ):
     """The host's kernel would give a batch that no plan holds other bits."""
     from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang import layers as model_layers
 
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "state_of", lambda *given: make_state())
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=rows)
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="disabled"))
-    runner = SimpleNamespace(
-        is_draft_worker=False,
-        server_args=SimpleNamespace(
-            speculative_algorithm=None,
-            cuda_graph_config=graphs,
-            decode_log_interval=40,
-            enable_metrics=False,
-            enable_deterministic_inference=True,
-        ),
-        device="cpu",
-        dtype=torch.float32,
-        kv_cache_dtype=torch.float32,
-        req_to_token_pool=table,
-        model=torch.nn.Linear(1, 1),
-        ps=SimpleNamespace(attn_tp_rank=0),
-        tp_group=SimpleNamespace(world_size=1),
-    )
-    own = type("OwnBackend", (), {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table})()
+    one = SimpleNamespace(world_size=1)
+    runner, own = runner_of(monkeypatch, "disabled", rows, tp_group=one)
+    runner.server_args.enable_deterministic_inference = True
     made = factory.wrap_backend(runner, "fa3", own)
     if rows > 2048:
         assert made is own

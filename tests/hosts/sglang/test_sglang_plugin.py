@@ -1,6 +1,5 @@
 """``--attention-backend deft``: the host's arguments, and the registration."""
 
-import re
 import sys
 from types import SimpleNamespace
 
@@ -142,12 +141,6 @@ def test_servers_that_do_not_ask_are_left_alone(arguments, monkeypatch):
     assert served(arguments, made) is None
     assert made.attention_backend == "triton"
     assert decode_graphs(made) == "full"
-
-
-def test_a_wrong_setting_stops_the_server(arguments, monkeypatch):
-    monkeypatch.setenv("DEFT_MIN_BATCH", "none")
-    with pytest.raises(SettingsError, match="DEFT_MIN_BATCH is 'none'; expected an integer"):
-        arguments.resolve(resolve_as_host, make_arguments())
 
 
 @pytest.mark.parametrize("variable", ["DEFT_POLICY", "DEFT_FALLBACK_BACKEND"])
@@ -293,46 +286,12 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     assert served(arguments, make_arguments()) == "torch_native"
 
 
-def test_this_host_has_what_we_use(host):
-    from deft_backend.hosts.sglang import versions
-
-    versions.missing.cache_clear()
-    assert versions.missing() is None
-
-
-def test_a_host_that_lacks_something_is_told_what(arguments, caplog, monkeypatch):
-    """One line names the first member, and the number of others."""
-    from deft_backend.hosts.common.contract import Member
-    from deft_backend.hosts.sglang import versions
-
-    lacking = [Member("sglang.srt.of_the_test"), Member("sglang.srt.server_args", "of_the_test")]
-    monkeypatch.undo()
-    monkeypatch.setattr(versions, "CONTRACT", lacking)
-    versions.missing.cache_clear()
-    try:
-        assert re.search(r"of_the_test: no such module and 1 more", str(versions.missing()))
-        assert served(arguments, make_arguments()) is None
-    finally:
-        versions.missing.cache_clear()
-    assert "lacks a member that tree attention uses" in caplog.text
-
-
 def test_registering_never_raises(host, monkeypatch, caplog):
     from deft_backend.hosts.sglang import plugin
 
     monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
     plugin.register()
     assert "a host from another planet" in caplog.text
-
-
-def test_arguments_made_before_the_plugin_was_there_are_told_so(host):
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    from deft_backend.hosts.sglang.plugin import surround_backends
-
-    surround_backends()
-    with pytest.raises(ValueError, match=r"before SGLang loaded its plugins.*load_plugins"):
-        ATTENTION_BACKENDS["deft"](SimpleNamespace())
 
 
 def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):

@@ -5,17 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
-    FakeServer,
     Tree,
     decode_attention,
-    device_planned,
+    fake_server,
     make_batch,
     make_layer,
-    make_state,
     mode,
     query,
     recording_backend,
@@ -65,38 +62,22 @@ def server(host):
     from deft_backend.hosts.sglang.step_inputs import Verification
 
     _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
-    calls, pool, state = [], FakePool(410), make_state()
+    calls, pool = [], FakePool(410)
 
     class HostBackend(recording_backend(host, pool, table, calls)):
         def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
             calls.append("after draft")
 
     attention = small_attention(max_batch=3, query_tokens=N)
-    own = HostBackend()
-    backend = device_planned(
-        own,
-        attention,
-        state,
-        Settings(min_batch=2),
-        verification=Verification(N, attention.max_batch, attention.device),
-    )
 
     def batch(spec, kind="verify", size=2):
         rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
         slots = torch.arange(390, 390 + size * N)
         return make_batch(kind, table, rows, lengths, out_cache_loc=slots, spec_info=spec)
 
-    return FakeServer(
-        backend=backend,
-        calls=calls,
-        batch=batch,
-        state=state,
-        table=table,
-        attention=attention,
-        pool=pool,
-        own=own,
-        steps=backend.deft,
-    )
+    verification = Verification(N, attention.max_batch, attention.device)
+    own = HostBackend()
+    return fake_server(own, attention, table, calls, pool, batch, verification=verification)
 
 
 def check(server, batch, parents, out):

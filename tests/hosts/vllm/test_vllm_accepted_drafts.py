@@ -83,16 +83,6 @@ def test_many_requests_with_results_in_time_and_late(late, seed):
     assert taken > drafts > 300
 
 
-def test_counts_never_fall():
-    """The host accepts 1, 0 and 4 tokens of three drafts of 4. It tells the second result early."""
-    accepted = AcceptedDrafts(late=1)
-    found = []
-    for computed in (10, 15, 13, 18, 23):
-        accepted.observe(message({"a": (computed, 5, 4)}))
-        found.append(accepted.read())
-    assert found == [(0, 0), (0, 0), (1, 0), (2, 1), (3, 5)]
-
-
 def test_a_worker_shows_its_steps(caplog):
     worker = object.__new__(WorkerWrapperBase)
     worker._apply_mm_cache = lambda step: None

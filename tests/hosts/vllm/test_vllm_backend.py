@@ -13,14 +13,12 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from deft_backend.attention import TreeAttention, tree_attention
-from deft_backend.hosts.common import warm_up
+from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.latches import FailureLatch
 from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.settings.config import SettingsError
 from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from failure_lines import raising
@@ -146,14 +144,6 @@ def test_a_plan_serves_a_pass_and_no_longer(planned):
     step.build()
     step.check()
     assert len(planned) == 4
-
-
-@pytest.mark.parametrize("query_lens", [[3, 1, 20, 1, 5], [40, 37, 33, 65, 5]])
-def test_prefill_and_mixed_batches_are_the_hosts(query_lens, planned):
-    step = Step(Batch(DECODE, shared=0, query_lens=query_lens))
-    assert step.tree is None
-    step.check()
-    assert not planned
 
 
 def test_only_unsupported_layers_make_no_group(caplog):
@@ -357,18 +347,6 @@ def test_documents_in_a_prompt_change_no_decode(changes):
     assert Step(batch, common=batch.common(**changes)).tree is not None
 
 
-def test_batches_beyond_the_settings(monkeypatch):
-    monkeypatch.setenv("DEFT_MAX_BATCH", "4")
-    builder = tree_layers().builder(make_spec())
-    assert step_of(builder.build(0, Batch(DECODE[:4], shared=2).common())) is not None
-    assert step_of(builder.build(0, Batch(DECODE, shared=2).common())) is None
-    assert step_of(builder.build(0, Batch(DECODE[:1], shared=2).common())) is None
-    assert state().counters().steps_host == {
-        "batch larger than DEFT_MAX_BATCH=4": 1,
-        "batch smaller than DEFT_MIN_BATCH=2": 1,
-    }
-
-
 def test_counts_what_is_read(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
     step = Step(Batch([40, 37, 33], shared=2))  # 32 shared tokens, and 8 + 5 + 1 unshared ones
@@ -411,12 +389,6 @@ def test_steps_of_equal_layers_are_counted_once():
     new = tree_layers().builder(make_spec())
     assert new.deft_group is not first.builder.deft_group
     assert state().counters().steps_tree == 0
-
-
-def test_a_wrong_setting_stops_the_server(monkeypatch):
-    monkeypatch.setenv("DEFT_POLICY", "fastest")
-    with pytest.raises(SettingsError, match="DEFT_POLICY is 'fastest'; expected one of"):
-        tree_layers().builder(make_spec())
 
 
 def test_kv_of_another_kind_makes_no_group(caplog):
@@ -651,19 +623,6 @@ def test_keys_and_values_go_to_their_slots():
     assert changed == [[1, 0, 1], [1, 1, 1], [2, 0, 15], [2, 1, 15]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ({"alibi_slopes": [1.0]}, "alibi_slopes"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
-        ({"attn_type": "encoder"}, "attn_type"),
-    ],
-)
-def test_the_tests_backend_refuses_what_it_does_not_compute(arguments, word):
-    with pytest.raises(NotImplementedError, match=word):
-        tree_layers(arguments=arguments)
-
-
 @pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
 def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatch):
     """A pool takes all allocations of the thread that entered it, such as plan and workspace."""
@@ -689,31 +648,6 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatc
     else:
         with pytest.raises(ShownBatchError, match="may be unmapped while it is read"):
             forest_of(state().batch)
-
-
-def test_a_set_up_that_fails_beside_a_pool_is_one_line(monkeypatch, failures):
-    monkeypatch.setattr(TreeAttention, "__init__", raising(RuntimeError("out of memory")))
-    config = make_config()
-    config.model_config.enable_sleep_mode = True
-    assert tree_layers(config).builder(make_spec()).deft_group is None
-    (line,) = failures
-    assert "could not be set up (RuntimeError('out of memory'))" in line
-    failures.clear()
-
-
-def test_an_unknown_gpu_with_a_wrong_row_keeps_the_hosts_backend(monkeypatch, caplog):
-    def wrong(config, plan, step, *rest, **named):
-        run_plan(config, plan, step, *rest, **named)
-        step.out[1] = -step.out[1]
-
-    run_plan = tree_attention.run_plan
-    monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA L40S")
-    assert tree_layers().builder(make_spec()).deft_group is not None
-    monkeypatch.setattr(tree_attention, "run_plan", wrong)
-    with caplog.at_level(logging.WARNING, "deft_backend"):
-        assert tree_layers().builder(make_spec()).deft_group is None
-    assert "NVIDIA L40S has no recorded results" in caplog.text
-    assert "row 1 is off by 2" in caplog.text
 
 
 @pytest.mark.parametrize(

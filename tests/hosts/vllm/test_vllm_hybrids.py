@@ -121,18 +121,6 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
         assert state().counters().plans == plans
 
 
-def test_layers_of_two_shapes_have_plans_of_their_own():
-    """As with full layers of two head counts: each group plans for its shape."""
-    config = make_config()
-    first = layers_of(config, "first", make_spec())
-    second = Layers(
-        tree_backend(PlainCpuBackend), config, 1, {"num_heads": 2 * HEADS}, "second", make_spec()
-    )
-    groups = [layers.builder(make_spec()).deft_group for layers in (first, second)]
-    assert [group.shape.num_query_heads for group in groups] == [HEADS, 2 * HEADS]
-    assert [group.tree_layers for group in groups] == [1, 1]
-
-
 def test_layers_with_a_cache_of_another_dtype_are_not_counted():
     """As with ``--kv-cache-dtype-skip-layers``: bytes are counted for one dtype of cache."""
     shape, config = LayerShape(4, 2, 64), make_config()

@@ -487,17 +487,6 @@ def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     assert samples == [300 + 600, 20 + 100]
 
 
-def test_graphs_of_another_form_stay_alone(second_set, caplog):
-    step = Step(Batch(DECODE, shared=2))
-    second_set(step.layers.config, step.builder.deft_group)
-    manager = Manager(step)
-    manager.graphs = []
-    manager._capture_descs.pop(CUDAGraphMode.FULL)
-    manager.capture("model")
-    assert "no second set of graphs" in caplog.text
-    assert manager.captured == ["PIECEWISE", "PIECEWISE"]
-
-
 @pytest.mark.parametrize(
     ("error", "ranks", "stops"),
     [
@@ -521,16 +510,6 @@ def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
         manager.capture("model")
     assert ("does not fit into memory" in caplog.text) == ("out of memory" in str(error))
     assert not group._captures_tree
-    step.build()
-    assert manager.run_fullgraph(4).eq(5.0).all()
-
-
-def test_managers_of_other_servers_keep_one_set(second_set):
-    step = Step(Batch([40, 37, 33, 65], shared=2))
-    second_set(object(), step.builder.deft_group)
-    manager = Manager(step)
-    manager.capture("model")
-    assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL"]
     step.build()
     assert manager.run_fullgraph(4).eq(5.0).all()
 

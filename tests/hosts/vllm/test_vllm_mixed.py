@@ -228,23 +228,6 @@ def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeyp
     step.check()
 
 
-def test_one_workspace_serves_both_builders(monkeypatch):
-    """FLASHINFER's has hundreds of megabytes; the host shares it between micro-batches."""
-    made = []
-    monkeypatch.setattr(PlainCpuBuilder, "_get_workspace_buffer", lambda self: self, raising=False)
-    monkeypatch.setattr(
-        PlainCpuBuilder,
-        "set_workspace_buffer",
-        lambda self, it: made.append((self, it)),
-        raising=False,
-    )
-    step = mixed()
-    ((rest, first),) = made
-    assert first is step.builder
-    assert rest is step.builder.deft_rest.builder
-    assert type(rest) is PlainCpuBuilder
-
-
 def test_another_group_with_the_same_requests(monkeypatch, rests):
     """Model runner V1 copies a group's metadata for another group."""
 

@@ -19,7 +19,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import vllm_cpu_backend
-from deft_backend.hosts.common.contract import Member
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from vllm_cpu_backend import PlainCpuBackend, original_backend
@@ -240,12 +239,6 @@ def test_the_hosts_refusal_is_ours(monkeypatch):
         chosen_as_the_host_does()
 
 
-def test_before_a_layer_is_configured_nothing_is_chosen():
-    with pytest.raises(RuntimeError, match="before it configured any layer"):
-        registered.Custom.get_impl_cls()
-    assert registered.Custom.get_name() == "CUSTOM"
-
-
 @pytest.mark.parametrize(("backend", "tree"), [(None, False), ("CUSTOM", True), ("DEFT", True)])
 def test_the_tests_backend_on_the_cpu(backend, tree, monkeypatch):
     """Servers that do not ask for the plugin get the host's own class."""
@@ -309,36 +302,6 @@ def test_a_spawned_process_reads_our_name_before_it_loads_plugins():
     assert found.stdout.decode().split() == [backend.name]
 
 
-def test_registering_imports_no_compiler():
-    """The plugin is loaded in every process of every server on the machine."""
-    script = (
-        "import sys; sys.argv = ['server', '--attention-backend', 'CUSTOM'];"
-        "import vllm.v1.attention.backends.registry, vllm.platforms; "
-        "before = set(sys.modules); "
-        "from deft_backend.hosts.vllm.plugin import register; register(); "
-        "print({name.split('.')[0] for name in set(sys.modules) - before}"
-        " & {'torch', 'triton'})"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert found.stdout.strip().splitlines()[-1] == "set()"
-
-
-def test_this_vllm_is_one_that_the_adapter_knows():
-    assert versions.missing() is None
-
-
-@pytest.fixture
-def lacking(monkeypatch):
-    """The contract requires a member that no vLLM has."""
-    member = Member("vllm.v1.attention.backend", "AttentionImpl.forward", ("query", "tree"))
-    monkeypatch.setattr(versions, "CONTRACT", (*versions.CONTRACT, member))
-    versions.missing.cache_clear()
-    yield
-    versions.missing.cache_clear()
-
-
 def left_alone(reason, monkeypatch, caplog):
     """A server that asks for the plugin runs the host's own choice and says why."""
     host_chooses(monkeypatch, "FLASH_ATTN")
@@ -348,10 +311,6 @@ def left_alone(reason, monkeypatch, caplog):
         assert chosen_as_the_host_does() is original_backend("FLASH_ATTN")
         assert "FLASH_ATTN decodes without tree attention: " in caplog.text
         assert reason in caplog.text
-
-
-def test_a_vllm_without_a_member_is_left_alone(lacking, monkeypatch, caplog):
-    left_alone("AttentionImpl.forward: no parameter 'tree'", monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0rc1"])
@@ -370,3 +329,16 @@ def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplo
     monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
     plugin.register()
     assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
+
+
+def test_wrong_settings_stop_the_servers_first_process(monkeypatch):
+    """The API server loads plugins before anything else, so the message comes early and last.
+
+    A server without tree attention does not read its settings.
+    """
+    monkeypatch.setenv("DEFT_POLICY", "fastest")
+    monkeypatch.setattr("sys.argv", ["api_server.py", "--model", "tiny"])
+    plugin.register()
+    monkeypatch.setattr("sys.argv", ["api_server.py", "--attention-backend", "DEFT"])
+    with pytest.raises(SystemExit, match="deft: DEFT_POLICY is"):
+        plugin.register()

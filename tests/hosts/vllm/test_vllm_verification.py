@@ -4,7 +4,6 @@ import copy
 import logging
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Counters
 from deft_patches.vllm import observe_steps
 from failure_lines import raising
-from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import (
     Batch,
     Cache,
@@ -91,17 +89,6 @@ def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
     failures.clear()
 
 
-def test_cascade_is_not_for_verification(monkeypatch):
-    """Tree attention reads the prefix that all requests share, so the host needs no cascade."""
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(
-        host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
-    )
-    builder = make_layers().builder(make_spec())
-    for query_lens, expected in (([5, 5], False), ([1, 3, 1], False), ([5, 6], True), ([5], True)):
-        assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
-
-
 def test_the_same_metadata_serves_another_batch_of_a_graph():
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
     step = Step(Batch(LENS, shared=2, query_lens=[5] * 5), make_layers())
@@ -153,11 +140,6 @@ def test_a_short_end_of_a_prompt_is_computed_like_a_draft():
     step = Step(batch, make_layers(), batch.common(is_prefilling=prefilling))
     assert step.tree is not None
     step.check()
-
-
-def test_a_verification_outside_the_limits_is_counted_with_its_reason():
-    assert Step(Batch([40], shared=0, query_lens=[5]), make_layers()).tree is None
-    assert state().counters().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
 
 
 def test_without_speculation_several_tokens_are_a_prompts():
