@@ -24,8 +24,7 @@ _FIRST_ANSWER = 3.0
 
 def top(
     port: Annotated[
-        int | None,
-        Argument(metavar="PORT", min=1, max=65535, help="Only the server on this port."),
+        int | None, Argument(metavar="PORT", min=1, max=65535, help="Only the server on this port.")
     ] = None,
     once: Annotated[bool, Option("--once", help="Print once and end, for scripts.")] = False,
     interval: Annotated[float, Option(min=0.1, max=86400, help="Seconds between looks.")] = 1.0,

@@ -10,15 +10,7 @@ from pathlib import Path
 
 from deft_backend.settings.version import installed_version
 
-PACKAGES = (
-    "deft-backend",
-    "torch",
-    "triton",
-    "sglang",
-    "vllm",
-    "flashinfer-python",
-    "numpy",
-)
+PACKAGES = ("deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-python", "numpy")
 
 
 def provenance() -> dict[str, object]:

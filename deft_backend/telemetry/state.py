@@ -33,12 +33,7 @@ from deft_backend.telemetry.counters import (
 )
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import publisher
-from deft_backend.telemetry.shown_batch import (
-    Batch,
-    answer,
-    answer_file,
-    request_file,
-)
+from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import (
-    LayerAddresses,
-    PlannedAttention,
-    TreeAttention,
-    layer_addresses,
-)
+from deft_backend.attention import LayerAddresses, PlannedAttention, TreeAttention, layer_addresses
 from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import refused

@@ -14,11 +14,7 @@ REASONS = 3  # reasons of steps on the host's kernel that a line shows
 
 _HOSTS = {"sglang": "SGLang", "vllm": "vLLM"}
 
-_KIND_WORDS = {
-    DECODE: "pure decode",
-    MIXED: "mixed with prefills",
-    VERIFICATION: "verifications",
-}
+_KIND_WORDS = {DECODE: "pure decode", MIXED: "mixed with prefills", VERIFICATION: "verifications"}
 
 STRONG, GOOD, NOW, DIM, WARN, PLAIN = "strong", "good", "now", "dim", "warn", ""
 """What a part of a line is; each view has its own colours for them."""
