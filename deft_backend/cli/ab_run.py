@@ -69,8 +69,6 @@ DIFFERENCES_SHOWN = 12  # in the terminal; the report has all of them
 
 @dataclass(frozen=True)
 class AbOptions:
-    """The command's options, as the user gave them."""
-
     urls: tuple[str, str] | None
     model: str | None
     revision: str | None
@@ -92,12 +90,10 @@ class AbOptions:
 
     @cached_property
     def arrivals(self) -> Path | None:
-        """The trace, if it is one of arrivals."""
         return self.trace if self.trace is not None and is_arrival_trace(self.trace) else None
 
     @cached_property
     def names(self) -> list[str]:
-        """The workloads to run, each once."""
         default = [] if self.arrivals else WORKLOADS
         return list(dict.fromkeys(self.workloads or default))
 
@@ -207,7 +203,6 @@ def make_report_folder(folder: Path) -> None:
 
 @contextmanager
 def written_into(folder: Path) -> Iterator[None]:
-    """Turn errors of writing the report into a message."""
     try:
         yield
     except OSError as error:
@@ -218,7 +213,6 @@ def written_into(folder: Path) -> Iterator[None]:
 
 
 def run_asked(asked: AbOptions) -> None:
-    """Compare, print, write the report and exit."""
     checked_settings()
     console = Console()
     exact = asked.exact
@@ -273,7 +267,6 @@ def run_asked(asked: AbOptions) -> None:
 
 
 def print_result(result: AbResult, console: Console) -> None:
-    """Print the tables, the notes about them, and the verdict."""
     for title, (first, *figures), rows, _ in main_tables(result):
         table = Table(
             title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False

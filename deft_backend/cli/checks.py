@@ -146,7 +146,6 @@ def _bounded(name: str, low: str, high: str | None, missing: Status, remedy: str
 
 
 def hosts_with_metadata() -> list[Host]:
-    """The hosts in this environment."""
     return [host for host in HOSTS if host.versions.installed() is not None]
 
 
@@ -193,7 +192,6 @@ def check_device() -> Iterator[Check]:
 
 
 def check_settings() -> Iterator[Check]:
-    """Every ``DEFT_*`` variable that is set, and whether its value is allowed."""
     for variable in VARIABLES:
         value = os.environ.get(variable.name, "").strip()
         if not value:

@@ -88,7 +88,6 @@ def doctor(
 def _shapes(
     model: str | None, revision: str | None, heads: str | None, every: bool
 ) -> list[HeadShape]:
-    """The model's head shape, or the common ones, or all."""
     if model is not None or revision is not None:
         check_one_shape(heads, None)
         return [model_shape(chosen_model(model, revision))]
@@ -131,7 +130,6 @@ def _entry(shape: HeadShape, kernel: str, why: str) -> dict[str, Any]:
 
 
 def _table(shape: HeadShape) -> dict[str, Any]:
-    """The cost table in use, and a remedy if another one would be better."""
     from deft_backend.costs.cost_model import CostModel
 
     try:
@@ -216,7 +214,6 @@ def _has_run(entry: Mapping[str, Any]) -> bool:
 
 
 def _next_step() -> str:
-    """What to try, where the checkout's tiny model is and where it is not."""
     model = "" if tiny_model() is not None else " --model M"
     return f"try deft ab --quick{model}, or deft serve{model}"
 

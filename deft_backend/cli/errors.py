@@ -19,7 +19,6 @@ stderr = Console(stderr=True)
 
 
 def fail(message: str) -> typer.Exit:
-    """Print `message` and return the exception for the caller to raise."""
     stderr.print(Text("Error: ", style="bold red"), Text(message), sep="", soft_wrap=True)
     return typer.Exit(BAD_INPUT)
 
@@ -46,7 +45,6 @@ def state_folder() -> Path:
 
 
 def host_arguments(words: Sequence[str] | None) -> list[str]:
-    """The words behind ``--``, for the host server."""
     arguments = list(words or [])
     if arguments and not arguments[0].startswith("-"):
         raise fail(
@@ -63,7 +61,6 @@ def host_arguments(words: Sequence[str] | None) -> list[str]:
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line as it is, in one style."""
     console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 

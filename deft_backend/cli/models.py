@@ -41,7 +41,6 @@ class ChosenModel:
     revision: str | None = None  # branch, tag or commit of a hub name
 
     def file(self, name: str) -> Path | None:
-        """A file of the model; see :func:`deft_backend.tools.servers.model_files.model_file`."""
         return model_file(self.name, name, self.revision)
 
     def check(self) -> None:

@@ -42,7 +42,6 @@ class HeadShape(NamedTuple):
 
     @property
     def heads(self) -> str:
-        """Query heads and KV heads, as ``--heads`` takes them."""
         return f"{self.query_heads}/{self.kv_heads}"
 
 
@@ -64,7 +63,6 @@ class ModelLayers(NamedTuple):
 
 
 def parse_heads(heads: str) -> tuple[int, int]:
-    """``32/8`` as query heads and KV heads."""
     try:
         query_heads, kv_heads = (int(part) for part in heads.split("/"))
         if min(query_heads, kv_heads) < 1:
@@ -75,7 +73,6 @@ def parse_heads(heads: str) -> tuple[int, int]:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Fail if ``--dtype`` is not one that servers use."""
     if dtype not in (None, "fp16", "bf16"):
         raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
 
@@ -138,8 +135,6 @@ def model_shape(model: ChosenModel) -> HeadShape:
 
 
 def latent_heads(model: ChosenModel) -> LatentHeads | None:
-    """The latent attention of a model, from its ``config.json``; None if it has none."""
-
     def read(config: Mapping[str, Any]) -> LatentHeads | None:
         if not config.get("kv_lora_rank"):
             return None
@@ -155,7 +150,6 @@ def latent_heads(model: ChosenModel) -> LatentHeads | None:
 
 
 def _dtype_of(model: ChosenModel, config: Mapping[str, Any]) -> str:
-    """torch's name of a model's dtype."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16")
     dtype = dtype.removeprefix("torch.")
     if dtype not in SHORT_DTYPES.values():
@@ -187,7 +181,6 @@ def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -26,7 +26,6 @@ def state_directory(settings: Settings) -> Path:
 
 
 def tables_directory() -> Path:
-    """The folder of `deft tune`'s cost tables; raises like :func:`cache_directory`."""
     return cache_directory() / "tables"
 
 
@@ -41,7 +40,6 @@ def compiled_directory(settings: Settings) -> Path:
 
 
 def driver_stub_directory() -> Path:
-    """The folder of the driver stand-in; raises like :func:`cache_directory`."""
     return cache_directory() / "driver-stub" / "1"
 
 

@@ -25,7 +25,6 @@ class FieldError(ValueError):
 
 
 def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
-    """The content of a JSON file."""
     try:
         return parsed(path.read_text(encoding="utf-8"))
     except OSError as cause:
@@ -60,7 +59,6 @@ def within(name: str) -> Iterator[None]:
 
 
 def number(content: Mapping[str, Any], name: str) -> float:
-    """A finite number."""
     value = content.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
@@ -90,7 +88,6 @@ def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
 
 
 def mapping(content: Any, name: str) -> Mapping[str, Any]:
-    """An object."""
     value = content.get(name) if isinstance(content, Mapping) else None
     if isinstance(value, Mapping):
         return value
@@ -98,7 +95,6 @@ def mapping(content: Any, name: str) -> Mapping[str, Any]:
 
 
 def records(content: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """A list of objects."""
     value = content.get(name)
     if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
         return value

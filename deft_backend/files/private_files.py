@@ -33,7 +33,6 @@ def read_private(path: Path) -> bytes:
 
 
 def read_private_json(path: Path) -> Any:
-    """The content of a JSON file that only this user or root could write."""
     return parsed(read_private(path))
 
 
@@ -78,7 +77,6 @@ def open_private(path: Path) -> Any:
 
 
 def is_private(path: Path) -> bool:
-    """Whether :func:`read_private` would read a file."""
     try:
         return _unsafe(os.lstat(path)) is None
     except OSError:
@@ -104,7 +102,6 @@ def unsafe_folder(folder: Path) -> str | None:
 
 
 def _unsafe(status: os.stat_result) -> str | None:
-    """Why a file cannot be trusted, in words; or None."""
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if status.st_uid not in (os.getuid(), 0):

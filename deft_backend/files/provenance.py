@@ -25,7 +25,6 @@ def provenance() -> dict[str, object]:
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver, or None without one."""
     try:
         return (
             subprocess.run(

@@ -33,8 +33,6 @@ class Decoded(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A number of steps, and their decode rows."""
-
     steps: int = 0
     rows: int = 0
     # KV bytes of the rows' contexts in all layers: what decoding them query by query reads.
@@ -86,7 +84,6 @@ class Counters:
 
     @property
     def decode_steps(self) -> int:
-        """Steps with decode rows."""
         return self.total().steps
 
     @property
@@ -134,7 +131,6 @@ class Counters:
         return Counters({content: n for content, n in steps.items() if any(n)}, **grown)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of a state file, and totals for its other readers."""
         return {
             "steps": [
                 {**content._asdict(), **steps._asdict()} for content, steps in self.steps.items()
@@ -157,7 +153,6 @@ _FIGURES = tuple(each.name for each in fields(Counters) if each.name != "steps")
 
 
 def _steps_of(row: Mapping[str, Any]) -> tuple[Content, Steps]:
-    """An entry of ``steps`` in a state file."""
     with within("steps"):
         reason = None if row.get("reason", "") is None else text(row, "reason")
         counts = (whole(row, name) for name in Steps._fields)
@@ -252,7 +247,6 @@ class ServerDescription:
     dtype_bytes: int = field(metadata=_SIZE)  # bytes of one element of the KV cache
 
     def description(self) -> dict[str, Any]:
-        """These fields, as a state file holds them."""
         return {each.name: getattr(self, each.name) for each in fields(ServerDescription)}
 
 
@@ -279,7 +273,6 @@ class Place(NamedTuple):
     @classmethod
     @cache
     def here(cls) -> Place:
-        """The place of this process."""
         machine = _UNSAFE.sub("_", socket.gethostname())[:64] or "_"
         try:
             return cls(machine, os.stat("/proc/self/ns/pid").st_ino)
@@ -299,7 +292,6 @@ class StateName(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The file's name, such as ``30000-tp0@node-4026531836-1234.json``."""
         ranks = "".join(f"-{name[:2]}{rank}" for name, rank in self.labels.items())
         return f"{self.port}{ranks}@{self.place.machine}-{self.place.namespace}-{self.pid}.json"
 

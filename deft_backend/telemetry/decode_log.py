@@ -70,7 +70,6 @@ def describe(stretch: Counters) -> str:
 
 
 def _by_kind(stretch: Counters, *, tree: bool) -> str:
-    """The number of steps of each kind; without any, nothing."""
     numbers = ((stretch.total(kind, tree=tree).steps, kind) for kind in KINDS)
     words = [f"{number:,} {kind}" for number, kind in numbers if number]
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

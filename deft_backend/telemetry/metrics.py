@@ -36,7 +36,6 @@ class Metric(NamedTuple):
 
     @property
     def series(self) -> str:
-        """Its name on the page."""
         return f"{self.name}_total"
 
 
@@ -93,7 +92,6 @@ class Sample(NamedTuple):
 
 
 def samples(counters: Counters) -> Iterator[Sample]:
-    """Every series of a reading. Series without a reason exist from the start, at zero."""
     for kind, kernel in product(KINDS, ("tree", "host")):
         total = counters.total(kind, tree=kernel == "tree")
         for metric, value in zip((STEPS, ROWS, CONTEXT), total, strict=True):
@@ -170,7 +168,6 @@ class StateCollector:
         self._port = port
 
     def describe(self) -> list[CounterMetricFamily]:
-        """The names, for the registry; reads no file."""
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
@@ -211,7 +208,6 @@ def _families() -> dict[Metric, CounterMetricFamily]:
 
 
 def _files(folder: Path, port: int) -> list[tuple[StateName, Path]]:
-    """The state files of this server's processes; none if the folder cannot be read."""
     try:
         names = [StateName.parse(name) for name in sorted(os.listdir(folder))]
     except OSError:

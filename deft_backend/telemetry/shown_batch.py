@@ -41,12 +41,10 @@ def request_file(state: Path) -> Path:
 
 
 def answer_file(state: Path) -> Path:
-    """The file with the answer."""
     return state.with_suffix(".batch.json")
 
 
 def answer(batch: Batch | str | None) -> dict[str, Any]:
-    """The content of an answer: the forest, or why there is none."""
     try:
         return {"forest": forest_as_json(forest_of(batch))}
     except Exception as error:  # the answer says so; the server goes on
@@ -108,7 +106,6 @@ _ARRAYS = ("order", "seq_lens", *_NODES)
 
 
 def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
-    """What :func:`forest_from_json` reads."""
     arrays = {name: getattr(forest, name).tolist() for name in _ARRAYS}
     return {**arrays, "page_size": forest.page_size}
 

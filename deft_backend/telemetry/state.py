@@ -66,7 +66,6 @@ class ServerState(ServerDescription):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of one token in one layer."""
         return (1 + self.values_apart) * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def count(self, decoded: Decoded, reason: str | None = None) -> None:
@@ -115,7 +114,6 @@ class ServerState(ServerDescription):
         )
 
     def as_json(self, counters: Counters) -> dict[str, Any]:
-        """The file's content, without the time of writing."""
         return {"schema": SCHEMA, **self.description(), **counters.as_json()}
 
 
@@ -221,7 +219,6 @@ class StateWriter:
         return True
 
     def _show_batch(self) -> None:
-        """Answer `deft explain --server`, if it asks."""
         asked = request_file(self.path)
         try:
             if self._waits or not asked.is_file():  # a folder that cannot be written

@@ -36,8 +36,6 @@ class StateError(ValueError):
 
 @dataclass
 class StateReading(ServerDescription):
-    """One reading of the file."""
-
     path: Path
     counters: Counters
     updated: float  # when a counter last changed, in seconds since the epoch
@@ -45,8 +43,6 @@ class StateReading(ServerDescription):
 
 
 class StateFile(NamedTuple):
-    """A state file in the folder of servers' state."""
-
     name: StateName
     path: Path
     seen: float  # its writer's last sign of life, in seconds since the epoch
@@ -169,7 +165,6 @@ class BatchQuestion:
         raise StateError(f"{self._state}: the server has no batch to show: {why}")
 
     def withdraw(self) -> None:
-        """Take the question back, so that the server copies nothing for it."""
         with suppress(OSError):
             request_file(self._state).unlink(missing_ok=True)
 

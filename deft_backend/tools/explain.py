@@ -28,8 +28,6 @@ SPAN_BYTES = 4
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group; `kv_bytes` are those of all layers."""
-
     tokens: int
     queries: int
     kv_bytes: int
@@ -81,7 +79,6 @@ class Explanation:
     groups: tuple[GroupFacts, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, as JSON can hold it."""
         return asdict(self)
 
 
@@ -148,7 +145,6 @@ def _masked_tokens(plan: Plan, seq_lens: npt.NDArray[np.integer]) -> int:
 
 
 def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
-    """Every node, with the groups that read it."""
     position = np.empty(forest.batch_size, dtype=np.int64)
     position[forest.order] = np.arange(forest.batch_size)
     leaf_of, parent = forest.leaf[position].tolist(), forest.parent.tolist()

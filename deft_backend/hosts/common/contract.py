@@ -57,8 +57,6 @@ def members_of(table: str) -> tuple[Member, ...]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A member that the host lacks, or defines differently from how we use it."""
-
     member: Member
     instead: str  # what the host has instead
     # False if this machine cannot tell: a module that needs a GPU does not import, for example.
@@ -71,7 +69,6 @@ class Problem:
 
 
 def check_contract(contract: Iterable[Member], version: str) -> list[Problem]:
-    """The members of a contract that the importable host of a version lacks, in its order."""
     wanted = (member for member in contract if matches(version, member.versions))
     return [problem for member in wanted for problem in _problems(member)]
 
@@ -88,7 +85,6 @@ def first_missing(contract: Iterable[Member], version: str | None) -> str | None
 
 
 def _problems(member: Member) -> Iterator[Problem]:
-    """The problems of one member: the first one only, except for parameters."""
     try:
         found: Any = import_module(member.module)
     except Exception as error:  # a host's modules run any code
@@ -133,7 +129,6 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _names(owner: Any) -> set[str]:
-    """Every name of a module or class, with the fields of the class's instances."""
     names = set(dir(owner))
     for base in inspect.getmro(owner) if isinstance(owner, type) else ():
         names.update(inspect.get_annotations(base))

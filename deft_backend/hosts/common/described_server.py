@@ -45,11 +45,9 @@ class DescribedServer:
 
     @property
     def query_tokens(self) -> int:
-        """Most query tokens of a request."""
         return 1 if self.drafts is None else self.drafts.query_tokens
 
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
-        """The kernels that the server launches on a GPU, which need not be at hand."""
         tensors = _HOSTS[self.host](self)
         group = max(1, self.num_query_heads // self.num_kv_heads)
         largest = min(settings.max_batch, self.max_batch)
@@ -129,7 +127,6 @@ class DescribedLatentServer:
     query_tokens: int = 1  # of each request: more in the verification of chains
 
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
-        """The kernels that the server launches on a GPU, which need not be at hand."""
         if gpu.capability != HOPPER:
             raise AttentionError(
                 f"MLA needs a GPU of compute capability 9.0 (Hopper), and the target is {gpu.name}"

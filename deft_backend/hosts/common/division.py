@@ -18,14 +18,11 @@ class LayerShape(NamedTuple):
 
     @property
     def gqa_group(self) -> int:
-        """Query heads that share a KV head."""
         return self.num_query_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
 class Division(Generic[Name, Layer]):
-    """The layers of a model, by the host's names for them."""
-
     # The layers that run through tree attention, each with what the adapter knows of it.
     tree: Mapping[Name, Layer]
     host: Mapping[Name, str]  # for each other layer, the reason why the host's kernel runs it

@@ -18,7 +18,6 @@ class FailureLatch:
         self.keeps_graphs: Callable[[], bool] = lambda: False
 
     def kernel_failed(self, error: Exception) -> None:
-        """A kernel of tree attention raised `error`."""
         self.close("kernel failed", "a kernel failed (%r)", error)
 
     def planning_failed(self, error: Exception) -> None:
@@ -26,7 +25,6 @@ class FailureLatch:
         self.close("planning failed", "planning failed (%r)", error)
 
     def results_differ(self, difference: float, tolerance: float) -> None:
-        """``DEFT_VERIFY`` found a difference; see :func:`differ`."""
         self.close(
             "kernel failed",
             "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
@@ -65,7 +63,6 @@ class OnceLog:
             logger.warning("deft: %s", message)
 
     def layers_left(self, reason: str) -> None:
-        """Layers of planned steps run in the host's kernel."""
         self.warn(
             f"layers with {reason} decode through the host's kernel; the others use tree attention"
         )

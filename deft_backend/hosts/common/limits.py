@@ -29,7 +29,6 @@ class Unsupported(RuntimeError):
 
 
 def refuse_if(reason: str | None) -> None:
-    """Raise Unsupported if there is a reason."""
     if reason is not None:
         raise Unsupported(reason)
 
@@ -62,7 +61,6 @@ def for_any_batch(settings: Settings, *, equal_bits: bool) -> Settings:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """A GPU's compute capability; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

@@ -39,11 +39,9 @@ class TestedVersions:
         return self.newest if version_key(version) < version_key(self.newest) else None
 
     def installed(self) -> str | None:
-        """The version installed in this environment under any of `distributions`, or None."""
         return next(filter(None, map(installed_version, self.distributions)), None)
 
     def holds(self, version: str) -> bool:
-        """Whether a version lies in the window."""
         return version_key(self.lowest) <= version_key(version) < version_key(self.beyond)
 
     def refuse(self) -> str | None:

@@ -88,7 +88,6 @@ def compile_for_server(
 def step_variants(
     attention: TreeAttention, tensors: StepTensors, *, smallest: int = 1
 ) -> list[Variant]:
-    """The kernels of every launch of :func:`warm_up_attention`; nothing is compiled or run."""
     with recorded() as variants:
         for step in _steps(attention, tensors, smallest=smallest):
             step()
@@ -98,7 +97,6 @@ def step_variants(
 def latent_variants(
     attention: LatentAttention, integers: tuple[torch.dtype, torch.dtype]
 ) -> list[Variant]:
-    """The kernels of the check of MLA and of a server's steps; nothing is compiled or run."""
     with recorded() as variants:
         failed_latent_check(attention)
         table = torch.zeros((1, 1), dtype=torch.int32, device=attention.device)
@@ -226,12 +224,10 @@ def failed_self_check(attention: TreeAttention, tensors: StepTensors) -> str | N
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """A GPU's name; None for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _cases(tensors: StepTensors) -> list[Case]:
-    """A case for each kind of the server's steps and layers."""
     drafts = tensors.drafts
     steps: list[tuple[int, bool, bool]] = []  # query tokens, and whether trees and ragged
     if drafts is None or not drafts.always:

@@ -77,7 +77,6 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
 
 
 def _decodes(server_args: Any) -> bool:
-    """Whether the arguments name ``deft`` for decode, alone or for all attention."""
     decode = getattr(server_args, "decode_attention_backend", None)
     if decode is not None:
         return _is_ours(decode)
@@ -101,7 +100,6 @@ def _settings() -> Settings:
 
 
 def unsupported(server_args: Any, settings: Settings) -> str | None:
-    """Why this server's arguments or settings rule out tree attention, in one line, or None."""
     missing = versions.missing()
     if missing is not None:
         return f"this SGLang lacks a member that tree attention uses ({missing})"
@@ -145,7 +143,6 @@ _LATENT_BACKENDS = {"cuda": ("fa3",), "cpu": ("torch_native", "intel_amx")}
 
 
 def _refused_latent(server_args: Any) -> str | None:
-    """Why the arguments of a server with an MLA model rule out tree attention, or None."""
     args, model = versions.resolved(server_args), versions.model_config(server_args)
     if getattr(getattr(model, "hf_text_config", None), "index_topk", None):
         return "sparse MLA is not supported (index_topk)"
@@ -167,7 +164,6 @@ _ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
 
 def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None]) -> str | None:
-    """Why this server's kind of speculation rules out tree attention, in one line, or None."""
     algorithm = getattr(args, "speculative_algorithm", None)
     if algorithm is None:
         return None
@@ -211,7 +207,6 @@ def _check_fallback(name: str | None) -> None:
 
 
 def _sized_with_graphs(server_args: Any, settings: Settings) -> str | None:
-    """Why this server needs decode graphs that cannot hold tree attention, or None."""
     sized = versions.is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
     if not sized or versions.resolved(server_args).device != "cuda":
         return None
@@ -243,7 +238,6 @@ def _keep_or_disable_decode_graphs(server_args: Any, settings: Settings) -> None
 
 
 def _not_in_graphs(kind: str, settings: Settings) -> str | None:
-    """Why tree attention cannot be in decode graphs of a kind, or None."""
     if settings.verify:
         return "DEFT_VERIFY compares every step with the host's kernel"
     if versions.is_set("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):  # 0.5.19 on

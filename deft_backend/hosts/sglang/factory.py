@@ -142,7 +142,6 @@ def _decided(steps: TreeSteps, settings: Settings) -> tuple[object, ...]:
 
 
 def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
-    """Build the backend; `undo` takes back its changes to the host."""
     make = _latent_layers if is_latent(runner) else _tree_layers
     # The host makes no larger batch than it has rows.
     largest = min(settings.max_batch, runner.req_to_token_pool.size)
@@ -153,7 +152,6 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
 
 
 def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
-    """The layers of a model with keys and values, and their attention, which is ready to run."""
     refuse_if(unsupported_model(runner))
     division, (heads, kv_heads, dim) = divided(runner)
     query_tokens = draft_tokens(runner.server_args)
@@ -190,7 +188,6 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
 
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
-    """The same of an MLA model."""
     if not settings.mla:
         raise Unsupported(MLA_IS_OFF)
     if settings.policy != AUTO:
@@ -269,7 +266,6 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
 
 
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
-    """The tensors of a step: their kinds are the same in graphs and in eager steps."""
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
     return StepTensors(
@@ -283,7 +279,6 @@ def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
 
 
 def _drafts(runner: Any) -> Drafts | None:
-    """What a model runner verifies, in every step."""
     tokens = draft_tokens(runner.server_args)
     if tokens == 1:
         return None
@@ -291,7 +286,6 @@ def _drafts(runner: Any) -> Drafts | None:
 
 
 def _kinds(model: Any, layers: Collection[int]) -> list[LayerKind]:
-    """Each kind of some layers, as the model shows them."""
     sinks = sinks_of_layers(model)
     kinds = {
         LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))

@@ -35,19 +35,16 @@ class LatentLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> LatentLayer:
-        """The shape of a ``RadixAttention`` layer."""
         return cls(layer.tp_q_head_num, layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim)
 
 
 def is_latent(runner: Any) -> bool:
-    """Whether a model runner's KV cache holds latent vectors."""
     return type(getattr(runner, "token_to_kv_pool", None)).__name__ == _POOL
 
 
 def latent_attention(
     runner: Any, largest: int, query_tokens: int, settings: Settings
 ) -> tuple[LatentAttention, Division[int, LayerShape]]:
-    """MLA for a model runner's layers, after it has passed a check on this machine."""
     device, dtype = device_of(runner), runner.dtype
     if runner.kv_cache_dtype != dtype or runner.token_to_kv_pool.store_dtype != dtype:
         raise Unsupported(
@@ -120,7 +117,6 @@ class LatentLayers(StepLayers):
     attention: LatentAttention
 
     def _layer(self) -> LatentLayer:
-        """The shape of the planned layers."""
         shape = self.attention.shape
         return LatentLayer(shape.num_query_heads, shape.value_dim, shape.rope_dim)
 
@@ -188,7 +184,6 @@ class LatentSharing:
     _reason: str | None = "sharing not known yet"
 
     def too_little(self, forward_batch: Any) -> str | None:
-        """Why the host's kernel computes a batch, or None."""
         observed = self.observer.of(forward_batch)
         if observed is None:
             return "batch without requests"

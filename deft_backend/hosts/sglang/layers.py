@@ -24,8 +24,6 @@ _LAYERS = ("torch.", "sglang.srt.layers.")
 
 
 class FullCache(NamedTuple):
-    """The KV cache of the layers that attend to their whole context."""
-
     pool: Any  # the host's ``MHATokenToKVPool`` that holds these layers' keys and values
     # The model's ids of these layers; None: every layer of the model runner.
     layers: Collection[int] | None
@@ -37,12 +35,10 @@ class FullCache(NamedTuple):
 
     @property
     def keys(self) -> Any:
-        """[tokens, Hkv, D]: the keys of the first layer; all layers have the same shape."""
         return self.pool.get_key_buffer(self.pool.start_layer)
 
     @property
     def values(self) -> Any:
-        """[tokens, Hkv, D]: the values of the first layer."""
         return self.pool.get_value_buffer(self.pool.start_layer)
 
 
@@ -73,7 +69,6 @@ def full_cache(pool: Any) -> FullCache | str:
 def division_of(
     runner: Any, refused: Callable[[LayerShape], str | None] | None = None
 ) -> Division[int, LayerShape]:
-    """Which layers of a model runner tree attention can decode."""
     pool, device = runner.token_to_kv_pool, device_of(runner)
     refused = refused or (lambda shape: TreeAttention.unsupported(*shape, runner.dtype, device))
     cache = full_cache(pool)
@@ -124,7 +119,6 @@ def _shape_of(layer: Any) -> LayerShape:
 
 
 def _other_shape(shape: LayerShape, planned: LayerShape) -> str:
-    """The reason for a layer whose heads differ from those that the plan serves."""
     return (
         f"{shape[0]} query and {shape[1]} KV heads of {shape[2]}; the model's other layers "
         f"have {planned[0]} and {planned[1]} of {planned[2]}"
@@ -160,14 +154,12 @@ def unsupported_layer(
 
 
 def device_of(runner: Any) -> torch.device:
-    """The device that a model runner decodes on."""
     if runner.device == "cuda":
         return torch.device("cuda", runner.gpu_id)
     return torch.device(runner.device)
 
 
 def unsupported_model(runner: Any) -> str | None:
-    """Why a model runner's KV cache rules out tree attention, in one line, or None."""
     cache = full_cache(runner.token_to_kv_pool)
     if isinstance(cache, str):
         return cache
@@ -190,7 +182,6 @@ def ignored_scales(runner: Any, name: str) -> str | None:
 
 
 def planned_shape(division: Division[int, LayerShape]) -> LayerShape | None:
-    """The one shape of the layers that run through tree attention; None if there are none."""
     return next(iter(division.tree.values()), None)
 
 

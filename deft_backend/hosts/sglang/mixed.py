@@ -65,7 +65,6 @@ class MixedSteps:
             self.layers.state.count(_decoded(observed, forward_batch), "in a graph of prefills")
 
     def _refused(self, forward_batch: Any, rows: int) -> str | None:
-        """Why this batch is not split, whatever it shares."""
         reason = self.layers.failure.reason or self.unsplit
         reason = reason or refused(rows, self.settings, self.layers.attention.max_batch)
         if reason is not None:
@@ -105,7 +104,6 @@ class MixedSteps:
         return self.costs.transfer_ms(saved_bytes) > STEP_MS + LAYER_MS * layers
 
     def _split(self, forward_batch: Any, decoded: Decoded) -> tuple[TreeStep | None, str | None]:
-        """Plan the decode rows and have the host prepare the others, or the reason why not."""
         layers, rows = self.layers, decoded.rows
         first = sum(forward_batch.extend_seq_lens_cpu[:-rows])
         assert self.slice_batch is not None
@@ -139,7 +137,6 @@ class MixedSteps:
 
 
 def _decoded(observed: Observed, forward_batch: Any) -> Decoded:
-    """The decode rows of a mixed batch, for the counters. A graph's batch has padding behind."""
     rows, lens = observed.decoding, forward_batch.seq_lens_cpu
     requests = len(observed.requests)
     tokens = 0 if lens is None else int(lens[requests - rows : requests].sum())

@@ -44,7 +44,6 @@ def _register() -> None:
 
 
 def surround_backends() -> None:
-    """Surround every backend that is registered so far, each one once."""
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):

@@ -36,7 +36,6 @@ class RadixTreeSource:
     """Walks from each request's last node to the root, by the nodes' ``parent`` and ``key``."""
 
     def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        """Forest of a decode batch. Raises TreeError if a node has no tokens."""
         tree = _Tree()
         holder = []
         for request, length in zip(requests, seq_lens.tolist(), strict=True):
@@ -61,7 +60,6 @@ class _Tree:
         self._cuts: dict[tuple[int, int], int] = {}
 
     def add(self, node: Any) -> int:
-        """Add a node of the host, and those of its ancestors that are still missing."""
         unknown = []
         while node.parent is not None and node.id not in self.index:
             unknown.append(node)
@@ -92,13 +90,10 @@ class _Tree:
 
 
 class UnifiedTreeSource:
-    """Reads paths of the tree; its core is in Rust or in Python."""
-
     def __init__(self, paths: TreePaths) -> None:
         self._paths = paths
 
     def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        """Forest of a decode batch."""
         held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
         ends = list({node: None for node, _ in held if node is not None})
         paths = dict(zip(ends, self._paths(ends) if ends else (), strict=True))
@@ -180,9 +175,6 @@ class CachedTree:
     def forest(
         self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
     ) -> PrefixForest | None:
-        """Forest of a batch; None if the cache cannot be read. Its last tokens are always in
-        leaves. `seq_lens` [B] int includes the tokens that the step computes.
-        """
         kind = type(tree_cache).__qualname__
         if tree_cache is not self._tree_cache:
             self._tree_cache = tree_cache
@@ -216,8 +208,6 @@ def key_of(request: Any) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """Requests and tree behind a forward batch."""
-
     rids: Any  # the forward batch's own list of request ids; its identity names the batch
     requests: Sequence[Any]
     tree_cache: Any
@@ -232,7 +222,6 @@ class BatchObserver:
         self._last: Observed | None = None
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
-        """Observer of ``ForwardBatch.init_new``."""
         if runner is self._runner:
             mixed = forward_batch.forward_mode.is_mixed()
             decoding = len(batch.decoding_reqs or ()) if mixed else 0

@@ -57,8 +57,6 @@ def start_reporting(state: ServerState, runner: Any, settings: Settings) -> None
 
 
 class _Reading(NamedTuple):
-    """The requests of a verification, and what was counted before it."""
-
     requests: Sequence[Any]
     before: DraftCounts  # of earlier batches, minus what these requests had when their batch began
 
@@ -74,7 +72,6 @@ class AcceptedDrafts:
         self._last = _Reading((), DraftCounts(0, 0))
 
     def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
-        """Observer of ``ForwardBatch.init_new``."""
         if runner is not self._runner or not forward_batch.forward_mode.is_target_verify():
             return
         # Requests that leave are counted to their end: the host has all results of a request

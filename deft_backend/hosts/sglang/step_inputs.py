@@ -14,8 +14,6 @@ from deft_backend.hosts.sglang.versions import draft_links
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step's planning and attention read of its batch, on the device."""
-
     seq_lens: torch.Tensor  # [B]; tokens of each request, the step's included
     table_rows: torch.Tensor  # [B]; each request's row of the page table
     query_tokens: int = 1  # of each request
@@ -24,11 +22,9 @@ class StepInputs:
 
     @property
     def rows(self) -> int:
-        """Query tokens of all requests."""
         return self.seq_lens.shape[0] * self.query_tokens
 
     def plan(self, attention: PlannedAttention, page_table: torch.Tensor) -> None:
-        """Launch the planning of the step."""
         attention.plan_batch(
             page_table, self.seq_lens, table_rows=self.table_rows, query_tokens=self.query_tokens
         )
@@ -40,7 +36,6 @@ class Decode:
     query_tokens = 1
 
     def unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
-        """Why tree attention does not compute this batch, or None."""
         return None
 
     def load(self, forward_batch: Any) -> None:
@@ -63,7 +58,6 @@ class Verification:
         self._links = torch.full(shape, -1, dtype=torch.int64, device=device)
 
     def unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
-        """Why tree attention does not compute a verification; a capture has no links yet."""
         spec = forward_batch.spec_info
         tokens = getattr(spec, "draft_token_num", None)
         if tokens != self.query_tokens:

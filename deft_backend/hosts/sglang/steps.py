@@ -160,7 +160,6 @@ class TreeSteps:
         return kind is not None and self._too_little(forward_batch) is None
 
     def capture_tree(self, capturing: bool) -> None:
-        """The host captures the next forwards with tree attention, or without it again."""
         self._captures_tree = capturing
         self.layers.step = None
 
@@ -178,13 +177,11 @@ class TreeSteps:
         return self._replayed_tree
 
     def _kind_of(self, mode: Any) -> StepKind | None:
-        """The kind of step that a batch of this mode is; None if the host runs it."""
         if mode.is_decode():
             return DECODE if self.decodes else None
         return self.verification if mode.is_target_verify() else None
 
     def _refused(self, requests: int) -> str | None:
-        """Why the host's kernel decodes a batch or a graph of this size, or None."""
         most = self.layers.attention.max_batch
         return self.layers.failure.reason or refused(requests, self.settings, most)
 
@@ -207,7 +204,6 @@ class TreeSteps:
         return True
 
     def _planned(self, step: TreeStep, kind: StepKind) -> bool:
-        """Launch the planning; if that fails, the host's kernel decodes from then on."""
         layers = self.layers
         try:
             step.inputs = inputs = kind.inputs(step.batch)
@@ -227,7 +223,6 @@ class TreeSteps:
             )
 
     def _count(self, kind: StepKind, forward_batch: Any, reason: str | None = None) -> None:
-        """Count a step; `reason`: why the host's kernel decoded it; None: tree attention did."""
         tokens, lens = forward_batch.seq_lens_sum, forward_batch.seq_lens_cpu
         if tokens is None:
             tokens = 0 if lens is None else lens.sum()

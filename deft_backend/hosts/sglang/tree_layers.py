@@ -19,8 +19,6 @@ from deft_backend.telemetry.state import ServerState
 
 @dataclass
 class TreeStep:
-    """A step whose plan is on the device."""
-
     batch: Any  # the host's batch; its identity tells whether a layer belongs to the step
     inputs: StepInputs | None  # None until a step that is planned in a graph is planned
     captured: bool = False  # whether the step is captured into a graph
@@ -46,7 +44,6 @@ class LayerCall:
     others: Mapping[str, Any]  # further arguments by name
 
     def by(self, method: Callable[..., Any]) -> Any:
-        """Make the call of a method of the host's backend."""
         return method(
             self.q, self.k, self.v, self.layer, self.batch, self.save_kv_cache, **self.others
         )
@@ -91,11 +88,9 @@ class StepLayers(ABC):
 
     @property
     def tree_layers(self) -> int:
-        """The counted layers that run through tree attention."""
         return self.state.num_layers - self._left
 
     def begin(self, step: TreeStep) -> None:
-        """Run the layers of an eager step from now on."""
         self.step = step
         if self.model_asks:
             self._make_host_ready(step, step.batch)
@@ -228,8 +223,6 @@ class StepLayers(ABC):
 
 
 class TreeLayers(StepLayers):
-    """The layers of a model with keys and values."""
-
     known_arguments = ("sinks",)
     attention: TreeAttention
 
@@ -241,7 +234,6 @@ class TreeLayers(StepLayers):
         return reason
 
     def _scales(self, layer: Any) -> tuple[Any, ...]:
-        """The scales of a layer's keys and values, if the cache has 8 bits."""
         eight_bits = self.attention.kv_dtype != self.attention.dtype
         return (layer.k_scale, layer.v_scale) if eight_bits else ()
 

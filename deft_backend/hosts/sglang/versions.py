@@ -33,7 +33,6 @@ def resolving_method() -> str | None:
 
 
 def add_backend_name(name: str) -> None:
-    """Add a name to the choices of ``--attention-backend``."""
     from sglang.srt import server_args as host
 
     if name not in host.ATTENTION_BACKEND_CHOICES:
@@ -67,12 +66,10 @@ def backend_names(server_args: Any) -> tuple[str | None, str | None]:
 
 
 def uses_mla(server_args: Any) -> bool:
-    """Whether the model's attention is multi-head latent attention."""
     return bool(_answer(server_args, "use_mla_backend", "use_mla_backend"))
 
 
 def model_config(server_args: Any) -> Any:
-    """The host's description of the model."""
     return _answer(server_args, "get_model_config", "model_config_of")
 
 
@@ -226,7 +223,6 @@ def is_set(name: str) -> bool:
 
 
 def deterministic(server_args: Any) -> bool:
-    """Whether the results of a server must not depend on the batch."""
     return bool(getattr(resolved(server_args), "enable_deterministic_inference", False))
 
 
@@ -239,7 +235,6 @@ def draft_tokens(server_args: Any) -> int:
 
 
 def drafts_trees(server_args: Any) -> bool:
-    """Whether a server drafts trees, not chains: n-grams, or a ``topk`` above 1."""
     args = resolved(server_args)
     ngrams = str(args.speculative_algorithm).upper() == "NGRAM"
     return ngrams or (getattr(args, "speculative_eagle_topk", None) or 1) > 1
@@ -283,5 +278,4 @@ def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
 
 @functools.cache
 def missing() -> str | None:
-    """Which members of the contract this environment's SGLang lacks, in one line; or None."""
     return first_missing(CONTRACT, SGLANG.installed())

@@ -82,7 +82,6 @@ class TreeBuilder:
     def _attach(
         self, metadata: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Attach the step of a batch, if it has one, and count its decode rows."""
         step, group = None, self.deft_group
         content = None if group is None else content_of(common, group.query_tokens)
         if group is not None and content is not None:
@@ -134,7 +133,6 @@ class TreeBuilder:
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
     def _rest(self, content: Content, common: Any, *args: Any, **kwargs: Any) -> Any:
-        """The host's metadata of the requests behind a mixed step's decode rows, or None."""
         if self.deft_rest is None or args or kwargs.keys() - {"fast_build"}:
             return None
         try:
@@ -150,7 +148,6 @@ class TreeBuilder:
     def _refuses(
         self, group: GroupAttention, content: Content, common_prefix_len: int, common: Any
     ) -> str | None:
-        """Why the host's implementation decodes a batch, or None."""
         if content.kind == DECODE and content.tokens != content.requests:
             return "query tokens of no request"
         query_tokens = group.query_tokens if content.verifies else 1
@@ -174,7 +171,6 @@ class TreeBuilder:
 
 
 def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
-    """The step of a batch that tree attention decodes."""
     requests = content.requests
     step = TreeStep(
         group, common.block_table_tensor[:requests], common.seq_lens[:requests], content.tokens

@@ -38,7 +38,6 @@ class CachedPrefixes:
         return self._repeats * self.block_tokens
 
     def observe(self, message: Any) -> None:
-        """Observer of the scheduler's messages (``SchedulerOutput``)."""
         for request in chain(message.finished_req_ids, message.preempted_req_ids or ()):
             self._forget(request)
         for new in message.scheduled_new_reqs:

@@ -27,7 +27,6 @@ class Content(NamedTuple):
 
 
 def content_of(common: Any, query_tokens: int) -> Content | None:
-    """The content of a batch; None if all its requests compute their prompt."""
     batch, longest = int(common.num_reqs), int(common.max_query_len)
     if longest < 1:
         return None
@@ -52,12 +51,10 @@ def content_of(common: Any, query_tokens: int) -> Content | None:
 
 
 def sees_later_tokens(common: Any) -> bool:
-    """Whether a request of a batch may compute a document whose tokens attend to later ones."""
     return any((common.mm_req_doc_ranges or {}).values())
 
 
 def prefills(common: Any) -> bool:
-    """Whether some request of a batch computes its prompt; True if the runner does not say."""
     return common.is_prefilling is None or bool(_prefilling(common).any())
 
 

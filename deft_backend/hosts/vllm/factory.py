@@ -53,7 +53,6 @@ class LayerGroup(NamedTuple):
 
 
 def create_group(layers: LayerGroup) -> GroupAttention | None:
-    """Tree attention for a group; or None, with the reason in the log."""
     settings = for_any_batch(Settings.from_env(), equal_bits=False)
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
@@ -174,7 +173,6 @@ def known_prefixes(vllm_config: Any, query_tokens: int) -> CachedPrefixes | None
 
 
 def unsupported_server(vllm_config: Any) -> str | None:
-    """The feature of a server that rules out tree attention, in one line; or None."""
     from vllm import envs
 
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
@@ -196,7 +194,6 @@ def unsupported_server(vllm_config: Any) -> str | None:
 
 
 def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:
-    """Why the KV cache of a group's full-attention layers rules out tree attention; or None."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     # Subclasses are other kinds of caches.
@@ -221,7 +218,6 @@ def _unsupported_shape(layers: LayerGroup, shape: LayerShape, layer: Layer) -> s
 def _kinds(
     attention: TreeAttention, layers: Mapping[str, Layer], vllm_config: Any
 ) -> list[LayerKind]:
-    """Each kind of the layers of these that run through an attention, as their kernels see it."""
     shape = (attention.num_query_heads, attention.num_kv_heads, attention.head_dim)
     modules = vllm_config.compilation_config.static_forward_context
     kinds = set()
@@ -235,7 +231,6 @@ def _kinds(
 def _step_tensors(
     attention: TreeAttention, layers: LayerGroup, kinds: list[LayerKind]
 ) -> StepTensors:
-    """The tensors that the host's steps pass, to compile planner and kernels for."""
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
     cache = blank_cache(
         layers.host,

@@ -60,7 +60,6 @@ class GroupAttention(ABC):
         """Shape and dtype of the layers, and dtype and page size of their KV cache."""
 
     def takes(self, layer: Layer) -> bool:
-        """Whether a layer goes through tree attention, unless that has failed."""
         if layer.reason is not None:
             return False
         return layer.shape == self.shape and (layer.kv_dtype or self.dtype) == self.kv_dtype
@@ -137,7 +136,6 @@ class GroupAttention(ABC):
         return True
 
     def _left(self, step: TreeStep) -> bool:
-        """The host's implementation computes this layer and the rest of the step."""
         if _capturing(step.seq_lens):
             self._captured.discard(step.size)
         if step.counted is not None:
@@ -191,15 +189,12 @@ _HELD = "deft_held"
 
 
 class HeldLayer(NamedTuple):
-    """A layer's tensors at its last full run; without them its addresses would be of others."""
-
     kv_cache: torch.Tensor
     sm_scale: float
     sinks: torch.Tensor | None
     addresses: LayerAddresses
 
     def holds(self, owner: Any, kv_cache: torch.Tensor) -> bool:
-        """Whether the layer still has these tensors and this scale."""
         if self.kv_cache is not kv_cache or self.sm_scale != owner.scale:
             return False
         return self.sinks is None or self.sinks is owner.sinks
@@ -207,8 +202,6 @@ class HeldLayer(NamedTuple):
 
 @dataclass(eq=False)
 class TreeGroup(GroupAttention):
-    """The :class:`TreeAttention` of a group whose layers have keys and values."""
-
     attention: TreeAttention
 
     def __post_init__(self) -> None:
@@ -243,7 +236,6 @@ class TreeGroup(GroupAttention):
         return shape, held.dtype, held.kv_dtype, held.page_size
 
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
-        """Compute one layer of the planned step into `rows` [tokens, Hq, D]."""
         layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache
         k_scale: float | torch.Tensor = 1.0
         v_scale: float | torch.Tensor = 1.0

@@ -41,7 +41,6 @@ class LatentSharing(CachedPrefixes):
         self._reason: str | None = UNKNOWN
 
     def too_little(self) -> str | None:
-        """Why the host's kernel decodes the last message's batch, or None."""
         if self.scheduled.keys() != self._requests:
             self._reason = self._decide()
             self._requests = set(self.scheduled)
@@ -137,7 +136,6 @@ BACKEND = "FLASH_ATTN_MLA"
 
 
 def unsupported_latent(host: Any, settings: Settings) -> str | None:
-    """Why one of the host's MLA backends cannot be surrounded, in one line, or None."""
     if host.is_sparse():
         return "sparse MLA is not supported"
     if not settings.mla:
@@ -156,7 +154,6 @@ def latent_attention(
     page_size: int,
     max_batch: int,
 ) -> LatentAttention:
-    """MLA for the layers of a group, after it has passed a check on this machine."""
     assert layer.value_dim is not None
     parallel = vllm_config.parallel_config
     # A server with elastic expert parallelism may get more ranks while it runs.
@@ -187,7 +184,6 @@ def latent_attention(
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:
-    """Why the host cannot capture a second set of graphs, in one line; or None."""
     if not vllm_config.use_v2_model_runner:
         return "only model runner V2 has graphs for both (VLLM_USE_V2_MODEL_RUNNER=1)"
     return tree_graphs.missing()

@@ -103,7 +103,6 @@ def kv_views(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch
 def _named(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments by name, with defaults where the signature has them."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     if inspect.Parameter.VAR_POSITIONAL in kinds.values():
         from vllm.v1.attention.backend import AttentionImpl
@@ -176,7 +175,6 @@ def divide_layers(vllm_config: Any) -> Division[str, Layer]:
 
 
 def unsupported_kind(module: Any, vllm_config: Any) -> str | None:
-    """Why a layer's own cache specification rules out tree attention, in a few words; or None."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MambaSpec,

@@ -22,7 +22,6 @@ class RestBuilder:
         self.builder = host.get_builder_cls()(*arguments)
 
     def build(self, content: Content, common: Any, **options: Any) -> Any:
-        """The metadata of the requests that ``content.requests`` does not count."""
         from vllm.v1.worker.ubatch_utils import UBatchSlice, _make_metadata_with_slice
 
         requests = slice(content.requests, int(common.num_reqs))
@@ -37,7 +36,6 @@ class RestBuilder:
 
 
 def unsplit(content: Content, common: Any) -> str | None:
-    """Why the host's implementation must compute a mixed batch alone, or None."""
     if content.scattered:
         return "decode rows behind prefills"
     if sees_later_tokens(common):

@@ -65,7 +65,6 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """Module and name of the class chosen for the last validated configuration."""
         if cls._chosen is None:
             return cls.__module__, cls.__qualname__
         module, name = cls._chosen.full_cls_name()
@@ -110,7 +109,6 @@ def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
 
 
 def _around(host: Any) -> tuple[Any, str | None]:
-    """The class around a backend of the host; or the backend itself and the reason."""
     reason = refuse()
     if reason is not None:
         return host, reason

@@ -40,7 +40,6 @@ class AcceptedDrafts:
         self._counts = DraftCounts(0, 0)  # one object, because another thread reads it
 
     def observe(self, message: Any) -> None:
-        """Observer of the scheduler's messages (``SchedulerOutput``)."""
         for request in message.finished_req_ids:
             self._open.pop(request, None)
         cached = message.scheduled_cached_reqs
@@ -68,8 +67,6 @@ class AcceptedDrafts:
 
 
 class Counted(NamedTuple):
-    """The layers whose steps the counters count."""
-
     shape: LayerShape
     dtype: torch.dtype  # of their KV cache
     device: torch.device
@@ -109,7 +106,6 @@ class Server:
         return self.state
 
     def observe(self, message: Any) -> None:
-        """Observer of the scheduler's messages; a host's own warm-up steps have none."""
         observe_steps.remove(self.observe)
         if self.state is not None:
             self.state.begin_serving()
@@ -131,7 +127,6 @@ def server_of(vllm_config: Any) -> Server:
 
 
 def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerState:
-    """Counters for a server, at zero."""
     from vllm.distributed import parallel_state
 
     try:
@@ -164,7 +159,6 @@ def untold(vllm_config: Any) -> str | None:
 
 
 def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None:
-    """Count the drafts of a server that speculates, from now on; None in other servers."""
     if vllm_config.speculative_config is None:
         return None
     late = int(bool(vllm_config.scheduler_config.async_scheduling))

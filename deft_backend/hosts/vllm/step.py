@@ -71,8 +71,6 @@ class TreeStep:
 
 
 class LayerCall(NamedTuple):
-    """One layer's part of a step."""
-
     owner: object  # the layer's implementation; it identifies the layer within a pass
     layer: Layer
     # [T, Hq, D]; the batch's query tokens at the step's first `tokens` indices; padding follows.
@@ -86,12 +84,10 @@ class LayerCall(NamedTuple):
 
 
 def attach(metadata: Any, step: TreeStep | None) -> None:
-    """Attach a step to the host's metadata; None detaches the step of a copied metadata."""
     setattr(metadata, _ATTRIBUTE, step)
 
 
 def is_attached(metadata: Any) -> bool:
-    """Whether our builder has made the metadata, with a step or without."""
     return hasattr(metadata, _ATTRIBUTE)
 
 

@@ -33,7 +33,6 @@ OWN_NAME = "DEFT"  # our name, in versions that accept new ones
 
 
 def refuse() -> str | None:
-    """Why this vLLM gets no tree attention, in one line, or None."""
     reason = VLLM.refuse()
     absent = missing() if reason is None else None
     if absent is not None:
@@ -43,7 +42,6 @@ def refuse() -> str | None:
 
 @cache
 def missing() -> str | None:
-    """Which members of the contract this vLLM lacks, in one line; or None."""
     return first_missing(CONTRACT, VLLM.installed())
 
 
@@ -59,7 +57,6 @@ def backend_name(version: str | None = None) -> str:
 
 
 def register(path: str) -> None:
-    """Register a class under every name that this vLLM accepts."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum[PLACEHOLDER], path)
@@ -76,7 +73,6 @@ def register(path: str) -> None:
 
 
 def _registered(path: str) -> Any:
-    """The registry's member under our name; this process creates it if necessary."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if OWN_NAME not in AttentionBackendEnum.__members__:
@@ -90,7 +86,6 @@ def is_ours(backend: Any) -> bool:
 
 
 def asked_name(vllm_config: Any) -> str:
-    """The name under which a server asks for the plugin."""
     asked = vllm_config.attention_config.backend
     return str(asked.name) if is_ours(asked) else PLACEHOLDER
 

@@ -164,7 +164,6 @@ class AbResult:
         return lost or died or wrong or (self.exact and not self.same)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: figures, each request's times, and the tokens that differ; no prompts."""
         return {
             "schema": 4,
             "same": self.same,
@@ -255,7 +254,6 @@ MISSING = "–"
 
 
 def megabytes(value: float | None) -> str:
-    """Bytes as kB, MB or GB, decimal."""
     if value is None:
         return MISSING
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -265,12 +263,10 @@ def megabytes(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Seconds as milliseconds."""
     if value is None:
         return MISSING
     return f"{value * 1e3:,.0f} ms" if value >= 0.1 else f"{value * 1e3:.2f} ms"
 
 
 def percent(value: float | None) -> str:
-    """A share of one as a percentage, without a minus zero."""
     return MISSING if value is None else f"{value * 100 + 0.0:.1f} %".replace("-0.0 %", "0.0 %")

@@ -62,8 +62,6 @@ class RunningServer:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two servers."""
-
     name: str  # in the report
     open: Callable[[], AbstractContextManager[RunningServer]]  # a context manager around the server
 
@@ -132,8 +130,6 @@ _TITLES = {"host": "host's own backend", "deft": "tree attention"}
 
 
 class Progress(bars.Progress):
-    """A line for each server's start, a bar for each workload; a context manager."""
-
     def __init__(self, console: Console) -> None:
         super().__init__(
             bars.SpinnerColumn(finished_text="[green]✓[/green]"),
@@ -147,7 +143,6 @@ class Progress(bars.Progress):
         self._noted: set[str] = set()
 
     def starting(self, side: str, command: ServerCommand) -> Callable[[], None]:
-        """A server starts; the caller calls the returned function when it answers."""
         for note in command.notes:
             if note not in self._noted:
                 self._noted.add(note)

@@ -12,8 +12,6 @@ _DETAILS = 5  # requests without an answer that the report shows for each server
 
 
 class Table(NamedTuple):
-    """Rows of words; the first column names the row."""
-
     title: str
     columns: tuple[str, ...]
     rows: list[list[str]]
@@ -27,7 +25,6 @@ def main_tables(result: AbResult) -> list[Table]:
 
 
 def further_tables(result: AbResult) -> list[Table]:
-    """What the report shows in addition."""
     close = max((w.agreement.close for w in result.workloads), default=CLOSE)
     tables = (
         Table(
@@ -101,7 +98,6 @@ def counted_side(result: AbResult) -> int | None:
 
 
 def acceptance(result: AbResult) -> str:
-    """Tokens of a verification on both sides; empty if no server speculates."""
     lengths = [side.acceptance_length for side in result.sides]
     if not any(lengths):
         return ""

@@ -15,7 +15,6 @@ _FIRST_TOKEN_WORSE = 0.15
 
 
 def verdict(result: AbResult) -> str:
-    """Whether to switch from the first server to the second."""
     old, new = result.names
     if len(result.sides) < 2 or not result.workloads:
         return f"No decision: the run ended before {new} was measured."
@@ -100,7 +99,6 @@ def _first_token(w: ComparedWorkload) -> float:
 
 
 def _ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
-    """Logarithms of second over first, for each request that both answered."""
     first, second = (
         {o.name: o.answer for o in run.outcomes if o.answer is not None} for run in w.runs
     )
@@ -109,7 +107,6 @@ def _ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> l
 
 
 def _lost(result: AbResult, side: int) -> int:
-    """Requests without an answer, except those that no server could take."""
     fair = (TOO_LONG, CUT, SKIPPED)
     return sum(
         count

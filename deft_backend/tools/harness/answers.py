@@ -44,17 +44,14 @@ class Answer:
     cached: int | None = None
 
     def __len__(self) -> int:
-        """Tokens of the answer."""
         return max(len(self.ids), len(self.tokens))
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
         return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
     @property
     def ttft(self) -> float:
-        """Time to first token, in seconds."""
         return self.arrivals[0]
 
     @property
@@ -136,7 +133,6 @@ def _broken(error: Exception) -> Exception:
 
 
 def reason(error: BaseException) -> str:
-    """Why a connection failed, in the system's words: aiohttp adds its own settings to them."""
     cause = getattr(error, "os_error", error)
     code = getattr(cause, "errno", None)
     if isinstance(code, int) and code > 0:
@@ -206,7 +202,6 @@ def _whole(value: Any, before: int | None) -> int | None:
 
 
 def whole_answer(choice: Mapping[str, Any]) -> Answer:
-    """The answer of one choice of a completion that was not streamed."""
     likely = choice.get("logprobs") or {}
     return Answer(
         ids=list(choice.get("token_ids") or []),

@@ -43,8 +43,6 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Offers:
-    """What a server said about itself."""
-
     model: str
     context: int | None  # tokens of prompt and answer that it takes
     exact_lengths: bool  # whether it takes the hosts' fields, so answers have the tokens asked for
@@ -120,7 +118,6 @@ class ServerClient:
         return Offers(self.model, known, self.exact_lengths, ratio)
 
     async def lives(self) -> bool:
-        """Whether the server still answers."""
         try:
             await self.models()
         except ServerError:
@@ -186,7 +183,6 @@ class ServerClient:
         return answers
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON, if any, that one of the server's paths answers; raises NotAnswered."""
         async with sent(self._open(), f"{self.url}{path}", {**body, **self._fields}) as response:
             content = await response.read()
             return json.loads(content) if content.startswith((b"{", b"[")) else None
@@ -212,7 +208,6 @@ class ServerClient:
             return None
 
     async def _find_fields(self) -> None:
-        """Find out whether the server accepts the hosts' fields."""
         said = ""
         for self.exact_lengths in (True, False):
             try:

@@ -26,8 +26,6 @@ _CHECK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """A request's answer, or what became of it."""
-
     name: str  # the request's
     # Seconds from the start: when it was due, and when it was sent.
     at: float
@@ -41,8 +39,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A run of one workload on one server."""
-
     outcomes: tuple[Outcome, ...]  # in the workload's order
     seconds: float  # until the last answer
     died: str = ""  # why the run believes that the server died; empty if it did not

@@ -118,7 +118,6 @@ def acceptance_length(url: str) -> float | None:
 
 
 def _acceptance_of_vllm(page: str) -> float | None:
-    """From vLLM's counters, over all its engines."""
     totals = {_DRAFTS: 0.0, _ACCEPTED: 0.0}
     for name, _, value in _samples(page):
         if name in totals:

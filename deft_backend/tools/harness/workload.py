@@ -18,8 +18,6 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """One completion request."""
-
     name: str  # unique in its workload
     # Text, token ids, or a function that makes the text when it is needed. With `after`, the part
     # behind the earlier request's prompt and answer.
@@ -47,8 +45,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests for one server."""
-
     name: str
     description: str  # a description of the requests, in one line
     # Prompts sent one after another before the clock starts, so that the server caches shared
@@ -69,7 +65,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens to decode, over all requests."""
         return sum(request.max_tokens for request in self.requests)
 
     def arriving(self, rate: float | None, seed: int) -> Workload:
@@ -118,7 +113,6 @@ def thought_requests(
 
 
 def thought_name(node: int) -> str:
-    """The name of a node's request."""
     return f"thought {node}"
 
 

@@ -45,18 +45,15 @@ class ServerCommand:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches it."""
         every = {"0.0.0.0": LOOPBACK, "::": "::1"}  # a server listens there, nobody is there
         host = every.get(self.address, self.address)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def shell(self) -> str:
-        """The command as you type it in a shell."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*settings, shlex.join(self.arguments)])
 
     def full_environment(self) -> dict[str, str]:
-        """This process's environment with the server's variables."""
         return {**os.environ, **self.environment}
 
 
@@ -70,7 +67,6 @@ def use_gpu() -> bool:
 
 
 def installed_hosts() -> list[str]:
-    """The hosts in this environment, SGLang first."""
     return [host for host in HOSTS if find_spec(host) is not None]
 
 

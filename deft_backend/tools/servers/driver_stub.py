@@ -59,7 +59,6 @@ def has_nvidia_driver() -> bool:
 
 @functools.cache
 def num_gpus() -> int:
-    """NVIDIA GPUs that the driver offers to this process; 0 without a driver."""
     library = _driver()
     count = ctypes.c_int(0)
     if library is None or library.cuInit(0) != 0:

@@ -55,13 +55,11 @@ def _state(pid: int) -> str:
 
 
 def _members(leader: int) -> list[int]:
-    """The processes of a session."""
     pids = [name for name in os.listdir("/proc") if name.isdecimal()]
     return [int(pid) for pid in pids if _fields(pid)[3:4] == [str(leader)]]
 
 
 def main() -> None:
-    """Wait for the end of the input, then end the server."""
     leader = 0
     for line in sys.stdin:
         leader = int(line)

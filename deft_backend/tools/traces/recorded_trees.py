@@ -36,7 +36,6 @@ class ThoughtTree:
 
     @cached_property
     def parent(self) -> dict[int, int]:
-        """Parent of every node but the root."""
         return {child: node.id for node in self.nodes.values() for child in node.children}
 
     @property

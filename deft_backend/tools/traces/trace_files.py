@@ -77,7 +77,6 @@ def load_token_tree(path: Path) -> TokenTree:
 
 
 def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
-    """Read either kind of file."""
     if is_arrival_trace(path):
         raise TraceError(f"{path} holds arrivals, which 'deft ab --trace' replays; expected trees")
     content = read_json(path, TraceError, "the trace ")
@@ -172,8 +171,6 @@ LATEST_MS = 1e15  # largest timestamp: some thirty thousand years
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace."""
-
     timestamp: float  # milliseconds from the trace's origin
     # Tokens of the prompt and of the answer.
     input_length: int
@@ -194,7 +191,6 @@ class Arrival:
 
 
 def is_arrival_trace(path: Path) -> bool:
-    """Whether a file holds arrivals, one object a line, and not DeFT's list of trees."""
     first = ""
     with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as lines:
         first = next((line for line in lines if line.strip()), "")

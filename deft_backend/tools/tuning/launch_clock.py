@@ -54,7 +54,6 @@ class Ceilings:
 
 
 def measure_ceilings(dtype: torch.dtype) -> Ceilings:
-    """Measure this GPU's ceilings; a second or so."""
     read_ms, copy_ms = _memory_ms()
     a, b = (torch.randn(_PRODUCT, _PRODUCT, device="cuda").to(dtype) for _ in range(2))
     product_ms = _median_ms(lambda: a @ b)

@@ -68,11 +68,9 @@ class Machine:
         self.pages = torch.randperm(pages, device=device, dtype=torch.int32)
 
     def time_us(self, work: Work) -> float:
-        """Microseconds that `work` takes."""
         return self.clock(self.launch(work))
 
     def launch(self, work: Work) -> Launch:
-        """`work`, planned and ready to run."""
         device, contexts = self.shape.device, work.groups // work.parts
         batch, length = contexts * work.queries, work.parts * work.tokens
         builder = GroupingBuilder()
@@ -107,7 +105,6 @@ class Machine:
         return lambda: attention.run(q, k_cache, v_cache, table, lens, table_rows=rows, out=out)
 
     def queries(self, batch: int) -> torch.Tensor:
-        """[B, query heads, head dim]: random queries."""
         size = batch, self.shape.num_query_heads, self.shape.head_dim
         return torch.randn(size, device=self.shape.device, dtype=self.shape.dtype)
 

@@ -22,8 +22,6 @@ _BUDGET = Budget(launch_ms=20)
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """A measured cost table, and the quality of the measurement."""
-
     model: CostModel
     errors: dict[str, float]  # Relative error of each fit
     seconds: dict[str, float]  # time of each part
@@ -57,7 +55,6 @@ def measure(
     bandwidth_gb_s: Callable[[], float],
     say: Callable[[str], None],
 ) -> Tuned:
-    """All measurements and fits on `machine`."""
     seconds: dict[str, float] = {}
     target, time_us = machine.target, machine.time_us
 
@@ -93,7 +90,6 @@ def every_variant(machine: Machine, grid: Grid) -> Iterator[Work]:
 
 
 def source_of(key: TableKey) -> str:
-    """The origin of a table, in one line."""
     origin = provenance()
     return (
         f"deft tune on {origin['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "

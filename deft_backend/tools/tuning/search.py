@@ -24,8 +24,6 @@ LEAST_GAIN = 0.001  # A change that gains less than this share of the time may b
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """The best costs of a search."""
-
     model: CostModel
     ratio: float  # Geometric mean of the times over those of the first start; at most 1
     start: int  # Index of the start that the best costs come from
@@ -63,12 +61,10 @@ class Trials:
 
     @property
     def names(self) -> list[str]:
-        """The batches that are measured."""
         return list(self._batches)
 
     @property
     def plans(self) -> int:
-        """Different plans measured so far."""
         return len(self._times)
 
     def times_us(self, model: CostModel) -> dict[str, float]:
@@ -101,7 +97,6 @@ class Trials:
 
 
 def mean_ratio(new: dict[str, float], old: dict[str, float]) -> float:
-    """Geometric mean of new times over old ones."""
     return math.exp(sum(math.log(new[name] / old[name]) for name in old) / len(old))
 
 

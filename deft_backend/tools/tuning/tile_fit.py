@@ -37,8 +37,6 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the measured launches."""
-
     # Items of each tile shape: KV lengths, and items of a program.
     tile_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
     tile_rounds: tuple[int, ...] = (1, 2, 4)

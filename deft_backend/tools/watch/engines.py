@@ -106,8 +106,6 @@ _PATIENCE = 20.0  # seconds after which a question without an answer is asked ag
 
 @dataclass(frozen=True)
 class ShownBatch:
-    """A batch, or why there is none to show."""
-
     forest: PrefixForest | None = None
     problem: str = ""
 
@@ -150,8 +148,6 @@ class Rate:
 
 @dataclass(frozen=True)
 class Row:
-    """One engine at one time."""
-
     engine: Engine
     batch: ShownBatch
     now: Stretch | None
@@ -171,7 +167,6 @@ class Follower:
         self._asked_steps = -1
 
     def look(self, engine: Engine, wait: float = 0.0) -> Row:
-        """The engine now; waits at most `wait` seconds for a server that was just asked."""
         reading = engine.reading
         if reading is None:
             return Row(engine, ShownBatch(problem=engine.problem), None)

@@ -23,8 +23,6 @@ Part = tuple[str, str]  # a text, and one of the names above
 
 
 class Line(NamedTuple):
-    """One line about an engine."""
-
     name: str
     parts: tuple[Part, ...]
 
@@ -53,7 +51,6 @@ def shared_prefixes(forest: PrefixForest | None) -> list[SharedPrefix]:
 
 
 def title(engine: Engine) -> str:
-    """The host, its backend and its device; empty if the state file is unreadable."""
     reading = engine.reading
     if reading is None:
         return ""
@@ -65,7 +62,6 @@ def title(engine: Engine) -> str:
 
 
 def status(engine: Engine) -> str:
-    """What the engine does, and for how long."""
     if engine.status == IDLE:
         return f"idle for {lasting(engine.since)}"
     if engine.status == ENDED:
@@ -175,5 +171,4 @@ def lasting(seconds: float) -> str:
 
 
 def percent(part: float) -> str:
-    """A share of one as a percentage."""
     return f"{100 * part:.0f} %"

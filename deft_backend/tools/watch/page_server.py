@@ -181,8 +181,6 @@ class Inspector:
 
 
 class _Followed(Follower):
-    """One engine with its last batch."""
-
     def __init__(self) -> None:
         super().__init__(_ASK_SECONDS)
         self._serial = 0
@@ -214,7 +212,6 @@ class _Followed(Follower):
 
 
 def batch_json(forest: PrefixForest) -> dict[str, Any]:
-    """A forest; its requests have numbers."""
     ranges = (forest.start, forest.length, forest.query_begin, forest.query_end)
     return {
         "requests": [

@@ -29,7 +29,6 @@ _STYLES = {
 def view(
     rows: Sequence[Row], folder: str, *, live: bool, port: int | None = None
 ) -> RenderableType:
-    """All engines that run, and one line for each that has ended."""
     head = Text()
     running = [row for row in rows if row.engine.status != ENDED]
     head.append("deft top", style="bold")
@@ -69,7 +68,6 @@ def _panel(row: Row) -> Panel:
 
 
 def _prefixes(row: Row) -> list[RenderableType]:
-    """A table of the shared prefixes that save most, if there are any."""
     prefixes = figures.shared_prefixes(row.batch.forest)
     if not prefixes:
         return []
