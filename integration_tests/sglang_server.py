@@ -37,14 +37,8 @@ _TWO_PROCESSES = {
 }
 
 _SMALL_CACHE = (
-    "--max-total-tokens",
-    "1280",
-    "--page-size",
-    "16",
-    "--chunked-prefill-size",
-    "128",
-    "--enable-cache-report",
-    "--enable-metrics",
+    *["--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128"],
+    *["--enable-cache-report", "--enable-metrics"],
 )
 
 
@@ -55,20 +49,12 @@ def _speculating(*flags, draft=True):
 
 
 _CHAIN = (
-    "--speculative-algorithm",
-    "STANDALONE",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
+    *["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"],
+    *["--speculative-num-draft-tokens", "4"],
 )
 _TREE = (
-    "--speculative-algorithm",
-    "STANDALONE",
-    "--speculative-eagle-topk",
-    "2",
-    "--speculative-num-draft-tokens",
-    "6",
+    *["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2"],
+    *["--speculative-num-draft-tokens", "6"],
 )
 _LOOKUP = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
 

@@ -64,12 +64,8 @@ CHAINS = (
     "STANDALONE",
     "--speculative-draft-model-path",
     str(DRAFT),
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
+    *["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"],
+    *["--speculative-num-draft-tokens", "4"],
 )
 
 SERVERS = {

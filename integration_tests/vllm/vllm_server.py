@@ -26,12 +26,7 @@ class Group:
 
 
 _SPECULATING = (
-    "--block-size",
-    "32",
-    "--max-model-len",
-    "2048",
-    "--max-num-batched-tokens",
-    "512",
+    *["--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"],
     "--speculative-config",
 )
 _CHUNKS = ("--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64")
@@ -51,15 +46,8 @@ GROUPS = {
     # order of the cache: blocks before layers, where the version has it.
     "pressed": Group(
         (
-            "--block-size",
-            "32",
-            "--max-model-len",
-            "512",
-            "--no-enable-prefix-caching",
-            "--max-num-batched-tokens",
-            "64",
-            "--num-gpu-blocks-override",
-            "20",
+            *["--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching"],
+            *["--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20"],
         ),
         {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, "DEFT_MIN_BATCH": "1"},
     ),
@@ -77,19 +65,9 @@ GROUPS = {
     # prefills in pieces, and reports each eviction.
     "rollouts": Group(
         (
-            "--block-size",
-            "32",
-            "--max-model-len",
-            "1024",
-            "--max-num-batched-tokens",
-            "128",
-            "--num-gpu-blocks-override",
-            "40",
-            "--dtype",
-            "float32",
-            "--kv-cache-metrics",
-            "--kv-cache-metrics-sample",
-            "1",
+            *["--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens"],
+            *["128", "--num-gpu-blocks-override", "40", "--dtype", "float32"],
+            *["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"],
         ),
         {"DEFT_MIN_BATCH": "1"},
     ),

@@ -160,13 +160,7 @@ def test_serve_prints_the_command_it_would_run(host, words, model):
         host,
         "--model",
         model,
-        "--policy",
-        "fasttree",
-        "--port",
-        "1234",
-        "--",
-        "--page-size",
-        "16",
+        *["--policy", "fasttree", "--port", "1234", "--", "--page-size", "16"],
     )
     assert code == 0
     assert "DEFT_POLICY=fasttree " in out
@@ -187,14 +181,7 @@ def test_explain_json_counts_bytes():
         "explain",
         "--tree",
         "1,4 100,10",
-        "--policy",
-        "deft-node",
-        "--heads",
-        "8/2",
-        "--head-dim",
-        "64",
-        "--layers",
-        "3",
+        *["--policy", "deft-node", "--heads", "8/2", "--head-dim", "64", "--layers", "3"],
         "--json",
     )
     assert code == 0

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -52,30 +51,6 @@ def test_extrapolation_is_linear_and_never_free():
     assert float(model.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
     steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])
     assert 0 < float(steep.time(1, 0)) < 1e-3
-
-
-def test_arguments_broadcast():
-    times = PAPER.time(np.array([1, 2])[:, None], np.array([512, 1024, 2048]))
-    np.testing.assert_allclose(times, [[0.036, 0.043, 0.060], [0.035, 0.043, 0.059]])
-
-
-def test_transfer_time():
-    assert _replaced(bandwidth_gb_s=1000.0).transfer_ms(3e9) == pytest.approx(3.0)
-
-
-def test_save_and_load(tmp_path):
-    model = _replaced(source="here")
-    (tmp_path / "table.json").write_text(json.dumps(model.to_dict()), encoding="utf-8")
-    loaded = CostModel.load(tmp_path / "table.json")
-    for name, value in vars(model).items():
-        np.testing.assert_array_equal(getattr(loaded, name), value, err_msg=name)
-
-
-def test_a_target_without_a_model_takes_the_shipped_one_once():
-    target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
-    assert target.costs is target.costs is default_cost_model()
-    own = _replaced()
-    assert Target(1, 1, 64, cost_model=own).costs is own
 
 
 def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path):

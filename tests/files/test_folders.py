@@ -68,11 +68,3 @@ def test_missing_folders_are_created_for_this_user_alone(tmp_path):
         0o700,
         0o700,
     ]
-
-
-def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        create_private(tmp_path / "file")
-    with pytest.raises(OSError, match="file"):
-        create_private(tmp_path / "file" / "deeper")

@@ -88,17 +88,6 @@ def test_files_that_others_could_have_written_are_refused(tmp_path, monkeypatch)
         read_private(path)
 
 
-def test_what_is_no_file_is_refused_and_nothing_waits(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(OSError, match=r"not a regular file|directory"):
-            read_private(path)
-    write_private(tmp_path / "large", b"12345")
-    monkeypatch.setattr(private_files, "MOST_BYTES", 4)
-    with pytest.raises(OSError, match="more than 4 bytes"):
-        read_private(tmp_path / "large")
-
-
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_private(path, "old")
@@ -135,12 +124,7 @@ def test_nothing_is_unpickled_imported_or_evaluated():
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in {
-                    "eval",
-                    "exec",
-                    "torch.load",
-                    "np.load",
-                    "yaml.load",
-                    "__import__",
+                    *["eval", "exec", "torch.load", "np.load", "yaml.load", "__import__"],
                 }, f"{path}:{node.lineno}"
                 if called.endswith("spec_from_file_location"):
                     assert path.name == "triton_kernel.py"

@@ -272,13 +272,6 @@ def test_forests_keep_nothing_of_their_arguments():
     assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
 
 
-def test_read_only_arguments_are_taken():
-    arrays = [np.array(values, dtype=np.int32) for values in ([0, 1], [1], [2, 2])]
-    for array in arrays:
-        array.setflags(write=False)
-    assert build_forest(*arrays).num_nodes == 3
-
-
 def test_equal_and_prefix_requests_keep_open_leaves():
     forest = forest_from_page_tables([[5, 6], [5, 6], [5, 0]], [2, 2, 1])
     assert forest.order.tolist() == [0, 1, 2]
@@ -419,7 +412,3 @@ def test_forest_of_blocks():
     leaves = [(int(blocks.start[n]), int(blocks.end[n])) for n in blocks.leaf]
     assert leaves == [(16, 21), (16, 21), (8, 13), (8, 13), (20, 26), (20, 26)]
     assert forest_of_blocks(forest, 1, 0) is forest
-
-
-def test_forest_of_blocks_of_an_empty_batch():
-    assert forest_of_blocks(build_forest([], [], []), 3, 9).batch_size == 0

@@ -23,8 +23,6 @@ from deft_backend.policies import (
     Target,
     get_policy,
 )
-from deft_backend.policies.target import Limits
-from deft_backend.shapes import TILE_HEIGHTS, TILE_SEGMENTS
 from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
@@ -147,16 +145,6 @@ def test_items_of_one_length_come_in_the_order_of_the_policy(lens):
     assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
 
 
-def test_a_target_within_limits_keeps_the_rest():
-    target = replace(GQA, max_items=100, num_sms=7)
-    assert target.tile_queries == (2, 16, 16)
-    expected = replace(target, max_items=50, max_entries=1000, max_segments=60)
-    assert target.within(Limits(50, 1000, 60)) == expected
-    assert target.within(Limits(200, 1 << 40, 1)).max_items == 100
-    assert target.within(Limits(50, 1000, 60)).cost_model is target.cost_model
-    assert target.max_items == 100
-
-
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=15)
 @given(batch=batches(), target=targets)
@@ -252,7 +240,3 @@ def test_a_bad_cost_table_is_an_error_and_no_batch_that_does_not_fit():
         plan_forest(
             forest, get_policy("auto"), replace(GQA, cost_model=three), PlanCapacity.for_batch(3)
         )
-
-
-def test_the_targets_defaults_are_the_kernels_tiles():
-    assert (GQA.tile_heights, GQA.tile_segments) == (TILE_HEIGHTS, TILE_SEGMENTS)

@@ -18,17 +18,15 @@ from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import VIRTUAL_ROOT, build_forest, forest_from_page_tables
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import (
-    POLICIES,
     POLICY_NAMES,
     DeftFlatten,
-    DeftNodeChunk,
     FastTree,
     PolicyError,
     Target,
     get_policy,
 )
 from deft_backend.policies.chunk_choice import makespan
-from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first, partial_results
+from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
@@ -118,16 +116,6 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
     check_plan(batch, plan, limited)
 
 
-def test_unknown_policy_names_the_value_and_what_exists():
-    with pytest.raises(PolicyError, match=r"'fastree'.*flash-decoding.*fasttree.*auto"):
-        get_policy("fastree")
-
-
-def test_registry_keys_are_the_policies_names():
-    assert tuple(POLICIES) == POLICY_NAMES
-    assert all(policy.name == name for name, policy in POLICIES.items())
-
-
 # --- flash-decoding and DeFT ----------------------------------------------------------------------
 
 
@@ -148,12 +136,6 @@ def test_deft_node_is_one_group_a_node():
     assert grouping.num_groups == forest.num_nodes == 16
     assert grouping.num_tokens().sum() == forest.tokens_stored
     assert sorted(grouping.num_queries().tolist()) == [1] * 12 + [4] * 3 + [12]
-
-
-def test_deft_node_refuses_a_tree_of_too_many_nodes():
-    forest = regular_forest([1, 3, 4], [100, 70, 30])
-    with pytest.raises(PolicyError, match=r"deft-node makes 16 items.*plan holds 15"):
-        get_policy("deft-node").group(forest, replace(GQA, max_items=15))
 
 
 def test_deft_node_chunk_has_table_12s_number_of_groups():
@@ -207,12 +189,6 @@ def test_a_blocks_bit_masks_are_runs():
     assert [segment.attend_begin for segment in grouping.segments(1)] == list(range(72))
     assert grouping.several_ranges.tolist() == [True, True]
     assert not get_policy("deft-node").group(forest, GQA).several_ranges.any()
-
-
-@pytest.mark.parametrize("policy", [DeftFlatten, DeftNodeChunk])
-def test_chunk_sizes_are_checked(policy):
-    with pytest.raises(PolicyError, match="chunk_tokens is 0; expected at least 1"):
-        policy(chunk_tokens=0)
 
 
 # --- FastTree -------------------------------------------------------------------------------------
@@ -422,14 +398,6 @@ def test_longest_first_is_grahams_rule():
         longest_first(np.ones(1), 0)
 
 
-def test_flashforge_divides_the_long_shared_node_only():
-    forest = regular_forest([1, 20], [10_000, 50])  # the paper's document question answering
-    grouping = get_policy("flashforge").group(forest, MHA)
-    shared = grouping.num_queries() == 20
-    assert shared.sum() > 4
-    assert (~shared).sum() == 20
-
-
 # --- docs/papers.md -------------------------------------------------------------------------------
 
 
@@ -469,13 +437,6 @@ def test_a_small_batch_is_planned_for_fewer_programs():
     found = get_policy("auto").group(forest, target)
     assert found.num_groups == few.num_groups != many.num_groups
     np.testing.assert_array_equal(found.end, few.end)
-
-
-def test_a_query_of_one_group_has_no_partial_result():
-    builder = GroupingBuilder()
-    builder.add([0, 1], [Segment(0, 0, 16, False, 0, 2)])
-    builder.add([1], [Segment(1, 16, 20, True, 0, 1)])
-    assert partial_results(builder.build()) == 2  # both of query 1
 
 
 @pytest.mark.parametrize(("attended", "several"), [((0, 2), False), ((1, 2), True), ((0, 1), True)])

@@ -11,16 +11,8 @@ ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 SEARCHED = (
-    "deft_backend",
-    "patches",
-    "benchmarks",
-    "tools",
-    "examples",
-    "docs",
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
+    *["deft_backend", "patches", "benchmarks", "tools", "examples", "docs", "README.md"],
+    *["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"],
 )
 
 EXEMPT = (

@@ -90,14 +90,8 @@ def of(name, **labels):
 def of_rank(rank, counted, **figures):
     """All series of a rank that counted steps by content; unnamed figures are zero."""
     names = (
-        "kv_read_bytes",
-        "kv_query_guided_bytes",
-        "plans",
-        "plan_seconds",
-        "verified_tokens",
-        "verified_drafts",
-        "accepted_tokens",
-        "compile_seconds",
+        *["kv_read_bytes", "kv_query_guided_bytes", "plans", "plan_seconds", "verified_tokens"],
+        *["verified_drafts", "accepted_tokens", "compile_seconds"],
     )
     tp_rank = str(rank)
     found = {of(name, tp_rank=tp_rank): figures.get(name, 0) for name in names}

@@ -4,71 +4,59 @@ It wraps functions of the package as soon as their modules are loaded. A wrapper
 file with its fault's name is in the folder ``FAULTS``; each act adds a line to ``<name>.done``.
 """
 
-from __future__ import annotations
-
+import functools
 import importlib.machinery
 import os
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(os.environ.get("FAULTS", "/nonexistent"))
 FAR = 2**30
 
 
-def armed(name: str) -> bool:
-    """Whether a fault is to happen now."""
-    return (FOLDER / name).exists()
-
-
-def done(name: str) -> None:
-    """Record that a fault has happened."""
+def happens(name):
+    """Whether a fault is to happen now; it is recorded then."""
+    if not (FOLDER / name).exists():
+        return False
     with (FOLDER / f"{name}.done").open("a") as file:
         file.write("1\n")
+    return True
 
 
-def _attention(module: Any) -> None:
+def fails(owner, method, fault, error):
+    """Let a method raise the error while the fault is armed."""
+    real = getattr(owner, method)
+
+    @functools.wraps(real)
+    def planted(*args, **kwargs):
+        if happens(fault):
+            raise error
+        return real(*args, **kwargs)
+
+    setattr(owner, method, planted)
+
+
+def _attention(module):
     import torch
 
     kind = module.TreeAttention
-    init, plan, plan_on_device, run = kind.__init__, kind.plan, kind.plan_on_device, kind.run
+    no_memory = torch.OutOfMemoryError("planted: no memory for the workspace")
+    fails(kind, "__init__", "no-memory", no_memory)
+    for method in ("plan", "plan_on_device"):
+        fails(kind, method, "planner", ValueError("planted: the planner fails"))
+    run = kind.run
 
-    def new_init(self: Any, **kwargs: Any) -> None:
-        if armed("no-memory"):
-            done("no-memory")
-            raise torch.OutOfMemoryError("planted: no memory for the workspace")
-        if armed("no-compiler"):
-            done("no-compiler")
-            raise RuntimeError("planted: a kernel does not compile")
-        init(self, **kwargs)
+    def poisoned(self, q, k, v, table, lens, **kwargs):
+        tensors = (q, k, v, table, lens)
+        if not happens("poison"):
+            return run(self, *tensors, **kwargs)
+        return _poisoned(run, self, tensors, kwargs)
 
-    def new_plan(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if armed("planner"):
-            done("planner")
-            raise ValueError("planted: the planner fails")
-        return plan(self, *args, **kwargs)
-
-    def new_plan_on_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if armed("planner"):
-            done("planner")
-            raise ValueError("planted: the planner fails")
-        return plan_on_device(self, *args, **kwargs)
-
-    def new_run(self: Any, q: Any, k: Any, v: Any, table: Any, lens: Any, **kwargs: Any) -> Any:
-        if armed("launch"):
-            done("launch")
-            raise RuntimeError("planted: a kernel does not start")
-        if not armed("poison"):
-            return run(self, q, k, v, table, lens, **kwargs)
-        done("poison")
-        return _poisoned(run, self, (q, k, v, table, lens), kwargs)
-
-    kind.__init__, kind.plan, kind.plan_on_device = new_init, new_plan, new_plan_on_device
-    kind.run = new_run
+    kind.run = poisoned
+    fails(kind, "run", "launch", RuntimeError("planted: a kernel does not start"))
 
 
-def _poisoned(run: Any, attention: Any, tensors: Any, kwargs: Any) -> Any:
+def _poisoned(run, attention, tensors, kwargs):
     """Run with NaN in all KV that no request of the batch may read, and no page ids beyond rows.
 
     Both are put back afterwards: the KV may belong to other requests.
@@ -99,28 +87,21 @@ def _poisoned(run: Any, attention: Any, tensors: Any, kwargs: Any) -> Any:
             cache[~used] = content
 
 
-def _state(module: Any) -> None:
-    write, clock = module.write_private, module.time
-
-    def new_write(path: Path, content: str) -> None:
-        if armed("full-disk"):
-            done("full-disk")
-            raise OSError(28, "No space left on device", str(path))
-        write(path, content)
+def _state(module):
+    clock = module.time
+    fails(module, "write_private", "full-disk", OSError(28, "No space left on device"))
 
     class Clock:
         """The module `time`, a day in the future or in the past in turns."""
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(clock, name)
 
-        def time(self) -> float:
-            if not armed("clock"):
-                return float(clock.time())
-            done("clock")
-            return float(clock.time()) + (86_400 if int(clock.time()) % 2 else -86_400)
+        def time(self):
+            day = 86_400 if int(clock.time()) % 2 else -86_400
+            return clock.time() + (day if happens("clock") else 0)
 
-    module.write_private, module.time = new_write, Clock()
+    module.time = Clock()
 
 
 WRAPPED = {
@@ -133,20 +114,19 @@ class _Finder:
     """Finds the wrapped modules as Python does, and wraps them once they have run."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(name, path=None, target=None):
         if name not in WRAPPED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
+        execute = spec.loader.exec_module
 
-        def exec_module(module: types.ModuleType) -> None:
+        def exec_module(module):
             execute(module)
             WRAPPED[name](module)
 
-        loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 

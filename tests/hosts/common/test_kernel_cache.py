@@ -88,17 +88,6 @@ def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(tmp_path, caplog):
     assert lines(caplog, Settings(kernel_cache=folder), torch.device("cpu")) == []
 
 
-def test_a_cache_folder_of_another_user_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
-    """An image built as root may have one that the server's user cannot enter."""
-
-    def denied(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr("deft_backend.hosts.common.kernel_cache.is_filled", denied)
-    (line,) = lines(caplog, Settings(cache_dir=tmp_path))
-    assert "cannot be copied ([Errno 13] Permission denied" in line
-
-
 def test_a_damaged_kernel_is_told_apart(tmp_path, caplog):
     folder = filled(tmp_path / "image" / "kernels")
     (folder / f"{1:064x}" / "k1.cubin").write_text("other")
@@ -106,13 +95,6 @@ def test_a_damaged_kernel_is_told_apart(tmp_path, caplog):
     assert "1 kernels in" in first
     assert "are damaged" in first
     assert "0 kernels of" in second
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, caplog):
-    folder = filled(tmp_path / "image" / "kernels")
-    (tmp_path / "triton").write_text("a file where Triton's cache should be")
-    (line,) = lines(caplog, Settings(kernel_cache=folder))
-    assert "cannot be copied" in line
 
 
 def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
@@ -129,21 +111,3 @@ def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
     with ranks_cache(settings, GPU):
         assert knobs.cache.dir == str(tmp_path / "user's")
     assert os.environ[folders.TRITON_CACHE] == str(tmp_path / "of GPU 3")
-
-
-def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "file" / "cache"))
-    (tmp_path / "file").touch()
-    before = knobs.cache.dir
-    with ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared:
-        assert shared is None
-        assert knobs.cache.dir == before
-    (line,) = caplog.messages
-    assert "cannot be written" in line
-    assert "DEFT_CACHE_DIR" in line
-
-
-def test_nothing_changes_on_the_cpu(tmp_path):
-    with ranks_cache(Settings(cache_dir=tmp_path / "cache"), torch.device("cpu")) as shared:
-        assert shared is None
-    assert not (tmp_path / "cache").exists()

@@ -79,14 +79,9 @@ def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
     assert issubclass(found.get_builder_cls(), host.get_builder_cls())
     # The host's own backend answers the host's questions.
     for question in (
-        "get_name",
-        "get_supported_kernel_block_sizes",
-        "get_supported_head_sizes",
-        "supports_sink",
-        "is_mla",
-        "get_required_kv_cache_layout",
-        "supported_kv_cache_layouts",
-        "customize_spec",
+        *["get_name", "get_supported_kernel_block_sizes", "get_supported_head_sizes"],
+        *["supports_sink", "is_mla", "get_required_kv_cache_layout"],
+        *["supported_kv_cache_layouts", "customize_spec"],
     ):
         ours, theirs = (getattr(each, question, None) for each in (found, host))
         assert getattr(ours, "__func__", ours) is getattr(theirs, "__func__", theirs)

@@ -62,18 +62,6 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
     assert gone(child)
 
 
-def test_an_exception_ends_it_too(tmp_path):
-    log = tmp_path / "log"
-
-    def interrupted():
-        with ServerProcess(command(SERVER, "/health"), log):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert gone(int(log.read_text().split()[1]))
-
-
 STARTER = """
 import sys, time
 from pathlib import Path
@@ -184,22 +172,6 @@ def test_the_cpu_engine_gets_its_environment(tmp_path, monkeypatch):
     assert found.environment["DEFT_POLICY"] == "fasttree"
     assert found.environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/elsewhere"
     assert "SGLANG_USE_CPU_ENGINE=1" in found.shell()
-
-
-def test_vllm_on_the_cpu_gets_its_environment():
-    found = server_command(
-        "M", 1234, host="vllm", policy="fasttree", host_arguments=["--x"], gpu=False
-    )
-    words = " ".join(found.arguments[1:])
-    assert words == (
-        "-m vllm.entrypoints.openai.api_server --model M --host 127.0.0.1 --port 1234 "
-        "--attention-backend CUSTOM --dtype float32 --enforce-eager --x"
-    )
-    assert dict(found.environment) == {
-        "DEFT_POLICY": "fasttree",
-        "TRITON_INTERPRET": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])

@@ -7,13 +7,12 @@ import threading
 
 import pytest
 
-from commands import run
 from counted_steps import tree_step
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
 from sglang_fakes import make_state
-from state_files import batch_of, state_path
+from state_files import batch_of
 
 SECRET = "the text of a prompt"
 
@@ -90,14 +89,6 @@ def test_the_data(served):
     assert SECRET not in json.dumps(content)
 
 
-def test_a_server_that_comes_later_is_found(tmp_path):
-    inspector = Inspector(tmp_path, 1)
-    assert inspector.state()["status"] == "missing"
-    state_path(tmp_path).write_text('{"schema": 99}')
-    assert Inspector(tmp_path, 1).state()["status"] == "unreadable"
-    assert "schema 99" in Inspector(tmp_path, 1).state()["problem"]
-
-
 def test_only_two_documents_and_only_reading(served):
     assert served.get("/").status == 200
     for path in ("/x", "/../etc/passwd", "/state.json/", "/%2e%2e/state.json"):
@@ -140,17 +131,3 @@ def test_the_page_loads_nothing(served):
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"innerHTML|document\.write|\beval\b", text)
     assert len(page()) < 40_000
-
-
-def test_bad_input_is_refused_in_one_line(tmp_path):
-    def refused(*arguments):
-        code, _, said = run("inspect", *arguments, DEFT_CACHE_DIR=str(tmp_path))
-        assert code == 2
-        return said
-
-    assert "no server with the plugin is running" in refused()
-    assert "no state file of a server on port 5" in refused("--server", "5")
-    StateWriter(make_state(), tmp_path / "servers").look()
-    with PageServer(0, lambda engine, known: {}) as other:
-        taken = str(other.server_address[1])
-        assert f"cannot listen on port {taken}" in refused("--port", taken)

@@ -1,6 +1,5 @@
 """`deft top`: every server's state file, and what the terminal shows of it."""
 
-import io
 import json
 import os
 import subprocess
@@ -9,7 +8,6 @@ import time
 
 import pytest
 import torch
-from rich.console import Console
 
 from commands import run
 from counted_steps import host_step, tree_step
@@ -32,11 +30,8 @@ from deft_backend.tools.watch.engines import (
     UNREADABLE,
     Follower,
     Rate,
-    Row,
-    ShownBatch,
     find_engines,
 )
-from deft_backend.tools.watch.top_view import view
 from sglang_fakes import make_state
 from state_files import batch_of, state_path
 
@@ -233,17 +228,6 @@ def test_without_a_server_it_says_so(tmp_path):
     assert "No server with the plugin is running on port 9" in text
 
 
-def test_a_server_that_decoded_nothing_and_one_that_hangs_are_told_apart(tmp_path):
-    StateWriter(make_state(), tmp_path).look()
-    assert "no request has been decoded yet" in shown(tmp_path, "--once")[1]
-    _, writer = decoding(tmp_path, port=9)
-    os.utime(writer.path, (0, time.time() - 60))
-    code, text = shown(tmp_path, "9", "--once")
-    assert code == 1
-    assert "silent" in text
-    assert f"process {os.getpid()} hangs" in " ".join(text.split())
-
-
 def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state, writer = decoding(tmp_path)
     state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
@@ -264,13 +248,3 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     writer.look()
     assert "its layers differ" in batches.look(engine).batch.problem
     batches.close()
-
-
-def test_names_with_markup_are_shown_as_they_are(tmp_path):
-    state, writer = decoding(tmp_path)
-    host_step(state, "[red]odd[/red] reason", 10)
-    writer.look()
-    (engine,) = find_engines(tmp_path)
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view([Row(engine, ShownBatch(), None)], "x", live=True))
-    assert "[red]odd[/red] reason" in console.export_text()
