@@ -33,14 +33,9 @@ class QueryShapes(dict[int, QueryShape]):
     def __missing__(self, query_tokens: int) -> QueryShape:
         shape = self._shape
         blocks = QueryBlocks.of(query_tokens, shape.gqa_group)
+        heads = (shape.head_dim, shape.dtype, shape.device, shape.gqa_group)
         config = kernel_configuration(
-            shape.head_dim,
-            shape.dtype,
-            shape.device,
-            shape.gqa_group,
-            self._gpu,
-            query_tokens=blocks.tokens,
-            kv_dtype=shape.kv_dtype,
+            *heads, self._gpu, query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype
         )
         if self._one_way:
             config = config.one_way()

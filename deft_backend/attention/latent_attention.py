@@ -197,12 +197,7 @@ class LatentAttention(PlannedAttention):
         rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
         room = self._room(len(seq_lens))
         self._current.plan_on_device(
-            page_table,
-            rows,
-            seq_lens,
-            self._blocks,
-            self.target,
-            limits=room.limits,
+            page_table, rows, seq_lens, self._blocks, self.target, limits=room.limits
         )
         self.lay_out(seq_lens, table_rows=rows)
 

@@ -21,15 +21,8 @@ def check_attention(
     shape: AttentionShape, *, max_batch: int, query_tokens: int, gpu: Gpu | None
 ) -> None:
     """Raise AttentionError for an attention that the kernels cannot run on its device or `gpu`."""
-    reason = unsupported(
-        shape.num_query_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.dtype,
-        shape.device,
-        gpu,
-        kv_dtype=shape.kv_dtype,
-    )
+    heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
+    reason = unsupported(*heads, shape.dtype, shape.device, gpu, kv_dtype=shape.kv_dtype)
     if reason is not None:
         raise AttentionError(f"tree attention cannot run: {reason}")
     if shape.page_size < 1:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -233,37 +233,15 @@ def _largest_error(
         attention.plan(forest, query_tokens=tokens)
     attention.poison_workspace()
     out = torch.full_like(q, float("nan"))
-    attention.run(
-        q,
-        caches[0],
-        caches[1],
-        page_table,
-        seq_lens,
-        table_rows=rows,
-        query_start=start,
-        ancestors=bits,
-        logit_cap=cap,
-        sinks=sinks,
-        out=out,
-        k_scale=given[0],
-        v_scale=given[1],
-    )
+    more: dict[str, Any] = {"query_start": start, "ancestors": bits, "logit_cap": cap}
+    more |= {"sinks": sinks, "k_scale": given[0], "v_scale": given[1]}
+    keys, values = caches
+    attention.run(q, keys, values, page_table, seq_lens, table_rows=rows, out=out, **more)
     if not compare:
         return 0.0, 0
-    paged = [cache.unsqueeze(1) if cache.dim() == 3 else cache for cache in caches]
-    expected = reference_attention(
-        q,
-        paged[0],
-        paged[1],
-        page_table,
-        seq_lens,
-        query_start=start,
-        ancestors=bits,
-        logit_cap=cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    keys, values = (cache.unsqueeze(1) if cache.dim() == 3 else cache for cache in caches)
+    more |= {"k_scale": k_scale, "v_scale": v_scale}
+    expected = reference_attention(q, keys, values, page_table, seq_lens, **more)
     errors = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
     errors = errors.nan_to_num(nan=float("inf")).amax(dim=-1)
     row = int(errors.argmax())

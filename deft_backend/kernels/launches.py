@@ -143,7 +143,10 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
     tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time.
     unit = 16 if kind.exponent_bits else 8
-    wide = kind.wide_rows and all(s % unit == 0 for s in (*kind.k_strides, *kind.v_strides))
+    strides = (*kind.k_strides, *kind.v_strides)
+    same_strides = kind.k_strides[:2] == kind.v_strides[:2]
+    cache = (kind.page_size, kind.table_by_segment, *strides, same_strides, kind.exponent_bits)
+    wide = kind.wide_rows and all(s % unit == 0 for s in strides)
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE),
         (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
@@ -152,16 +155,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
-        "CACHE": CacheLayout._make(
-            (
-                kind.page_size,
-                kind.table_by_segment,
-                *kind.k_strides,
-                *kind.v_strides,
-                kind.k_strides[:2] == kind.v_strides[:2],
-                kind.exponent_bits,
-            )
-        ),
+        "CACHE": CacheLayout._make(cache),
         "TILE": Tile(
             place=ITEM_ORDER.index(shape),
             height=tile.height,

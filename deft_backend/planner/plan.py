@@ -113,11 +113,6 @@ class Plan:
         """Partial results for each query head that a later launch must merge."""
         return int((self.entry_slot >= 0).sum())
 
-    @property
-    def num_open(self) -> int:
-        """Open ranges: each is one token longer in the next step."""
-        return int((self.segment_end == OPEN_END).sum())
-
     def loaded_tokens(self, seq_lens: npt.NDArray[np.integer]) -> int:
         """Tokens that all items load if the requests have these lengths: [B] int."""
         is_open = self.segment_end == OPEN_END

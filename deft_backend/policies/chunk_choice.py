@@ -58,16 +58,9 @@ def machine_of(target: Target, batch: int) -> Machine:
     """The machine of `target` for a batch of so many queries."""
     tiles = np.array(target.single_range_tiles, dtype=np.int64)
     programs = np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64)
-    return Machine(
-        tiles,
-        programs,
-        target.num_sms / target.num_kv_heads,
-        target.tile_costs(),
-        target.transfer_ns,
-        target.block_tokens,
-        target.costs.tokens,
-        target.estimates(),
-    )
+    sms, costs = target.num_sms / target.num_kv_heads, target.tile_costs()
+    profiled = (target.costs.tokens, target.estimates())
+    return Machine(tiles, programs, sms, costs, target.transfer_ns, target.block_tokens, *profiled)
 
 
 def shapes_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:
@@ -119,18 +112,9 @@ def choose_chunks(
         mine = shape == t
         sizes = _sizes(rule, tokens[mine], machine, t)
         ranges = Ranges(queries[mine], tokens[mine], tiles[mine], sizes)
-        costs = ShapeCosts(
-            t > 0,
-            int(machine.programs[t]),
-            machine.sms,
-            machine.costs[t],
-            machine.costs[shapes + t],
-            machine.costs[2 * shapes],
-            machine.costs[2 * shapes + 1],
-            machine.transfer_ns,
-            beside,
-            even,
-        )
+        programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
+        times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
+        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, beside, even)
         longest = int(sizes.max(initial=0))
         unit = 1 if rule == "scheduled" else machine.block
         found[t] = chunk_of(longest, 1, unit)

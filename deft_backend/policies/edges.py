@@ -56,14 +56,8 @@ def grouped_ranges(forest: PrefixForest, is_cut: BoolArray) -> KVRanges:
     order = np.empty_like(forest.order)
     order[first[forest.leaf]] = forest.order
     node = np.flatnonzero(held)
-    return KVRanges(
-        node,
-        np.array(begin, dtype=np.int64)[node],
-        forest.end[node].astype(np.int64),
-        first[node],
-        held[node],
-        order,
-    )
+    begins, ends = np.array(begin, dtype=np.int64)[node], forest.end[node].astype(np.int64)
+    return KVRanges(node, begins, ends, first[node], held[node], order)
 
 
 def cut_ranges(ranges: KVRanges, is_leaf: BoolArray, num_chunks: Int64Array, unit: int) -> Grouping:

@@ -102,15 +102,9 @@ class Grouping:
 
     def segments(self, group: int) -> Iterator[Segment]:
         """The KV ranges of `group`."""
+        tokens = (self.request, self.start, self.end, self.open)
+        arrays = (*tokens, self.attend_begin, self.attend_end)
         for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):
-            arrays = (
-                self.request,
-                self.start,
-                self.end,
-                self.open,
-                self.attend_begin,
-                self.attend_end,
-            )
             yield Segment(*(array[s].item() for array in arrays))
 
     def num_queries(self) -> Int32Array:
@@ -143,22 +137,13 @@ class GroupingBuilder:
 
     def build(self) -> Grouping:
         held = np.array(self._segments, dtype=np.int32).reshape(-1, len(Segment._fields))
-        request, start, end, is_open, attend_begin, attend_end = held.T.copy()
+        request, start, end, is_open, *span = held.T.copy()
         query_ptr, queries, segment_ptr = (
             np.array(numbers, dtype=np.int32)
             for numbers in (self._query_ptr, self._queries, self._segment_ptr)
         )
-        return Grouping(
-            query_ptr,
-            queries,
-            segment_ptr,
-            request,
-            start,
-            end,
-            is_open.astype(bool),
-            attend_begin,
-            attend_end,
-        )
+        tokens = (request, start, end, is_open.astype(bool))
+        return Grouping(query_ptr, queries, segment_ptr, *tokens, *span)
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> float:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deft_backend.planner.encoding import OPEN_END
 from examples import walkthrough
 from examples.walkthrough import PAGE, Step, written
 
@@ -60,7 +61,7 @@ def test_the_batch_meets_every_path(step):
     assert step.plan.reduce_query.tolist() == [2, 4]
     first, second = (next(step.grouping.segments(group)) for group in (0, 1))
     assert (first.start, first.end, second.start, second.end) == (0, 1024, 1024, 2048)
-    assert step.plan.num_open == 5
+    assert (step.plan.segment_end == OPEN_END).sum() == 5
 
 
 def test_a_page_without_a_step_is_refused(step):

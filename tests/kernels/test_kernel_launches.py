@@ -244,7 +244,7 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
 def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
     queries, known_plan, programs, monkeypatch
 ):
-    """16 requests are 64 rows a KV head. A plan of the host says how many programs have items."""
+    """16 requests are 64 rows a KV head. The reference says how many programs have items."""
     compiler = Compiler(monkeypatch)
     large = replace(TILES[1], programs_for_one_tile=12)
     config = replace(CONFIG, tiles=(TILES[0], large, *TILES[2:]))
@@ -254,7 +254,7 @@ def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
 
 @pytest.mark.parametrize(("leaves", "programs"), [(None, 200), (80, 160), (120, 200)])
 def test_small_programs_in_two_waves(leaves, programs, monkeypatch):
-    """100 programs run at once; a plan of the host has two KV heads for each leaf."""
+    """100 programs run at once; a plan of the reference has two KV heads for each leaf."""
     compiler = Compiler(monkeypatch)
     config = replace(CONFIG, tiles=(replace(TILES[0], waves=2), *TILES[1:]))
     plan = leaves and SimpleNamespace(

@@ -58,7 +58,7 @@ def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS):
     return tl.load(seq_lens_ptr + request // BLOCKS, mask=there, other=0).to(tl.int32)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_entries", "max_items"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_items", "max_entries"])
 def assign_edges(
     order_ptr,
     seq_lens_ptr,
@@ -70,8 +70,8 @@ def assign_edges(
     batch,
     small_tile,
     large_tile,
-    max_entries,
     max_items,
+    max_entries,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     COSTS: tl.constexpr,

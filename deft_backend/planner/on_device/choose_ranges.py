@@ -43,7 +43,7 @@ def write_leaves(ranges, inside, place, begin, end, BATCH):
     tl.store(ranges.end + BATCH + place, end)
 
 
-@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_entries", "max_items"])
+@jit(do_not_specialize=["batch", "small_tile", "large_tile", "max_items", "max_entries"])
 def choose_ranges(
     order_ptr,
     seq_lens_ptr,
@@ -54,8 +54,8 @@ def choose_ranges(
     batch,
     small_tile,
     large_tile,
-    max_entries,
     max_items,
+    max_entries,
     costs: Costs,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,

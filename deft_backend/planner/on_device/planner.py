@@ -179,7 +179,7 @@ class DevicePlanner:
         """Launch the kernels that do not read the page table."""
         target, scratch, warps = numbers.target, self._scratch, work.warps
         batch, block = len(tables.seq_lens) * target.query_blocks, target.block_tokens
-        at_once, most = numbers.programs(batch), (limits.entries, limits.items)
+        at_once, most = numbers.programs(batch), (limits.items, limits.entries)
         size = (batch, *numbers.tiles)
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(at_once[0], batch)), at_once[1])
