@@ -85,26 +85,6 @@ def test_runs_of_different_machines_or_builds_do_not_merge(name):
 # Commands
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--set", "fasttre", *CPU], r"no set 'fasttre'; expected .*fasttree, deft, "),
-        (["--tree", "4,2 8,8", *CPU], r"no level has fewer nodes than the one above it"),
-        (["--tree", "2 8", "--with", "heads=32/5", *CPU], r"'32/5'; expected QUERY/KV"),
-        (["--tree", "2 8", "--with", "peers=fa4", *CPU], r"peers is 'fa4'; expected one of none"),
-        (["--tree", "2 8", "--with", "blocks=3", *CPU], r"--with is 'blocks=3'; expected"),
-        (["--tree", "2 8", "--part", "3/2", *CPU], r"--part is '3/2'; expected I/N"),
-        (["--set", "traces", *CPU], r"needs recordings"),
-        (["--device", "cpu"], r"add --quick"),
-    ],
-)
-def test_bad_input_is_told_in_a_line(arguments, said):
-    code, _, err = run("kernel", *arguments)
-    assert code == 2
-    assert re.search(said, err)
-    assert len(err.splitlines()) == 1
-
-
 def test_checks_results_on_the_cpu_and_merges(tmp_path):
     common = ["kernel", *SMALL, "--tree", "1,2 9,3", "--tree", "2 5"]
     for part in ("1/2", "2/2"):
@@ -144,26 +124,3 @@ def test_a_wrong_result_of_ours_is_an_error(tmp_path, monkeypatch):
     assert re.search(r"wrong own, 1,2 3,2, heads 2/1: wrong result: relative error", err)
     assert "wrong or failed" in out
     assert list(read_rows(tmp_path / "kernel-cpu.json")[0][0]["us"]) == [OURS]
-
-
-def test_what_was_measured_survives_an_interruption(tmp_path, monkeypatch):
-    from benchmarks.kernel import measure_case as run_module
-
-    measure_case = run_module.measure_case
-
-    def once(case, setup):
-        monkeypatch.setattr(run_module, "measure_case", interrupted)
-        return measure_case(case, setup)
-
-    def interrupted(case, setup):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_module, "measure_case", once)
-    code, _, _ = run(
-        "kernel", *SMALL, "--tree", "1,2 3,2", "--tree", "1 2", "--with", "peers=none",
-        "--out", str(tmp_path),
-    )  # fmt: skip
-    assert code != 0
-    rows, header = read_rows(tmp_path / "kernel-cpu.json")
-    assert [found["workload"] for found in rows] == ["1,2 3,2"]
-    assert header["complete"] is False

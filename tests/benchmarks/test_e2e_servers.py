@@ -259,18 +259,6 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     assert rows[0]["duration_s"] >= LOAD.arrivals()[-1]
 
 
-def test_a_lost_server_and_a_failed_request_are_told(tmp_path):
-    console = Console(quiet=True)
-    assert (
-        loads._measured(fake_launch(), ("crashes",), [], [LOAD], 1, tmp_path / "l", console) == []
-    )
-    (row,) = loads._measured(
-        fake_launch(), ("short",), [], [replace(LOAD, rate=None)], 1, tmp_path / "l", console
-    )
-    assert row["failures"] == LOAD.requests
-    assert "4 of 5 tokens" in row["first_failures"][0]
-
-
 def test_loads_are_the_files(monkeypatch):
     first, *_ = read_loads(["8x8192", "nothing-shared"], None)
     assert (first.prefixes, first.prefix, first.rate) == (8, 8192, 12)

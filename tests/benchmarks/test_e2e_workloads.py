@@ -17,7 +17,6 @@ from benchmarks.e2e.run import client_of
 from benchmarks.e2e.timing import measure, percentiles, steady
 from benchmarks.e2e.workloads import (
     BATCHES,
-    FIRST,
     TABLE,
     Job,
     Sizes,
@@ -233,16 +232,6 @@ def test_requests_that_come_one_by_one_are_timed_when_all_decode(monkeypatch, ap
 
     row = timed(OneByOne(), monkeypatch, (8, 16, 4), 20, "vllm", repeats=1)
     assert row["tpot_ms"] == pytest.approx(5 + 2 * 16, rel=0.02)
-
-
-def test_first_tokens_are_medians_of_new_prompts_behind_one_prefix(monkeypatch):
-    client = Clocked(before=0.25)
-    row = timed(client, monkeypatch, (20, 3, 5), 16, how=FIRST, repeats=4)
-    assert row["ttft_ms"] == row["ttft_p99_ms"] == row["detail"]["together_ms"] == 250.0
-    assert len(row["detail"]["ttft_runs_ms"]) == len(row["detail"]["together_runs_ms"]) == 4
-    sent = [prompt for prompt, _ in client.asked]
-    assert len(sent) == 3 * (timing.WARM_UPS + 4) == len(set(sent))
-    assert len({prompt[:20] for prompt in sent}) == 1
 
 
 def test_steady_time_counts_only_while_all_requests_decode():

@@ -14,7 +14,7 @@ from benchmarks.__main__ import app_of
 from benchmarks.fuzz import ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.attention_settings import AttentionSetting
-from benchmarks.fuzz.examples import Example, Runner, attention_examples, example_of, plan_examples
+from benchmarks.fuzz.examples import Runner, attention_examples, example_of, plan_examples
 from benchmarks.fuzz.forests import Limits, draw_batch
 from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
 from benchmarks.fuzz.plan_settings import PlanSetting
@@ -81,16 +81,6 @@ def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
     )  # fmt: skip
     found = compared(other)
     assert (found.ties, found.same, found.failures) == ([0], 0, [])
-
-
-def test_what_fails_is_counted_and_can_be_run_again(monkeypatch):
-    monkeypatch.setattr("benchmarks.fuzz.plan_cases.fault_of", lambda *_: "planted")
-    runner = Runner(CPU)
-    (first, *_) = runner.run(Example(SETTING, "device", 5, 1, False))
-    assert first.why == "planted"
-    kept = json.loads(json.dumps(runner.counts.failures[0]))
-    monkeypatch.undo()
-    assert Runner(CPU).run(example_of(kept)) == []
 
 
 def test_the_command_records_what_it_ran(tmp_path):

@@ -18,23 +18,10 @@ def lines_of(folder, name, content, title):
 
 def served(backend, prefix, tpot_ms, **changed):
     """A row of the end-to-end benchmark."""
-    row = {
-        "workload": "few-shot" if prefix else "unshared",
-        "prefix": prefix,
-        "branches": 32,
-        "suffix": 64,
-        "gen": 8,
-        "host": "sglang",
-        "backend": backend,
-        "model": "m",
-        "options": "",
-        "tp": 1,
-        "tpot_ms": tpot_ms,
-        "ttft_ms": 2 * tpot_ms,
-        "error": None,
-        "detail": {},
-    }
-    return row | changed
+    row = {"workload": "few-shot" if prefix else "unshared", "prefix": prefix, "branches": 32}
+    row |= {"suffix": 64, "gen": 8, "host": "sglang", "backend": backend, "model": "m"}
+    row |= {"options": "", "tp": 1, "tpot_ms": tpot_ms, "ttft_ms": 2 * tpot_ms, "error": None}
+    return {**row, "detail": {}, **changed}
 
 
 HEADER = {"device": "NVIDIA H200 (CUDA 13.0)", "date": "2026-11-28T10:00:00", "commit": "abc"}

@@ -1,7 +1,6 @@
 """The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
 
 import json
-import os
 import socket
 import time
 from importlib.metadata import PackageNotFoundError
@@ -10,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from commands import run
-from deft_backend.attention import TreeAttention, self_check
+from deft_backend.attention import self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.forest import build_forest
@@ -21,6 +21,7 @@ from deft_backend.telemetry.state_reader import StateError, read_state, settled_
 from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
+from sglang_fakes import make_state
 from state_files import state_path
 from thought_tree_files import dump_thought_trees
 
@@ -210,33 +211,10 @@ def steps(number, reason=None):
 
 
 def state(**changes):
-    content = {
-        "schema": 3,
-        "pid": os.getpid(),
-        "port": 31234,
-        "rank": 0,
-        "host": "sglang",
-        "host_version": "0",
-        "backend": "deft",
-        "policy": "deft-node",
-        "device": "cpu",
-        "dtype": "float16",
-        "num_layers": 4,
-        "num_query_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "dtype_bytes": 2,
-        "steps": [steps(9), steps(1, "small batch")],
-        "kv_bytes_read": 1000,
-        "kv_bytes_query_guided": 5000,
-        "plans": 2,
-        "plan_seconds": 0.1,
-        "verified_tokens": 0,
-        "verified_drafts": 0,
-        "accepted_tokens": 0,
-        "compile_seconds": 0.0,
-        "updated": time.time(),
-    }
+    made = make_state()
+    content = {**made.as_json(made.counters()), "port": 31234, "policy": "deft-node"}
+    content |= {"dtype": "float16", "dtype_bytes": 2, "num_layers": 4, "updated": time.time()}
+    content |= {"steps": [steps(9), steps(1, "small batch")], "kv_bytes_read": 1000}
     return content | changes
 
 
@@ -262,16 +240,8 @@ def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     path = state_path(tmp_path, 31234)
     size = getattr(torch, dtype).itemsize
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=size)))
-    attention = TreeAttention(
-        num_query_heads=16,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype=torch.float16,
-        device="cpu",
-        kv_dtype=getattr(torch, dtype),
-        max_batch=4,
-        page_size=16,
-    )
+    kinds = {"dtype": torch.float16, "kv_dtype": getattr(torch, dtype)}
+    attention = tree_attention(num_query_heads=16, max_batch=4, page_size=16, **kinds)
     target = server_target(read_state(path), 16)
     assert target == attention.target
     assert target.dtype_bytes == size

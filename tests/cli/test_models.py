@@ -11,7 +11,7 @@ import typer
 
 from deft_backend.cli.models import ChosenModel, served_context, served_model
 from deft_backend.cli.shapes import model_shape
-from deft_backend.tools.servers.model_files import ModelFilesError, is_hub_name, model_file
+from deft_backend.tools.servers.model_files import is_hub_name, model_file
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
@@ -55,31 +55,6 @@ def test_the_shape_of_a_hub_name(hub):
     shape = model_shape(ChosenModel(NAME, REVISION))
     assert shape == model_shape(ChosenModel(str(TINY)))
     assert shape[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ("GatedRepoError", "asks for permission to read it. Accept its terms"),
-        ("RepositoryNotFoundError", "no such model, or a private one. Check the name"),
-        ("RevisionNotFoundError", "no such revision of it. Check --revision"),
-        ("LocalEntryNotFoundError", "the hub does not answer. Check the connection"),
-        ("HFValidationError", "cannot be read from the hub: as the hub says"),
-        ("OSError", "cannot be read from the hub: as the hub says"),
-    ],
-)
-def test_what_the_hub_answers(error, said, monkeypatch):
-    kind = OSError if error == "OSError" else getattr(huggingface_hub.errors, error)
-    raised = kind.__new__(kind)
-    raised.args = ("as the hub says",)
-
-    def download(*arguments, **keywords):
-        raise raised
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(ModelFilesError, match=said):
-        model_file("some/model", "config.json")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Other processes fill the cache that this one launches from, until a time or the end."""
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,6 @@ from deft_backend.compile.variants import (
     compile_all,
     compiling_for,
 )
-from failure_lines import raising
 
 
 @triton.jit
@@ -64,14 +62,6 @@ def test_the_time_ends(empty_cache):
         assert ready([], 0.0)
 
 
-def test_processes_that_cannot_start(empty_cache, monkeypatch, caplog):
-    """The uses of the code compile it then."""
-    monkeypatch.setattr(os, "fork", raising(BlockingIOError(errno.EAGAIN, "no process")))
-    with compiled_in_processes([code(fill)]) as ready:
-        assert ready([code(fill)], soon())
-    assert "kernels compile in 0 processes" in caplog.text
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_process_that_is_killed(busy, empty_cache, monkeypatch):
     """As by the kernel, where memory is short; waiting ends with the last process."""
@@ -83,11 +73,4 @@ def test_a_process_that_is_killed(busy, empty_cache, monkeypatch):
         for process in multiprocessing.active_children():
             process.kill()
         assert ready([code(fill)], soon())
-    assert not multiprocessing.active_children()
-
-
-def test_processes_end_with_the_block(empty_cache, monkeypatch):
-    monkeypatch.setattr(Variant, "compile", lambda self: time.sleep(600))
-    with compiled_in_processes([code(fill)]) as ready:
-        assert not ready([code(fill)], time.monotonic() + 0.2)
     assert not multiprocessing.active_children()

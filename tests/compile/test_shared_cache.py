@@ -94,15 +94,3 @@ def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):
     with held as mine:
         assert mine
         assert compiled_into(tmp_path / "shared", tmp_path / "own", wanted).compiled == 1
-
-
-def test_a_lock_that_cannot_be_made_excludes_nobody(tmp_path):
-    (tmp_path / "file").touch()
-    with locked(tmp_path / "file" / "lock", 0.0) as mine:
-        assert mine
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        SharedCache(tmp_path / "file" / "cache")

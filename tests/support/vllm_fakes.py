@@ -12,18 +12,11 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 def make_config(**changes):
     """The parts of a ``VllmConfig`` that the adapter reads."""
-    parallel = SimpleNamespace(
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        data_parallel_size=1,
-        rank=0,
-        data_parallel_rank=0,
-        data_parallel_index=0,
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        use_ubatching=False,
-        distributed_executor_backend=None,
-    )
+    kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
+    sizes = dict.fromkeys([f"{kind}_parallel_size" for kind in kinds], 1)
+    ranks = dict.fromkeys(["rank", "data_parallel_rank", "data_parallel_index"], 0)
+    executor = {"use_ubatching": False, "distributed_executor_backend": None}
+    parallel = SimpleNamespace(**sizes, **ranks, **executor)
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
@@ -63,14 +56,8 @@ def _layout(name):
 def make_spec(block_size=16, **changes):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    values = {
-        "block_size": block_size,
-        "num_kv_heads": KV_HEADS,
-        "head_size": DIM,
-        "dtype": torch.float32,
-        **changes,
-    }
-    return FullAttentionSpec(**values)
+    shape = {"num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.float32}
+    return FullAttentionSpec(**{"block_size": block_size, **shape, **changes})
 
 
 @dataclass
@@ -89,13 +76,8 @@ class Layers:
         self.impls = []
         context = self.config.compilation_config.static_forward_context
         for index in range(self.count):
-            values = {
-                "num_heads": HEADS,
-                "head_size": DIM,
-                "scale": DIM**-0.5,
-                "num_kv_heads": KV_HEADS,
-                **self.arguments,
-            }
+            shape = {"num_heads": HEADS, "head_size": DIM, "num_kv_heads": KV_HEADS}
+            values = {**shape, "scale": DIM**-0.5, **self.arguments}
             impl = self.backend.get_impl_cls()(**values)
             module = SimpleNamespace(impl=impl)
             if self.spec is not None:

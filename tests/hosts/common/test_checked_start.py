@@ -5,23 +5,15 @@ import logging
 import pytest
 import torch
 
-from deft_backend.attention import TreeAttention, tree_attention
+from attention_checks import tree_attention as heads_of_four
+from deft_backend.attention import tree_attention
 from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, failed_self_check
 
 
 @pytest.fixture
 def attention():
-    return TreeAttention(
-        num_query_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype=torch.float16,
-        device="cpu",
-        page_size=16,
-        max_batch=4,
-        query_tokens=3,
-    )
+    return heads_of_four(dtype=torch.float16, page_size=16, max_batch=4, query_tokens=3)
 
 
 def tensors_of(drafts=None):

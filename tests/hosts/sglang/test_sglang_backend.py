@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,6 @@ from deft_backend.telemetry.shown_batch import forest_of
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
-    FakeServer,
     SWAKVPool,
     Tree,
     decode_attention,
@@ -64,29 +62,6 @@ def test_an_eager_step_is_planned_from_the_page_table(server):
     server.state.batch, server.steps.shows = None, False
     server.backend.init_forward_metadata(server.batch())
     assert server.state.batch is None
-
-
-def test_beams_read_their_new_parents_tokens(host):
-    """Between steps, the host copies the rows of surviving beams to other beams' rows."""
-    fork = pytest.importorskip("sglang.srt.beam_search.fork")
-
-    prompt, grown, rows = 8, 200, torch.tensor([1, 2, 3])
-    calls, pool = [], FakePool(2500)
-    table = np.zeros((4, prompt + 4 * grown), dtype=np.int32)
-    table[1, :prompt] = range(1, 1 + prompt)
-    own = recording_backend(host, pool, table, calls)()
-    pages = own.req_to_token_pool.req_to_token
-    backend = device_planned(own, small_attention(max_batch=4), make_state(), Settings(min_batch=2))
-    server = FakeServer(backend=backend, pool=pool, table=table)
-    fork.alias_members_prompt_kv(pages, rows[1:], 1, prompt)
-    for step, parents in enumerate(([0, 0, 1], [2, 2, 0], [0, 2, 2], [0, 1, 2])):
-        begin, length = prompt + step * grown, prompt + (step + 1) * grown
-        first = 20 + 3 * begin
-        pages[rows, begin:length] = torch.arange(first, first + 3 * grown).view(3, -1).int()
-        batch = make_batch("decode", table, rows, [length] * 3, rids=["leader"])
-        server.close(server.step(batch), batch)
-        fork.remap_kv_mapping(pages, rows, torch.tensor(parents), prompt, length)
-    assert calls == []
 
 
 def test_what_is_captured_plans_whatever_it_is_replayed_for(server):

@@ -321,25 +321,3 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
-
-
-def test_decode_graphs_of_resolved_arguments_are_turned_off(host, monkeypatch):
-    """The host's own arguments of any version: resolved arguments refuse assignment."""
-    from pathlib import Path
-
-    from sglang.srt.server_args import ServerArgs
-
-    from deft_backend.hosts.sglang import versions
-
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    model = Path(__file__).parents[3] / "models" / "tiny-llama"
-    made = ServerArgs(model_path=str(model), device="cpu")
-    if versions.resolving_method() == "resolve_once":
-        made.resolve_once()
-    assert versions.decode_graphs(made) != "disabled"
-    versions.disable_decode_graphs(made)
-    assert versions.decode_graphs(made) == "disabled"
-    assert versions.backend_names(made)[1] is not None
-    assert not versions.uses_mla(made)
-    assert not versions.decodes_per_rank(made)
-    assert not versions.model_config(made).is_encoder_decoder

@@ -609,20 +609,6 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog):
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
 
 
-def test_keys_and_values_go_to_their_slots():
-    impl = tree_layers(count=1).impls[0]
-    cache = Cache(4, 16, "LBHNC")
-    before = cache.tensor.clone()
-    key, value = torch.randn(2, 3, 2, DIM)
-    module = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
-    impl.do_kv_cache_update(module, key, value, cache.tensor, torch.tensor([17, -1, 47]))
-    assert torch.equal(cache.keys[1, 1], key[0])
-    assert torch.equal(cache.values[1, 1], value[0])
-    assert torch.equal(cache.keys[2, 15], key[2])
-    changed = (cache.tensor != before).any(-1).nonzero().tolist()
-    assert changed == [[1, 0, 1], [1, 1, 1], [2, 0, 15], [2, 1, 15]]
-
-
 @pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
 def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatch):
     """A pool takes all allocations of the thread that entered it, such as plan and workspace."""
@@ -665,21 +651,3 @@ def test_a_cache_of_eight_bits(kind, query_lens):
     attach(step.metadata, None)
     step.cache, step.batch = cached(Batch(DECODE, shared=2, query_lens=query_lens))[::-1]
     step.check_quantised(kind)  # the host's own
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "span"),
-    [("fp8", torch.float8_e4m3fn, 300.0), ("fp8_e5m2", torch.float8_e5m2, 5e4)],
-)
-def test_new_keys_and_values_are_stored_as_the_host_stores_them(kind, dtype, span):
-    """Divided by the scale, rounded to 8 bits; what is too large becomes the largest number."""
-    layers = tree_layers(arguments={"kv_cache_dtype": kind})
-    module = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(2.0))
-    cache = torch.zeros((2, KV_HEADS, 16, 2 * DIM), dtype=torch.uint8)
-    key = torch.linspace(-span, span, KV_HEADS * DIM).reshape(1, KV_HEADS, DIM)
-    layers.impls[0].do_kv_cache_update(module, key, key, cache, torch.tensor([17]))
-    written = cache.view(dtype)[1, :, 1].float()
-    largest = (key[0] / 0.5).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    torch.testing.assert_close(written[:, :DIM], largest, rtol=0.13, atol=0.01)
-    torch.testing.assert_close(written[:, DIM:], key[0] / 2.0, rtol=0.13, atol=0.01)
-    assert not cache[0].any()

@@ -70,26 +70,12 @@ class Sparse(Mla):
     is_sparse = classmethod(lambda cls: True)
 
 
-ARGUMENTS = {
-    "num_heads": HEADS,
-    "head_size": VALUE + ROPE,
-    "scale": SCALE,
-    "num_kv_heads": 1,
-    "alibi_slopes": None,
-    "sliding_window": None,
-    "kv_cache_dtype": "auto",
-    "logits_soft_cap": None,
-    "attn_type": "decoder",
-    "kv_sharing_target_layer_name": None,
-    "q_lora_rank": None,
-    "kv_lora_rank": VALUE,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": ROPE,
-    "qk_head_dim": 48,
-    "v_head_dim": 16,
-    "kv_b_proj": object(),
-    "indexer": None,
-}
+_UNUSED = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")
+_HEADS = {"num_heads": HEADS, "head_size": VALUE + ROPE, "scale": SCALE, "num_kv_heads": 1}
+_KINDS = {"kv_cache_dtype": "auto", "attn_type": "decoder", "kv_b_proj": object()}
+_RANKS = {"kv_lora_rank": VALUE, "qk_nope_head_dim": 16, "qk_rope_head_dim": ROPE}
+_DIMS = {"qk_head_dim": 48, "v_head_dim": 16, "q_lora_rank": None, "indexer": None}
+ARGUMENTS = {**dict.fromkeys(_UNUSED), **_HEADS, **_KINDS, **_RANKS, **_DIMS}
 
 
 def spec(**changes):

@@ -136,25 +136,6 @@ def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
     assert counted == pytest.approx(asked, rel=0.02)
 
 
-def test_what_compares_nothing_is_said_before_any_request(tmp_path):
-    with serving(Fake(context=110)) as a, serving(Fake(context=110)) as b:
-        _, printed = ab(tmp_path, "--urls", a.url, b.url, "--workload", "few-shot", *SMALL, code=2)
-        assert "the context holds 110 tokens, and prompts have 120" in printed
-        assert "pass --prefix-tokens 4 or less" in printed
-        assert len(a.bodies) <= 3  # questions about the server itself
-        assert not b.bodies
-
-
-def test_a_server_that_wants_a_key_and_one_that_is_gone(tmp_path):
-    with serving(Fake()) as a:
-        _, printed = ab(tmp_path, "--urls", a.url, "127.0.0.1:9", *SMALL, code=2)
-        assert "127.0.0.1:9 does not answer under /v1/models; is it running? (Connection" in printed
-        assert "ssl" not in printed
-    with serving(Fake(status=401)) as a:
-        _, printed = ab(tmp_path, "--urls", a.url, a.url, *SMALL, code=2)
-    assert "wants a key (status 401); set OPENAI_API_KEY to it" in printed
-
-
 def test_each_fault_is_counted_under_its_name():
     faults = {"p4": 404, "p5": 503, "pd": "drop", "pe": "error", "p0": "empty"}
     with serving(Fake(faults=faults, context=60, shows_context=False)) as fake:
