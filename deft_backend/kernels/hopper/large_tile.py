@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
-from deft_backend.kernels.hopper.eight_bits import as_operand
 from deft_backend.kernels.hopper.large_tile_copies import (
     Segment,
     Stream,
@@ -57,10 +56,12 @@ from deft_backend.kernels.hopper.large_tile_memory import (
     spread_number,
 )
 from deft_backend.kernels.hopper.large_tile_results import (
-    add_rescaled,
+    add_scores,
+    first_product,
+    last_product,
     masked,
-    settled,
     softmax,
+    start_products,
     write_results,
 )
 from deft_backend.kernels.hopper.parts import (
@@ -71,7 +72,6 @@ from deft_backend.kernels.hopper.parts import (
     range_end,
     read_item,
     sees,
-    show_operands,
     table_row,
     tail_of,
     with_device_scales,
@@ -81,7 +81,6 @@ from deft_backend.kernels.hopper.versions import (
     gl,
     jit,
     wait_group,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from deft_backend.planner.device_plan import ItemArrays
@@ -138,42 +137,17 @@ def _add_block(state, step, inputs, tensors, strides, HIDES, HEADS, CACHE, TILE,
     With HIDES, some of the block's tokens are query tokens.
     """
     buffers, scaling = inputs.buffers, inputs.scaling
-    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
-    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
-    BLOCK_M: gl.constexpr = TILE.height
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    ROW: gl.constexpr = LAYOUT.row
-    # Allow this many copies in flight when waiting for the next K block; its V block was issued
-    # earlier and has arrived.
-    OUTSTANDING: gl.constexpr = 2 * TILE.lookahead - 2
-    factor = scaling.scale
-    if MODE.soft_cap:
-        factor = 1.0
-    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
-    now, following = state.now, state.following
-    arrived(OUTSTANDING)
-    keys, values = buffers.k.index(following), buffers.v.index(now)
-    if EXPONENT_BITS > 0:
-        keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
-        values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-        show_operands()
-    started = warpgroup_mma(inputs.q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
+    started, summing = start_products(state, inputs.q, buffers, CACHE, TILE, LAYOUT)
     position = copy_next_blocks(
-        step, now, state.position, inputs.stream, buffers, CACHE, TILE, LAYOUT
+        step, state.now, state.position, inputs.stream, buffers, CACHE, TILE, LAYOUT
     )
-    now = following
-    following = next_slot(following, LAYOUT.slots)
+    now, following = state.following, next_slot(state.following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
     if HIDES:
-        behind = inputs.left + (step + 1) * BLOCK_N
+        behind = inputs.left + (step + 1) * TILE.block_tokens
         scores = _hide(scores, behind, inputs.tail, tensors, strides, HEADS, TILE, LAYOUT)
-    fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
-    total = add_rescaled(state.total, rescale, settled(added))
-    acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
-    weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
-    acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
+    maximum, total, acc, weights = add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT)
     return State(now, following, position, maximum, total, acc, weights)
 
 
@@ -254,12 +228,7 @@ def hopper_large_tile_attention(
         next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
-        no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
-        keys = buffers.k.index(0)
-        if EXPONENT_BITS > 0:
-            keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
-            show_operands()
-        scores = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False)
+        scores = first_product(q, buffers, CACHE, TILE, LAYOUT)
         scores = capped(scores, scaling, MODE.soft_cap)
         left = tokens - (blocks - 1) * BLOCK_N  # of the block: the range's last tokens
         scores = masked(scores, left, BLOCK_M, BLOCK_N, LAYOUT)
@@ -292,16 +261,9 @@ def hopper_large_tile_attention(
         arrived(0)
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
-        now = state.now
-        values = buffers.v.index(now)
-        if EXPONENT_BITS > 0:
-            values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-            show_operands()
-        acc = warpgroup_mma(state.weights, values, state.acc)
-        if EXPONENT_BITS > 0:
-            acc = acc * scaling.value
+        acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
-        maximum, zero = state.maximum, hidden_zero(now)
+        maximum, zero = state.maximum, hidden_zero(state.now)
         write_results(
             acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )

@@ -1,10 +1,18 @@
-"""Large tiles: the online softmax in the layout of a matrix product, and the results (Gluon)."""
+"""Large tiles: their products, the online softmax between them, and the results (Gluon)."""
 
 from __future__ import annotations
 
-from deft_backend.kernels.hopper.large_tile_copies import read_rows
-from deft_backend.kernels.hopper.parts import larger, plus, sink_weight
-from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
+from deft_backend.kernels.hopper.eight_bits import as_operand
+from deft_backend.kernels.hopper.large_tile_copies import arrived, read_rows
+from deft_backend.kernels.hopper.parts import larger, plus, show_operands, sink_weight
+from deft_backend.kernels.hopper.versions import (
+    barrier,
+    gl,
+    jit,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @jit
@@ -81,6 +89,72 @@ def add_rescaled(total, rescale, added):
     """Sums by thread, with the sums of one more block added."""
     ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     return total * gl.convert_layout(rescale, ROW)[:, None] + added
+
+
+@jit
+def start_products(state, q, buffers, CACHE, TILE, LAYOUT):
+    """Start Q K^T of the next block, and P V of the block taken before it."""
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    # Allow this many copies in flight when waiting for the next K block; its V block was issued
+    # earlier and has arrived.
+    OUTSTANDING: gl.constexpr = 2 * TILE.lookahead - 2
+    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
+    arrived(OUTSTANDING)
+    keys, values = buffers.k.index(state.following), buffers.v.index(state.now)
+    if EXPONENT_BITS > 0:
+        keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
+        values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
+        show_operands()
+    started = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    return started, warpgroup_mma(state.weights, values, state.acc, is_async=True)
+
+
+@jit
+def add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT):
+    """The softmax with one more block; P V of the block before, `summing`, runs meanwhile."""
+    DTYPE: gl.constexpr = inputs.buffers.rows.dtype
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    ROW: gl.constexpr = LAYOUT.row
+    factor = inputs.scaling.scale
+    if MODE.soft_cap:
+        factor = 1.0
+    fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
+    total = add_rescaled(state.total, rescale, settled(added))
+    acc, _, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
+    weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
+    acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
+    return maximum, total, acc, weights
+
+
+@jit
+def first_product(q, buffers, CACHE, TILE, LAYOUT):
+    """Q K^T of an item's first block."""
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    BLOCK_M: gl.constexpr = TILE.height
+    BLOCK_N: gl.constexpr = TILE.block_tokens
+    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
+    keys = buffers.k.index(0)
+    if EXPONENT_BITS > 0:
+        keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
+        show_operands()
+    return warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False)
+
+
+@jit
+def last_product(state, scaling, buffers, CACHE, LAYOUT):
+    """The sum of values with P V of an item's last block."""
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
+    values = buffers.v.index(state.now)
+    if EXPONENT_BITS > 0:
+        values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
+        show_operands()
+    acc = warpgroup_mma(state.weights, values, state.acc)
+    if EXPONENT_BITS > 0:
+        acc = acc * scaling.value
+    return acc
 
 
 @jit

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.kernels.arguments import Scaling, Strides, Tensors
-from deft_backend.kernels.hopper.eight_bits import as_operand
 from deft_backend.kernels.hopper.large_tile_copies import (
     arrived,
     copy_ahead,
@@ -33,9 +32,11 @@ from deft_backend.kernels.hopper.large_tile_copies import (
 )
 from deft_backend.kernels.hopper.large_tile_memory import hidden_zero, layout_of
 from deft_backend.kernels.hopper.large_tile_results import (
-    add_rescaled,
-    settled,
+    add_scores,
+    first_product,
+    last_product,
     softmax,
+    start_products,
     write_results,
 )
 from deft_backend.kernels.hopper.masked_tile_copies import (
@@ -58,14 +59,12 @@ from deft_backend.kernels.hopper.parts import (
     capped,
     next_slot,
     plus,
-    show_operands,
     with_device_scales,
 )
 from deft_backend.kernels.hopper.versions import (
     gl,
     jit,
     wait_group,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from deft_backend.planner.device_plan import ItemArrays
@@ -144,38 +143,16 @@ def _hide(scores, block, rows, buffers, tensors, HEADS, LAYOUT):
 def _add_block(state, step, inputs, tensors, strides, HEADS, CACHE, TILE, MODE, LAYOUT):
     """The softmax with one more block, while P V of the block taken before it runs."""
     stream, buffers, scaling = inputs.stream, inputs.buffers, inputs.scaling
-    DTYPE: gl.constexpr = tensors.q.dtype.element_ty
-    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
-    BLOCK_M: gl.constexpr = TILE.height
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    ROW: gl.constexpr = LAYOUT.row
-    OUTSTANDING: gl.constexpr = 2 * TILE.lookahead - 2  # as in the large tile
-    factor = scaling.scale
-    if MODE.soft_cap:
-        factor = 1.0
-    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
-    now, following = state.now, state.following
-    arrived(OUTSTANDING)
-    keys, values = buffers.k.index(following), buffers.v.index(now)
-    if EXPONENT_BITS > 0:
-        keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
-        values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-        show_operands()
-    started = warpgroup_mma(inputs.q, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    summing = warpgroup_mma(state.weights, values, state.acc, is_async=True)
+    now = state.now
+    started, summing = start_products(state, inputs.q, buffers, CACHE, TILE, LAYOUT)
     learned = copy_next_blocks(
         step, now, state.learned, stream, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
     )
-    now = following
-    following = next_slot(following, LAYOUT.slots)
+    now, following = state.following, next_slot(state.following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
     scores = _hide(scores, step + 1, inputs.rows, buffers, tensors, HEADS, LAYOUT)
-    fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
-    total = add_rescaled(state.total, rescale, settled(added))
-    acc, weights, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
-    weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
-    acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
+    maximum, total, acc, weights = add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT)
     return State(now, following, learned, maximum, total, acc, weights)
 
 
@@ -248,12 +225,7 @@ def hopper_masked_tile_attention(
         rows = _rows_of(item, zero, plan, strides, HEADS, TILE, LAYOUT)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
-        no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT.scores)
-        keys = buffers.k.index(0)
-        if EXPONENT_BITS > 0:
-            keys = as_operand(keys, buffers.key_operand, EXPONENT_BITS, LAYOUT)
-            show_operands()
-        scores = warpgroup_mma(q, keys.permute((1, 0)), no_scores, use_acc=False)
+        scores = first_product(q, buffers, CACHE, TILE, LAYOUT)
         followed = follow_segments(next_item, listed, tensors, HEADS, CACHE)
         scores = capped(scores, scaling, MODE.soft_cap)
         scores = _hide(scores, 0, rows, buffers, tensors, HEADS, LAYOUT)
@@ -274,16 +246,9 @@ def hopper_masked_tile_attention(
             there, next_item, segments, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
         )
         arrived(0)
-        now = state.now
-        values = buffers.v.index(now)
-        if EXPONENT_BITS > 0:
-            values = as_operand(values, buffers.value_operand, EXPONENT_BITS, LAYOUT)
-            show_operands()
-        acc = warpgroup_mma(state.weights, values, state.acc)
-        if EXPONENT_BITS > 0:
-            acc = acc * scaling.value
+        acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
         sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
-        maximum, zero = state.maximum, hidden_zero(now)
+        maximum, zero = state.maximum, hidden_zero(state.now)
         write_results(
             acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )
