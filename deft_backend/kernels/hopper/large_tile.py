@@ -3,29 +3,24 @@
     S = Q K^T * sm_scale,   LSE = log2 sum_n 2^(S_n * log2 e),   O = softmax(S) V
 
 (FlashForge's PAC, Algorithm 2.) This kernel has the items, arguments and results of
-`partial_attention`, for the large tile alone: one KV range to which every query attends.
-
-The plain kernel multiplies Q K^T, waits, computes the softmax while the tensor cores idle, and
-multiplies P V. This kernel, written in Gluon, chooses when each matrix product starts and when it
-needs the result (FlashAttention-3, section 3.2: GEMM-softmax pipelining).
-
-Q K^T of the next block and P V of this block start together; the softmax of the next block runs
-during P V.
+`partial_attention`, for the large tile alone: one KV range to which every query attends. Written in
+Gluon, it chooses when each matrix product starts and when it needs the result (FlashAttention-3,
+section 3.2: GEMM-softmax pipelining): Q K^T of the next block and P V of this block start together,
+and the softmax of the next block runs during P V.
 
 The kernel takes KV blocks from the segment's end to its start. Only the first block, before the
 loop, needs a mask for tokens past the end.
 
-The kernel copies K and V into rings of shared-memory buffers. K runs LOOKAHEAD blocks ahead of the
-product that starts next, and V runs one block behind K. One thread for each token computes where
-the token lies, and the threads that copy read that offset: one ring holds page ids, and a second
-ring holds the offsets, a few blocks later. One thread for each query vector computes in the same
-way where the vector lies and where its result goes. While the kernel writes an item's results, it
-loads what the next item needs first: page ids, queries and slots.
+Rings of shared-memory buffers hold K and V. K runs LOOKAHEAD blocks ahead of the product that
+starts next, and V runs one block behind K. One thread for each token computes where the token lies,
+and the threads that copy read that offset: one ring holds page ids, and a second ring holds the
+offsets, a few blocks later. One thread for each query vector computes in the same way where the
+vector lies and where its result goes. While the kernel writes an item's results, it loads what the
+next item needs first: page ids, queries and slots.
 
 Each block meets two barriers. The first one and its proxy fence make all copies visible to the
 tensor cores. After the second one, no warp reads the oldest buffers, so copies may overwrite them.
-
-Of a cache of 8 bits, the rings hold bytes. All threads make operands of the two blocks that are
+Of a cache of 8 bits, the rings hold bytes, and all threads make operands of the two blocks that are
 multiplied next, in two more buffers. A third barrier and its fence make these visible.
 
 Addresses and strides of Q, K and V must be multiples of 16 bytes.

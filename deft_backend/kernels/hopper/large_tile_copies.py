@@ -51,9 +51,8 @@ def arrived(OUTSTANDING):
 
 @jit
 def _within(position, least, most):
-    """Positions, those outside a segment moved to its ends.
-
-    For an empty segment, the token before it, because the row may end there.
+    """Positions, those outside a segment moved to its ends; an empty one's to the token before
+    it.
     """
     return gl.maximum(gl.minimum(position, most), gl.minimum(least, most))
 
@@ -165,9 +164,8 @@ def know(k_known, v_known, page, position, CACHE):
 
 @jit
 def take_item(segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
-    """Turn what `ask_item` copied into addresses, in shared memory.
-
-    Returns where the segment's last block begins, and the segment's last position.
+    """Turn what `ask_item` copied into addresses, in shared memory; returns where the segment's
+    last block begins, and its last position.
     """
     LIST: gl.constexpr = LAYOUT.each
     last, most, position = first_positions(segment, TILE.block_tokens, LAYOUT)
@@ -218,8 +216,7 @@ def copy_ahead(ahead, stream, buffers, LAYOUT):
 def copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT):
     """Start copying an item's first blocks of K and V, and the page ids of the blocks behind them.
 
-    `last` is where the segment's last block begins. Returns [tokens] the positions of the first
-    block of unknown offsets.
+    `last` is where the last block begins; returned are the first positions of unknown offsets.
     """
     AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     BLOCK_N: gl.constexpr = TILE.block_tokens

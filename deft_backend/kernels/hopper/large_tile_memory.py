@@ -155,9 +155,8 @@ def in_one_row(buffer, LAYOUT):
 def hidden_zero(number):
     """Return 0, computed from a number below 65,536 so that the compiler does not know it.
 
-    The compiler computes a row's number plus this 0 anew for each item. It would compute the row's
-    number alone once, with all that follows from it, and hold this in registers. The loop over
-    blocks needs these registers.
+    With it, the compiler computes what follows from a row's number anew for each item, and does not
+    hold it in registers, which the loop over blocks needs.
     """
     return number >> 16
 
@@ -174,7 +173,7 @@ SMS = constexpr(ARRIVALS - 2)
 def _count(counter, LAYOUT):
     """[threads]: how often the counter was counted before, in the first thread; 0 in all others.
 
-    Nothing waits for the number before it is used. It would for ``atomic_add``, and for ``add``,
+    Nothing waits for the number before it is used, as it would for ``atomic_add``, and for ``add``,
     whose result the assembler shares with the other threads of the warp.
     """
     thread = gl.arange(0, 32 * gl.num_warps(), layout=LAYOUT.each)
@@ -206,8 +205,8 @@ def count_on_sm(arrivals, LAYOUT):
 def spread_number(arrivals, counted, LAYOUT):
     """The number of this program. All programs of the launch must ask for theirs.
 
-    Before the launch, FIRST and LATER must be 0. Where an SM's counter is not, none of its programs
-    counts as the first one: the numbers hold, but spread less.
+    Before the launch, FIRST and LATER must be 0. Where an SM's counter is not, the numbers hold,
+    but spread less.
     """
     first = gl.reduce(counted, 0, plus) == 0
     counter = gl.where(first, FIRST.value, LATER.value)

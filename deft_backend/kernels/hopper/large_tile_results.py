@@ -42,10 +42,8 @@ def _thread_sum(x, ROWS, COLUMNS):
 
 @jit
 def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
-    """Compute the weights of one block.
-
-    Returns the weights, their sums by thread, the new row maxima, and `rescale`: factors that bring
-    earlier weights to the new maxima. `factor` brings scores to base 2.
+    """The weights of one block, their sums by thread, the new row maxima, and factors that bring
+    earlier weights to these. `factor` brings scores to base 2.
     """
     highest = _row_max(scores, ROWS, COLUMNS)
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
@@ -60,11 +58,11 @@ def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
 def settled(sums):
     """Return `sums`, and keep the wait that follows behind the softmax.
 
-    The kernel waits for P V of the block before only after the softmax, so that both run at once.
-    The assembler would move that wait up, ahead of everything that does not need the product. It
-    moves no wait ahead of a store. So this function stores, under a condition that never holds: the
-    sign bit of a sum of powers of two. The assembler does not know that this bit is never set, as
-    it would know of a comparison with 0.
+    P V of the block before shall run during the softmax, but the assembler would move the wait for
+    it up, ahead of everything that does not need the product. It moves no wait ahead of a store. So
+    this function stores, under a condition that never holds: the sign bit of a sum of powers of
+    two. The assembler does not know that this bit is never set, as it would know of a comparison
+    with 0.
     """
     return gl.inline_asm_elementwise(
         """{

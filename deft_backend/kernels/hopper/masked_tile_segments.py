@@ -90,10 +90,7 @@ def _lanes():
 
 @jit
 def read_item(work, work_end, plan, HEADS):
-    """First link of the chain of loads: the item of `work`, which is an item and a KV head.
-
-    From `work_end` on, items are empty.
-    """
+    """First link of the chain of loads: the item of `work`; empty from `work_end` on."""
     number = work // HEADS.num_kv
     there = work < work_end
     entry = gl.load(plan.item_query_ptr + number, mask=there, other=0)

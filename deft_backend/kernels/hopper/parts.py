@@ -229,9 +229,8 @@ def tail_of(item, tensors, plan, HEADS):
 
 @jit
 def _seen_bits(first, query_token, tail, tensors, strides, HEADS):
-    """[M] uint64: bit ``i`` is set if query tokens [M] see query token ``first + i``.
-
-    Tokens before the query tokens have negative numbers, from -63 on; all query tokens see them.
+    """[M] uint64: bit ``i`` is set if query tokens [M] see query token ``first + i``; all see
+    tokens before the query tokens, which have negative numbers, from -63 on.
     """
     WORDS: gl.constexpr = (HEADS.query_tokens + 63) // 64
     word = gl.maximum(first, 0) // 64

@@ -209,9 +209,8 @@ def _with_page_ahead(stream, CACHE, TILE, LAYOUT):
 def copy_next_block(
     stream, step, work_end, buffers, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
 ):
-    """Start copying the stream's next block, an item's first block with the item's queries.
-
-    Returns the stream behind that block.
+    """Start copying the stream's next block, an item's first block with the item's queries; returns
+    the stream behind that block.
     """
     _copy_kv(stream, buffers, tensors, HEADS, CACHE, TILE, LAYOUT)
     if stream.block == 0:

@@ -107,10 +107,8 @@ def _result_of(vector, kv_head, HEADS):
 
 @jit
 def _load_parts(first_slot, kv_head, first, stop, tensors, MOST, ROWS, HEADS):
-    """Load partial results `first` to `stop`, at most MOST of them, of one query and KV head.
-
-    Returns the fields of `Partials`: [ROWS, MOST, D], [ROWS, MOST] and [ROWS, MOST]. The workspace
-    holds far fewer than 2^31 units of 16 bytes.
+    """Load partial results `first` to `stop`, at most MOST of them, of one query and KV head: the
+    fields of `Partials`, [ROWS, MOST, D], [ROWS, MOST] and [ROWS, MOST].
     """
     # 16 bytes a thread; all threads that share a row hold its LSE and scale.
     PARTS: gl.constexpr = gl.BlockedLayout(

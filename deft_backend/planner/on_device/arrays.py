@@ -117,10 +117,7 @@ class Counters(NamedTuple):
 
 def new_counters(device: torch.device) -> torch.Tensor:
     """[4] int64 in CPU memory, 0: plans; tokens of context in them, which decoding query by query
-    reads; tokens that their items load; nanoseconds of planning.
-
-    The GPU's clock gives the time of the device planner, and its kernels do not count it on the
-    CPU.
+    reads; tokens that their items load; nanoseconds of planning, by the GPU's clock.
     """
     return torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
 
@@ -163,8 +160,8 @@ class Scratch:
     ) -> Scratch:
         """Allocate the arrays for a batch of `size`, a multiple of 4.
 
-        `num_chunks` are the longest range's chunks for each candidate, and `seen` [4] int64 is the
-        copy of the counters in CPU memory.
+        `num_chunks` [candidates] are the longest range's chunks; `seen` [4] int64 lies in CPU
+        memory.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -124,10 +124,7 @@ class Numbers:
 
     @classmethod
     def of(cls, target: Target) -> Numbers:
-        """The numbers of a target.
-
-        Raises PolicyError if the cost table was measured for other tile shapes.
-        """
+        """The numbers of a target. Raises PolicyError for a cost table of other tile shapes."""
         model = target.costs
         tiles = target.single_range_tiles
         if len(tiles) != 2 or len(model.tiles.item_ns) != 2:

@@ -42,9 +42,8 @@ def table_of(query, there, tables, stride_table, BLOCKS):
 
 @jit
 def _tile(TILE, ROW_TILES):
-    """The program's tile of the upper triangle: index of its first request, and of its others.
-
-    The last rows of tiles fill up the first, so that all rows of programs are equally long.
+    """The program's tile of the upper triangle: index of its first request, and of its others. The
+    last rows of tiles fill up the first, so that all rows of programs are equally long.
     """
     across, down = tl.program_id(0), tl.program_id(1)
     last = ROW_TILES - 1

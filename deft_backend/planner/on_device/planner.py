@@ -43,23 +43,20 @@ class DevicePlanner:
     """Plans batches on the device, by the two rules of a policy.
 
     A plan takes seven launches, or six without a choice of chunks (`invariant`). `deft-flatten`
-    takes tensor operations behind the first three. None waits for the CPU, and none depends on the
+    takes tensor operations behind the first three. None waits for the CPU or depends on the
     contents of the page table. So a CUDA graph that holds them plans every batch that it is
     replayed for.
 
     - `target`: what plans are for, unless a plan has a target of its own.
     - `plan`: where plans go.
-    - `page_size`: tokens a page.
     - `overlapped`: whether each launch may begin before the one ahead of it has ended (programmatic
       dependent launch).
     - `interpreted`: whether Triton's interpreter runs the kernels; default: on the CPU.
+    - `counters`: of :func:`new_counters`, written some time after each plan; default: its own.
 
-    The device writes `counters` [4] int64 in CPU memory (:func:`new_counters`), some time after
-    each plan. Default: counters of its own.
-
-    Raises PolicyError if the device planner does not know the policy's rules, or the cost table was
-    measured for other tile shapes. Also if the plan is larger than :func:`largest_batch`, or too
-    small for its batch.
+    Raises PolicyError if the device planner does not know the policy's rules, the cost table was
+    measured for other tile shapes, or the plan is larger than :func:`largest_batch` or too small
+    for its batch.
     """
 
     def __init__(
