@@ -35,7 +35,7 @@ from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.metrics import publisher
 from deft_backend.telemetry.shown_batch import Batch, answer, answer_file, request_file
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("deft_backend")
 
 INTERVAL = 0.25  # seconds between two looks of the writer
 
@@ -234,9 +234,6 @@ class StateWriter:
         while True:
             time.sleep(INTERVAL)
             self.look()
-
-
-logger = logging.getLogger("deft_backend")
 
 
 def report_counters(

@@ -166,14 +166,8 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
     for group, *ranged in zip(*(column.tolist() for column in ranges), strict=True):
         for node in touched(*ranged):
             readers[node][group] = None
-    columns = (
-        forest.parent,
-        forest.request,
-        forest.start,
-        forest.length,
-        forest.num_queries,
-        forest.is_leaf,
-    )
+    spans = (forest.parent, forest.request, forest.start, forest.length)
+    columns = (*spans, forest.num_queries, forest.is_leaf)
     rows = zip(*(column.tolist() for column in columns), map(tuple, readers), strict=True)
     return tuple(NodeFacts(*row) for row in rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from deft_backend.attention import (
@@ -27,13 +29,11 @@ def checked_latent_attention(
     kernel: LatentKernel,
     settings: Settings,
     *,
-    max_batch: int,
     integers: tuple[torch.dtype, torch.dtype],
-    page_size: int = 1,
-    query_tokens: int = 1,
+    **sizes: Any,
 ) -> LatentAttention:
     """MLA by the host's `kernel`, or a stand-in on the CPU; raises Unsupported if its check here
-    fails.
+    fails. `sizes` are those of :class:`LatentAttention`: page, batch and query tokens.
     """
     if device.type == "cuda" and capability_of(device) != HOPPER:
         raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
@@ -47,11 +47,9 @@ def checked_latent_attention(
             dtype=dtype,
             device=device,
             kernel=kernel if device.type == "cuda" else plain_latent_attention,
-            page_size=page_size,
-            max_batch=max_batch,
-            query_tokens=query_tokens,
             value_dim=dims[0],
             rope_dim=dims[1],
+            **sizes,
         )
     except AttentionError as error:
         raise Unsupported(str(error)) from None

@@ -132,19 +132,9 @@ def _steps(
             sinks = None
             if kind.sinks is not None:
                 sinks = torch.zeros(attention.num_query_heads, dtype=kind.sinks, device=device)
-            attention.run(
-                q,
-                tensors.k_cache,
-                tensors.v_cache,
-                table,
-                lens,
-                k_scale=scale,
-                v_scale=scale,
-                logit_cap=float(kind.soft_cap),
-                sinks=sinks,
-                out=out,
-                **step,
-            )
+            step |= {"k_scale": scale, "v_scale": scale, "sinks": sinks, "out": out}
+            caches, cap = (tensors.k_cache, tensors.v_cache), float(kind.soft_cap)
+            attention.run(q, *caches, table, lens, logit_cap=cap, **step)
 
     def held(batch: int, columns: int, tokens: int) -> tuple[torch.Tensor, ...]:
         """Page table, sequence lengths and table rows of requests of `tokens` + 1 tokens."""

@@ -177,14 +177,8 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
     if attention.device.type == "cuda":
         tensors = _step_tensors(runner, division.tree)
         prepare_kernels(attention, tensors, settings)
-    return TreeLayers(
-        host,
-        attention,
-        state_of(runner, division, NAME, settings.policy),
-        division,
-        model_asks=model_asks(runner),
-        verify=settings.verify,
-    )
+    state, asks = state_of(runner, division, NAME, settings.policy), model_asks(runner)
+    return TreeLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
@@ -195,14 +189,9 @@ def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> 
     tokens = draft_tokens(runner.server_args)
     largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)
-    return LatentLayers(
-        host,
-        attention,
-        state_of(runner, division, NAME, settings.policy, values_apart=False),
-        division,
-        model_asks=model_asks(runner),
-        verify=settings.verify,
-    )
+    state = state_of(runner, division, NAME, settings.policy, values_apart=False)
+    asks = model_asks(runner)
+    return LatentLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 
 
 def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> TreeSteps:
@@ -309,11 +298,7 @@ def _compiler_of(
             return
         done.add((rows, lens))
         with ranks_cache(settings, attention.device) as shared:
-            warm_up_attention(
-                attention,
-                replace(known, rows_dtype=rows, lens_dtype=lens),
-                smallest=settings.min_batch,
-                shared=shared,
-            )
+            tensors = replace(known, rows_dtype=rows, lens_dtype=lens)
+            warm_up_attention(attention, tensors, smallest=settings.min_batch, shared=shared)
 
     return compile_for

@@ -133,14 +133,6 @@ class LatentImplementation(TreeImplementation):
             step.group.leave(step, "a decode of other tokens than the step's, or with log-sum-exps")
             return host()
         output = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
-        call = LayerCall(
-            self,
-            mine,
-            q_nope,
-            output,
-            kv_c_and_k_pe_cache,
-            None,
-            lambda: output.copy_(host()[0]),
-            q_rope,
-        )
+        into, cache, sinks = lambda: output.copy_(host()[0]), kv_c_and_k_pe_cache, None
+        call = LayerCall(self, mine, q_nope, output, cache, sinks, into, q_rope)
         return (output, None) if step.group.attend(step, call) else host()

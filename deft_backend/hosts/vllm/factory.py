@@ -232,14 +232,8 @@ def _step_tensors(
     attention: TreeAttention, layers: LayerGroup, kinds: list[LayerKind]
 ) -> StepTensors:
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
-    cache = blank_cache(
-        layers.host,
-        layers.vllm_config,
-        shape,
-        len(layers.layer_names),
-        attention.kv_dtype,
-        attention.device,
-    )
+    kind, alike = (attention.kv_dtype, attention.device), len(layers.layer_names)
+    cache = blank_cache(layers.host, layers.vllm_config, shape, alike, *kind)
     return StepTensors(
         *kv_views(cache, attention.head_dim),
         _columns(layers, attention.page_size),

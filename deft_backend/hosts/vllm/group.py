@@ -96,14 +96,7 @@ class GroupAttention(ABC):
                 return "a step with prefills whose other requests share too little"
         return None
 
-    def repeat(
-        self,
-        step: TreeStep,
-        owner: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-    ) -> bool:
+    def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         """Launch a layer as the step's layer before it; False if it needs :meth:`attend`."""
         return False
 
@@ -208,14 +201,8 @@ class TreeGroup(GroupAttention):
         super().__post_init__()
         self.repeats = self.attention.device.type == "cuda" and not self.settings.verify
 
-    def repeat(
-        self,
-        step: TreeStep,
-        owner: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-    ) -> bool:
+    def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
+        query, kv_cache, output = tensors
         held: HeldLayer | None = getattr(owner, _HELD, None)
         if held is None or not step.ran or id(owner) in step.ran or self.failure.reason is not None:
             return False
@@ -253,16 +240,8 @@ class TreeGroup(GroupAttention):
             "sinks": call.sinks,
         }
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
-        self.attention.run(
-            query,
-            k_cache,
-            v_cache,
-            step.page_table,
-            step.seq_lens,
-            query_start=step.query_start,
-            out=rows,
-            **of_layer,
-        )
+        read, starts = (k_cache, v_cache, step.page_table, step.seq_lens), step.query_start
+        self.attention.run(query, *read, query_start=starts, out=rows, **of_layer)
         if self.repeats and query.dtype == call.query.dtype:
             addresses = layer_addresses(k_cache, v_cache, **of_layer)
             held = HeldLayer(call.kv_cache, layer.sm_scale, call.sinks, addresses)

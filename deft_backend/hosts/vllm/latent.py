@@ -122,14 +122,8 @@ class LatentGroup(GroupAttention):
 
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
         assert call.query_rope is not None, "MLA passes queries in two parts"
-        self.attention.run(
-            call.query,
-            call.query_rope,
-            call.kv_cache,
-            step.page_table,
-            sm_scale=call.layer.sm_scale,
-            out=rows,
-        )
+        read, scale = (call.kv_cache, step.page_table), call.layer.sm_scale
+        self.attention.run(call.query, call.query_rope, *read, sm_scale=scale, out=rows)
 
 
 BACKEND = "FLASH_ATTN_MLA"
@@ -215,45 +209,20 @@ def vllm_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]
     from vllm.vllm_flash_attn import flash_attn_interface  # noqa: F401
 
     operators: Any = torch.ops
-    values, nothing = call.q_nope.shape[-1], None
+    batch, values, nothing = call.batch, call.q_nope.shape[-1], None
     most_tokens = call.page_table.shape[1] * call.cache.shape[1]
+    new, scales, rotary = (nothing,) * 2, (nothing,) * 3, (nothing,) * 3
+    keys_and_values = (call.cache[..., values:], call.cache[..., :values])
+    starts = (batch.query_start, nothing, nothing, nothing)  # none of keys, new keys; tokens in use
+    paged = (call.page_table, batch.table_rows, batch.begin)
+    most = (call.max_query_tokens, most_tokens)
+    whole = (-1, -1, 0.0)  # no window, no soft cap
+    interleaved, scheduler_metadata, packing, spare_sms, sinks = True, nothing, nothing, 0, nothing
+    split = (call.most_splits, packing, spare_sms, sinks)
+    context_parallel = (1, 0, nothing)
     out, lse, *_ = operators._vllm_fa3_C.fwd(
-        call.q_rope,
-        call.cache[..., values:],
-        call.cache[..., :values],
-        nothing,
-        nothing,  # new keys and values
-        call.q_nope,
-        nothing,  # out
-        call.batch.query_start,
-        nothing,
-        nothing,
-        nothing,  # starts of keys and of new keys, query tokens in use
-        call.batch.end,
-        call.max_query_tokens,
-        most_tokens,
-        call.page_table,
-        call.batch.table_rows,
-        call.batch.begin,
-        nothing,
-        nothing,
-        nothing,  # rotary embedding
-        nothing,
-        nothing,
-        nothing,  # scales
-        call.sm_scale,
-        call.causal,
-        -1,
-        -1,
-        0.0,  # no window, no soft cap
-        True,  # rotary embedding, interleaved
-        nothing,  # scheduler metadata
-        call.most_splits,
-        nothing,
-        0,
-        nothing,  # packing of heads, SMs to spare, sinks
-        1,
-        0,
-        nothing,  # context parallelism
+        *(call.q_rope, *keys_and_values, *new, call.q_nope, nothing),  # the last one: out
+        *(*starts, batch.end, *most, *paged, *rotary, *scales, call.sm_scale, call.causal),
+        *(*whole, interleaved, scheduler_metadata, *split, *context_parallel),
     )
     return out, lse

@@ -17,15 +17,10 @@ _ATTRIBUTE = "deft_step"
 class Group(Protocol):
     """What a layer asks of its step's group; ``group.py`` implements it."""
 
-    def repeat(
-        self,
-        step: TreeStep,
-        owner: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-    ) -> bool:
-        """Launch a layer as the step's layer before it; False if it needs :meth:`attend`."""
+    def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
+        """Launch a layer (its queries, KV cache and output) as the step's layer before it; False
+        if it needs :meth:`attend`.
+        """
 
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
         """Compute a layer into its output; False if the host's implementation must."""

@@ -113,23 +113,10 @@ def has_standard_cache(backend: Any) -> bool:
         return False
 
 
-_KNOWN_FIELDS = frozenset(
-    (
-        "block_size",
-        "num_kv_heads",
-        "head_size",
-        "head_size_v",
-        "dtype",
-        "page_size_padded",
-        "sliding_window",
-        "attention_chunk_size",
-        "non_causal",
-        "indexes_kv_by_block_stride",
-        "block_stride_alignment",
-        "dcp_sharded",
-        "max_tp_shards",
-    )
-)
+_SIZES = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded")
+_RANGES = ("sliding_window", "attention_chunk_size", "non_causal")
+_STRIDES = ("indexes_kv_by_block_stride", "block_stride_alignment", "dcp_sharded", "max_tp_shards")
+_KNOWN_FIELDS = frozenset((*_SIZES, *_RANGES, *_STRIDES))
 """Fields of a cache's specification that tree attention accepts, or checks itself."""
 
 

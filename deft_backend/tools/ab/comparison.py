@@ -125,18 +125,10 @@ async def _run_side(
     eight_bits = state is not None and state.dtype_bytes == 1
     if eight_bits or (first is not None and first.eight_bits):
         agreements = [replace(compared, close=CLOSE * EIGHT_BITS) for compared in agreements]
-    return SideRun(
-        name,
-        server.url,
-        offers,
-        tuple(runs),
-        tuple(counted),
-        tuple(agreements),
-        *((state.device, state.backend, state.policy) if state else ("", "", "")),
-        eight_bits,
-        server.command,
-        await asyncio.to_thread(acceptance_length, server.url),
-    )
+    accepted = await asyncio.to_thread(acceptance_length, server.url)
+    told = (state.device, state.backend, state.policy) if state else ("", "", "")
+    measured = (tuple(runs), tuple(counted), tuple(agreements))
+    return SideRun(name, server.url, offers, *measured, *told, eight_bits, server.command, accepted)
 
 
 async def _with_margins(

@@ -132,6 +132,9 @@ def contexts(run: Replayed) -> int | None:
     return total
 
 
+_SHOWN = ("name", "url", "device", "backend", "policy", "command", "acceptance_length")
+
+
 @dataclass(frozen=True)
 class AbResult:
     """Everything that the report shows."""
@@ -170,16 +173,7 @@ class AbResult:
             "exact": self.exact,
             "interrupted": self.interrupted,
             "sides": [
-                {
-                    "name": s.name,
-                    "url": s.url,
-                    "device": s.device,
-                    "backend": s.backend,
-                    "policy": s.policy,
-                    "command": s.command,
-                    "acceptance_length": s.acceptance_length,
-                    **asdict(s.offers),
-                }
+                {**{name: getattr(s, name) for name in _SHOWN}, **asdict(s.offers)}
                 for s in self.sides
             ],
             "workloads": [_workload_json(w) for w in self.workloads],
@@ -198,26 +192,17 @@ def compare_sides(
 ) -> AbResult:
     """The result of both runs; of an interrupted comparison, the part that ran."""
     empty = Replayed((), 0.0, interrupted=interrupted)
+    agreed = sides[1].agreements if len(sides) > 1 else ()
     compared = []
     for at, workload in enumerate(workloads):
         runs = [side.runs[at] if at < len(side.runs) else empty for side in sides]
         counts = [side.counters[at] if at < len(side.counters) else None for side in sides]
-        while len(runs) < 2:
-            runs.append(empty)
-            counts.append(None)
+        first, second, *_ = (*zip(runs, counts, strict=True), (empty, None))
         if not any(run.outcomes for run in runs):
             continue
-        agreed = sides[1].agreements if len(sides) > 1 else ()
-        compared.append(
-            ComparedWorkload(
-                workload.name,
-                workload.description,
-                workload.arrivals,
-                (runs[0], runs[1]),
-                (counts[0], counts[1]),
-                agreed[at] if at < len(agreed) else Agreement(0, 0),
-            )
-        )
+        same = agreed[at] if at < len(agreed) else Agreement(0, 0)
+        texts, pairs = (workload.name, workload.description, workload.arrivals), (first, second)
+        compared.append(ComparedWorkload(*texts, *zip(*pairs, strict=True), same))
     return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
 
 

@@ -108,14 +108,8 @@ def started_sides(
         answers = progress.starting(side, started)
         with ServerProcess(started, log) as server:
             answers()
-            yield RunningServer(
-                server.url,
-                folder,
-                started.shell(),
-                log,
-                server.check_alive,
-                BACKEND_NAMES[host] if side == "deft" else "",
-            )
+            plugin, typed = BACKEND_NAMES[host] if side == "deft" else "", started.shell()
+            yield RunningServer(server.url, folder, typed, log, server.check_alive, plugin)
 
     return Side("host", partial(opened, "host")), Side("deft", partial(opened, "deft"))
 

@@ -109,14 +109,8 @@ def acceptance(result: AbResult) -> str:
 
 def _reads(result: AbResult, side: int) -> Table:
     """KV reads of one side: the steps of two servers hold different requests."""
-    columns = (
-        "workload",
-        "query by query",
-        result.names[side],
-        "saved",
-        "tree steps",
-        "same answers",
-    )
+    shown = result.names[side]
+    columns = ("workload", "query by query", shown, "saved", "tree steps", "same answers")
     rows = []
     for w in result.workloads:
         read, counted = w.kv_read(side), w.counters[side]
@@ -184,14 +178,8 @@ def _change(part: float) -> str:
 def _agreement(w: ComparedWorkload) -> list[str]:
     a = w.agreement
     checked = sum(d.margin is not None for d in a.differences)
-    numbers = (
-        a.compared,
-        a.equal,
-        checked - a.unexplained,
-        a.unexplained,
-        len(a.differences) - checked,
-        a.not_compared,
-    )
+    near, unchecked = checked - a.unexplained, len(a.differences) - checked
+    numbers = (a.compared, a.equal, near, a.unexplained, unchecked, a.not_compared)
     gap = MISSING if a.largest_gap is None else f"{a.largest_gap:.2g}"
     return [w.name, *(f"{number:,}" for number in numbers), gap]
 

@@ -73,16 +73,8 @@ def first_difference(left: Sequence[object], right: Sequence[object]) -> int | N
     return next((i for i, (a, b) in pairs if a != b), None)
 
 
-ANSWERED, TOO_LONG, REFUSED, FAILED, LOST, LATE, CUT, SKIPPED = (
-    "answered",
-    "too long",
-    "refused",
-    "failed",
-    "lost",
-    "timed out",
-    "cut off",
-    "not sent",
-)
+ANSWERED, TOO_LONG, REFUSED, FAILED = "answered", "too long", "refused", "failed"
+LOST, LATE, CUT, SKIPPED = "lost", "timed out", "cut off", "not sent"
 """What can become of a request. ``refused``: status 4xx; ``failed``: 5xx, or an error in the
 stream; ``lost``: the connection broke; ``cut off``: the run was interrupted; ``not sent``: the
 server had died, or the run was interrupted before."""
