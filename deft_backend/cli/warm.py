@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from rich.console import Console
 from typer import Option
@@ -101,27 +101,18 @@ def warm(
     page_size, drafts = page_size or _PAGE_SIZES[host], _drafts(host, draft_tokens, draft_trees)
     chosen = None if model is None else chosen_model(model, revision)
     latent = None if chosen is None else latent_heads(chosen)
+    served = _Served(host, page_size, max_batch, tensor_parallel, kv_cache_dtype, drafts)
     described: DescribedServer | DescribedLatentServer
     if latent is not None:
         check_one_shape(heads, head_dim)
         latent = latent._replace(dtype=_served_dtype(latent.dtype, dtype))
-        described = described_latent(
-            latent,
-            settings,
-            host=host,
-            page_size=page_size,
-            max_batch=max_batch,
-            tensor_parallel=tensor_parallel,
-            kv_cache_dtype=kv_cache_dtype,
-            drafts=drafts,
-        )
+        described = described_latent(latent, settings, served)
         text = latent_text(described)
     else:
         shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
         shape = shape._replace(dtype=_served_dtype(shape.dtype, dtype))
-        shape = _on_one_gpu(shape, tensor_parallel)
         layers = ModelLayers() if chosen is None else model_layers(chosen)
-        described = _described(host, shape, page_size, max_batch, kv_cache_dtype, drafts, layers)
+        described = _described(shape, layers, served)
         text = _text(described)
     _fill(out or kernels_directory(settings), out, described, text, target, threads, settings)
 
@@ -135,32 +126,44 @@ def _served_dtype(held: str, asked: str | None) -> str:
     return held
 
 
-def _described(
-    host: str,
-    shape: HeadShape,
-    page_size: int,
-    max_batch: int,
-    kv_cache_dtype: str,
-    drafts: Drafts | None,
-    layers: ModelLayers,
-) -> DescribedServer:
+class _Served(NamedTuple):
+    """What the command's options say of a server, for every kind of attention."""
+
+    host: str
+    page_size: int
+    max_batch: int
+    tensor_parallel: int
+    kv_cache_dtype: str
+    drafts: Drafts | None
+
+    def heads_of(self, query_heads: int) -> int:
+        """Query heads of one GPU, if the server splits the model's heads over several."""
+        if query_heads % self.tensor_parallel:
+            raise fail(
+                f"--tensor-parallel is {self.tensor_parallel}; expected a divisor of the "
+                f"{query_heads} query heads"
+            )
+        return query_heads // self.tensor_parallel
+
+
+def _described(shape: HeadShape, layers: ModelLayers, served: _Served) -> DescribedServer:
     import torch
 
     from deft_backend.hosts.common.described_server import DescribedServer
     from deft_backend.hosts.common.warm_up import LayerKind
     from deft_backend.shapes import EIGHT_BIT_CACHES
 
-    eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
+    eight_bits, dtype = EIGHT_BIT_CACHES.get(served.kv_cache_dtype), getattr(torch, shape.dtype)
     # SGLang's models hold sinks in bfloat16, vLLM's in the server's dtype.
-    sinks = torch.bfloat16 if host == "sglang" else getattr(torch, shape.dtype)
+    sinks = torch.bfloat16 if served.host == "sglang" else dtype
+    # A KV head that several GPUs need is on each of them.
+    kv_heads = max(1, shape.kv_heads // served.tensor_parallel)
+    heads = (served.heads_of(shape.query_heads), kv_heads, shape.head_dim)
     return DescribedServer(
-        host,
-        *shape[:3],
-        getattr(torch, shape.dtype),
-        page_size,
-        max_batch,
+        served.host,
+        *(*heads, dtype, served.page_size, served.max_batch),
         kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
-        drafts=drafts,
+        drafts=served.drafts,
         layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
     )
 
@@ -190,18 +193,6 @@ def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
             "verify for a request: start the server with fewer, and pass their number"
         )
     return drafts_of(host, tokens, trees=trees)
-
-
-def _on_one_gpu(shape: HeadShape, tensor_parallel: int) -> HeadShape:
-    """The heads of one GPU, if the server splits the model's heads over several."""
-    if shape.query_heads % tensor_parallel:
-        raise fail(
-            f"--tensor-parallel is {tensor_parallel}; expected a divisor of the "
-            f"{shape.query_heads} query heads"
-        )
-    # A KV head that several GPUs need is on each of them.
-    kv_heads = max(1, shape.kv_heads // tensor_parallel)
-    return shape._replace(query_heads=shape.query_heads // tensor_parallel, kv_heads=kv_heads)
 
 
 def _gpu(target: str | None) -> Gpu:
@@ -281,15 +272,7 @@ def _text(described: DescribedServer) -> str:
 
 
 def described_latent(
-    latent: LatentHeads,
-    settings: Settings,
-    *,
-    host: str,
-    page_size: int,
-    max_batch: int,
-    tensor_parallel: int,
-    kv_cache_dtype: str,
-    drafts: Drafts | None,
+    latent: LatentHeads, settings: Settings, served: _Served
 ) -> DescribedLatentServer:
     """The server of an MLA model; fails if such a server would leave it to the host."""
     if not settings.mla:
@@ -306,30 +289,21 @@ def described_latent(
             f"the model has MLA of rank {latent.value_dim} + {latent.rope_dim}; expected "
             f"{VALUE_DIM} + {ROPE_DIM}: a server leaves others to the host"
         )
-    if kv_cache_dtype != "auto":
+    if served.kv_cache_dtype != "auto":
         raise fail(
-            f"--kv-cache-dtype is {kv_cache_dtype}, and MLA reads caches in the model's dtype "
-            "alone; leave it out"
+            f"--kv-cache-dtype is {served.kv_cache_dtype}, and MLA reads caches in the model's "
+            "dtype alone; leave it out"
         )
+    drafts = served.drafts
     if drafts is not None and drafts.trees:
         raise fail("--draft-trees is given, but servers verify MLA's chains alone; leave it out")
-    if latent.query_heads % tensor_parallel:
-        raise fail(
-            f"--tensor-parallel is {tensor_parallel}; expected a divisor of the "
-            f"{latent.query_heads} query heads"
-        )
+    heads = served.heads_of(latent.query_heads)
     import torch
 
     from deft_backend.hosts.common.described_server import DescribedLatentServer
 
-    return DescribedLatentServer(
-        host,
-        latent.query_heads // tensor_parallel,
-        getattr(torch, latent.dtype),
-        page_size,
-        max_batch,
-        1 if drafts is None else drafts.query_tokens,
-    )
+    sizes = (served.page_size, served.max_batch, 1 if drafts is None else drafts.query_tokens)
+    return DescribedLatentServer(served.host, heads, getattr(torch, latent.dtype), *sizes)
 
 
 def latent_text(described: DescribedLatentServer) -> str:

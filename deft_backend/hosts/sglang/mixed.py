@@ -123,17 +123,9 @@ class MixedSteps:
         except Exception as error:
             layers.failure.planning_failed(error)
             return None, "planning failed"
-        count = layers.state.count
-        step = TreeStep(
-            forward_batch,
-            inputs,
-            prepared=rest,
-            rest=rest,
-            first=first,
-            ran=partial(count, decoded),
-            failed=partial(count, decoded, "kernel failed"),
-        )
-        return step, None
+        ran, failed = (partial(layers.state.count, decoded, why) for why in (None, "kernel failed"))
+        parts = {"prepared": rest, "rest": rest, "first": first}
+        return TreeStep(forward_batch, inputs, **parts, ran=ran, failed=failed), None
 
 
 def _decoded(observed: Observed, forward_batch: Any) -> Decoded:

@@ -63,12 +63,8 @@ class TreeSteps:
             reason = reason or self._too_little(forward_batch)
             if reason is None:
                 kind.load(forward_batch)
-                step = TreeStep(
-                    forward_batch,
-                    None,
-                    ran=partial(self._count, kind, forward_batch),
-                    failed=partial(self._count, kind, forward_batch, "kernel failed"),
-                )
+                ran = partial(self._count, kind, forward_batch)
+                step = TreeStep(forward_batch, None, ran=ran, failed=partial(ran, "kernel failed"))
                 if self._planned(step, kind):
                     self._show(forward_batch)
                     layers.begin(step)

@@ -77,14 +77,8 @@ def agreement(
         else:
             differ.add(name)
             differences.append(_difference(name, one, other, at))
-    return Agreement(
-        equal + len(differences),
-        equal,
-        tuple(differences),
-        not_compared,
-        tokens,
-        max(gaps, default=None),
-    )
+    compared, gap = equal + len(differences), max(gaps, default=None)
+    return Agreement(compared, equal, tuple(differences), not_compared, tokens, gap)
 
 
 def _difference(name: str, one: Answer, other: Answer, at: int) -> Difference:

@@ -197,12 +197,13 @@ def compare_sides(
     for at, workload in enumerate(workloads):
         runs = [side.runs[at] if at < len(side.runs) else empty for side in sides]
         counts = [side.counters[at] if at < len(side.counters) else None for side in sides]
-        first, second, *_ = (*zip(runs, counts, strict=True), (empty, None))
+        runs, counts = [*runs, empty, empty], [*counts, None, None]
         if not any(run.outcomes for run in runs):
             continue
         same = agreed[at] if at < len(agreed) else Agreement(0, 0)
-        texts, pairs = (workload.name, workload.description, workload.arrivals), (first, second)
-        compared.append(ComparedWorkload(*texts, *zip(*pairs, strict=True), same))
+        texts = (workload.name, workload.description, workload.arrivals)
+        both, counted = (runs[0], runs[1]), (counts[0], counts[1])
+        compared.append(ComparedWorkload(*texts, both, counted, same))
     return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
 
 
