@@ -44,7 +44,6 @@ from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
 from deft_backend.tools.servers.command import (
     BACKEND,
     BACKEND_NAMES,
-    LOOPBACK,
     StartError,
     check_port,
     use_gpu,
@@ -98,7 +97,6 @@ class AbOptions:
         return list(dict.fromkeys(self.workloads or default))
 
     def check(self) -> None:
-        """Refuse unknown names, impossible numbers, and options without effect."""
         for name in self.names:
             if name not in CHOICES:
                 raise WorkloadError(
@@ -194,7 +192,6 @@ def asked_workloads(
 
 
 def make_report_folder(folder: Path) -> None:
-    """Make the report's folder before anything runs: a run may take hours."""
     with written_into(folder):
         create_private(folder)
         if not os.access(folder, os.W_OK):
@@ -303,8 +300,7 @@ def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
     served, extra = served_model(asked.model, asked.revision, list(asked.extra))
     served.check()
     chosen_host(host, compared=True)
-    if (port := value_of("--port", extra)) is not None:
-        check_port(value_of("--host", extra) or LOOPBACK, port)
+    check_port(extra)
     if value_of("--api-key", extra) is not None and not os.environ.get("OPENAI_API_KEY"):
         raise fail("--api-key is given behind '--'; set OPENAI_API_KEY to the same key as well")
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())

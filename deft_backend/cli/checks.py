@@ -41,8 +41,6 @@ _CACHE = "export DEFT_CACHE_DIR=/tmp/deft-$(id -u)  # or any folder that only yo
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how it finds plugins."""
-
     versions: TestedVersions
     group: str  # the group of entry points in which the host looks for plugins
     selection: str  # the environment variable that, if set, names the plugins to load
@@ -84,7 +82,6 @@ class Check:
 
 
 def check_packages() -> Iterator[Check]:
-    """Which packages are installed, and whether their versions are supported."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
     yield _own_package()
     installed = hosts_with_metadata()
@@ -150,7 +147,6 @@ def hosts_with_metadata() -> list[Host]:
 
 
 def check_entry_point() -> Iterator[Check]:
-    """Whether the installed hosts find the plugin and can import it."""
     for host in hosts_with_metadata() or HOSTS[:1]:
         yield from _entry_point(host)
 

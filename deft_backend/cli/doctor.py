@@ -101,7 +101,6 @@ def _shapes(
 
 
 def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
-    """Which kernel would decode each shape here, and why."""
     try:
         import torch
 

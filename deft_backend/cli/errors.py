@@ -25,7 +25,6 @@ def fail(message: str) -> typer.Exit:
 
 @contextmanager
 def reported(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions of these kinds into a message and exit code 2."""
     try:
         yield
     except kinds as error:

@@ -35,8 +35,6 @@ RevisionOption = Annotated[
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model, as the host's ``--model-path`` and ``--revision`` name it."""
-
     name: str  # folder, hub name, or any other name that the host accepts
     revision: str | None = None  # branch, tag or commit of a hub name
 
@@ -50,7 +48,6 @@ class ChosenModel:
 
 
 def tiny_model() -> Path | None:
-    """The tiny model of the checkout that this package or the current folder belongs to."""
     places = (Path(__file__).parents[2] / _TINY, _TINY)
     found = (place for place in places if os.path.isfile(place / "config.json"))
     return next((place.absolute() for place in found), None)

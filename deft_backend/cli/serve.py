@@ -34,7 +34,6 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
 
 
 def check_policy(policy: str | None) -> None:
-    """Refuse an unknown policy, by the names alone: importing the policies loads a compiler."""
     if policy is not None and policy not in POLICY_NAMES:
         raise fail(f"there is no policy {policy!r}; expected one of {', '.join(POLICY_NAMES)}")
 
@@ -54,13 +53,7 @@ def serve(
     dry_run: Annotated[bool, Option("--dry-run", help="Print the command; start nothing.")] = False,
 ) -> None:
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
-    from deft_backend.tools.servers.command import (
-        LOOPBACK,
-        StartError,
-        check_port,
-        server_command,
-        value_of,
-    )
+    from deft_backend.tools.servers.command import StartError, check_port, server_command
     from deft_backend.tools.servers.driver_stub import DriverStubError
     from deft_backend.tools.servers.model_files import ModelFilesError
 
@@ -72,9 +65,7 @@ def serve(
     if not dry_run:
         with reported(ModelFilesError, StartError):
             served.check()
-            check_port(
-                value_of("--host", extra) or LOOPBACK, value_of("--port", extra) or str(port)
-            )
+            check_port(extra, port)
     with reported(DriverStubError, StartError):
         command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
     if dry_run:

@@ -33,8 +33,6 @@ _MODELS_WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 
 
 class HeadShape(NamedTuple):
-    """The shape of an attention: heads, elements of a head, and torch's name of the dtype."""
-
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -46,8 +44,6 @@ class HeadShape(NamedTuple):
 
 
 class LatentHeads(NamedTuple):
-    """The latent attention (MLA) of a model: heads, elements of a token, and torch's dtype."""
-
     query_heads: int
     value_dim: int
     rope_dim: int
@@ -56,8 +52,6 @@ class LatentHeads(NamedTuple):
 
 
 class ModelLayers(NamedTuple):
-    """What a model's layers with full attention have besides their shape."""
-
     soft_cap: bool = False
     sinks: bool = False
 
@@ -93,7 +87,6 @@ def chosen_shape(
     *,
     default_dtype: str,
 ) -> HeadShape:
-    """The attention that a command's options name: a model's, or one of these heads."""
     check_dtype(dtype)
     if model is None and revision is None:
         name = SHORT_DTYPES[dtype or default_dtype]
@@ -105,8 +98,6 @@ def chosen_shape(
 
 
 def model_layers(model: ChosenModel) -> ModelLayers:
-    """Whether a model's layers have a soft cap or sinks, from its ``config.json``."""
-
     def read(config: Mapping[str, Any]) -> ModelLayers:
         sinks = config.get("model_type") in _MODELS_WITH_SINKS
         return ModelLayers(
@@ -118,8 +109,6 @@ def model_layers(model: ChosenModel) -> ModelLayers:
 
 
 def model_shape(model: ChosenModel) -> HeadShape:
-    """The attention of a model, from its ``config.json``, here or on the hub."""
-
     def read(config: Mapping[str, Any]) -> HeadShape:
         if config.get("kv_lora_rank"):
             raise fail(
@@ -185,7 +174,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _from_config(model: ChosenModel, what: str, read: Callable[[Mapping[str, Any]], _T]) -> _T:
-    """Read something from a model's ``config.json``; fails in one line that names it."""
     with reported(ModelFilesError):
         path = model.file("config.json")
     if path is None:

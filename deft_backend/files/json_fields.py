@@ -71,7 +71,6 @@ def number(content: Mapping[str, Any], name: str) -> float:
 
 
 def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LARGEST) -> int:
-    """A whole number from `least` to `most`."""
     value = content.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
@@ -110,7 +109,6 @@ def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
 
 
 def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32]:
-    """A list of whole numbers that fit 32 bits."""
     value = content.get(name)
     array = _array(value)
     limits = np.iinfo(np.int32)

@@ -14,7 +14,6 @@ PACKAGES = ("deft-backend", "torch", "triton", "sglang", "vllm", "flashinfer-pyt
 
 
 def provenance() -> dict[str, object]:
-    """Device, package versions, commit (with ``+`` if the tree differs) and UTC date."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),

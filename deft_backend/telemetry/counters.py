@@ -160,8 +160,6 @@ def _steps_of(row: Mapping[str, Any]) -> tuple[Content, Steps]:
 
 
 class DraftCounts(NamedTuple):
-    """Drafts that the host has verified, and their accepted draft tokens."""
-
     drafts: int
     accepted: int
 
@@ -186,9 +184,7 @@ class DeviceCounters:
         self._attached = False
 
     def attach(self, array: npt.NDArray[np.int64]) -> None:
-        """Count what is added to `array` [4] int64, as in :class:`DeviceCounts`, from now on;
-        raises ValueError.
-        """
+        """Count what is added to `array` [4] int64 from now on; raises ValueError."""
         if array.shape != self._array.shape or array.dtype != np.int64:
             raise ValueError(
                 f"device counters of shape {array.shape} and type {array.dtype}; expected (4,) "
@@ -251,7 +247,6 @@ class ServerDescription:
 
 
 def read_description(content: Mapping[str, Any]) -> dict[str, Any]:
-    """These fields of a state file; raises FieldError if one is missing or impossible."""
     return {
         each.name: each.metadata["reader"](content, each.name) for each in fields(ServerDescription)
     }

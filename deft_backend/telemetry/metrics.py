@@ -84,8 +84,6 @@ FIGURES = {
 
 
 class Sample(NamedTuple):
-    """One series' value; `labels` are the values of the metric's labels."""
-
     metric: Metric
     labels: tuple[str, ...]
     value: float
@@ -171,9 +169,7 @@ class StateCollector:
         return list(_families().values())
 
     def collect(self) -> list[CounterMetricFamily]:
-        """A family for each metric that has series; never raises: that would cost the host its
-        page.
-        """
+        """A family for each metric; never raises, which would cost the host its page."""
         families = _families()
         for name, path in _files(self._directory, self._port):
             counters = _living(name, path)

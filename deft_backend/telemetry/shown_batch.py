@@ -1,6 +1,4 @@
-"""Show the last batch's forest on request: ``deft explain --server`` asks by a file next to the
-state.
-"""
+"""Show the last batch's forest on request: ``deft explain --server`` asks by a file."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ class ShownBatchError(ValueError):
 
 
 class Batch(NamedTuple):
-    """A batch where the host keeps it, by reference."""
-
     page_table: torch.Tensor  # [rows, P] int; Page ids, on the device
     seq_lens: torch.Tensor  # [B] int; tokens of each request, on the device
     page_size: int
@@ -36,7 +32,6 @@ class Batch(NamedTuple):
 
 
 def request_file(state: Path) -> Path:
-    """The file that asks for the last batch of the server that writes `state`."""
     return state.with_suffix(".wanted")
 
 

@@ -46,9 +46,7 @@ KEPT_SECONDS = 7 * 86400.0  # a file without a sign of life for this long is del
 
 @dataclass
 class ServerState(ServerDescription):
-    """Counters of one server process, without a lock: the forward thread adds, the writer thread
-    reads.
-    """
+    """Counters of one process, without a lock: the forward thread adds, the writer reads."""
 
     # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
     # writer thread call it.
@@ -146,9 +144,7 @@ class StateWriter:
         atexit.register(self.look)
 
     def look(self) -> None:
-        """Write the file if a counter changed, else touch it as a sign of life, and call the
-        listeners.
-        """
+        """Write the file, or touch it as a sign of life, and call the listeners."""
         with self._lock:  # between this thread and the exit; the forward thread never takes it
             counters = self.state.counters()
             self._write(counters)

@@ -56,7 +56,6 @@ class StateFile(NamedTuple):
 
 
 def state_files(folder: Path, port: int | None = None) -> list[StateFile]:
-    """The state files in a folder by port, those of running processes first, and by rank."""
     try:
         entries = os.listdir(folder)
     except FileNotFoundError:
@@ -152,7 +151,6 @@ class BatchQuestion:
             raise self._failed(error) from error
 
     def answer(self) -> PrefixForest | None:
-        """The batch, or None until the server has answered."""
         if self._version() in (self._before, None):
             return None
         try:

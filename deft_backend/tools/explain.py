@@ -35,8 +35,6 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node of the forest, and the groups that read any part of it, in the grouping's order."""
-
     parent: int
     request: int
     start: int
@@ -151,7 +149,6 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
     starts, ends = forest.start.tolist(), forest.end.tolist()
 
     def touched(request: int, first: int, stop: int, is_open: bool) -> Iterator[int]:
-        """Nodes of `request` with a position from `first` to `stop`, and its leaf if empty."""
         leaf = node = leaf_of[request]
         while node != VIRTUAL_ROOT and ends[node] > first:
             if starts[node] < stop:

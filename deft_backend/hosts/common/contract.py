@@ -15,8 +15,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a host that we read, call, wrap or override."""
-
     module: str  # for example ``"sglang.srt.model_executor.forward_batch_info"``
     # Dotted name inside the module, for example ``"ForwardBatch.init_new"``; empty for the module.
     name: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -95,15 +96,9 @@ def _vllm_tensors(server: DescribedServer) -> StepTensors:
     dim = server.head_dim
     shape = (2, server.page_size, server.num_kv_heads, 2 * dim)
     cache = torch.zeros(shape, dtype=server.kv_dtype or server.dtype)
-    return StepTensors(
-        cache[..., :dim],
-        cache[..., dim:],
-        _COLUMNS,
-        rows_dtype=torch.int32,
-        lens_dtype=torch.int32,
-        drafts=server.drafts,
-        layers=server.layers,
-    )
+    kinds: dict[str, Any] = {"drafts": server.drafts, "layers": server.layers}
+    kinds |= {"rows_dtype": torch.int32, "lens_dtype": torch.int32}
+    return StepTensors(cache[..., :dim], cache[..., dim:], _COLUMNS, **kinds)
 
 
 _HOSTS: dict[str, Callable[[DescribedServer], StepTensors]] = {

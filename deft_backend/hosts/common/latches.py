@@ -85,9 +85,7 @@ SMALLEST = 1e-6  # the tolerance is relative to no smaller value: results of zer
 def differ(
     ours: torch.Tensor, host: torch.Tensor, *, eight_bits: bool
 ) -> tuple[float, float] | None:
-    """``DEFT_VERIFY``: the largest difference and its tolerance, or None; the CPU waits for the
-    device.
-    """
+    """``DEFT_VERIFY``: the largest difference and its tolerance, or None; waits for the device."""
     tolerance = TOLERANCE[host.dtype] * (EIGHT_BITS if eight_bits else 1)
     tolerance *= max(SMALLEST, float(host.abs().max()))
     difference = float((ours.float() - host.float()).abs().max())

@@ -64,7 +64,6 @@ def checked_latent_attention(
 def gains_too_little(
     attention: LatentAttention, forest: PrefixForest, num_layers: int
 ) -> str | None:
-    """Why the host's kernel computes a batch of a server with so many layers, or None."""
     priced = attention.device.type == "cuda"
     if forest.tokens_attended == forest.tokens_stored:
         return "shares nothing"

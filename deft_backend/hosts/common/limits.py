@@ -34,9 +34,7 @@ def refuse_if(reason: str | None) -> None:
 
 
 def refused(requests: int, settings: Settings, planned: int) -> str | None:
-    """Why the host decodes a batch, or a graph of this size, or None. A plan holds `planned`
-    requests.
-    """
+    """Why the host decodes a batch or graph of this size, or None; plans hold `planned` of them."""
     if requests > settings.max_batch:
         return f"batch larger than DEFT_MAX_BATCH={settings.max_batch}"
     if requests > planned:

@@ -35,7 +35,6 @@ class TestedVersions:
         return ".".join(str(number) for number in (*leading, last - 1))
 
     def newer(self, version: str) -> str | None:
-        """The newest version of the window if `version` is older than it, else None."""
         return self.newest if version_key(version) < version_key(self.newest) else None
 
     def installed(self) -> str | None:

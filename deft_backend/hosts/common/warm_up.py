@@ -191,9 +191,7 @@ def prepare_kernels(attention: TreeAttention, tensors: StepTensors, settings: Se
 
 
 def failed_self_check(attention: TreeAttention, tensors: StepTensors) -> str | None:
-    """Why the kernels must not decode on this machine, or None; after the warm-up and before any
-    capture.
-    """
+    """Why the kernels must not decode here, or None; after the warm-up, before any capture."""
     gpu = gpu_name(attention.device)
     unknown = None if gpu is None else unrecorded(gpu)
     if unknown is None:

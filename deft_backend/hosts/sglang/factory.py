@@ -130,7 +130,6 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
 
 
 def _decided(steps: TreeSteps, settings: Settings) -> tuple[object, ...]:
-    """What decides the sets of graphs and the steps of tree attention: equal on all ranks."""
     layers = steps.layers
     return (
         steps.sharing is None,
@@ -153,9 +152,9 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
 
 def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
     refuse_if(unsupported_model(runner))
-    division, (heads, kv_heads, dim) = divided(runner)
+    division, shape = divided(runner)
     query_tokens = draft_tokens(runner.server_args)
-    planned = planned_on_device(largest, query_tokens, heads // kv_heads)
+    planned = planned_on_device(largest, query_tokens, shape.gqa_group)
     rows = runner.req_to_token_pool.size
     if deterministic(runner.server_args) and planned < rows:
         raise Unsupported(
@@ -163,9 +162,7 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
             f"they hold {planned}: give --max-running-requests {planned}"
         )
     attention = TreeAttention(
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
+        **shape._asdict(),
         dtype=runner.dtype,
         kv_dtype=runner.kv_cache_dtype,
         device=device_of(runner),

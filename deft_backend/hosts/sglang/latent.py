@@ -27,8 +27,6 @@ _POOL = "MLATokenToKVPool"
 
 
 class LatentLayer(NamedTuple):
-    """Heads of this rank, and elements of a token's latent vector and of its rotated key."""
-
     heads: int
     value_dim: int
     rope_dim: int
@@ -51,16 +49,10 @@ def latent_attention(
             f"MLA over KV in {runner.kv_cache_dtype} under a model in {dtype} is not supported"
         )
     shape, division = _divided(runner)
+    shaped, kernel = (shape.heads, shape[1:], dtype, device), sglang_latent_attention
+    integers = (torch.int64, torch.int64)
     attention = checked_latent_attention(
-        shape.heads,
-        shape[1:],
-        dtype,
-        device,
-        sglang_latent_attention,
-        settings,
-        max_batch=largest,
-        integers=(torch.int64, torch.int64),
-        query_tokens=query_tokens,
+        *shaped, kernel, settings, integers=integers, max_batch=largest, query_tokens=query_tokens
     )
     return attention, division
 
@@ -86,31 +78,20 @@ def sglang_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tenso
     """SGLang's MLA kernel, FlashAttention-3: the attention and its log-sum-exps."""
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-    values = call.q_nope.shape[-1]
+    batch, values = call.batch, call.q_nope.shape[-1]
     attend: Any = flash_attn_with_kvcache
-    out, lse, *_ = attend(
-        q=call.q_rope,
-        k_cache=call.cache[..., values:],
-        v_cache=call.cache[..., :values],
-        qv=call.q_nope,
-        page_table=call.page_table,
-        cache_seqlens=call.batch.end,
-        cache_batch_idx=call.batch.table_rows,
-        cache_leftpad=call.batch.begin,
-        cu_seqlens_q=call.batch.query_start,
-        max_seqlen_q=call.max_query_tokens,
-        softmax_scale=call.sm_scale,
-        causal=call.causal,
-        num_splits=call.most_splits,
-        return_softmax_lse=True,
-    )
+    queries = {"q": call.q_rope, "qv": call.q_nope, "cu_seqlens_q": batch.query_start}
+    cache = {"k_cache": call.cache[..., values:], "v_cache": call.cache[..., :values]}
+    paged = {"page_table": call.page_table, "cache_batch_idx": batch.table_rows}
+    ranges = {"cache_leftpad": batch.begin, "cache_seqlens": batch.end}
+    sizes = {"max_seqlen_q": call.max_query_tokens, "num_splits": call.most_splits}
+    scores = {"softmax_scale": call.sm_scale, "causal": call.causal, "return_softmax_lse": True}
+    out, lse, *_ = attend(**queries, **cache, **paged, **ranges, **sizes, **scores)
     return out, lse
 
 
 class LatentLayers(StepLayers):
-    """The layers of an MLA model; of two with one id, those whose KV is the latent vectors are
-    ours.
-    """
+    """The layers of an MLA model; of two with one id, the one over latent vectors is ours."""
 
     known_arguments = ("q_rope", "k_rope")
 

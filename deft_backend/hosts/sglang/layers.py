@@ -186,7 +186,6 @@ def planned_shape(division: Division[int, LayerShape]) -> LayerShape | None:
 
 
 def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
-    """The layers that tree attention decodes, at least one, and their shape."""
     division = division_of(runner)
     shape = planned_shape(division)
     if shape is None:

@@ -44,7 +44,6 @@ class MixedSteps:
     _too_little: str | None = None
 
     def begin(self, forward_batch: Any) -> TreeStep | None:
-        """The planned step of a mixed batch; None if the host computes the whole batch."""
         observed = self.observer.of(forward_batch)
         if observed is None or not observed.decoding:
             return None

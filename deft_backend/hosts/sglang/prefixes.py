@@ -201,7 +201,6 @@ class CachedTree:
 
 
 def key_of(request: Any) -> Key:
-    """The values that decide which prefix of the request others may share; see :data:`Key`."""
     row, owned = place_of(request)
     return (id(request), row, request.last_node, owned)
 
@@ -228,9 +227,7 @@ class BatchObserver:
             self._last = Observed(forward_batch.rids, batch.reqs, batch.tree_cache, decoding)
 
     def of(self, forward_batch: Any) -> Observed | None:
-        """Requests and tree of `forward_batch`, known by its list of ids; None if another was
-        observed last.
-        """
+        """Requests and tree of `forward_batch`; None if another was observed last."""
         last = self._last
         if last is None or last.rids is None or last.rids is not forward_batch.rids:
             return None

@@ -22,8 +22,7 @@ def state_of(
     *,
     values_apart: bool = True,
 ) -> ServerState:
-    """Counters for a model runner, at zero, of the layers that tree attention can decode."""
-    heads, kv_heads, dim = planned_shape(division) or (0, 0, 0)
+    shape = planned_shape(division) or LayerShape(0, 0, 0)
     dtype = runner.kv_cache_dtype
     return ServerState(
         port=runner.server_args.port,
@@ -35,9 +34,7 @@ def state_of(
         device=str(runner.device),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(division.tree),
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
+        **shape._asdict(),
         dtype_bytes=int(dtype.itemsize),
         values_apart=values_apart,
     )

@@ -74,9 +74,7 @@ class Verification:
         self.load_links(forward_batch.spec_info)
 
     def load_links(self, spec_info: Any) -> None:
-        """Copy the links of a batch of trees; raises RuntimeError if the host has none for its
-        trees.
-        """
+        """Copy the links of a batch of trees; raises RuntimeError if the host has none."""
         if spec_info is None or is_chain(spec_info):
             return
         links = draft_links(spec_info)

@@ -53,7 +53,6 @@ class TreeSteps:
         self.layers.failure.keeps_graphs = lambda: bool(self._tree_graphs)
 
     def begin(self, forward_batch: Any) -> None:
-        """An eager step begins: plan it, or have the host prepare it."""
         layers = self.layers
         layers.step = None
         kind = self._kind_of(forward_batch.forward_mode)
@@ -79,9 +78,7 @@ class TreeSteps:
         layers.host.init_forward_metadata(forward_batch)
 
     def begin_capture(self, forward_batch: Any) -> None:
-        """A capture of this batch's size begins; some backends make new buffers if told of a
-        second.
-        """
+        """A capture of this size begins; some backends make new buffers if told twice."""
         layers = self.layers
         layers.step = None
         self._replayed_tree = False
@@ -149,9 +146,7 @@ class TreeSteps:
             self.verification.load_links(spec_info)
 
     def takes(self, forward_batch: Any) -> bool:
-        """Whether a batch replays the second set; a failure of one rank changes no answer, as
-        graphs hold collectives.
-        """
+        """Whether a batch replays the second set, on all ranks alike: graphs hold collectives."""
         kind = self._kind_of(forward_batch.forward_mode)
         return kind is not None and self._too_little(forward_batch) is None
 

@@ -256,17 +256,11 @@ class TreeLayers(StepLayers):
         scales = self._scales(layer) or (1.0, 1.0)
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self.attention.run(
-            q[step.first : step.first + inputs.rows],
-            self.pool.get_key_buffer(layer.layer_id),
-            self.pool.get_value_buffer(layer.layer_id),
-            self.page_table,
-            inputs.seq_lens,
-            table_rows=inputs.table_rows,
-            ancestors=inputs.ancestors,
-            sm_scale=layer.scaling,
-            logit_cap=layer.logit_cap or 0.0,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sinks=call.others.get("sinks"),
-        )
+        q = q[step.first : step.first + inputs.rows]
+        keys = self.pool.get_key_buffer(layer.layer_id)
+        values = self.pool.get_value_buffer(layer.layer_id)
+        of_layer: dict[str, Any] = {"sm_scale": layer.scaling, "logit_cap": layer.logit_cap or 0.0}
+        of_layer |= {"k_scale": k_scale, "v_scale": v_scale, "sinks": call.others.get("sinks")}
+        of_layer |= {"table_rows": inputs.table_rows, "ancestors": inputs.ancestors}
+        table, lens = self.page_table, inputs.seq_lens
+        return self.attention.run(q, keys, values, table, lens, **of_layer)

@@ -84,7 +84,6 @@ def decodes_per_rank(server_args: Any) -> bool:
 
 
 def decode_graphs(server_args: Any) -> str:
-    """The kind of decode CUDA graphs: "full", "breakable", "disabled", …"""
     return str(resolved(server_args).cuda_graph_config.decode.backend)
 
 
@@ -141,14 +140,12 @@ def tensor_parallel_group(runner: Any) -> Any:
 
 
 def attention_ranks() -> int:
-    """Tensor-parallel ranks that share the attention heads."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().attn_tp_size)
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """The model's ``RadixAttention`` layers on this rank, in the model's order."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [part for part in model.modules() if isinstance(part, RadixAttention)]
@@ -202,9 +199,7 @@ def batch_slicer() -> BatchSlicer | None:
 
 @functools.cache
 def read_end() -> Any:
-    """The answer of ``shared_read_ends``; None in 0.5.17, which gets ``page_table_fence.py``
-    instead.
-    """
+    """The answer of ``shared_read_ends``; None in 0.5.17, which ``page_table_fence.py`` patches."""
     from sglang.srt.layers.attention import base_attn_backend
 
     ends = getattr(base_attn_backend, "SharedReadEnds", None)
@@ -227,7 +222,6 @@ def deterministic(server_args: Any) -> bool:
 
 
 def draft_tokens(server_args: Any) -> int:
-    """Query tokens of a request in a verification; 1 if the server does not speculate."""
     args = resolved(server_args)
     if getattr(args, "speculative_algorithm", None) is None:
         return 1
@@ -250,9 +244,7 @@ def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
 
 
 def place_of(request: Any) -> tuple[int | None, int]:
-    """A request's row of the page table, None once released, and its tokens that the prefix cache
-    owns.
-    """
+    """A request's row of the page table, None once released, and its tokens in the prefix cache."""
     held = request if hasattr(request, "req_pool_idx") else request.kv
     return held.req_pool_idx, held.cache_protected_len
 
@@ -263,9 +255,7 @@ TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
 
 
 def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
-    """The function of a unified tree that lists paths (from 0.5.22); None for trees that we cannot
-    read.
-    """
+    """What lists the paths of a unified tree (from 0.5.22); None for trees that we cannot read."""
     core: Any = getattr(tree_cache, "tree_core", None)
     paths: TreePaths | None = getattr(core, "collect_path_info", None)
     if paths is None or len(tree_cache.tree_components) != 1 or (core.is_eagle and not bigrams):

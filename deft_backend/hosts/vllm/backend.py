@@ -76,9 +76,7 @@ class TreeImplementation:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The host's ``AttentionImpl.forward``, except for steps of tree attention; KV is written
-        before.
-        """
+        """The host's ``AttentionImpl.forward``, except for tree attention; KV is written."""
 
         given = (layer, query, key, value, kv_cache, attn_metadata, output)
         step = step_of(attn_metadata)

@@ -61,7 +61,6 @@ class TreeBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """The host's metadata, with a step attached if tree attention decodes the batch."""
         metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         self._attach(metadata, common_prefix_len, common_attn_metadata, *args, **kwargs)
         return metadata
@@ -99,7 +98,6 @@ class TreeBuilder:
             group.current = step
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-        """Metadata of a draft model, which runs the host's implementation."""
         metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)
         attach(metadata, None)
         return metadata
@@ -183,9 +181,7 @@ def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:
-    """Change ``FULL``, with which a backend without graphs cannot start, to graphs of uniform
-    batches.
-    """
+    """Change ``FULL``, which a backend without graphs cannot start with, to uniform batches."""
     from vllm.config import CUDAGraphMode
 
     if config.cudagraph_mode == CUDAGraphMode.FULL:

@@ -10,8 +10,6 @@ from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION, Decoded
 
 
 class Content(NamedTuple):
-    """The requests of a batch that decode or verify drafts."""
-
     kind: str  # of step: DECODE, VERIFICATION or MIXED
     # Leading requests with at most the query tokens of a verification, and their query tokens. In
     # a graph these include padding requests and padding tokens.
@@ -22,7 +20,6 @@ class Content(NamedTuple):
 
     @property
     def verifies(self) -> bool:
-        """Whether a request has several query tokens."""
         return self.kind == VERIFICATION or (self.kind == MIXED and self.tokens > self.requests)
 
 

@@ -43,8 +43,6 @@ log = OnceLog()
 
 
 class LayerGroup(NamedTuple):
-    """The layers of a metadata builder, as the host describes them."""
-
     host: Any  # the class of the host's backend that tree attention surrounds
     spec: Any  # of the layers' caches, with the block size that kernels see
     layer_names: list[str]
@@ -108,9 +106,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
                 layer, vllm_config, device, settings, page_size=spec.block_size, max_batch=largest
             )
         attention = TreeAttention(
-            num_query_heads=shape.num_query_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            **shape._asdict(),
             dtype=dtype,
             kv_dtype=layer.kv_dtype,
             device=device,
@@ -234,14 +230,10 @@ def _step_tensors(
     shape = (2, attention.num_kv_heads, attention.page_size, 2 * attention.head_dim)
     kind, alike = (attention.kv_dtype, attention.device), len(layers.layer_names)
     cache = blank_cache(layers.host, layers.vllm_config, shape, alike, *kind)
-    return StepTensors(
-        *kv_views(cache, attention.head_dim),
-        _columns(layers, attention.page_size),
-        rows_dtype=torch.int32,
-        lens_dtype=torch.int32,
-        drafts=Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None,
-        layers=kinds,
-    )
+    caches, columns = kv_views(cache, attention.head_dim), _columns(layers, attention.page_size)
+    drafts = Drafts(attention.query_tokens, ragged=True) if attention.query_tokens > 1 else None
+    integers: dict[str, Any] = {"rows_dtype": torch.int32, "lens_dtype": torch.int32}
+    return StepTensors(*caches, columns, drafts=drafts, layers=kinds, **integers)
 
 
 def _columns(layers: LayerGroup, block_size: int) -> list[int]:

@@ -65,9 +65,7 @@ class GroupAttention(ABC):
         return layer.shape == self.shape and (layer.kv_dtype or self.dtype) == self.kv_dtype
 
     def refuses(self, requests: int, query_tokens: int) -> str | None:
-        """Why the host decodes a batch of this padded size, or None; all batches of a size share a
-        graph.
-        """
+        """Why the host decodes this padded size, or None; batches of a size share a graph."""
         reason = self.failure.reason or self.unfit
         if reason is not None and (requests, query_tokens) not in self._captured:
             return reason
@@ -78,7 +76,6 @@ class GroupAttention(ABC):
         return None
 
     def too_little(self, *, capturing: bool) -> str | None:
-        """Why a batch shares too little for tree attention; None if that does not matter."""
         return None
 
     def gains_too_little(self) -> str | None:

@@ -140,14 +140,9 @@ def unsupported_latent(host: Any, settings: Settings) -> str | None:
 
 
 def latent_attention(
-    layer: Layer,
-    vllm_config: Any,
-    device: torch.device,
-    settings: Settings,
-    *,
-    page_size: int,
-    max_batch: int,
+    layer: Layer, vllm_config: Any, device: torch.device, settings: Settings, **sizes: Any
 ) -> LatentAttention:
+    """MLA for a group's layers, of `page_size` and `max_batch`."""
     assert layer.value_dim is not None
     parallel = vllm_config.parallel_config
     # A server with elastic expert parallelism may get more ranks while it runs.
@@ -163,18 +158,11 @@ def latent_attention(
     if settings.policy != AUTO:
         raise Unsupported("MLA follows the policy auto alone; unset DEFT_POLICY")
     heads, _, dim = layer.shape
-    return checked_latent_attention(
-        heads,
-        (layer.value_dim, dim - layer.value_dim),
-        vllm_config.model_config.dtype,
-        device,
-        vllm_latent_attention,
-        settings,
-        max_batch=max_batch,
-        integers=(torch.int32, torch.int32),
-        page_size=page_size,
-        query_tokens=query_tokens_of(vllm_config),
-    )
+    dims, dtype = (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype
+    shaped, kernel = (heads, dims, dtype, device), vllm_latent_attention
+    sizes["query_tokens"] = query_tokens_of(vllm_config)
+    integers = (torch.int32, torch.int32)
+    return checked_latent_attention(*shaped, kernel, settings, integers=integers, **sizes)
 
 
 def unsupported_graphs(vllm_config: Any) -> str | None:
@@ -203,9 +191,7 @@ def capture_both(group: LatentGroup | None, vllm_config: Any, settings: Settings
 
 
 def vllm_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention and its log-sum-exps, by vLLM's operator: its Python function lacks two
-    arguments.
-    """
+    """The attention and its log-sum-exps, by vLLM's operator: its function hides arguments."""
     from vllm.vllm_flash_attn import flash_attn_interface  # noqa: F401
 
     operators: Any = torch.ops

@@ -16,8 +16,6 @@ UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
 class Layer(NamedTuple):
-    """One attention layer, as its implementation's constructor arguments describe it."""
-
     shape: LayerShape
     # Scale and soft cap of the scores; no cap is 0.
     sm_scale: float
@@ -32,7 +30,6 @@ class Layer(NamedTuple):
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """The dtype of a KV cache of 8 bits; None for a cache in the model's dtype."""
         name = EIGHT_BIT_CACHES.get(self.cache)
         return None if name is None else getattr(torch, name)
 

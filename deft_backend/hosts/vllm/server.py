@@ -62,7 +62,6 @@ class AcceptedDrafts:
         self._counts = DraftCounts(drafts, max(self._counts.accepted, self._accepted))
 
     def read(self) -> DraftCounts:
-        """Counts since construction, for any thread."""
         return self._counts
 
 
@@ -115,7 +114,6 @@ _current: Server | None = None
 
 
 def server_of(vllm_config: Any) -> Server:
-    """The server of a configuration; this process forgets an earlier server."""
     global _current
     if _current is None or _current.config is not vllm_config:
         if _current is not None:
@@ -143,9 +141,7 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         device=counted.device.type,
         dtype=str(counted.dtype).removeprefix("torch."),
         num_layers=counted.num_layers,
-        num_query_heads=counted.shape.num_query_heads,
-        num_kv_heads=counted.shape.num_kv_heads,
-        head_dim=counted.shape.head_dim,
+        **counted.shape._asdict(),
         dtype_bytes=counted.dtype.itemsize,
         values_apart=counted.values_apart,
     )
@@ -192,9 +188,7 @@ def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None
 
 
 def data_rank(place: Any) -> int | None:
-    """This engine's index among several, which is all that vLLM leaves a dense model's engine; or
-    None.
-    """
+    """This engine's index among several, or None; vLLM leaves a dense model's engine no more."""
     if place.data_parallel_size > 1:
         return int(place.data_parallel_rank)
     return int(place.data_parallel_index) or None

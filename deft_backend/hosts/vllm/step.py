@@ -18,9 +18,7 @@ class Group(Protocol):
     """What a layer asks of its step's group; ``group.py`` implements it."""
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
-        """Launch a layer (its queries, KV cache and output) as the step's layer before it; False
-        if it needs :meth:`attend`.
-        """
+        """Launch a layer (queries, KV cache, output) as the one before; False: :meth:`attend`."""
 
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
         """Compute a layer into its output; False if the host's implementation must."""
@@ -56,7 +54,6 @@ class TreeStep:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Requests and query tokens, which a graph is captured for."""
         return len(self.seq_lens), self.query_tokens
 
     def with_page_table(self, group: Group, page_table: torch.Tensor, rest: Any) -> TreeStep:
@@ -87,6 +84,5 @@ def is_attached(metadata: Any) -> bool:
 
 
 def step_of(metadata: Any) -> TreeStep | None:
-    """The step attached to a metadata; None if the host's implementation runs."""
     step: TreeStep | None = getattr(metadata, _ATTRIBUTE, None)
     return step

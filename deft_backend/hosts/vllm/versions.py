@@ -94,9 +94,7 @@ def asked_name(vllm_config: Any) -> str:
 
 
 def has_standard_cache(backend: Any) -> bool:
-    """Whether an unquantised cache is ``[blocks, Hkv, block size, 2 * D]`` in any memory order,
-    keys first.
-    """
+    """Whether an unquantised cache is ``[blocks, Hkv, block size, 2 * D]``, in any memory order."""
     blocks, tokens, heads, dim = 7, 16, 3, 64  # all sizes differ
     try:
         if _backends_state_shapes():

@@ -167,6 +167,5 @@ def _complete(answer: Answer, position: int) -> int:
 
 
 def _silent_side(side: Side, first: SideRun, why: str) -> SideRun:
-    """The run of a second server that answered nothing."""
     nothing = tuple(Replayed((), 0.0, died=why) for _ in first.runs)
     return SideRun(side.name, "", first.offers, nothing, (), ())

@@ -42,7 +42,6 @@ def write_report(result: AbResult, folder: Path, command: str) -> tuple[Path, Pa
 
 
 def notes(result: AbResult) -> Iterator[str]:
-    """What a reader must know about the figures."""
     if result.on_cpu:
         yield _CPU_NOTE
     if result.interrupted:

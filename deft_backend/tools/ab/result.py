@@ -18,8 +18,6 @@ from deft_backend.tools.harness.workload import Workload
 
 @dataclass(frozen=True)
 class SideRun:
-    """All workloads on one server."""
-
     name: str
     url: str
     offers: Offers
@@ -84,8 +82,6 @@ def _tail(ordered: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class ComparedWorkload:
-    """One workload on both sides."""
-
     name: str
     description: str
     arrivals: str
@@ -137,8 +133,6 @@ _SHOWN = ("name", "url", "device", "backend", "policy", "command", "acceptance_l
 
 @dataclass(frozen=True)
 class AbResult:
-    """Everything that the report shows."""
-
     names: tuple[str, str]
     sides: tuple[SideRun, ...]
     workloads: tuple[ComparedWorkload, ...]
@@ -148,12 +142,10 @@ class AbResult:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a server says that it runs on a CPU, where times mean nothing."""
         return any(side.device.startswith("cpu") for side in self.sides)
 
     @property
     def same(self) -> bool:
-        """Whether every compared answer has the same tokens."""
         return not any(w.agreement.differences for w in self.workloads)
 
     @property

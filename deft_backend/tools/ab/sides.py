@@ -48,7 +48,6 @@ class RunningServer:
         return ServerCounters(self.url, self.folder, wait_seconds=1.0 if self.log is None else 5.0)
 
     def check_counted(self) -> None:
-        """Raise :class:`AbError` if the plugin was asked for, and counted no decode step."""
         counted = self.counters().read() if self.plugin else None
         if self.log is None or not self.plugin or (counted and counted.decode_steps):
             return
@@ -146,7 +145,6 @@ class Progress(bars.Progress):
         return lambda: self.update(task, total=1, completed=1)
 
     def announce(self, line: str) -> None:
-        """A line before the bars of a server that runs already."""
         self.print(f"[bold]{escape(line)}[/bold]", highlight=False)
 
     def replaying(self, workload: Workload) -> Callable[[int], None]:

@@ -11,6 +11,11 @@ from deft_backend.tools.harness.answers import ANSWERED
 _DETAILS = 5  # requests without an answer that the report shows for each server and workload
 
 
+_SAME = ("workload", "answers compared", "the same", "near ties")
+_DIFFERENT = ("different where a server was sure", "different, not checked", "not comparable")
+_AGREED = (*_SAME, *_DIFFERENT, "largest log-probability gap")
+
+
 class Table(NamedTuple):
     title: str
     columns: tuple[str, ...]
@@ -29,16 +34,7 @@ def further_tables(result: AbResult) -> list[Table]:
     tables = (
         Table(
             "Do the tokens agree?",
-            (
-                "workload",
-                "answers compared",
-                "the same",
-                "near ties",
-                "different where a server was sure",
-                "different, not checked",
-                "not comparable",
-                "largest log-probability gap",
-            ),
+            _AGREED,
             [_agreement(w) for w in result.workloads],
             f"Near tie: the two likeliest tokens were less than {close:g} apart (log-probability), "
             "so the rounding of two correct kernels can decide. The first "
@@ -75,7 +71,6 @@ def further_tables(result: AbResult) -> list[Table]:
 
 
 def differences(result: AbResult) -> list[list[str]]:
-    """Workload, request and tokens of each difference, if the servers gave log-probabilities."""
     rows = []
     for w in result.workloads:
         for d in w.agreement.differences:

@@ -33,7 +33,6 @@ CHOICES = (*WORKLOADS, "rollout")
 
 
 def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
-    """Questions behind one prompt of notes (DeFT, section 4.1)."""
     prompt = passage(characters, 1)
     return Workload(
         "few-shot",
@@ -131,8 +130,6 @@ def _mark(node: int) -> str:
 
 
 class Sizes(NamedTuple):
-    """Concurrent requests, tokens of their shared prefix, and tokens that each decodes."""
-
     branches: int
     prefix_tokens: int
     max_tokens: int

@@ -26,8 +26,6 @@ three times bfloat16's 0.26, none of a soak's 26,281 tokens was wrong
 
 @dataclass
 class Answer:
-    """One greedy answer. A list holds one element for each token, or is empty."""
-
     request: str = ""  # name of the request
     # Token ids, and their texts. Servers without a tokenizer give no texts.
     ids: list[int] = field(default_factory=list)
@@ -83,8 +81,6 @@ _TOO_LONG = re.compile(r"context|too long|longer than|exceed|max_model_len|maxim
 
 
 class NotAnswered(RuntimeError):
-    """A request without its answer; `status` is one of the above."""
-
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
         self.status = status
@@ -175,7 +171,6 @@ class StreamReader:
                 self._on_tokens(fresh)
 
     def end(self, tokens: int) -> tuple[Answer, int | None]:
-        """The answer; raises if the stream ended without a token, or in the middle."""
         arrivals = self.answer.arrivals
         if not self.ended and len(arrivals) < tokens:
             said = f"the stream ended after {len(arrivals)} of {tokens} tokens"

@@ -197,9 +197,7 @@ class ServerClient:
         }
 
     async def margin(self, prompt: str, ahead: int = 0) -> float | None:
-        """Log-probability of the likeliest token minus the second one's, after `ahead` tokens; None
-        if unknown.
-        """
+        """How far the likeliest token is ahead of the second, after `ahead` tokens; or None."""
         try:
             content = await self._whole(prompt, ahead + 1, logprobs=2)
             likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
@@ -229,7 +227,6 @@ class ServerClient:
         return await self.post("/v1/completions", self._body(prompt, tokens) | fields)
 
     async def models(self) -> list[dict[str, Any]]:
-        """What the server lists under ``/v1/models``."""
         import aiohttp
 
         try:

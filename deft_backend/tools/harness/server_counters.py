@@ -25,9 +25,7 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class ServerCounters:
-    """Reads the counters of the server at a URL, if it shows any, by ``/metrics`` or by its state
-    files.
-    """
+    """Reads the counters of the server at a URL, if any, by ``/metrics`` or state files."""
 
     def __init__(self, url: str, folder: Path, wait_seconds: float = 1.0) -> None:
         self._wait_seconds = wait_seconds

@@ -39,7 +39,6 @@ class Request:
             )
 
     def own_part(self) -> Prompt:
-        """The prompt, or the part of it behind an earlier request's answer."""
         return self.prompt if isinstance(self.prompt, str | tuple) else self.prompt()
 
 
@@ -68,9 +67,7 @@ class Workload:
         return sum(request.max_tokens for request in self.requests)
 
     def arriving(self, rate: float | None, seed: int) -> Workload:
-        """The same requests at `rate` a second, or all at once; continuations still wait for their
-        parents.
-        """
+        """The same requests at `rate` a second, or all at once; continuations still wait."""
         if rate is None:
             return self
         starts = [request.name for request in self.requests if request.after is None]
@@ -81,7 +78,6 @@ class Workload:
 
 
 def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
-    """Times of Poisson arrivals in seconds, and their description; raises WorkloadError."""
     if not 0 < rate < float("inf"):
         raise WorkloadError(f"the rate is {rate}; expected requests a second, above 0")
     chance = random.Random(f"gaps {seed}")

@@ -34,8 +34,6 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A host server's command line, and the environment variables that it needs in addition."""
-
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     port: int
@@ -58,7 +56,6 @@ class ServerCommand:
 
 
 def use_gpu() -> bool:
-    """Whether a server here runs on a GPU: a GPU is visible, and torch is built for CUDA."""
     if not num_gpus():
         return False
     import torch
@@ -84,14 +81,19 @@ interface of the machine."""
 
 
 def free_port() -> int:
-    """A free TCP port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
-def check_port(address: str, port: str) -> None:
-    """Raise StartError if another program listens there: a host tells only after a full start."""
+def check_port(arguments: Sequence[str], default: int | None = None) -> None:
+    """Raise StartError if another program listens where a host with these arguments will: a host
+    tells only after a full start. Without a port, nothing is checked.
+    """
+    address = value_of("--host", arguments) or LOOPBACK
+    port = value_of("--port", arguments) or default
+    if port is None:
+        return
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -67,7 +67,6 @@ def num_gpus() -> int:
 
 
 def find_compiler() -> list[str] | None:
-    """The C compiler's command: ``$CC``, else the first of cc, gcc and clang that is installed."""
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         return chosen if shutil.which(chosen[0]) else None
@@ -113,7 +112,6 @@ def ensure_driver_stub() -> Path:
 
 
 def loading_fails(folder: Path) -> str | None:
-    """Why a process cannot load the stand-in in a folder; None if it can."""
     load = f"import ctypes; ctypes.CDLL({str(folder / SONAME)!r}).cuPointerGetAttribute"
     done = subprocess.run(
         [sys.executable, "-S", "-c", load],

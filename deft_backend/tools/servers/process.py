@@ -95,7 +95,6 @@ class ServerProcess:
             raise StartError(f"the server ended with exit code {code}. {self._end_of_log()}")
 
     def stop(self) -> None:
-        """End the server and every process it started: ask, wait 10 s, then kill."""
         process, self._process = self._process, None
         if process is not None:
             sessions.end_session(process.pid)

@@ -40,18 +40,15 @@ class ThoughtTree:
 
     @property
     def last_iteration(self) -> int:
-        """The iteration that decodes the tree's last token; 0 if it has no thoughts."""
         return max((node.end for node in self.nodes.values()), default=0)
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root down to `node`, both included."""
         nodes = [node]
         while nodes[-1] != ROOT:
             nodes.append(self.parent[nodes[-1]])
         return nodes[::-1]
 
     def live(self, iteration: int) -> list[Thought]:
-        """Thoughts that decode a token at `iteration`, in depth-first order."""
         order: list[Thought] = []
         stack = [ROOT] if self.nodes else []
         while stack:

@@ -144,7 +144,6 @@ def _check_shape(nodes: Mapping[int, Thought]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file whose fields are read."""
     try:
         yield
     except ValueError as error:

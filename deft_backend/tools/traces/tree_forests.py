@@ -35,9 +35,7 @@ def forest_at(tree: ThoughtTree, iteration: int) -> PrefixForest:
 
 
 def token_tree_forest(tree: TokenTree, record: int, step: int) -> PrefixForest:
-    """The forest of step `step` of recording `record`: each candidate is a query and a node of one
-    token.
-    """
+    """The forest of a recording's step: each candidate is a query and a node of one token."""
     if not 0 <= record < len(tree.accepted):
         raise TraceError(f"there is no record {record}; expected 0 to {len(tree.accepted) - 1}")
     accepted = tree.accepted[record]

@@ -11,8 +11,6 @@ _WARMUP_MS = 10
 
 @dataclass(frozen=True)
 class Budget:
-    """Measuring time: milliseconds of repetitions for a launch."""
-
     launch_ms: int = 40
 
 
@@ -43,8 +41,6 @@ _PRODUCT = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest measured rates of a device."""
-
     read_gb_s: float  # bytes that a large reduction reads, per second
     copy_gb_s: float  # bytes that a large copy reads and writes, per second
     tflop_s: float  # a product of two 8192 × 8192 matrices of the dtype
@@ -65,7 +61,6 @@ def measure_ceilings(dtype: torch.dtype) -> Ceilings:
 
 
 def _memory_ms() -> tuple[float, float]:
-    """Milliseconds to read a large buffer, and to copy one half of it over the other half."""
     large = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
     half = len(large) // 2
     # Of two reductions, the faster one is closer to the memory's bandwidth.

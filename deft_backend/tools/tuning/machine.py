@@ -23,8 +23,6 @@ _ROW_PAGES = 16
 
 @dataclass(frozen=True)
 class Work:
-    """A launch of equal groups."""
-
     groups: int  # Groups; a multiple of `parts`
     # Queries and KV tokens of each group.
     queries: int
@@ -38,7 +36,6 @@ class Work:
 
     @property
     def results(self) -> int:
-        """Partial results of all groups; 0 without a merge."""
         return self.groups * self.queries if self.parts > 1 else 0
 
 
@@ -109,5 +106,4 @@ class Machine:
         return torch.randn(size, device=self.shape.device, dtype=self.shape.dtype)
 
     def attention(self, max_batch: int, capacity: PlanCapacity | None = None) -> TreeAttention:
-        """An attention of the machine's shape for plans of up to `max_batch` requests."""
         return TreeAttention(**vars(self.shape), max_batch=max_batch, capacity=capacity)

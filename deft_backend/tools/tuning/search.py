@@ -68,7 +68,6 @@ class Trials:
         return len(self._times)
 
     def times_us(self, model: CostModel) -> dict[str, float]:
-        """Microseconds of each batch, planned with `model`."""
         return {name: self._time(name, batch, model) for name, batch in self._batches.items()}
 
     def _time(self, name: str, batch: _Batch, model: CostModel) -> float:
@@ -105,9 +104,7 @@ def _pages(forest: PrefixForest, page_size: int) -> int:
 
 
 def _page_table(forest: PrefixForest, page_size: int) -> npt.NDArray[np.int64]:
-    """[B, P] int64: pages of each request; a page in which one node ends and another begins is the
-    latter's.
-    """
+    """[B, P] int64: pages of each request; nodes that meet in a page: the later one's."""
     width = -(-int(forest.seq_lens.max()) // page_size)
     table = np.zeros((forest.batch_size, width), dtype=np.int64)
     used = 0
@@ -153,7 +150,6 @@ def search(trials: Trials, starts: Sequence[CostModel]) -> SearchResult:
 
 
 def _neighbours(model: CostModel) -> Iterator[CostModel]:
-    """The model with one cost of `auto` changed."""
     tiles = model.tiles
     for factor in FACTORS:
         for shape in range(len(tiles.item_ns)):

@@ -56,7 +56,6 @@ class Engine:
 
 
 def find_engines(folder: Path, port: int | None = None, now: float | None = None) -> list[Engine]:
-    """Every engine with a state file, by port, ended servers included."""
     now = time.time() if now is None else now
     groups: dict[tuple[int, int | None, Place], dict[tuple[int | None, int], StateFile]] = {}
     for file in state_files(folder, port):  # the newest file of each rank comes first
@@ -112,8 +111,6 @@ class ShownBatch:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The counts of the last `seconds` seconds."""
-
     counters: Counters
     seconds: float
 

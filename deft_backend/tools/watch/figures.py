@@ -41,7 +41,6 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefixes(forest: PrefixForest | None) -> list[SharedPrefix]:
-    """The nodes with several readers, sorted by what they save, most first."""
     if forest is None:
         return []
     columns = (forest.start, forest.length, forest.num_queries)
@@ -70,7 +69,6 @@ def status(engine: Engine) -> str:
 
 
 def lines(row: Row) -> Iterator[Line]:
-    """The figures of an engine whose state file is readable."""
     engine, counters = row.engine, row.engine.counters
     if engine.status == SILENT and engine.reading is not None:
         said = f"process {engine.reading.pid} hangs, is stopped, or is another program"

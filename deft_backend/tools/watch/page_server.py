@@ -65,7 +65,6 @@ def is_loopback(header: str | None) -> bool:
 
 @cache
 def page() -> bytes:
-    """The page; it loads nothing but ``/state.json``."""
     return resources.files("deft_backend.tools.watch").joinpath("page.html").read_bytes()
 
 
