@@ -89,25 +89,7 @@ def ab(
     for needed in ("aiohttp", "matplotlib"):
         if find_spec(needed) is None:
             raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
-    run_asked(
-        AbOptions(
-            urls=urls,
-            model=model,
-            revision=revision,
-            host=host,
-            workloads=workload or (),
-            rate=rate,
-            sizes=(branches, prefix_tokens, max_tokens),
-            quick=quick,
-            trace=trace,
-            index=index,
-            scale=scale,
-            speed=speed,
-            seed=seed,
-            policy=policy,
-            baseline=baseline,
-            extra=extra,
-            out=out,
-            exact=exact,
-        )
-    )
+    sizes = (branches, prefix_tokens, max_tokens)
+    asked = (urls, model, revision, host, workload or (), rate, sizes, quick)
+    replayed = (trace, index, scale, speed, seed)
+    run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact))

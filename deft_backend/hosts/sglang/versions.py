@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
-# Arguments -----------------------------------------------------------------------------------
-
 
 def resolving_method() -> str | None:
     """Name of the method in which ``ServerArgs`` resolves itself, or None.
@@ -105,9 +103,6 @@ def disable_decode_graphs(server_args: Any) -> None:
     declare_resolution(server_args, "deft", cuda_graph_config=config)
 
 
-# Backends ------------------------------------------------------------------------------------
-
-
 def names_function() -> str:
     """The function that the host calls for its backends' names right before it builds them."""
     from sglang.srt import runtime_context
@@ -115,9 +110,6 @@ def names_function() -> str:
     if hasattr(runtime_context, "attention_backends"):
         return "sglang.srt.runtime_context.attention_backends"
     return "sglang.srt.server_args.ServerArgs.get_attention_backends"
-
-
-# Ranks and devices ---------------------------------------------------------------------------
 
 
 def ranks(runner: Any) -> Any:
@@ -163,8 +155,6 @@ def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
     }
 
 
-# Mixed steps ---------------------------------------------------------------------------------
-
 BatchSlicer = Callable[[Any, int, int], Any]
 """From a forward batch to that of its first tokens and requests: their numbers."""
 
@@ -194,9 +184,6 @@ def batch_slicer() -> BatchSlicer | None:
     return first_rows
 
 
-# CUDA graphs and the page-table fence --------------------------------------------------------
-
-
 @functools.cache
 def read_end() -> Any:
     """The answer of ``shared_read_ends``; None in 0.5.17, which ``page_table_fence.py`` patches."""
@@ -212,9 +199,6 @@ def is_set(name: str) -> bool:
 
     setting = getattr(envs, name, None)
     return setting is not None and bool(setting.get())
-
-
-# Speculation ---------------------------------------------------------------------------------
 
 
 def deterministic(server_args: Any) -> bool:
@@ -240,9 +224,6 @@ def draft_links(spec_info: Any) -> tuple[Any, Any] | None:
     return None if child is None or sibling is None else (child, sibling)
 
 
-# Requests and prefix caches ------------------------------------------------------------------
-
-
 def place_of(request: Any) -> tuple[int | None, int]:
     """A request's row of the page table, None once released, and its tokens in the prefix cache."""
     held = request if hasattr(request, "req_pool_idx") else request.kv
@@ -261,9 +242,6 @@ def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
     if paths is None or len(tree_cache.tree_components) != 1 or (core.is_eagle and not bigrams):
         return None
     return paths
-
-
-# The contract --------------------------------------------------------------------------------
 
 
 @functools.cache
