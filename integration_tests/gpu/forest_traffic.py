@@ -7,23 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Asked:
-    """One request.
-
-    Attributes
-    ----------
-    prompt : tuple of int
-    tokens : int
-        Tokens of its answer.
-    leave_after : int, optional
-        Hang up after this many tokens.
-    joins : bool
-        Whether to send it while the others decode.
-    """
+    """One request."""
 
     prompt: tuple[int, ...]
-    tokens: int
-    leave_after: int | None = None
-    joins: bool = False
+    tokens: int  # of its answer
+    leave_after: int | None = None  # hangs up after this many tokens
+    joins: bool = False  # is sent while the others decode
 
 
 def requests(ids, seed):

@@ -38,57 +38,26 @@ _LORA = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A server.
+    """A server."""
 
-    Attributes
-    ----------
-    backend : str
-        ``deft``, or the host's own backend for the reference answers.
-    flags : tuple of str
-    settings : mapping
-        Environment variables.
-    against : str
-        The variant that checks its answers.
-    ranks : int
-        Number of GPUs.
-    lora : bool
-        Whether it also serves the adapters.
-    states : tuple of str
-        Names of its ranks' state files, behind the port.
-    in_step : bool
-        Whether its ranks decode the same batches.
-    """
-
-    backend: str
+    backend: str  # ``deft``, or the host's own backend for the reference answers
     flags: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    against: str = "host"
-    ranks: int = 1
-    lora: bool = False
-    states: tuple[str, ...] = ("tp0",)
-    in_step: bool = True
+    against: str = "host"  # the variant that checks its answers
+    ranks: int = 1  # one GPU each
+    lora: bool = False  # also serves the adapters
+    states: tuple[str, ...] = ("tp0",)  # names of its ranks' state files, behind the port
+    in_step: bool = True  # its ranks decode the same batches
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A host's servers.
-
-    Attributes
-    ----------
-    host : str
-        ``sglang`` or ``vllm``.
-    common : tuple of str
-        Flags of every server.
-    references : mapping
-        Servers with the host's own backend, by name.
-    variants : mapping
-        Servers with tree attention, by name.
-    """
+    """A host's servers."""
 
     host: str
-    common: tuple[str, ...]
-    references: Mapping[str, Variant]
-    variants: Mapping[str, Variant]
+    common: tuple[str, ...]  # flags of every server
+    references: Mapping[str, Variant]  # with the host's own backend, by name
+    variants: Mapping[str, Variant]  # with tree attention, by name
 
     @property
     def servers(self):

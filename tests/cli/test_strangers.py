@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from functools import partial
 
@@ -83,17 +81,6 @@ def test_without_a_home_another_users_folder_is_refused(tmp_path, monkeypatch):
     own.symlink_to(tmp_path)
     with pytest.raises(SettingsError, match=r"no home folder.*set DEFT_CACHE_DIR"):
         cache_directory()
-
-
-def deft(*words, **environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "deft_backend", *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_collector_never_raises(tmp_path, monkeypatch):

@@ -33,10 +33,6 @@ class Fake:
     faults : dict
         By a part of the prompt: a status, a piece of the stream, ``drop``, ``error``, ``empty``,
         ``cut`` (no end mark) or ``end`` (an early end).
-    listed : list, optional
-        In place of its model.
-    status : int
-        Of ``/v1/models``.
     dies_after : int, optional
         Requests until the server stops answering.
     """
@@ -50,8 +46,6 @@ class Fake:
     piece_tokens: int = 1
     faults: dict[str, Any] = field(default_factory=dict)
     dies_after: int | None = None
-    listed: list[Any] | None = None
-    status: int = 200
     metrics: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -63,12 +57,10 @@ class Fake:
     async def models(self, request):
         if self.dead:
             return self._drop(request)
-        if self.status != 200:
-            return web.json_response({"error": "made-up refusal"}, status=self.status)
         entry = {"id": "made-up"}
         if self.context is not None and self.shows_context:
             entry["max_model_len"] = self.context
-        return web.json_response({"data": self.listed or [entry]})
+        return web.json_response({"data": [entry]})
 
     async def page(self, request):
         return web.Response(text=self.metrics)

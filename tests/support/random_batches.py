@@ -11,17 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Page tables of a batch.
-
-    Attributes
-    ----------
-    page_table : [B, P] int32
-        Page ids, shuffled over the cache.
-    seq_lens : [B] int32
-        Tokens of each request.
-    num_pages : int
-        Pages in use.
-    """
+    """Page tables [B, P] with page ids shuffled over the cache, and lengths [B] of a batch."""
 
     page_table: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -34,28 +24,12 @@ def random_batch(
     page_size: int,
     *,
     longest: int = 90,
-    depth: int = 3,
     spare: int = 0,
-    single_tree: bool = False,
 ) -> PagedBatch:
     """Unrelated trees of random shape, with equal requests, prefixes and empty requests.
 
-    Parameters
-    ----------
-    seed : int
-        The same seed gives the same batch.
-    requests : int
-        Batch size.
-    page_size : int
-        Tokens per page.
-    longest : int
-        Largest number of tokens of a node.
-    depth : int
-        Largest number of shared nodes on a path below a tree's root.
-    spare : int
-        Tokens that every request may grow by within its page table.
-    single_tree : bool
-        One prefix for the whole batch, so that every query attends to its node.
+    `longest` is the largest number of tokens of a node. Every request may grow by `spare` tokens
+    within its page table.
     """
     rng = random.Random(seed)
     rows: list[list[int]] = []
@@ -68,7 +42,7 @@ def random_batch(
         return list(range(used - count, used))
 
     def grow(prefix: list[int], levels: int, branches: int) -> None:
-        prefix = prefix + pages(rng.randint(int(single_tree), max(1, longest // page_size)))
+        prefix = prefix + pages(rng.randint(0, max(1, longest // page_size)))
         if branches == 1 or levels == 0:
             for _ in range(branches):
                 tokens = rng.choice([0, 1, rng.randint(1, longest)])
@@ -82,7 +56,7 @@ def random_batch(
 
     while len(rows) < requests:
         left = requests - len(rows)
-        grow([], rng.randint(0, depth), left if single_tree else rng.randint(1, left))
+        grow([], rng.randint(0, 3), rng.randint(1, left))
 
     ids = list(range(used))
     rng.shuffle(ids)
