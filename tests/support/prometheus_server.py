@@ -1,7 +1,6 @@
 """A real Prometheus that scrapes given addresses, and the queries of deploy/."""
 
 import json
-import re
 import shutil
 import subprocess
 import time
@@ -39,14 +38,6 @@ def dashboard_queries():
             assert "$" not in query, f"a variable that the test does not fill: {query}"
             queries[f"{panel['title']} {target['refId']}"] = query
     return queries
-
-
-def alert_queries():
-    """The expression of every alert, by the alert's name."""
-    text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
-    found = re.findall(r"- alert: (\w+)\n.*?expr: \|\n(.*?)\n {8}\w+:", text, re.DOTALL)
-    assert len(found) == text.count("- alert:") == 3
-    return dict(found)
 
 
 class Prometheus:
