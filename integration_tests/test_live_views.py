@@ -1,4 +1,4 @@
-"""`deft top`, `deft inspect` and `deft ab --urls` beside one server that decodes."""
+"""`deft top` and `deft inspect` beside one server that decodes."""
 
 import json
 import os
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from arrival_traces import arrival_lines
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.plugins import ROOT
 from integration_tests.sglang_server import Ask
@@ -109,40 +108,4 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     assert f"{port} decoding" in panel or f"{port} idle" in panel
     assert max(map(len, panel.splitlines())) <= 80
     assert "library" not in json.dumps(found) + panel
-    assert not server.trouble()
-
-
-@on("default")
-def test_ab_replays_a_trace_on_two_running_servers(server, baseline, tmp_path):
-    """Every answer of the trace is the same; too long requests are counted, on both alike."""
-    trace = tmp_path / "trace.jsonl"
-    lines = arrival_lines(14, blocks=3, own=200, answer=60, gap_ms=170.0)
-    long = {"timestamp": 1, "input_length": 200_000, "output_length": 5, "hash_ids": [*range(391)]}
-    trace.write_text("\n".join([json.dumps(long), *lines]))
-    out = tmp_path / "out"
-    printed = deft(
-        server,
-        "ab",
-        "--urls",
-        baseline.process.url,
-        server.process.url,
-        "--trace",
-        str(trace),
-        *["--scale", "0.1", "--speed", "2", "--workload", "rollout", "--prefix-tokens", "200"],
-        *["--max-tokens", "5", "--out"],
-        str(out),
-    )
-    data = json.loads((out / "results.json").read_text())
-    assert [w["workload"] for w in data["workloads"]] == ["rollout", "trace"]
-    for workload in data["workloads"]:
-        agreement = workload["agreement"]
-        assert agreement["compared"] == agreement["equal"] >= 8
-    for figures in data["workloads"][1]["figures"]:
-        assert figures["answered"] == 14
-        assert figures["lost"] == {"too long": 1}
-    counters = data["workloads"][0]["counters"][1]
-    assert counters["steps_tree"] > 0
-    assert counters["kv_bytes_read"] < counters["kv_bytes_query_guided"]
-    assert data["verdict"].startswith("No decision about times, which mean nothing on a CPU")
-    assert data["verdict"] in " ".join(printed.split())
     assert not server.trouble()

@@ -1,9 +1,5 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
-import time
-from contextlib import contextmanager
-from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,37 +161,6 @@ def test_the_cases_of_shapes_and_the_end_of_their_time():
         for step in ("decode", "chain", "tree")
     ]
     assert second == [first[0], first[1], first[3]]
-
-
-def test_kernels_are_compiled_before_their_cases(monkeypatch):
-    shape = self_check.CheckedShape(4, 2, 64, torch.float16, torch.float16)
-    gpu = Gpu.named("sm_90")
-    made = attention_of(compiled_for=gpu, query_tokens=4)
-    monkeypatch.setattr(self_check.CheckedShape, "attention", lambda self, device: made)
-    monkeypatch.setattr(self_check, "Gpu", SimpleNamespace(at=lambda device: gpu))
-    monkeypatch.setattr(self_check, "checked", lambda attention, case: Outcome(case, 0.0))
-    compiled, waited, times = [], [], []
-
-    @contextmanager
-    def compiling(codes):
-        compiled.extend(codes)
-
-        def ready(needed, until):
-            waited.append(list(needed))
-            times.append(until)
-            return len(waited) != 2  # not the second case's kernels
-
-        yield ready
-
-    monkeypatch.setattr(self_check, "compiled_in_processes", compiling)
-    until = time.monotonic() + 1e6
-    outcomes = [outcome for _, outcome in check_shapes([shape], torch.device("cuda", 0), until)]
-    assert [outcome.error for outcome in outcomes] == [0.0, None, 0.0, 0.0, 0.0, 0.0]
-    assert times == 6 * [until]
-    kernels = [{code.variant.name for code in needed} for needed in waited]
-    assert all(any("tile_attention" in name for name in names) for names in kernels)
-    assert ["write_plan" in names for names in kernels] == 3 * [True] + 3 * [False]
-    assert set(compiled) == set(chain.from_iterable(waited))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import StateError, read_state, settled_counters
-from deft_backend.tools.servers import command as launch
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from sglang_fakes import make_state
@@ -116,18 +115,6 @@ def test_bad_input_is_named(words, said, model):
     err = refused(*(model if word == MODEL else word for word in words))
     assert said in " ".join(err.split())
     assert "Traceback" not in err
-
-
-@pytest.mark.usefixtures("no_server")
-def test_ab_names_file_tree_and_node_of_a_bad_trace(tmp_path, model):
-    path = tmp_path / "bad.json"
-    node = {"id": 0, "value": 4, "start": -3, "end": 0, "children": [1]}
-    path.write_text(json.dumps([{"incompleted": False, "prompt": "", "data": {"0": node}}]))
-    err = refused("ab", "--model", model, "--trace", str(path))
-    assert f"{path}: tree 0: node 0: children holds 1" in err
-    dump_thought_trees([generate_thought_tree(ThoughtTreeShape())], path)
-    err = refused("ab", "--model", model, "--trace", str(path), "--index", "3")
-    assert f"--index is 3; expected 0 to 0, the last tree of {path}" in err
 
 
 def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
@@ -362,13 +349,6 @@ def test_doctor_compares_versions(version, status, said, monkeypatch):
     assert version is None or "window 0.26.0 to 0.33" in found["vllm"].state
     statuses = [found[name].status for name in ("sglang", "torch", "triton")]
     assert statuses == [status, "problem", "note"]
-
-
-def test_a_host_that_decodes_by_itself_is_not_compared(model, no_server, monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: object())
-    install(monkeypatch, {"sglang": "0.5.24"})
-    err = refused("ab", "--host", "sglang", "--model", model)
-    assert "decodes without tree attention: tree attention was tested with SGLang >=0.5.17" in err
 
 
 def test_doctor_shows_why_the_host_would_decode():

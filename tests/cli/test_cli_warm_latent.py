@@ -7,8 +7,9 @@ import pytest
 import torch
 from triton import knobs
 
+from attention_checks import latent_attention
 from commands import run
-from deft_backend.attention import Gpu, LatentAttention
+from deft_backend.attention import Gpu
 from deft_backend.compile.kernel_folder import Origin, Taken, take
 from deft_backend.compile.variants import compile_all, compiling_for, recorded
 
@@ -34,16 +35,9 @@ def model(folder, **fields):
 def launched(host, heads, batch, query_tokens):
     """What a server of this host launches in a step of some requests."""
     integers = {"sglang": torch.int64, "vllm": torch.int32}[host]
-    attention = LatentAttention(
-        num_query_heads=heads,
-        dtype=torch.bfloat16,
-        device="cpu",
-        kernel=None,
-        page_size={"sglang": 1, "vllm": 16}[host],
-        max_batch=batch,
-        query_tokens=query_tokens,
-        compiled_for=Gpu.named("sm_90"),
-    )
+    size = {"page_size": {"sglang": 1, "vllm": 16}[host], "max_batch": batch}
+    kinds = {"num_query_heads": heads, "dtype": torch.bfloat16, "compiled_for": Gpu.named("sm_90")}
+    attention = latent_attention(kernel=None, query_tokens=query_tokens, **size, **kinds)
     rows, lens = (torch.ones(batch, dtype=integers) for _ in range(2))
     q = torch.zeros(batch * query_tokens, heads, 576, dtype=torch.bfloat16)
     table = torch.zeros((batch, 32), dtype=torch.int32)
@@ -65,20 +59,8 @@ def test_a_server_finds_its_kernels_in_the_folder(
     host, options, heads, query_tokens, said, tmp_path
 ):
     folder = tmp_path / "kernels"
-    code, out, err = warm(
-        "--model",
-        model(tmp_path / "model"),
-        "--target",
-        "sm_90",
-        "--host",
-        host,
-        "--max-batch",
-        "5",
-        "--out",
-        str(folder),
-        *options,
-        **ON,
-    )
+    of = ("--model", model(tmp_path / "model"), "--target", "sm_90", "--host", host)
+    code, out, err = warm(*of, "--max-batch", "5", "--out", str(folder), *options, **ON)
     assert (code, err) == (0, "")
     assert f"kernels for sm_90: latent attention of {heads} heads" in out
     assert said in out
@@ -112,17 +94,8 @@ def test_what_a_server_would_leave_to_the_host_is_refused(
     fields, options, settings, said, tmp_path
 ):
     target = () if "--target" in options else ("--target", "sm_90")
-    code, _, err = warm(
-        "--model",
-        model(tmp_path / "model", **fields),
-        *target,
-        "--host",
-        "sglang",
-        "--out",
-        str(tmp_path / "kernels"),
-        *options,
-        **settings,
-    )
+    of = ("--model", model(tmp_path / "model", **fields), *target, "--host", "sglang")
+    code, _, err = warm(*of, "--out", str(tmp_path / "kernels"), *options, **settings)
     assert code == 2
     assert said in err
     assert not (tmp_path / "kernels").exists()

@@ -165,17 +165,6 @@ def test_graph_replays_read_the_static_buffers(model, monkeypatch):
     assert [size for size, _ in calls] == [1]
 
 
-def test_another_policy_and_verification(model, plain_steps, monkeypatch):
-    monkeypatch.setenv("DEFT_POLICY", "deft-node")
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    monkeypatch.setenv("DEFT_MIN_BATCH", "1")
-    engine = Engine(model, num_pages=64, page_size=8, max_batch=4)
-    assert traffic(engine) == plain_steps
-    counts = engine.state.counters()
-    assert 0 < counts.plans == counts.steps_tree == counts.decode_steps
-    assert counts.kv_bytes_read < counts.kv_bytes_query_guided
-
-
 def test_verification_finds_wrong_output(model, monkeypatch):
     monkeypatch.setenv("DEFT_VERIFY", "1")
     engine = Engine(model, num_pages=64, page_size=8, max_batch=2)

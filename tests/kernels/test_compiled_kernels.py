@@ -291,24 +291,3 @@ def test_programs_follow_from_the_gpu(sms, stems):
     assert large.programs_for_one_tile == sms
     assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 2)
     assert config.overlapped
-
-
-@needs_gluon
-@pytest.mark.parametrize(
-    ("group", "kv_dtype", "per_sm"),
-    [
-        (4, None, (5, 5, 5, 5, 8, 8, 8, 8, 10, 10)),
-        (4, E4M3, (4, 4, 6, 6, 8, 8, 8, 8, 10, 10)),
-        (16, None, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
-        (16, E4M3, (4, 4, 4, 4, 4, 4, 8, 8, 8, 8)),
-    ],
-)
-def test_small_batches_launch_fewer_small_programs(group, kv_dtype, per_sm):
-    """By the number of queries times KV heads; more than the rule names takes all programs."""
-    small, large, _ = tiles_of(attention_of(heads=(8 * group, 8), kv_dtype=kv_dtype))
-    queries = (1, 16, 17, 33, 34, 66, 67, 132, 133, 2048)
-    assert [small.programs_for(count, 8) for count in queries] == [132 * each for each in per_sm]
-    assert small.programs_for(132, 32) == 132 * per_sm[-1]
-    assert large.programs_for(1, 8) == large.programs
-    if kv_dtype is not None:
-        assert large.programs_for_one_tile is None

@@ -252,19 +252,6 @@ def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
     assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
 
-@pytest.mark.parametrize(("leaves", "programs"), [(None, 200), (80, 160), (120, 200)])
-def test_small_programs_in_two_waves(leaves, programs, monkeypatch):
-    """100 programs run at once; a plan of the reference has two KV heads for each leaf."""
-    compiler = Compiler(monkeypatch)
-    config = replace(CONFIG, tiles=(replace(TILES[0], waves=2), *TILES[1:]))
-    plan = leaves and SimpleNamespace(
-        items_of={0: (0, leaves), 1: (0, 0), 2: (leaves, leaves)}.get, reduce_query=[0]
-    )
-    call = partial(launch_all, queries=20, known_plan=plan, config=config)
-    grids = {name: grid for name, grid, _, _ in compiler.launches_of(call)}
-    assert grids["small_tile_attention"] == (programs, 1, 1)
-
-
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
 @pytest.mark.parametrize("known_plan", [None, LEAVES], ids=["device", "host"])
 def test_results_of_few_queries_are_merged_many_at_a_time(

@@ -1,7 +1,6 @@
 """`auto`: the choice of KV ranges with their own items, and their chunks."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
-from deft_backend.costs.tables import shipped_for
 from deft_backend.forest import build_forest
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import choose_chunks, machine_of, tiles_of
 from deft_backend.policies.edges import grouped_ranges
-from deft_backend.policies.grouping import kv_bytes
 from deft_backend.policies.measured_chunks import EXPOSED
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
@@ -182,24 +179,6 @@ def test_groups_are_even_chunks_within_the_chosen_length(batch, target, costs):
     assert at == grouping.num_groups
 
 
-def test_a_long_prefix_is_not_read_once_per_request():
-    forest = regular_forest([1, 64], [16_000, 64])
-    grouping = AUTO.group(forest, GQA)
-    # 64 queries of 4 heads fill four tiles of height 64; the prefix has whole blocks of 64 tokens.
-    assert grouping.num_tokens().sum() == 16_000 + 64 * 64
-    assert (np.diff(grouping.start[grouping.num_queries() == 64]) > 0).all()
-
-
-def test_the_tokens_of_a_short_shared_node_are_read_with_each_leaf():
-    # One block, two queries: reading it twice is cheaper than merging two results of each.
-    forest = regular_forest([1, 2], [64, 900])
-    costs = TileCosts((5800.0, 5000.0), (60.0, 28.0), 8.4, 2500.0)
-    grouping = AUTO.group(forest, with_costs(replace(GQA, tile_programs=(4, 1, 1)), costs))
-    leaves = grouping.start[grouping.request == 1]
-    assert leaves[0] == 0
-    assert set(grouping.num_queries().tolist()) == {1}
-
-
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
 def test_what_merging_costs_decides(partial_ns, parts):
     forest = regular_forest([1, 4, 8], [2048, 2048, 64])
@@ -224,33 +203,6 @@ def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
     assert plan.num_items <= limited.max_items
     assert len(plan.entry_query) <= limited.max_entries
     check_plan(batch, plan, limited)
-
-
-def test_items_that_fill_the_memorys_bandwidth_are_not_cut_further():
-    """An item costs time besides its tokens, even if more items leave every program with work."""
-    target = Target(16, 1, 128, tile_heights=(16, 64, 64), tile_programs=(792, 264, 264))
-    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
-    costs = shipped_for(16, 128, "float16").tiles
-    leaves, _ = chunks_of([1] * 256, [1024] * 256, target, costs, transfer_ns)
-    assert leaves == 512
-
-
-def test_long_items_are_cut_though_the_memory_is_busy():
-    """The last items of 4,096 tokens would leave too few programs to use the memory."""
-    target = Target(32, 32, 128, tile_programs=(33, 8, 8))
-    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
-    costs = default_cost_model().tiles
-    leaves, _ = chunks_of([1] * 10, [8192] * 10, target, costs, transfer_ns)
-    assert 1024 <= leaves <= 2048
-
-
-def test_items_of_one_round_spread_evenly_over_the_sms():
-    target = Target(32, 32, 128, tile_programs=(33, 8, 8))
-    transfer_ns = default_cost_model().transfer_ms(kv_bytes(1, target)) * 1e6
-    costs = default_cost_model().tiles
-    leaves, _ = chunks_of([1], [20_000], target, costs, transfer_ns)
-    on_each_sm = -(-20_000 // leaves) * 32 / 132
-    assert math.ceil(on_each_sm) / on_each_sm < 1.05
 
 
 def costs_by_levels(fan_out, tokens, target):

@@ -11,7 +11,7 @@ import pytest
 
 from deft_backend.hosts.windows import TESTED
 from tools.host_matrix import releases
-from tools.host_matrix.environment import pins_a_stub, requirements_of
+from tools.host_matrix.environment import requirements_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +47,6 @@ def test_requirements_are_those_of_the_wheel_that_the_index_has(tmp_path):
         "mistral_common[image]>=1.11.6",
         'six>=1.16.0; python_version > "3.11"',
     ]
-
-
-@pytest.mark.parametrize(("line", "stub"), [("cuda-tile==1.6.0rc5", True), ("cuda-tiles", False)])
-def test_a_pinned_stub_is_left_out(line, stub, tmp_path):
-    text = f"Metadata-Version: 2.1\nRequires-Dist: {line}\nRequires-Dist: numpy\n"
-    wheel = wheel_of(tmp_path, "sglang-0.5.19", text)
-    assert pins_a_stub(wheel) is stub
-    assert requirements_of(wheel) == (["numpy"] if stub else [line, "numpy"])
 
 
 @pytest.mark.parametrize("host", releases.HOSTS)

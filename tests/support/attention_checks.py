@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from deft_backend import TreeAttention, forest_from_page_tables
+from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.planner import plan_grouping
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -28,6 +30,12 @@ def tree_attention(**changes):
     """Four query heads over two KV heads of dimension 64, in float32 on the CPU."""
     usual = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
     return TreeAttention(**{"device": "cpu", **usual, **changes})
+
+
+def latent_attention(**changes):
+    """Latent attention of four heads in float32 on the CPU, with a stand-in for the kernel."""
+    usual = {"num_query_heads": 4, "dtype": torch.float32, "kernel": plain_latent_attention}
+    return LatentAttention(**{"device": "cpu", **usual, **changes})
 
 
 def check(

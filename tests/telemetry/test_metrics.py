@@ -254,18 +254,6 @@ def test_a_line_every_so_many_steps(caplog):
     ]
 
 
-def test_a_line_every_so_many_seconds_if_something_was_decoded(caplog):
-    caplog.set_level(logging.INFO, "deft_backend")
-    now = 100.0
-    log = DecodeLog(seconds=10, clock=lambda: now)
-    for now, tree in ((105.0, 2), (110.0, 3), (121.0, 3), (130.0, 4), (131.5, 5)):  # noqa: B007
-        log(Counters(steps(tree)))
-    assert caplog.messages == [
-        "deft: 3 decode steps through tree attention",
-        "deft: 2 decode steps through tree attention",
-    ]
-
-
 def test_what_the_line_says():
     whole = Counters(
         {

@@ -164,21 +164,6 @@ def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
     assert counted.total("mixed") == Steps(3, 12, 300 * LAYERS * TOKEN)
 
 
-def test_only_words_are_written_again_when_bytes_alone_moved(tmp_path):
-    """A reading may see only some of a step's words; the next reading sees all of them."""
-    state = make_state()
-    memory = np.zeros(4, dtype=np.int64)
-    state.on_device.attach(memory)
-    writer = StateWriter(state, tmp_path)
-    memory[0] = 1
-    writer.look()
-    memory[1:] = 20, 5, 0
-    writer.look()
-    content = json.loads(writer.path.read_text())
-    assert content["plans"] == 1
-    assert content["kv_bytes_read"] == 5 * LAYERS * TOKEN
-
-
 def test_readings_while_another_thread_counts(tmp_path):
     """No reading raises or decreases, and the last reading is complete."""
     state = make_state()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.attention import Gpu, LatentAttention
+from attention_checks import latent_attention
+from deft_backend.attention import Gpu
 from deft_backend.compile.variants import recorded
 from deft_backend.hosts.common.warm_up import (
     Drafts,
@@ -42,37 +43,21 @@ class Recorder:
         self.planned.append(len(lens))
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
 
-    def run(
-        self,
-        q,
-        k,
-        v,
-        table,
-        lens,
-        *,
-        table_rows,
-        k_scale=1.0,
-        v_scale=1.0,
-        static_launch=False,
-        query_start=None,
-        ancestors=None,
-        logit_cap=0.0,
-        sinks=None,
-        out=None,
-    ):
+    def run(self, q, k, v, table, lens, *, table_rows, out, **given):
         assert out.shape == q.shape
+        sinks, start, bits = map(given.get, ("sinks", "query_start", "ancestors"))
         assert sinks is None or sinks.shape == (4,)
-        self.layers.add(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
-        assert k_scale == v_scale == 1.0
+        capped = given.get("logit_cap", 0.0) > 0
+        self.layers.add(LayerKind(capped, None if sinks is None else sinks.dtype))
+        assert {given.get("k_scale", 1.0), given.get("v_scale", 1.0)} == {1.0}
         tokens = self.query_tokens
         if tokens > 1:
             assert q.shape == (len(lens) * tokens, 4, 64)
-            assert query_start is None or query_start.shape == (len(lens) + 1,)
-            assert ancestors is None or ancestors.shape == (len(lens), tokens, 1)
-            trees = ancestors is not None
-            self.verified.append((len(lens), tokens, query_start is not None, trees))
+            assert start is None or start.shape == (len(lens) + 1,)
+            assert bits is None or bits.shape == (len(lens), tokens, 1)
+            self.verified.append((len(lens), tokens, start is not None, bits is not None))
             return
-        assert static_launch
+        assert given["static_launch"]
         assert q.shape == (len(lens), 4, 64)
         self.ran.append(len(lens))
         self.integers.add((table.dtype, lens.dtype, table_rows.dtype))
@@ -140,16 +125,9 @@ def latent_on(gpu, max_batch, query_tokens=1):
     def kernel(call):
         raise AssertionError("the host's kernel ran without a result to compute")
 
-    return LatentAttention(
-        num_query_heads=8,
-        dtype=torch.bfloat16,
-        device="cpu",
-        kernel=kernel,
-        page_size=16,
-        max_batch=max_batch,
-        query_tokens=query_tokens,
-        compiled_for=Gpu.named(gpu),
-    )
+    size = {"page_size": 16, "max_batch": max_batch, "query_tokens": query_tokens}
+    kinds = {"num_query_heads": 8, "dtype": torch.bfloat16, "compiled_for": Gpu.named(gpu)}
+    return latent_attention(kernel=kernel, **size, **kinds)
 
 
 @pytest.mark.parametrize("query_tokens", [1, 4])

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.attention import LatentAttention
+from attention_checks import latent_attention
 from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
-from deft_backend.kernels.latent import plain_latent_attention
 from failure_lines import raising
 from sglang_fakes import FakePool, MHATokenToKVPool, make_state
 
@@ -149,13 +148,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     ):
         monkeypatch.setattr(patch, held, {})
     if latent:
-        attention = LatentAttention(
-            num_query_heads=4,
-            dtype=torch.float32,
-            device="cpu",
-            kernel=plain_latent_attention,
-            max_batch=4,
-        )
+        attention = latent_attention(max_batch=4)
         layers = LatentLayers(own, attention, make_state(), FOUR_HEADS)
         monkeypatch.setattr(factory, "is_latent", lambda runner: True)
         monkeypatch.setattr(factory, "_latent_layers", lambda *given: layers)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from deft_backend.attention import LatentAttention
+from attention_checks import latent_attention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
@@ -56,32 +55,16 @@ def latent_server(host, table, lens, slots=64, query_tokens=1):
 
     calls = []
     own = recording_backend(host, MLATokenToKVPool(slots), table, calls)()
-    attention = LatentAttention(
-        num_query_heads=HEADS,
-        dtype=torch.float32,
-        device="cpu",
-        kernel=plain_latent_attention,
-        max_batch=4,
-        value_dim=VALUE,
-        rope_dim=ROPE,
-        query_tokens=query_tokens,
-    )
+    dims = {"value_dim": VALUE, "rope_dim": ROPE}
+    attention = latent_attention(max_batch=4, query_tokens=query_tokens, **dims)
     division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
     layers = LatentLayers(own, attention, make_state(), division)
     steps = TreeSteps(layers, Settings(min_batch=2), decodes=query_tokens == 1)
     if query_tokens > 1:
         steps.verification = Verification(query_tokens, attention.max_batch, attention.device)
-    return FakeServer(
-        backend=surround(own, steps),
-        calls=calls,
-        state=layers.state,
-        layers=layers,
-        steps=steps,
-        pool=own.token_to_kv_pool,
-        table=table,
-        lens=lens,
-        attention=attention,
-    )
+    held = {"layers": layers, "state": layers.state, "steps": steps, "attention": attention}
+    batch = {"calls": calls, "pool": own.token_to_kv_pool, "table": table, "lens": lens}
+    return FakeServer(backend=surround(own, steps), **held, **batch)
 
 
 @pytest.fixture
@@ -117,15 +100,9 @@ def test_layers_decode_over_the_plan(server, in_two):
         q, k = queries(layer_id)
         if in_two:
             nope = q[..., :VALUE].transpose(0, 1).contiguous().transpose(0, 1)
-            out = server.backend.forward(
-                nope,
-                k[..., :VALUE],
-                k[..., :VALUE],
-                layer,
-                batch,
-                q_rope=q[..., VALUE:],
-                k_rope=k[..., VALUE:],
-            )
+            rope = {"q_rope": q[..., VALUE:], "k_rope": k[..., VALUE:]}
+            values = k[..., :VALUE]
+            out = server.backend.forward(nope, values, values, layer, batch, **rope)
         else:
             out = server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, batch)
         assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
@@ -145,14 +122,9 @@ def verifying(host):
         slots = torch.from_numpy(
             np.stack([table[row, n - DRAFTED : n] for row, n in zip((1, 2), lens, strict=True)])
         ).flatten()
-        return make_batch(
-            kind,
-            table,
-            [1, 2],
-            lens - DRAFTED,
-            out_cache_loc=slots.long(),
-            spec_info=SimpleNamespace(topk=1, draft_token_num=DRAFTED),
-        )
+        drafts = SimpleNamespace(topk=1, draft_token_num=DRAFTED)
+        given = {"out_cache_loc": slots.long(), "spec_info": drafts}
+        return make_batch(kind, table, [1, 2], lens - DRAFTED, **given)
 
     made.batch = batch
     return made
@@ -172,15 +144,9 @@ def test_chains_of_drafts(verifying, graph):
         server.backend.init_forward_metadata(batch)
     for layer_id in range(3):
         layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
-        out = server.backend.forward(
-            q[..., :VALUE],
-            k[..., :VALUE],
-            k[..., :VALUE],
-            layer,
-            batch,
-            q_rope=q[..., VALUE:],
-            k_rope=k[..., VALUE:],
-        )
+        rope = {"q_rope": q[..., VALUE:], "k_rope": k[..., VALUE:]}
+        values = k[..., :VALUE]
+        out = server.backend.forward(q[..., :VALUE], values, values, layer, batch, **rope)
         keys = server.pool.buffers[layer_id].unsqueeze(1)
         table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
         want = reference_attention(q, keys, keys, table, lens, sm_scale=0.3)[..., :VALUE]

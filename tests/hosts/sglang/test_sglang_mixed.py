@@ -72,21 +72,10 @@ class MixedServer(FakeServer):
         observer = BatchObserver("runner")
         layers = backend.deft.layers
         backend.deft.mixed = MixedSteps(layers, Settings(min_batch=2), observer, first_rows)
-        super().__init__(
-            backend=backend,
-            calls=calls,
-            pool=pool,
-            state=state,
-            table=table,
-            own=own,
-            steps=backend.deft,
-            mixed=backend.deft.mixed,
-            observer=observer,
-            requests=requests,
-            lens=lens,
-            chunks=chunks,
-            attention=layers.attention,
-        )
+        host = {"own": own, "calls": calls, "pool": pool, "table": table, "observer": observer}
+        ours = {"steps": backend.deft, "mixed": backend.deft.mixed, "attention": layers.attention}
+        batch = {"requests": requests, "lens": lens, "chunks": chunks, "state": state}
+        super().__init__(backend=backend, **host, **ours, **batch)
 
     def batch(self, padding=0):
         """The next step: a chunk of each prefill, and a token of each request that decodes."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.vllm import cached_prefixes, server
@@ -19,7 +20,6 @@ from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.kernels.latent import plain_latent_attention
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend
@@ -526,15 +526,8 @@ def shared_by(batch, gains=True):
 def test_costs_count_query_tokens(tokens, gains):
     """Chains cost a second call, and a tile holds fewer of their requests."""
     lens = [8448] * 64
-    attention = LatentAttention(
-        num_query_heads=8,
-        dtype=torch.float32,
-        device="cpu",
-        kernel=plain_latent_attention,
-        page_size=PAGE,
-        max_batch=64,
-        query_tokens=tokens,
-    )
+    size = {"num_query_heads": 8, "page_size": PAGE, "max_batch": 64, "query_tokens": tokens}
+    attention = latent_attention(**size)
     asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
     sharing = LatentSharing(asked, 27, PAGE)
     sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))

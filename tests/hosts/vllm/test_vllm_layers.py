@@ -10,8 +10,8 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 
 from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.division import LayerShape
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind
-from deft_backend.hosts.vllm.factory import _kinds, unsupported_server, unsupported_spec
+from deft_backend.hosts.common.warm_up import Drafts
+from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
 from deft_backend.hosts.vllm.server import data_rank
@@ -247,30 +247,6 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     config.model_config.max_model_len = longest
     assert tree_layers(config).builder(make_spec()).deft_group is not None
     assert [(each.table_columns, each.drafts) for each in warmed_up] == [(columns, drafts)]
-
-
-def test_a_server_compiles_for_each_kind_of_its_layers():
-    """Layers of another shape or with another cache run through the host's implementation."""
-    shape, other = LayerShape(4, 2, 64), LayerShape(8, 2, 64)
-    layers = {
-        "plain": Layer(shape, 0.125, 0.0, None),
-        "capped": Layer(shape, 0.125, 30.0, None),
-        "sinks": Layer(shape, 0.125, 0.0, None, sinks=True),
-        "again": Layer(shape, 0.125, 50.0, None),
-        "other": Layer(other, 0.125, 0.0, None, sinks=True),
-        "eight-bits": Layer(shape, 0.125, 30.0, None, sinks=True, cache="fp8"),
-    }
-    held = SimpleNamespace(impl=SimpleNamespace(sinks=torch.zeros(4, dtype=torch.bfloat16)))
-    config = make_config()
-    config.compilation_config.static_forward_context = dict.fromkeys(layers, held)
-    attention = SimpleNamespace(dtype=torch.float16, kv_dtype=torch.float16, **shape._asdict())
-    assert set(_kinds(attention, layers, config)) == {
-        LayerKind(),
-        LayerKind(soft_cap=True),
-        LayerKind(sinks=torch.bfloat16),
-    }
-    attention.kv_dtype = torch.float8_e4m3fn
-    assert _kinds(attention, layers, config) == [LayerKind(True, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Explain's figures against the plan's own loads and the papers' tables."""
 
 import io
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from commands import run
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.shapes import MAX_MERGED
@@ -154,19 +152,6 @@ def test_masks_are_counted_by_token_behind_the_stem():
     assert explanation.num_partials == 200
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
-@settings(max_examples=40)
-@given(batch=batches(), target=targets)
-def test_every_node_is_read_and_every_group_reads_one(name, batch, target):
-    forest = batch.forest()
-    explanation = explain(forest, get_policy(name).group(forest, target), target)
-    readers = {group for node in explanation.nodes for group in node.groups}
-    assert readers == set(range(len(explanation.groups)))
-    assert all(node.groups for node in explanation.nodes if node.tokens)
-    assert len(explanation.nodes) == forest.num_nodes
-    assert sum(group.kv_bytes for group in explanation.groups) == explanation.kv_bytes
-
-
 def _rendered(forest, name="deft-node"):
     out = io.StringIO()
     console = Console(file=out, width=120, color_system=None)
@@ -180,20 +165,3 @@ def test_render_draws_nodes_groups_and_totals():
     assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 10" in text
     assert "KV reduction" in text
     assert "65.36 %" in text  # 1 - 1060 / 3060
-
-
-def test_a_token_tree_is_drawn(tmp_path):
-    """A prompt of forty characters counts as ten tokens; step 1 follows one accepted token."""
-    path = tmp_path / "tokens.json"
-    record = {"prompt": "x" * 40, "Accept_length": [1, 2]}
-    path.write_text(json.dumps({"Tree_Structure": [[0], [1], [0, 0]], "Records": [record]}))
-    code, printed, _ = run("explain", "--trace", str(path), COLUMNS="200")
-    assert code == 0
-    assert [line.rstrip() for line in printed.splitlines()][:6] == [
-        "tokens.json, record 0, step 1 · policy auto",
-        "batch of 4 · 15 tokens stored · 52 attended",
-        "└── 12 tokens 0–12 of request 0 · 4 queries · group 0 (1 request ends here)",
-        "    ├── 1 token 12–13 of request 1 · 2 queries · groups 2–3 (1 request ends here)",
-        "    │   └── 1 token 13–14 of request 3 · 1 query · group 3",
-        "    └── 1 token 12–13 of request 2 · 1 query · group 4",
-    ]
