@@ -36,14 +36,7 @@ READINGS = (
     Counters(steps(2, small=1), 1, 100, 400, 0.5, compile_seconds=9.5),
     Counters(
         {**steps(5, small=3), Content("mixed", "shares nothing"): Steps(1, 4, 8)},
-        2,
-        250,
-        1000,
-        0.75,
-        21,
-        10,
-        13,
-        9.5,
+        *(2, 250, 1000, 0.75, 21, 10, 13, 9.5),
     ),
 )
 PUBLISH = """
@@ -126,28 +119,12 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path):
     run_publishing("late", tmp_path, {"tp_rank": "1"}, READINGS[:1])
     registry = client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
+    first = {"kv_read_bytes": 250, "kv_query_guided_bytes": 1000, "plans": 2, "plan_seconds": 0.75}
+    drafts = {"verified_tokens": 21, "verified_drafts": 10, "accepted_tokens": 13}
+    other = {"kv_read_bytes": 100, "kv_query_guided_bytes": 400, "plans": 1, "plan_seconds": 0.5}
     assert series(registry) == {
-        **of_rank(
-            0,
-            READINGS[2].steps | steps(5 + 1),
-            kv_read_bytes=250,
-            kv_query_guided_bytes=1000,
-            plans=2,
-            plan_seconds=0.75,
-            verified_tokens=21,
-            verified_drafts=10,
-            accepted_tokens=13,
-            compile_seconds=9.5,
-        ),
-        **of_rank(
-            1,
-            steps(2 + 1, small=1),
-            kv_read_bytes=100,
-            kv_query_guided_bytes=400,
-            plans=1,
-            plan_seconds=0.5,
-            compile_seconds=9.5,
-        ),
+        **of_rank(0, READINGS[2].steps | steps(5 + 1), **first, **drafts, compile_seconds=9.5),
+        **of_rank(1, steps(2 + 1, small=1), **other, compile_seconds=9.5),
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
     }

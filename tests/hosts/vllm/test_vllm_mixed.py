@@ -136,28 +136,17 @@ def test_a_layer_of_the_host_gets_the_whole_batch(rests):
     """In a group of full layers, and in one of windows: hybrids are divided layer by layer."""
     config = make_config()
     full = tree_layers(config, count=1, prefix="full", spec=make_spec())
-    windowed = tree_layers(
-        config,
-        count=1,
-        prefix="window",
-        arguments={"sliding_window": 9},
-        spec=SlidingWindowSpec(
-            block_size=16,
-            num_kv_heads=KV_HEADS,
-            head_size=DIM,
-            dtype=torch.float32,
-            sliding_window=9,
-        ),
-    )
+    shape = {"num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.float32}
+    window = SlidingWindowSpec(block_size=16, sliding_window=9, **shape)
+    given = {"prefix": "window", "arguments": {"sliding_window": 9}, "spec": window}
+    windowed = tree_layers(config, count=1, **given)
     builder = full.backend.get_builder_cls()(
         make_spec(), ["full.0", "window.0"], config, torch.device("cpu")
     )
     batch = Batch(LENS, shared=2, query_lens=MIXED)
     told(batch)
-    metadata, cache = (
-        builder.build(0, batch.common(is_prefilling=PREFILLING)),
-        Cache(batch.pages, 16),
-    )
+    metadata = builder.build(0, batch.common(is_prefilling=PREFILLING))
+    cache = Cache(batch.pages, 16)
     close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
     close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
     close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
@@ -370,17 +359,8 @@ def repeated(monkeypatch):
         k_cache, v_cache, options = layer
         found.append(len(q))
         rows, start = last["rows"], last["start"]
-        full(
-            self,
-            q[:rows],
-            k_cache,
-            v_cache,
-            last["table"],
-            last["lens"],
-            query_start=start,
-            out=out[:rows],
-            **options,
-        )
+        given = (q[:rows], k_cache, v_cache, last["table"], last["lens"])
+        full(self, *given, query_start=start, out=out[:rows], **options)
         return True
 
     monkeypatch.setattr(TreeAttention, "run", run)
@@ -445,21 +425,16 @@ class Requests:
 
     def step(self, scheduled, new=None, more=None, finished=(), resumed=(), preempted=None):
         more = more or {}
+        first = [
+            SimpleNamespace(req_id=name, block_ids=(blocks,))
+            for name, blocks in (new or {}).items()
+        ]
+        blocks = [held and (held,) for held in more.values()]
+        later = {"req_ids": [*more], "resumed_req_ids": set(resumed), "new_block_ids": blocks}
+        gone = {"finished_req_ids": set(finished), "preempted_req_ids": preempted}
+        told = {"scheduled_new_reqs": first, "num_scheduled_tokens": scheduled, **gone}
         self.prefixes.observe(
-            SimpleNamespace(
-                finished_req_ids=set(finished),
-                preempted_req_ids=preempted,
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=name, block_ids=(blocks,))
-                    for name, blocks in (new or {}).items()
-                ],
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=[*more],
-                    resumed_req_ids=set(resumed),
-                    new_block_ids=[blocks and (blocks,) for blocks in more.values()],
-                ),
-                num_scheduled_tokens=scheduled,
-            )
+            SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(**later), **told)
         )
         return self.prefixes.shared_tokens // 16
 

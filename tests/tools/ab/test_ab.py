@@ -44,19 +44,16 @@ SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
 
 def ab(folder, *arguments, code=0):
-    found, *printed = commands.run(
-        "ab",
-        "--out",
-        str(folder / "out"),
-        *arguments,
-        COLUMNS="100",
-        DEFT_CACHE_DIR=str(folder / "cache"),
-    )
+    out, where = folder / "out", {"COLUMNS": "100", "DEFT_CACHE_DIR": str(folder / "cache")}
+    found, *printed = commands.run("ab", "--out", str(out), *arguments, **where)
     assert found == code, printed
-    data = folder / "out" / "results.json"
-    return json.loads(data.read_text()) if data.exists() else {}, " ".join(
-        " ".join(printed).split()
-    )
+    data = out / "results.json"
+    said = " ".join(" ".join(printed).split())
+    return json.loads(data.read_text()) if data.exists() else {}, said
+
+
+def workloads(*names):
+    return [word for name in names for word in ("--workload", name)]
 
 
 @pytest.fixture(autouse=True)
@@ -85,16 +82,9 @@ def request(name, **fields):
 
 def test_two_equal_servers(tmp_path):
     with serving(Fake()) as a, serving(Fake()) as b:
-        data, printed = ab(
-            tmp_path,
-            "--urls",
-            a.url,
-            f"{b.url}/v1",
-            *["--workload", "few-shot", "--workload", "parallel-samples", "--workload"],
-            *["tree-of-thoughts", "--workload", "rollout"],
-            *SMALL,
-            "--exact",
-        )
+        all_kinds = workloads("few-shot", "parallel-samples", "tree-of-thoughts", "rollout")
+        urls = ("--urls", a.url, f"{b.url}/v1")
+        data, printed = ab(tmp_path, *urls, *all_kinds, *SMALL, "--exact")
     assert [s["url"] for s in data["sides"]] == [a.url, b.url]
     for workload in data["workloads"]:
         assert workload["agreement"]["compared"] == workload["agreement"]["equal"] > 0
@@ -164,15 +154,8 @@ def test_each_fault_is_counted_under_its_name():
 
 def test_a_server_that_dies_ends_the_run(tmp_path):
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
-        data, printed = ab(
-            tmp_path,
-            "--urls",
-            a.url,
-            b.url,
-            *["--workload", "few-shot", "--workload", "unshared", "--rate", "60", "--seed", "5"],
-            *SMALL,
-            code=1,
-        )
+        of = (*workloads("few-shot", "unshared"), "--rate", "60", "--seed", "5", *SMALL)
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, *of, code=1)
     assert data["verdict"].startswith("Do not switch: B died during the run")
     assert "no longer answers" in printed
     assert [w["workload"] for w in data["workloads"]] == ["few-shot", "unshared"]
@@ -248,22 +231,8 @@ def test_a_stream_without_its_end_is_a_lost_request(tmp_path):
 
 def test_ctrl_c_leaves_a_report_of_what_there_is(tmp_path):
     with serving(Fake(token_seconds=0.02)) as a:
-        command = [
-            sys.executable,
-            "-m",
-            "deft_backend",
-            "ab",
-            "--out",
-            str(tmp_path),
-            "--urls",
-            a.url,
-            a.url,
-            "--workload",
-            "few-shot",
-            "--rate",
-            "2",
-            *SMALL,
-        ]
+        command = [sys.executable, "-m", "deft_backend", "ab", "--out", str(tmp_path), "--urls"]
+        command += [a.url, a.url, *workloads("few-shot"), "--rate", "2", *SMALL]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         end = time.monotonic() + 60
         while len(a.bodies) < 7 and time.monotonic() < end:
