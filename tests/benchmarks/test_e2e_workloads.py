@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from bench_e2e_fakes import GAP, MODEL, FakeHost, decode, fake_launch
 from benchmarks.e2e import timing
-from benchmarks.e2e.answers import TOLERANCE, check, gap_to, tolerance_of
+from benchmarks.e2e.answers import check, gap_to
 from benchmarks.e2e.launch import ChoiceError
 from benchmarks.e2e.rows import make_row
 from benchmarks.e2e.run import client_of
@@ -317,9 +317,3 @@ def test_a_wrong_token_is_told_apart_from_ties():
     assert len(found.wrong) == 4
     assert not found.ties
     assert "not among the likeliest" in found.wrong[0]
-
-
-def test_a_cache_of_8_bits_has_wider_ties():
-    assert tolerance_of("bfloat16") == TOLERANCE["bfloat16"]
-    assert tolerance_of("bfloat16", "fp8_e4m3") == 3 * TOLERANCE["bfloat16"]
-    assert tolerance_of("float32", "fp8_e4m3") == 0.0

@@ -12,7 +12,7 @@ from commands import run
 from deft_backend.compile.kernel_folder import Origin, Taken, take
 from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.hosts.common.described_server import DescribedServer
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.hosts.common.warm_up import LayerKind
 from deft_backend.kernels import Gpu
 from deft_backend.settings.config import Settings
 
@@ -96,31 +96,6 @@ def with_config(folder, **fields):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content | {"dtype": "float16"} | fields))
     return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("host", "arguments", "expected"),
-    [
-        ("sglang", ["--draft-tokens", "5"], (None, Drafts(5, always=True))),
-        (
-            "sglang",
-            ["--draft-tokens", "8", "--draft-trees"],
-            (None, Drafts(8, trees=True, always=True)),
-        ),
-        ("vllm", ["--draft-tokens", "4"], (None, Drafts(5, ragged=True))),
-        ("vllm", ["--kv-cache-dtype", "fp8"], (torch.float8_e4m3fn, None)),
-        ("sglang", ["--kv-cache-dtype", "fp8_e5m2"], (torch.float8_e5m2, None)),
-    ],
-)
-def test_a_servers_arguments_are_options(host, arguments, expected, described):
-    server, said = described("--host", host, *arguments)
-    assert (server.kv_dtype, server.drafts) == expected
-    assert server.layers == (LayerKind(),)
-    if server.drafts is not None:
-        form = "trees" if server.drafts.trees else "chains"
-        assert f"on {host}, {form} of {server.drafts.query_tokens} query tokens" in said
-    else:
-        assert f"on {host}, KV cache in {str(server.kv_dtype).removeprefix('torch.')}" in said
 
 
 @pytest.mark.parametrize(

@@ -277,17 +277,3 @@ def test_the_device_planner_on_hopper(policy, batch):
         few = packs.get(triton.__version__[:3], ())
         assert taken.stack <= (8 if variant.name in few else 0), (variant.name, taken)
         assert taken.fit(H100) >= 1, (variant.name, taken)
-
-
-@needs_gluon
-@pytest.mark.parametrize(("sms", "stems"), [(132, 264), (600, 1024)])
-def test_programs_follow_from_the_gpu(sms, stems):
-    """Large tiles' programs read their first items before they know their number: at most
-    READ_AHEAD."""
-    gpu = Gpu(H100.capability, sms, H100.shared_per_sm, H100.shared_per_program)
-    config = kernel_configuration(128, torch.float16, torch.device("cpu"), 4, gpu)
-    small, large, masked = config.tiles
-    assert (small.programs, large.programs) == (10 * sms, stems)
-    assert large.programs_for_one_tile == sms
-    assert (small.lookahead, large.lookahead, masked.lookahead) == (1, 2, 2)
-    assert config.overlapped

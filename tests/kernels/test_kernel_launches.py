@@ -29,7 +29,6 @@ CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpr
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
 """The parts of a host plan that a launch reads, without items of larger tile shapes."""
-STEMS = SimpleNamespace(items_of={0: (30, 34), 1: (0, 30), 2: (34, 34)}.get, reduce_query=[0])
 """The same with 30 items of the large tile."""
 
 
@@ -236,20 +235,6 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
         *(("hopper_large_tile_attention", programs) for programs in large),
         ("small_tile_attention", small), ("reduce_partials", reduce),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("queries", "known_plan", "programs"), [(16, None, 12), (17, None, 20), (16, STEMS, 20)]
-)
-def test_a_batch_of_one_large_tile_gets_a_large_program_an_sm(
-    queries, known_plan, programs, monkeypatch
-):
-    """16 requests are 64 rows a KV head. The reference says how many programs have items."""
-    compiler = Compiler(monkeypatch)
-    large = replace(TILES[1], programs_for_one_tile=12)
-    config = replace(CONFIG, tiles=(TILES[0], large, *TILES[2:]))
-    call = partial(launch_all, queries=queries, known_plan=known_plan, config=config)
-    assert compiler.launches_of(call)[0][:2] == ("hopper_large_tile_attention", (programs, 1, 1))
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])

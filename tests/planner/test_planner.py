@@ -170,23 +170,6 @@ def test_the_workspace_for_1024_requests_is_bounded(heads):
     assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
 
 
-def test_one_request_may_keep_every_program_busy():
-    """Capacity follows from the tile shape with most programs."""
-    attention = TreeAttention(
-        num_query_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cpu",
-        max_batch=1,
-    )  # fmt: skip
-    busiest = max(attention.target.tile_programs)
-    assert attention.capacity == PlanCapacity.for_batch(1, busiest, 32 * (128 * 2 + 8))
-    target = replace(attention.target, tile_programs=(165, 33, 33))
-    forest = build_forest([0], [], [1 << 20])
-    plan, room = (
-        plan_forest(forest, get_policy("auto"), target, PlanCapacity.for_batch(batch, 165))[0]
-        for batch in (1, 1024)
-    )
-    assert plan.num_items == room.num_items > 66
-
-
 @pytest.mark.parametrize("entry_bytes", [0, 32 * 264, 64 * 264, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("batch", [1, 7, 1024, 4096])
 def test_one_chunk_a_query_fits_every_capacity(batch, entry_bytes):

@@ -194,22 +194,6 @@ def test_a_blocks_bit_masks_are_runs():
 # --- FastTree -------------------------------------------------------------------------------------
 
 
-def test_fasttree_takes_the_cheaper_value_of_an_edge():
-    # 4 of 20 queries share 40 tokens more. SplitKV costs 600 + 264 + 2 * 4, SplitQ 0 + 840.
-    shared = [140] * 3 + [100] * 16
-    forest = build_forest(range(20), shared, [140] * 4 + [100] * 16)
-    target = replace(
-        MHA, tile_heights=(16,), tile_segments=(1,), tile_blocks=(64,), tile_programs=(8,)
-    )
-    edge = int(np.flatnonzero(forest.num_queries == 4)[0])
-    assert not FastTree(FastTreeCoefficients(0.5, 0.25, 2.0)).cut_edges(forest, target)[edge]
-    # SplitKV 600 + 384, SplitQ 984: equal, and equal is not cheaper.
-    free = FastTree(FastTreeCoefficients(0.5, 0.25, 0.0)).cut_edges(
-        build_forest(range(20), [164] * 3 + [100] * 16, [164] * 4 + [100] * 16), target
-    )
-    assert free[edge]
-
-
 def _published(parent, tokens, queries, tiles, group):
     """The published artifact's search and constants, written without any code of the package."""
 
@@ -333,14 +317,6 @@ def test_any_edge_assignment_covers_every_query_once(batch, data):
     check_coverage(batch, grouping, MHA, np.arange(len(batch.seq_lens)))
 
 
-def test_long_contexts_are_split_even_where_short_ones_fill_the_programs():
-    # 64 leaves fill 16 programs, but the root alone would take longer than all of them.
-    forest = regular_forest([1, 64], [100_000, 16])
-    grouping = get_policy("fasttree").group(forest, MHA)
-    longest = int(grouping.num_tokens().max())
-    assert longest <= 2 * forest.tokens_stored // MHA.num_programs
-
-
 # --- FlashForge -----------------------------------------------------------------------------------
 
 
@@ -423,20 +399,6 @@ def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 1024)
     with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):
         DeftFlatten().group(forest, target)
-
-
-def test_a_small_batch_is_planned_for_fewer_programs():
-    target = replace(GQA, tile_programs=(200, 33, 33), fewer_programs=((4, 8), (9, 80)))
-    assert [target.programs_for(queries)[0] for queries in (1, 4, 5, 9, 10)] == [8, 8, 80, 80, 200]
-    assert target.programs_for(4)[1:] == (33, 33)
-    forest = regular_forest([4], [40000])
-    few, many = (
-        get_policy("auto").group(forest, replace(GQA, tile_programs=(programs, 33, 33)))
-        for programs in (8, 200)
-    )
-    found = get_policy("auto").group(forest, target)
-    assert found.num_groups == few.num_groups != many.num_groups
-    np.testing.assert_array_equal(found.end, few.end)
 
 
 @pytest.mark.parametrize(("attended", "several"), [((0, 2), False), ((1, 2), True), ((0, 1), True)])

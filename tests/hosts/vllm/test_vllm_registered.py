@@ -163,20 +163,6 @@ def test_a_model_keeps_the_hosts_defaults_for_it(architecture, new_version, monk
     assert config.attention_config == expected
 
 
-def test_a_users_own_backend_gets_no_defaults(monkeypatch):
-    applied = []
-    settings = type("Gemma4Config", (), {"verify_and_update_config": applied.append})
-    monkeypatch.setitem(MODELS_CONFIG_MAP, "Gemma4ForCausalLM", settings)
-    for backend, times in ((AttentionBackendEnum.FLASH_ATTN, 0), (None, 0), (CUSTOM, 1)):
-        config = SimpleNamespace(
-            attention_config=SimpleNamespace(backend=backend),
-            model_config=SimpleNamespace(architecture="Gemma4ForCausalLM"),
-        )
-        assert registered.apply_model_defaults(config) is None
-        assert len(applied) == times
-        assert config.attention_config.backend is backend
-
-
 class OtherLayout(AttentionBackend):
     """A backend with separate keys and values, in the form of older and of newer versions."""
 
@@ -221,17 +207,6 @@ def test_a_fallback_may_be_named(monkeypatch):
         monkeypatch.setenv("DEFT_FALLBACK_BACKEND", name)
         with pytest.raises(ValueError, match=f"'{name}'; expected one of .*FLASH_ATTN"):
             chosen_as_the_host_does()
-
-
-def test_the_hosts_refusal_is_ours(monkeypatch):
-    plugin.register()
-
-    def refuse(cls, selected, config, num_heads=None):
-        raise ValueError("No valid attention backend found")
-
-    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", classmethod(refuse))
-    with pytest.raises(ValueError, match="No valid attention backend found"):
-        chosen_as_the_host_does()
 
 
 @pytest.mark.parametrize(("backend", "tree"), [(None, False), ("CUSTOM", True), ("DEFT", True)])

@@ -183,25 +183,6 @@ def test_the_command_in_a_message_asks_for_the_table_of_its_key(dtype, tmp_path,
     assert out.startswith(f"{gpu}: {key.shape}")
 
 
-def test_every_part_of_the_key_names_another_file():
-    changed = {
-        "gpu": "NVIDIA A100-SXM4-80GB",
-        "package": "1.2.4",
-        "kernels": "0124",
-        "torch": "2.12.0",
-        "triton": "3.7.0",
-        "query_heads": 16,
-        "kv_heads": 4,
-        "head_dim": 64,
-        "dtype": "bfloat16",
-        "page_size": 16,
-    }
-    assert set(changed) == set(vars(KEY))
-    names = {replace(KEY, **{name: value}).file_name for name, value in changed.items()}
-    assert len(names | {KEY.file_name}) == len(changed) + 1
-    assert KEY.file_name.startswith("nvidia-a100-sxm4-40gb-32x8-d128-float16-p1-")
-
-
 def test_a_tuned_table_is_found_again(tmp_path):
     model = replace(default_cost_model(), source="tuned here")
     save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)
