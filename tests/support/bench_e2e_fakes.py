@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -122,11 +123,12 @@ class FakeHost:
     async def _stream(self, request, answer):
         response = web.StreamResponse()
         await response.prepare(request)
-        for token in answer.ids:
-            piece = {"choices": [{"index": 0, "text": f"w{token} ", "token_ids": [token]}]}
-            await response.write(f"data: {json.dumps(piece)}\n\n".encode())
-            await asyncio.sleep(0.001)
-        await response.write(b"data: [DONE]\n\n")
+        with suppress(ConnectionError, asyncio.CancelledError):  # the client may leave
+            for token in answer.ids:
+                piece = {"choices": [{"index": 0, "text": f"w{token} ", "token_ids": [token]}]}
+                await response.write(f"data: {json.dumps(piece)}\n\n".encode())
+                await asyncio.sleep(0.001)
+            await response.write(b"data: [DONE]\n\n")
         return response
 
 
