@@ -232,15 +232,9 @@ def run_asked(asked: AbOptions) -> None:
             name = served.name
             context = served_context(served, extra)
             build = asked_workloads(asked, on_gpu=on_gpu, context=context)
+            own = {"policy": asked.policy, "baseline": asked.baseline}
             sides = started_sides(
-                name,
-                host,
-                folder,
-                servers,
-                progress,
-                policy=asked.policy,
-                baseline=asked.baseline,
-                host_arguments=extra,
+                name, host, folder, servers, progress, host_arguments=extra, **own
             )
             say(console, f"deft ab · {name}")
         make_report_folder(folder)

@@ -97,13 +97,9 @@ class TreeSteps:
             return
         reason = self._refused(size) or kind.unsuitable(forward_batch, captured=True)
         if reason is None and self._compiled_for(forward_batch):
-            layers.step = TreeStep(
-                forward_batch,
-                None,
-                captured=True,
-                prepared=forward_batch,
-                failed=partial(self._leave_graph, size),
-            )
+            captured = TreeStep(forward_batch, None, captured=True, prepared=forward_batch)
+            captured.failed = partial(self._leave_graph, size)
+            layers.step = captured
             self._tree_graphs.add(size)
 
     def begin_replay(self, forward_batch: Any) -> None:
