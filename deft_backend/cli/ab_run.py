@@ -285,7 +285,6 @@ def print_result(result: AbResult, console: Console) -> None:
 
 
 def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
-    """Model, host, the host's options, and whether it runs on a GPU."""
     host = chosen_host(asked.host, needed=False)
     check_policy(asked.policy)
     ours = ("", BACKEND, BACKEND_NAMES[host])

@@ -47,7 +47,6 @@ class Host:
     selects_literally: bool  # whether spaces count, and an empty value names no plugin
 
     def leaves_us_out(self) -> bool:
-        """Whether the variable keeps the host from loading the plugin."""
         named = os.environ.get(self.selection)
         if named is None:
             return False
@@ -96,7 +95,6 @@ def check_packages() -> Iterator[Check]:
 
 
 def check_imports() -> Iterator[Check]:
-    """Whether what a server imports can be imported: an installed package may be broken."""
     for module in ("numpy", "torch", "triton", "deft_backend.attention"):
         if not find_spec(module.partition(".")[0]):
             return  # reported above
@@ -173,7 +171,6 @@ def _entry_point(host: Host) -> Iterator[Check]:
 
 
 def check_device() -> Iterator[Check]:
-    """The driver, the GPU and the compiler, and which engine a server would use."""
     if has_nvidia_driver():
         yield Check("driver", "ok", "NVIDIA driver found")
     elif HOSTS[0] in hosts_with_metadata() or not hosts_with_metadata():

@@ -144,7 +144,6 @@ def _table(shape: HeadShape) -> dict[str, Any]:
 
 
 def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
-    """Run the kernels of each shape on random forests, up to a time of the monotonic clock."""
     try:
         import torch
 

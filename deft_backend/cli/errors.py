@@ -32,13 +32,11 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def checked_settings() -> Settings:
-    """The settings of the environment; fails with one line for each bad variable."""
     with reported(SettingsError):
         return Settings.from_env()
 
 
 def state_folder() -> Path:
-    """The folder of servers' state files; fails in one line if the settings name none."""
     with reported(SettingsError):
         return state_directory(Settings.from_env())
 

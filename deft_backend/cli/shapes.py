@@ -72,7 +72,6 @@ def check_dtype(dtype: str | None) -> None:
 
 
 def check_one_shape(heads: str | None, head_dim: int | None) -> None:
-    """Fail if options set the shape, which the model sets."""
     for option, value in (("--heads", heads), ("--head-dim", head_dim)):
         if value is not None:
             raise fail(f"{option} and --model both set the shape; leave one of them out")
@@ -148,7 +147,6 @@ def _dtype_of(model: ChosenModel, config: Mapping[str, Any]) -> str:
 
 
 def this_device() -> torch.device:
-    """The GPU on which a server here would run, or the CPU."""
     import torch
 
     from deft_backend.tools.servers.command import use_gpu
@@ -157,7 +155,6 @@ def this_device() -> torch.device:
 
 
 def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse]:
-    """The cost table in use for a shape on :func:`this_device`; raises SettingsError."""
     import torch
 
     from deft_backend.costs.table_lookup import table_in_use, table_key

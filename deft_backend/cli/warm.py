@@ -118,7 +118,6 @@ def warm(
 
 
 def _served_dtype(held: str, asked: str | None) -> str:
-    """torch's name of a server's dtype, by ``--dtype`` or as the checkpoint holds it."""
     if asked is not None:
         return SHORT_DTYPES[asked]
     if held == "float32":  # hosts serve such checkpoints in 16 bits
@@ -127,8 +126,6 @@ def _served_dtype(held: str, asked: str | None) -> str:
 
 
 class _Served(NamedTuple):
-    """What the command's options say of a server, for every kind of attention."""
-
     host: str
     page_size: int
     max_batch: int
@@ -221,7 +218,6 @@ def _fill(
     threads: int | None,
     settings: Settings,
 ) -> None:
-    """Compile for a server and write the folder."""
     from triton import knobs
 
     from deft_backend.attention import AttentionError
@@ -254,7 +250,6 @@ def _fill(
 
 
 def _text(described: DescribedServer) -> str:
-    """The server, for the line about its kernels."""
     parts = [
         f"heads {described.num_query_heads}/{described.num_kv_heads} of {described.head_dim}",
         dtype_name(described.dtype),
@@ -274,7 +269,6 @@ def _text(described: DescribedServer) -> str:
 def described_latent(
     latent: LatentHeads, settings: Settings, served: _Served
 ) -> DescribedLatentServer:
-    """The server of an MLA model; fails if such a server would leave it to the host."""
     if not settings.mla:
         raise fail(
             "the model has latent attention (MLA), which a server leaves to the host unless "
@@ -307,7 +301,6 @@ def described_latent(
 
 
 def latent_text(described: DescribedLatentServer) -> str:
-    """The server, for the line about its kernels."""
     tokens = described.query_tokens
     chains = f", chains of {tokens} query tokens" if tokens > 1 else ""
     return (

@@ -21,7 +21,6 @@ def cache_directory() -> Path:
 
 
 def state_directory(settings: Settings) -> Path:
-    """The folder of servers' state files: `servers` in the cache folder."""
     return _cache_directory(settings) / "servers"
 
 
@@ -44,7 +43,6 @@ def driver_stub_directory() -> Path:
 
 
 def create_private(folder: Path) -> None:
-    """Create a folder and its missing parents for this user only (mode 0700)."""
     if folder.is_dir():
         return
     if folder.parent != folder:

@@ -51,7 +51,6 @@ def _refused(content: Any, name: str, expected: str) -> FieldError:
 
 @contextmanager
 def within(name: str) -> Iterator[None]:
-    """Name the field that holds the object whose fields are read."""
     try:
         yield
     except ValueError as error:
@@ -79,7 +78,6 @@ def whole(content: Mapping[str, Any], name: str, least: int = 0, most: int = LAR
 
 
 def text(content: Mapping[str, Any], name: str, most: int = 4096) -> str:
-    """A text of at most `most` printable characters."""
     value = content.get(name)
     if isinstance(value, str) and len(value) <= most and value.isprintable():
         return value
@@ -101,7 +99,6 @@ def records(content: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
-    """A list of numbers, or of lists of them."""
     array = _array(content.get(name))
     if array is None or array.dtype.kind not in "iuf":
         raise _refused(content, name, "a list of numbers")

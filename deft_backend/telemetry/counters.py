@@ -43,8 +43,6 @@ class Steps(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What decides which steps are counted together."""
-
     kind: str
     reason: str | None  # why the host's kernel decoded the rows; None: tree attention did
 
@@ -88,12 +86,10 @@ class Counters:
 
     @property
     def steps_tree(self) -> int:
-        """Those whose decode rows went through tree attention."""
         return self.total(tree=True).steps
 
     @property
     def steps_host(self) -> dict[str, int]:
-        """Those whose decode rows went through the host's kernel, by reason."""
         found: dict[str, int] = {}
         for content, steps in self.steps.items():
             if content.reason is not None:
@@ -292,7 +288,6 @@ class StateName(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The ranks, as labels of metrics."""
         ranks = {"tp_rank": self.tp, "pp_rank": self.pp, "dp_rank": self.dp}
         return {name: str(rank) for name, rank in ranks.items() if rank is not None}
 

@@ -76,7 +76,6 @@ def _by_kind(stretch: Counters, *, tree: bool) -> str:
 
 
 def _reasons(steps: Mapping[str, int]) -> str:
-    """The reasons, the commonest first; with several, the steps of each."""
     if len(steps) == 1:
         return next(iter(steps))
     ordered = sorted(steps.items(), key=lambda item: -item[1])

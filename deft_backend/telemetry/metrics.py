@@ -213,7 +213,6 @@ def _files(folder: Path, port: int) -> list[tuple[StateName, Path]]:
 
 
 def _living(name: StateName, path: Path) -> Counters | None:
-    """The counters in a state file of this schema, if the process that wrote it still runs."""
     try:
         content: dict[str, Any] = read_private_json(path)
         if content["schema"] != SCHEMA or not _wrote(name.pid, content["updated"]):
@@ -224,7 +223,6 @@ def _living(name: StateName, path: Path) -> Counters | None:
 
 
 def _wrote(pid: int, updated: float) -> bool:
-    """Whether the process that has this id now is the one that wrote the file."""
     import psutil
 
     try:

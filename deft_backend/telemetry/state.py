@@ -71,7 +71,6 @@ class ServerState(ServerDescription):
         self._add(Content(decoded.kind, reason), decoded, 1)
 
     def count_failure(self, decoded: Decoded, reason: str) -> None:
-        """Count a step as the host's that :meth:`count` has counted as tree attention's."""
         self._add(Content(decoded.kind, None), decoded, -1)
         self._add(Content(decoded.kind, reason), decoded, 1)
 
@@ -87,7 +86,6 @@ class ServerState(ServerDescription):
         self.serving = True
 
     def counters(self) -> Counters:
-        """The counts of both planners; for any thread."""
         if not self.serving:
             return Counters(compile_seconds=COMPILING.seconds)
         return self._since_start() - self._before
@@ -137,7 +135,6 @@ class StateWriter:
         self._failed_at: float | None = None
 
     def start(self) -> None:
-        """Look once now, then in the background until the process ends."""
         self._remove_old()
         self.look()
         threading.Thread(target=self._run, name="deft-state", daemon=True).start()
@@ -202,7 +199,6 @@ class StateWriter:
 
     @property
     def _waits(self) -> bool:
-        """Whether writing failed less than `RETRY_SECONDS` ago."""
         failed = self._failed_at
         return failed is not None and time.monotonic() - failed < RETRY_SECONDS
 

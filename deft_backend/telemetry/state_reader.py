@@ -114,7 +114,6 @@ def server_file(folder: Path, port: int | None = None) -> Path:
 
 
 def read_state(path: Path) -> StateReading:
-    """Read a state file; raises StateError if it is missing, of another schema, or damaged."""
     try:
         written = path.stat().st_mtime
         content = read_private_json(path)
@@ -178,7 +177,6 @@ class BatchQuestion:
 
 
 def shown_forest(state: Path) -> PrefixForest:
-    """Ask a server with the device planner for its last batch."""
     question = BatchQuestion(state)
     begin = time.monotonic()
     while (forest := question.answer()) is None:

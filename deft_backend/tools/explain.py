@@ -132,7 +132,6 @@ def explain(
 
 
 def _masked_tokens(plan: Plan, seq_lens: npt.NDArray[np.integer]) -> int:
-    """KV tokens whose spans the items read."""
     end = np.where(plan.segment_end == OPEN_END, seq_lens[plan.segment_request], plan.segment_end)
     single = int(plan.tile_ptr[-2])  # items of several ranges come last
     first = plan.item_segment_ptr[single:-1]
@@ -170,7 +169,6 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
 
 
 def server_target(state: StateReading, page_size: int) -> Target:
-    """The target that the server itself plans for, if this machine has its device."""
     import torch
 
     from deft_backend.attention.device_target import target_of
@@ -200,7 +198,6 @@ MAX_NODES, MAX_SIBLINGS = 60, 8  # nodes drawn, and children of one node
 
 
 def render(explanation: Explanation, console: Console) -> None:
-    """Print the tree of nodes with the groups that read them, then the totals."""
     console.print(_tree(explanation))
     console.print(_totals(explanation))
 
@@ -250,7 +247,6 @@ def _label(explanation: Explanation, at: int, children: Sequence[int]) -> str:
 
 
 def _readers(groups: Sequence[int]) -> str:
-    """Groups by number; several in a row as a range."""
     runs: list[list[int]] = []
     for group in groups:
         if runs and group == runs[-1][-1] + 1:

@@ -31,8 +31,6 @@ _COLUMNS = (4096, 4098)  # of a page table: kernels differ only by whether 16 di
 
 @dataclass(frozen=True)
 class DescribedServer:
-    """A server as far as its kernels depend on it."""
-
     host: str  # ``sglang`` or ``vllm``
     num_query_heads: int  # on one GPU, like the others
     num_kv_heads: int
@@ -112,8 +110,6 @@ _INTEGERS = {"sglang": torch.int64, "vllm": torch.int32}  # of table rows and se
 
 @dataclass(frozen=True)
 class DescribedLatentServer:
-    """A server with ``DEFT_MLA=1``, as far as its kernels depend on it."""
-
     host: str  # ``sglang`` or ``vllm``
     num_query_heads: int  # on one GPU
     dtype: torch.dtype

@@ -57,7 +57,6 @@ class OnceLog:
         self._logged: set[str] = set()
 
     def warn(self, message: str, kind: str | None = None) -> None:
-        """Log `message` unless a warning of the same `kind` was logged."""
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
             logger.warning("deft: %s", message)

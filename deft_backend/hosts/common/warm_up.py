@@ -28,8 +28,6 @@ CHECK_SECONDS = 2.0  # of the check of a server's kernels
 
 
 class Drafts(NamedTuple):
-    """What a server verifies, as far as kernels are compiled for it."""
-
     query_tokens: int  # query tokens of a request
     ragged: bool = False  # whether requests have different numbers of them, up to this one
     trees: bool = False  # whether they form trees, not chains
@@ -137,7 +135,6 @@ def _steps(
             attention.run(q, *caches, table, lens, logit_cap=cap, **step)
 
     def held(batch: int, columns: int, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Page table, sequence lengths and table rows of requests of `tokens` + 1 tokens."""
         columns = max(tokens + 1, columns)
         table = torch.zeros((1, columns), dtype=tensors.table_dtype, device=device)
         lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)

@@ -221,7 +221,6 @@ def _sized_with_graphs(server_args: Any, settings: Settings) -> str | None:
 
 
 def _keep_or_disable_decode_graphs(server_args: Any, settings: Settings) -> None:
-    """Turn decode graphs off if tree attention cannot be in them, or is to be checked."""
     kind = versions.decode_graphs(server_args)
     if kind == "disabled":
         return

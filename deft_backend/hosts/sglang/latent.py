@@ -58,7 +58,6 @@ def latent_attention(
 
 
 def _divided(runner: Any) -> tuple[LatentLayer, Division[int, LayerShape]]:
-    """The one shape of the layers that decode over latent vectors, and all their ids."""
     found: dict[int, LatentLayer] = {}
     for layer in versions.attention_layers(runner.model):
         if layer.tp_k_head_num == 1 and layer.qk_head_dim > layer.v_head_dim:

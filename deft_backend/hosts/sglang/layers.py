@@ -29,7 +29,6 @@ class FullCache(NamedTuple):
     layers: Collection[int] | None
 
     def holds(self, layer_id: int, shape: tuple[int, int, int]) -> bool:
-        """Whether the page table names the pages of a layer with these heads."""
         held = self.layers is None or layer_id in self.layers
         return held and tuple(self.keys.shape[-2:]) == shape[1:]
 

@@ -73,7 +73,6 @@ class _Tree:
         return above
 
     def cut(self, end: int, shared: int) -> int:
-        """The node at the end of the first `shared` tokens on the path to `end`."""
         while self.depth[self.parent[end]] >= shared:
             end = self.parent[end]
         if self.depth[end] == shared:

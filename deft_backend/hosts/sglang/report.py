@@ -81,7 +81,6 @@ class AcceptedDrafts:
             self._last = _Reading(requests, before)
 
     def read(self) -> DraftCounts:
-        """Counts since construction, for any thread."""
         requests, before = self._last
         has = _counts(requests)
         return DraftCounts(before.drafts + has.drafts, before.accepted + has.accepted)

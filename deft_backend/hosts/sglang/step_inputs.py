@@ -42,7 +42,6 @@ class Decode:
         """Copy into fixed memory what a graph reads and the host does not keep in place."""
 
     def inputs(self, forward_batch: Any) -> StepInputs:
-        """Launch what computes the inputs of a step; a graph records it."""
         return StepInputs(forward_batch.seq_lens, forward_batch.req_pool_indices)
 
 
@@ -100,5 +99,4 @@ DECODE = Decode()
 
 
 def is_chain(spec_info: Any) -> bool:
-    """Whether each draft token follows the one before it: EAGLE's ``topk`` of 1."""
     return bool(getattr(spec_info, "topk", None) == 1)

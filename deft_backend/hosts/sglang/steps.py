@@ -129,7 +129,6 @@ class TreeSteps:
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=False)
 
     def launch_planning(self, forward_batch: Any) -> None:
-        """Launch the planning of a captured step, so that its graph repeats it."""
         if self.layers.has_planned(forward_batch):
             kind = self._kind_of(forward_batch.forward_mode)
             assert self.layers.step is not None
@@ -160,7 +159,6 @@ class TreeSteps:
         return self.layers.splits or (self._kind_of(mode) is not None and bool(graphs))
 
     def replayed_tree(self, forward_batch: Any) -> bool:
-        """Whether the graph that was just replayed reads page tables while it runs."""
         return self._replayed_tree
 
     def _kind_of(self, mode: Any) -> StepKind | None:

@@ -105,11 +105,9 @@ class StepLayers(ABC):
 
     @property
     def splits(self) -> bool:
-        """Whether the current step is a mixed one, of which the host computes the first rows."""
         return self.step is not None and self.step.rest is not None
 
     def run(self, call: LayerCall) -> Any:
-        """Run a layer of the current step; the host's kernel runs it if it must."""
         step = self.step
         assert step is not None
         if self._needs_host(call):
@@ -164,7 +162,6 @@ class StepLayers(ABC):
     def _agree(
         self, out: torch.Tensor, theirs: torch.Tensor, call: LayerCall, step: TreeStep
     ) -> bool:
-        """Whether a layer's results agree with the host's; if not, the host's kernel goes on."""
         assert step.inputs is not None
         rows = step.first + step.inputs.rows
         eight_bits = self.pool.get_key_buffer(call.layer.layer_id).dtype.itemsize == 1

@@ -103,7 +103,6 @@ class TreeBuilder:
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
-        """Another group's metadata with this group's page table and step."""
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
         step, group = step_of(metadata), self.deft_group
         if step is not None and group is not None and group.refuses(*step.size) is None:

@@ -57,7 +57,6 @@ class CachedPrefixes:
                 self._decode(request)
 
     def _begin(self, request: str, blocks: Any) -> None:
-        """A request has these blocks alone: a new one, or one that was preempted."""
         self._forget(request)
         self._blocks[request] = _blocks_of(blocks)
         self._prompts.add(request)

@@ -157,13 +157,11 @@ class GroupAttention(ABC):
         self.state.batch = batch if self.shows_batch else HIDDEN_BATCH
 
     def leave(self, step: TreeStep, reason: str) -> None:
-        """The host's implementation computes a layer of the step, and this group's later steps."""
         self.unfit = reason
         self._log.layers_left(reason)
         self._left(step)
 
     def _cross_check(self, out: torch.Tensor, host: Callable[[], object]) -> None:
-        """Compare `out` with the host's result; keep the host's result if they differ."""
         if _capturing(out):  # the CPU can read nothing back
             return
         ours = out.clone()

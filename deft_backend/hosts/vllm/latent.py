@@ -117,7 +117,6 @@ class LatentGroup(GroupAttention):
         self._captures_tree = capturing
 
     def takes_step(self) -> bool:
-        """Whether tree attention decodes the step whose metadata was made last."""
         return self.current is not None
 
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:

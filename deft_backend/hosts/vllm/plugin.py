@@ -117,7 +117,6 @@ def values_of(arguments: Sequence[str], name: str) -> list[str]:
 
 
 def _configured(arguments: Sequence[str], name: str) -> list[str]:
-    """The option in the YAML file that the command line names, if there is one."""
     import yaml  # vLLM itself reads the file with PyYAML
 
     files = [word for before, word in pairwise(arguments) if before == "--config"]

@@ -37,7 +37,6 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, **config: Any) -> list[str]:
-        """Why the host has no backend for this configuration; empty if it has one."""
         from vllm.config import get_current_vllm_config_or_none
         from vllm.platforms import current_platform
         from vllm.utils.import_utils import resolve_obj_by_qualname

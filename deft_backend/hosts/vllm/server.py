@@ -86,14 +86,12 @@ class Server:
     divided: str | None = None  # the last line about layers that vLLM's implementation decodes
 
     def log_division(self, division: Division[str, Layer]) -> None:
-        """Log which layers tree attention decodes, once for all groups of the server."""
         line = division.text()
         if line is not None and line != self.divided:
             logger.log(logging.INFO if division.tree else logging.WARNING, "deft: %s", line)
         self.divided = line
 
     def count_in(self, counted: Counted, settings: Settings) -> ServerState:
-        """The counters; the first group that asks for them counts the steps."""
         if self.state is None:
             state = _state_of(self.config, counted, settings)
             self.drafts = _count_drafts(state, self.config)
@@ -172,7 +170,6 @@ def _count_drafts(state: ServerState, vllm_config: Any) -> AcceptedDrafts | None
 
 
 def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:
-    """Report the counters from now on, in the log at the rate of the host's own line."""
     from vllm import envs
 
     stages = place.pipeline_parallel_size

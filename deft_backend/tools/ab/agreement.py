@@ -17,8 +17,6 @@ Told = tuple[str, float | None]  # A token, and the log-probability that its ser
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two answers."""
-
     name: str
     position: int  # tokens before it
     # Log-probability of the likeliest token there, minus that of the next one: the larger margin of
@@ -30,8 +28,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Tokens of the requests that both servers answered."""
-
     # Answers.
     compared: int
     equal: int
@@ -44,7 +40,6 @@ class Agreement:
 
     @property
     def unexplained(self) -> int:
-        """Answers that differ where a server was sure of its token."""
         return sum(d.margin is not None and d.margin >= self.close for d in self.differences)
 
 

@@ -39,7 +39,6 @@ def compare(
     *,
     exact: bool,
 ) -> AbResult:
-    """Run both sides, one after the other; an interrupted run gives what it has."""
     made: list[Workload] = []
 
     def workloads(offers: Offers) -> list[Workload]:

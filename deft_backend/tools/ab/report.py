@@ -28,7 +28,6 @@ _COLOURS = ("#9aa5b1", "#1f6feb")  # of the two servers in a plot
 
 
 def write_report(result: AbResult, folder: Path, command: str) -> tuple[Path, Path]:
-    """Write ``report.html`` and ``results.json`` into `folder`; returns both paths."""
     page, data = folder / "report.html", folder / "results.json"
     content = {
         **result.to_json(),
@@ -90,7 +89,6 @@ def _page(result: AbResult, command: str) -> str:
 
 
 def _table(table: Table) -> str:
-    """A heading, the table and its note; every cell is escaped."""
     head, *rows = (
         "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
         for tag, row in [("th", table.columns), *(("td", row) for row in table.rows)]
@@ -109,7 +107,6 @@ def _figure(w: ComparedWorkload, names: tuple[str, str]) -> str:
 
 
 def _time_plot(w: ComparedWorkload, names: tuple[str, str]) -> str:
-    """Shares of the answers at or below each time; a ``data:`` address."""
     import matplotlib
     from matplotlib.figure import Figure  # pyplot would need a display and global state
     from matplotlib.ticker import PercentFormatter

@@ -35,8 +35,6 @@ class SideRun:
 
 
 class KvRead(NamedTuple):
-    """Bytes of KV that a decode step of one server reads, all layers, on average."""
-
     query_by_query: float  # if every query read its whole context, as in the host's kernel
     read: float
     saved: float | None  # share of the reads, 0 to 1; see :attr:`Counters.saved`
@@ -150,7 +148,6 @@ class AbResult:
 
     @property
     def faults(self) -> bool:
-        """Whether a server lost a request that it could take, or gave a wrong answer."""
         lost = any(
             status != TOO_LONG for w in self.workloads for f in w.figures for status in f.lost
         )
@@ -182,7 +179,6 @@ def compare_sides(
     provenance: Mapping[str, object],
     exact: bool = False,
 ) -> AbResult:
-    """The result of both runs; of an interrupted comparison, the part that ran."""
     empty = Replayed((), 0.0, interrupted=interrupted)
     agreed = sides[1].agreements if len(sides) > 1 else ()
     compared = []

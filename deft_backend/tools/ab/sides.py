@@ -148,7 +148,6 @@ class Progress(bars.Progress):
         self.print(f"[bold]{escape(line)}[/bold]", highlight=False)
 
     def replaying(self, workload: Workload) -> Callable[[int], None]:
-        """A workload begins; the caller passes numbers of new tokens to the returned function."""
         task = self.add_task(_label(workload.name), total=workload.tokens, unit="tokens")
         return lambda count: self.advance(task, count)
 

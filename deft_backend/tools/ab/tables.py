@@ -85,7 +85,6 @@ def differences(result: AbResult) -> list[list[str]]:
 
 
 def counted_side(result: AbResult) -> int | None:
-    """The side whose KV reads are worth a table: the last one with tree attention."""
     for side in (1, 0):
         if any(c.steps_tree for w in result.workloads if (c := w.counters[side])):
             return side

@@ -46,7 +46,6 @@ def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
 
 
 def parallel_samples(samples: int, characters: int, max_tokens: int) -> Workload:
-    """Several requests with one prompt. They are greedy, so all answers must be equal."""
     notes = passage(characters, 2)
     prompt = notes + question(0, notes)
     return Workload(
@@ -60,7 +59,6 @@ def parallel_samples(samples: int, characters: int, max_tokens: int) -> Workload
 def document_questions(
     documents: int, questions: int, characters: int, max_tokens: int
 ) -> Workload:
-    """Several questions about each of several documents, behind one instruction."""
     texts = [f"Answer from the notes.\n\n{passage(characters, 3000 + d)}" for d in range(documents)]
     return Workload(
         "document-questions",
@@ -136,7 +134,6 @@ class Sizes(NamedTuple):
 
 
 def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
-    """Sizes for a run of minutes. On the CPU a step takes a large part of a second."""
     if on_gpu:
         return Sizes(16, 2000, 64) if quick else Sizes(32, 4000, 200)
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)

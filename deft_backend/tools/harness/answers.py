@@ -90,7 +90,6 @@ class NotAnswered(RuntimeError):
 async def sent(
     session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Post a request; errors, also those inside the block, become :class:`NotAnswered`."""
     try:
         async with session.post(url, json=body) as response:
             if response.status != 200:

@@ -147,7 +147,6 @@ class _Run:
         )
 
     async def _continued(self, request: Request, after: str) -> Prompt | None:
-        """The prompt behind earlier answers; None if one of them is missing."""
         found = [await asyncio.shield(self.ended[name]) for name in (after, *request.returned)]
         earlier = [pair for pair in found if pair is not None]
         if len(earlier) < len(found):

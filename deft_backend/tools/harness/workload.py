@@ -113,5 +113,4 @@ def thought_name(node: int) -> str:
 
 
 def _children(tree: ThoughtTree, node: int, name: str | None) -> list[tuple[int, str | None]]:
-    """Children of `node`, last first, each with the request that it continues."""
     return [(child, name) for child in reversed(tree.nodes[node].children)]

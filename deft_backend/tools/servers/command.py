@@ -68,7 +68,6 @@ def installed_hosts() -> list[str]:
 
 
 def vllm_is_cpu_build() -> bool:
-    """Whether the vLLM installed here is built for the CPU, and so uses no GPU."""
     version = installed_version("vllm")
     if version is None:  # the package from PyPI has a name of its own
         return find_spec("vllm") is not None

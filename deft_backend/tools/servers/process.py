@@ -87,7 +87,6 @@ class ServerProcess:
         self.stop()
 
     def check_alive(self) -> None:
-        """Raise :class:`StartError` with the end of the log if the server has ended."""
         if self._process is None:
             raise StartError("the server was not started; use it as a context manager")
         code = _exit_code(self._process)

@@ -31,7 +31,6 @@ _FACTS = (
 
 
 def codes(seed: int | str) -> dict[str, str]:
-    """All keys in random order, and their codes of four digits."""
     chance = random.Random(f"codes {seed}")
     keys = chance.sample(_KEYS, len(_KEYS))
     return {key: f"{chance.randrange(1000, 10000)}" for key in keys}

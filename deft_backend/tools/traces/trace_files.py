@@ -217,7 +217,6 @@ def load_arrivals(path: Path) -> list[Arrival]:
 
 
 def shared_tokens(arrivals: Sequence[Arrival]) -> int:
-    """Prompt tokens that an earlier request of the trace already had."""
     seen: set[int] = set()
     total = 0
     for arrival in arrivals:

@@ -33,8 +33,6 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch on the device, ready to be planned and run."""
-
     forest: PrefixForest
     attention: TreeAttention
     table: torch.Tensor

@@ -91,7 +91,6 @@ def measure_tile_costs(
 
 
 def result_works(target: Target, grid: Grid) -> list[tuple[Work, Work]]:
-    """Equal launches without and with partial results, for few and for many results."""
     step = max(grid.result_parts)
     works: dict[Work, Work] = {}
     typical = list(used_shapes(target).values())

@@ -51,7 +51,6 @@ class Engine:
 
     @property
     def runs(self) -> bool:
-        """Whether it answers requests, as far as its file tells."""
         return self.status in (DECODING, IDLE)
 
 
@@ -90,7 +89,6 @@ def _engine(
 
 
 def _status(reading: StateReading, lives: bool, now: float) -> tuple[str, float]:
-    """The status, and the seconds since the moment that :attr:`Engine.since` names."""
     silent, resting = (max(0.0, now - at) for at in (reading.sign_of_life, reading.updated))
     if not lives:
         return ENDED, silent
@@ -129,7 +127,6 @@ class Rate:
         self._readings: deque[tuple[float, int, Counters]] = deque()
 
     def add(self, now: float, pid: int, counters: Counters) -> Stretch | None:
-        """The stretch up to this reading; None at the first one, and at the first after a pause."""
         readings = self._readings
         if readings:
             at, writer, last = readings[-1]
@@ -177,7 +174,6 @@ class Follower:
         return Row(engine, self._shown, now if engine.runs else None)
 
     def close(self) -> None:
-        """Take back a question that is still open."""
         if self._question is not None:
             self._question.withdraw()
             self._question = None

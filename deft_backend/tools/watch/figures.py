@@ -101,7 +101,6 @@ def _steps(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
 
 
 def _kinds(counters: Counters) -> str:
-    """Steps through tree attention of each kind, and the part of the decoding that it did."""
     parts = []
     for kind in KINDS:
         every, tree = counters.total(kind).steps, counters.total(kind, tree=True).steps
