@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from deft_backend.telemetry.counters import KINDS, Counters
 
@@ -16,21 +16,18 @@ class DecodeLog:
     The limits are as SGLang's ``--decode-log-interval`` and vLLM's ``VLLM_LOG_STATS_INTERVAL``.
     """
 
-    def __init__(
-        self, *, steps: int = 0, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, steps: int = 0, seconds: float = 0.0) -> None:
         self._steps = steps
         self._seconds = seconds
-        self._clock = clock
         self._last = Counters()
-        self._since = clock()
+        self._since = time.monotonic()
 
     def __call__(self, counters: Counters) -> None:
         stretch = counters - self._last
-        if stretch.decode_steps < self._steps or self._clock() - self._since < self._seconds:
+        if stretch.decode_steps < self._steps or time.monotonic() - self._since < self._seconds:
             return
         self._last = counters
-        self._since = self._clock()
+        self._since = time.monotonic()
         if stretch.decode_steps:
             logger.info("deft: %s", describe(stretch))
 

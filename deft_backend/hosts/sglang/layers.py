@@ -65,11 +65,12 @@ def full_cache(pool: Any) -> FullCache | str:
     return cache
 
 
-def division_of(
-    runner: Any, refused: Callable[[LayerShape], str | None] | None = None
-) -> Division[int, LayerShape]:
+def division_of(runner: Any) -> Division[int, LayerShape]:
     pool, device = runner.token_to_kv_pool, device_of(runner)
-    refused = refused or (lambda shape: TreeAttention.unsupported(*shape, runner.dtype, device))
+
+    def refused(shape: LayerShape) -> str | None:
+        return TreeAttention.unsupported(*shape, runner.dtype, device)
+
     cache = full_cache(pool)
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:

@@ -14,7 +14,7 @@ import time
 PATIENCE = 10.0  # seconds until a server that was asked to end is killed
 
 
-def end_session(leader: int, patience: float = PATIENCE) -> None:
+def end_session(leader: int) -> None:
     """Ask the leader of a session to end, wait, and kill what is left of the session.
 
     Only the leader is asked: it ends its workers. If a worker ended first, the server would report
@@ -23,7 +23,7 @@ def end_session(leader: int, patience: float = PATIENCE) -> None:
     try:
         if _leads(leader):
             os.kill(leader, signal.SIGTERM)
-        end = time.monotonic() + patience
+        end = time.monotonic() + PATIENCE
         while _state(leader) not in ("", "Z") and time.monotonic() < end:
             time.sleep(0.05)
     finally:
