@@ -190,7 +190,15 @@ class HeldLayer(NamedTuple):
 
 @dataclass(eq=False)
 class TreeGroup(GroupAttention):
+    """Later layers of an eager step repeat the launches of the layer before.
+
+    The first repeat of each size of step is a trial: a full run follows it, and the two must have
+    the same bits. A difference ends all repeats.
+    """
+
     attention: TreeAttention
+    _proven: set[int] = field(default_factory=set)  # sizes of steps whose trial has passed
+    _trial: torch.Tensor | None = None  # the output of a trial whose full run follows
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,15 +206,23 @@ class TreeGroup(GroupAttention):
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         query, kv_cache, output = tensors
+        self._trial = None
         held: HeldLayer | None = getattr(owner, _HELD, None)
         if held is None or not step.ran or id(owner) in step.ran or self.failure.reason is not None:
             return False
-        if not held.holds(owner, kv_cache):
+        if not self.repeats or not held.holds(owner, kv_cache):
             return False
+        proven = step.tokens.bit_length() in self._proven
+        if not proven and _capturing(output):  # the CPU could not compare
+            return False
+        into = output if proven else output.clone()
         try:
-            repeated = self.attention.repeat(held.addresses, query, output)
+            repeated = self.attention.repeat(held.addresses, query, into)
         except Exception as error:
             self.failure.kernel_failed(error)
+            return False
+        if repeated and not proven:
+            self._trial = into
             return False
         if repeated:
             step.ran.add(id(owner))
@@ -237,10 +253,26 @@ class TreeGroup(GroupAttention):
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         read, starts = (k_cache, v_cache, step.page_table, step.seq_lens), step.query_start
         self.attention.run(query, *read, query_start=starts, out=rows, **of_layer)
+        if self._trial is not None:
+            self._judge(step, rows)
         if self.repeats and query.dtype == call.query.dtype:
             addresses = layer_addresses(k_cache, v_cache, **of_layer)
             held = HeldLayer(call.kv_cache, layer.sm_scale, call.sinks, addresses)
             setattr(call.owner, _HELD, held)
+
+    def _judge(self, step: TreeStep, rows: torch.Tensor) -> None:
+        """Compare a trial with the full run of the same layer, bit by bit."""
+        assert self._trial is not None
+        bits = {2: torch.int16, 4: torch.int32}[rows.element_size()]
+        trial, self._trial = self._trial[: len(rows)], None
+        if torch.equal(trial.view(bits), rows.view(bits)):
+            self._proven.add(step.tokens.bit_length())
+            return
+        self.repeats = False
+        self._log.warn(
+            "a repeated launch differs from a full run; every layer of eager steps makes its own "
+            "launches from now on, which takes CPU time"
+        )
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

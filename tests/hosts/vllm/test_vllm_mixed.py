@@ -386,6 +386,27 @@ def test_later_layers_repeat_the_first(repeated):
     assert state().counters().plans == 4
 
 
+def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
+    step = mixed(layers=tree_layers(count=3))
+    common = step.batch.common(is_prefilling=PREFILLING)
+    step.tree.group.repeats = True
+    step.check()
+    full = TreeAttention.repeat
+
+    def wrong(self, layer, q, out):
+        done = full(self, layer, q, out)
+        out[0, 0, 0] += 1
+        return done
+
+    monkeypatch.setattr(TreeAttention, "repeat", wrong)
+    for tried in ([38], []):
+        step.build(common)
+        step.check()  # the answer is the full run's
+        assert repeated == tried
+        repeated.clear()
+    assert "differs from a full run" in caplog.text
+
+
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
 def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
     step = mixed()
