@@ -47,6 +47,6 @@ def deft_ab(folder, *arguments, plugins=(), settings=None):
         host, deft = workload["counters"]
         assert 0.0 < workload["kv_bytes_a_step"][1]["saved"] < 1.0
         assert deft["steps_tree"] > 0
-        assert host["steps_tree"] == 0
+        assert host is None  # a server without the plugin counts nothing
         assert workload["agreement"]["largest_gap"] is not None  # every token has a probability
     return data, done.stdout
