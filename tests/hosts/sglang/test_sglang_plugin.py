@@ -49,6 +49,13 @@ MLA = {"mla": True, "tp_size": 8, "model": latent_model()}
 """What differs in the arguments of a server with an MLA model."""
 
 
+EAGLE = {"speculative_algorithm": "EAGLE"}
+SPLIT = {
+    "attention_backend": None,
+    "decode_attention_backend": "deft",
+    "prefill_attention_backend": "triton",
+}
+
 DETERMINISTIC = {"enable_deterministic_inference": True}
 """What differs in the arguments of a server whose results must not depend on the batch."""
 
@@ -96,11 +103,7 @@ def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "attention_backend": None,
-            "decode_attention_backend": "triton",
-            "prefill_attention_backend": "deft",
-        },
+        SPLIT | {"decode_attention_backend": "triton", "prefill_attention_backend": "deft"},
         {"attention_backend": "triton", "prefill_attention_backend": "deft"},
         {"attention_backend": "deft", "decode_attention_backend": "triton"},
         {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
@@ -198,13 +201,7 @@ def test_the_fallback_backend(arguments, monkeypatch):
         ({"model": SimpleNamespace()}, "is not supported"),
         ({"speculative_algorithm": "EAGLE", "speculative_adaptive": True}, "varying length"),
         (  # the host can verify with its backend for prefill
-            {
-                "attention_backend": None,
-                "decode_attention_backend": "deft",
-                "prefill_attention_backend": "triton",
-                "speculative_algorithm": "EAGLE",
-                "speculative_attention_mode": "prefill",
-            },
+            {**SPLIT, **EAGLE, "speculative_attention_mode": "prefill"},
             "--speculative-attention-mode decode",
         ),
     ],
@@ -229,9 +226,6 @@ def test_deterministic_inference_takes_no_other_policy(arguments, caplog, monkey
         assert "takes policy invariant, and DEFT_POLICY is deft-node: unset it" in record.message
 
 
-EAGLE = {"speculative_algorithm": "EAGLE"}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -242,13 +236,7 @@ EAGLE = {"speculative_algorithm": "EAGLE"}
         ),
         {**EAGLE, "speculative_eagle_topk": 1, "device": "cuda"},
         {**EAGLE, "speculative_eagle_topk": 4, "device": "cuda"},
-        {
-            **EAGLE,
-            "attention_backend": None,
-            "decode_attention_backend": "deft",
-            "prefill_attention_backend": "triton",
-            "speculative_attention_mode": "decode",
-        },
+        {**SPLIT, **EAGLE, "speculative_attention_mode": "decode"},
     ],
 )
 def test_servers_that_are_served(arguments, changes, monkeypatch):
