@@ -1,4 +1,4 @@
-"""`deft inspect`: what the page's server answers, and what the page loads."""
+"""`deft inspect`: what the page's server answers, and the page in a real browser."""
 
 import http.client
 import json
@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from browser import CHROMIUM, DRIVER, MISSING, browser
 from counted_steps import tree_step
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
@@ -131,3 +132,68 @@ def test_the_page_loads_nothing(served):
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"innerHTML|document\.write|\beval\b", text)
     assert len(page()) < 40_000
+
+
+@pytest.fixture
+def tab(tmp_path):
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip(MISSING)
+    with browser(tmp_path) as found:
+        yield found
+
+
+def test_the_page_in_a_browser(served, tab):
+    """A block is drawn, chosen by mouse and by keys, and followed while the forest changes."""
+    tab.open(served.page.url)
+
+    def blocks():
+        script = """return [...document.querySelectorAll('rect.node')].map(r => ({
+            width: +r.getAttribute('width'), height: +r.getAttribute('height'),
+            label: r.getAttribute('aria-label'), fill: r.getAttribute('fill')}))"""
+        return tab.run(script)
+
+    tab.until(lambda: len(blocks()) == 6)
+    drawn = {block["label"]: block for block in blocks()}
+    whole = drawn["512 tokens shared by 4 requests, positions 0 to 512"]
+    half = drawn["128 tokens shared by 2 requests, positions 512 to 640"]
+    alone = drawn["20 tokens of request #2 alone, positions 512 to 532"]
+    assert whole["width"] == pytest.approx(4 * half["width"], rel=0.01)
+    assert whole["height"] == pytest.approx(2 * half["height"], rel=0.01)
+    assert len({whole["fill"], half["fill"], alone["fill"]}) == 3
+    assert tab.text("#status").split()[0] in ("decoding", "idle")  # on a slow machine
+    assert "4 requests" in tab.text("#lines")
+
+    tab.click("rect[data-node='0']")
+    assert "512 tokens, shared by 4 requests" in tab.text("#detail")
+    assert "#0 · 660" in tab.text("#detail")
+    assert "saves 1,536 tokens in every layer" in tab.text("#detail")
+    tab.press("right")
+    assert "128 tokens, shared by 2 requests" in tab.text("#detail")
+    tab.press("down")
+    assert "20 tokens of one request" in tab.text("#detail")
+    assert tab.run("return document.activeElement.getAttribute('aria-selected')") == "true"
+    tab.press("z")
+    assert len(blocks()) == 1
+    tab.press("escape", "up")
+    assert "128 tokens" in tab.text("#detail")
+
+    # Requests join and end: the chosen block stays, and the focus with it.
+    served.decode(["x", "a", "b", "y", "z", "d"])
+    tab.until(lambda: "6 requests" in tab.text("#lines"))
+    assert "128 tokens, shared by 3 requests" in tab.text("#detail")
+    assert "#2 · 660" in tab.text("#detail")
+    tab.press("left")
+    assert "512 tokens, shared by 6 requests" in tab.text("#detail")
+    served.decode(["p", "q"])
+    tab.until(lambda: "2 requests" in tab.text("#lines"))
+    assert "512 tokens, shared by 2 requests" in tab.text("#detail")
+
+    light = tab.run("return getComputedStyle(document.body).backgroundColor")
+    tab.scheme("dark")
+    assert tab.run("return getComputedStyle(document.body).backgroundColor") != light
+    served.decode([f"r{n}" for n in range(500)])  # many nodes
+    tab.until(lambda: len(blocks()) == 502)
+    served.page.shutdown()
+    served.page.server_close()
+    assert not [line for line in tab.messages() if "Content Security Policy" in line]
+    tab.until(lambda: "has lost" in tab.text("#status"))
