@@ -10,5 +10,8 @@ from importlib.util import find_spec
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore_glob = [
-    f"deft_backend/hosts/{host}/*" for host in ("sglang", "vllm") if find_spec(host) is None
+    path.format(host)
+    for host in ("sglang", "vllm")
+    if find_spec(host) is None
+    for path in ("deft_backend/hosts/{}/*", "tests/support/{}_cpu_backend.py")
 ]

@@ -71,9 +71,9 @@ class ThoughtTreeShape:
     characters_a_token: float = 1.0
 
 
-def generate_thought_tree(shape: ThoughtTreeShape) -> ThoughtTree:
-    """A tree of thoughts of this shape, the same everywhere."""
-    chance = random.Random(0)
+def generate_thought_tree(shape: ThoughtTreeShape, seed: int = 0) -> ThoughtTree:
+    """A tree of thoughts of this shape; a seed gives the same tree everywhere."""
+    chance = random.Random(seed)
     lengths = {ROOT: shape.prompt_tokens}
     children: dict[int, list[int]] = {ROOT: []}
     kept = [ROOT]
@@ -88,4 +88,4 @@ def generate_thought_tree(shape: ThoughtTreeShape) -> ThoughtTree:
                 proposed.append(node)
         kept = sorted(chance.sample(proposed, min(shape.keep, len(proposed))))
     characters = max(1, round(shape.prompt_tokens * shape.characters_a_token))
-    return ThoughtTree(passage(characters, 0), False, lay_out(lengths, children))
+    return ThoughtTree(passage(characters, seed), False, lay_out(lengths, children))

@@ -127,7 +127,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
     machine = _machine(page_size, clock, getattr(torch, dtype))
     assert {cache.dtype for cache in machine.kv} == {getattr(torch, dtype)}
     tuned = measure(machine, key, before, TINY, lambda: 1234.4, said.append)
-    assert launches > 20
+    assert launches > 10
     assert list(tuned.seconds) == said
     assert {"small tile", "partial results"} <= set(tuned.errors)
     np.testing.assert_array_equal(tuned.model.time_ms, before.time_ms)  # FlashForge's
