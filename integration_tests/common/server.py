@@ -172,8 +172,9 @@ async def complete(client, ask):
 
 
 def _state_path(folder, command, rank):
-    """The state file of one of a server's ranks; None without one."""
-    return next(iter(sorted(folder.glob(f"{command.port}-{rank}@*.json"))), None)
+    """The state file of one of a server's ranks, not its batch; None without one."""
+    found = folder.glob(f"{command.port}-{rank}@*.json")
+    return next((path for path in found if not path.name.endswith(".batch.json")), None)
 
 
 _VOLATILE = re.compile(r"/\S*|0x[0-9a-f]+|[0-9a-f]{16,}|[0-9][0-9.,:TZ-]*")
