@@ -197,7 +197,8 @@ class TreeGroup(GroupAttention):
     """
 
     attention: TreeAttention
-    _proven: set[int] = field(default_factory=set)  # sizes of steps whose trial has passed
+    # Sizes and query tokens of steps whose trial has passed.
+    _proven: set[tuple[int, int]] = field(default_factory=set)
     _trial: torch.Tensor | None = None  # the output of a trial whose full run follows
 
     def __post_init__(self) -> None:
@@ -212,7 +213,7 @@ class TreeGroup(GroupAttention):
             return False
         if not self.repeats or not held.holds(owner, kv_cache):
             return False
-        proven = step.tokens.bit_length() in self._proven
+        proven = (step.tokens.bit_length(), step.query_tokens) in self._proven
         if not proven and _capturing(output):  # the CPU could not compare
             return False
         into = output if proven else output.clone()
@@ -266,7 +267,7 @@ class TreeGroup(GroupAttention):
         bits = {2: torch.int16, 4: torch.int32}[rows.element_size()]
         trial, self._trial = self._trial[: len(rows)], None
         if torch.equal(trial.view(bits), rows.view(bits)):
-            self._proven.add(step.tokens.bit_length())
+            self._proven.add((step.tokens.bit_length(), step.query_tokens))
             return
         self.repeats = False
         self._log.warn(
