@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from deft_backend.files.folders import state_directory, write_fails
-from deft_backend.hosts.common.contract import version_key
-from deft_backend.hosts.common.tested_versions import TestedVersions, tries_others
+from deft_backend.hosts.common.contract import TestedVersions, tries_others, version_key
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import (

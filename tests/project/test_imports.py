@@ -201,7 +201,7 @@ def test_servers_that_do_not_ask_for_us_load_little(host):
 
     An imported compiler would delay all of them.
     """
-    names = [f"deft_backend.hosts.{host}.plugin", "deft_backend.hosts.common.tested_versions"]
+    names = [f"deft_backend.hosts.{host}.plugin", "deft_backend.hosts.common.contract"]
     assert loaded_by(names, {"numpy", "torch", "triton"}) == ""
 
 

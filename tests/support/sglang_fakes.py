@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes import Observed
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState

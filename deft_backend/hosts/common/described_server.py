@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,6 +26,8 @@ from deft_backend.settings.config import Settings
 
 _COLUMNS = (4096, 4098)  # of a page table: kernels differ only by whether 16 divides them
 
+_INTEGERS = {"sglang": torch.int64, "vllm": torch.int32}  # of table rows and sequence lengths
+
 
 @dataclass(frozen=True)
 class DescribedServer:
@@ -47,7 +47,6 @@ class DescribedServer:
         return 1 if self.drafts is None else self.drafts.query_tokens
 
     def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
-        tensors = _HOSTS[self.host](self)
         group = max(1, self.num_query_heads // self.num_kv_heads)
         largest = min(settings.max_batch, self.max_batch)
         attention = TreeAttention(
@@ -63,9 +62,26 @@ class DescribedServer:
             policy=settings.policy,
             compiled_for=gpu,
         )
-        smallest = settings.min_batch
-        found = step_variants(attention, tensors, smallest=smallest)
+        found = step_variants(attention, self._tensors(), smallest=settings.min_batch)
         return list(dict.fromkeys(found))
+
+    def _tensors(self) -> StepTensors:
+        """Two pages of a layer, as the host lays them out in memory."""
+        dtype, dim, integers = self.kv_dtype or self.dtype, self.head_dim, _INTEGERS[self.host]
+        if self.host == "sglang":
+            k_cache, v_cache = torch.zeros((2, 2, self.num_kv_heads, dim), dtype=dtype)
+        else:  # tokens before heads (NHD), layer by layer: the default with FLASH_ATTN
+            cache = torch.zeros((2, self.page_size, self.num_kv_heads, 2 * dim), dtype=dtype)
+            k_cache, v_cache = cache[..., :dim], cache[..., dim:]
+        return StepTensors(
+            k_cache,
+            v_cache,
+            _COLUMNS,
+            rows_dtype=integers,
+            lens_dtype=integers,
+            drafts=self.drafts,
+            layers=self.layers,
+        )
 
 
 def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
@@ -83,34 +99,9 @@ def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
     return Drafts(draft_tokens + 1, ragged=True)
 
 
-def _sglang_tensors(server: DescribedServer) -> StepTensors:
-    shape = (2, server.num_kv_heads, server.head_dim)
-    k_cache, v_cache = torch.zeros((2, *shape), dtype=server.kv_dtype or server.dtype)
-    return StepTensors(k_cache, v_cache, _COLUMNS, drafts=server.drafts, layers=server.layers)
-
-
-def _vllm_tensors(server: DescribedServer) -> StepTensors:
-    """Tokens before heads in memory (NHD), layer by layer: the default with FLASH_ATTN."""
-    dim = server.head_dim
-    shape = (2, server.page_size, server.num_kv_heads, 2 * dim)
-    cache = torch.zeros(shape, dtype=server.kv_dtype or server.dtype)
-    kinds: dict[str, Any] = {"drafts": server.drafts, "layers": server.layers}
-    kinds |= {"rows_dtype": torch.int32, "lens_dtype": torch.int32}
-    return StepTensors(cache[..., :dim], cache[..., dim:], _COLUMNS, **kinds)
-
-
-_HOSTS: dict[str, Callable[[DescribedServer], StepTensors]] = {
-    "sglang": _sglang_tensors,
-    "vllm": _vllm_tensors,
-}
-
-
-_INTEGERS = {"sglang": torch.int64, "vllm": torch.int32}  # of table rows and sequence lengths
-
-
 @dataclass(frozen=True)
 class DescribedLatentServer:
-    host: str  # ``sglang`` or ``vllm``
+    host: str
     num_query_heads: int  # on one GPU
     dtype: torch.dtype
     page_size: int  # tokens of a page; 1 with SGLang

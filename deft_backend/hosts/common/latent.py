@@ -14,9 +14,8 @@ from deft_backend.attention import (
 )
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import HOPPER, Unsupported, capability_of, refuse_if
-from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants
+from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants, ranks_cache
 from deft_backend.settings.config import Settings
 from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import AUTO, INVARIANT
@@ -16,12 +17,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("deft_backend")
 
+Name = TypeVar("Name")
+Layer = TypeVar("Layer")
+
 HOPPER = (9, 0)  # the compute capability of H100 and H200
 
 MLA_IS_OFF = (
     "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
     "saves time behind long shared prefixes alone"
 )
+
+
+class LayerShape(NamedTuple):
+    """Heads of a layer's attention on this rank."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def gqa_group(self) -> int:
+        return self.num_query_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Division(Generic[Name, Layer]):
+    """Which of a model's layers run through tree attention, and why the host runs the others."""
+
+    # The layers that run through tree attention, each with what the adapter knows of it.
+    tree: Mapping[Name, Layer]
+    host: Mapping[Name, str]  # for each other layer, the reason why the host's kernel runs it
+
+    def text(self) -> str | None:
+        """The division in one line, or None if tree attention runs every layer."""
+        if not self.host:
+            return None
+        reasons = Counter(self.host.values()).most_common()
+        parts = [f"{count} with {reason}" for reason, count in reasons]
+        return (
+            f"{len(self.tree)} of {len(self.tree) + len(self.host)} layers decode through tree "
+            f"attention; {', '.join(parts)} through the host's kernels"
+        )
 
 
 class Unsupported(RuntimeError):

@@ -5,19 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.attention import LatentAttention, TreeAttention
+from deft_backend.attention import Gpu, LatentAttention, TreeAttention
 from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.self_check import Case, HostTensors, first_failure, unrecorded
-from deft_backend.compile.kernel_folder import SharedCache
+from deft_backend.compile.kernel_folder import (
+    KernelFolderError,
+    Origin,
+    SharedCache,
+    is_filled,
+    take,
+)
 from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
+from deft_backend.files.folders import compiled_directory, kernels_directory
 from deft_backend.forest.token_tree import words_of
-from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import refuse_if
 from deft_backend.planner.on_device import SIZES
 from deft_backend.settings.config import Settings
@@ -175,6 +182,56 @@ def _steps(
                 yield partial(verify, drafts, batch, columns)
         for batch in _batches(least, largest) if decodes else ():
             yield partial(run, batch, columns)
+
+
+# The kernels' cache
+
+
+@contextmanager
+def ranks_cache(settings: Settings, device: torch.device) -> Iterator[SharedCache | None]:
+    """Compile, in the ``with`` block, into the cache that the ranks of a server share.
+
+    It holds the kernels of `deft warm` first. The block gets None on the CPU, and if the folder
+    cannot be written: each rank then compiles into its own cache of Triton.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    folder = compiled_directory(settings)
+    cache = None
+    try:
+        cache = SharedCache(folder)
+    except OSError as error:
+        logger.warning(
+            "deft: %s cannot be written (%s); each rank compiles all kernels. Name another folder "
+            "in DEFT_CACHE_DIR",
+            folder,
+            error,
+        )
+    with nullcontext() if cache is None else cache.in_use():
+        take_compiled_kernels(settings, device)
+        yield cache
+
+
+def take_compiled_kernels(settings: Settings, device: torch.device) -> None:
+    """Copy the kernels of `deft warm` into Triton's cache, or log why they cannot be used."""
+    folder = kernels_directory(settings)
+    if settings.kernel_cache is None and not is_filled(folder):
+        return
+    rest = "the server compiles its kernels. Run `deft warm` to fill the folder again"
+    try:
+        taken = take(folder, Origin.of(Gpu.at(device).name))
+    except (KernelFolderError, OSError) as error:
+        logger.warning("deft: the kernels in %s are not used: %s; %s", folder, error, rest)
+        return
+    if taken.damaged:
+        logger.warning("deft: %d kernels in %s are damaged; %s", taken.damaged, folder, rest)
+    logger.info(
+        "deft: %d kernels of %s copied into Triton's cache, which held %d more of them",
+        taken.copied,
+        folder,
+        taken.held,
+    )
 
 
 # The check

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.kernel_cache import ranks_cache
 from deft_backend.hosts.common.limits import (
     MLA_IS_OFF,
     Unsupported,
@@ -25,6 +24,7 @@ from deft_backend.hosts.common.warm_up import (
     LayerKind,
     StepTensors,
     prepare_kernels,
+    ranks_cache,
     warm_up_attention,
 )
 from deft_backend.hosts.sglang.arguments import NAME

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from deft_backend.attention import LatentAttention, LatentCall
-from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
-from deft_backend.hosts.common.limits import Unsupported
+from deft_backend.hosts.common.limits import Division, LayerShape, Unsupported
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.layers import device_of, unsupported_layer
 from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of

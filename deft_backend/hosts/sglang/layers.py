@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.division import Division, LayerShape
-from deft_backend.hosts.common.limits import Unsupported
+from deft_backend.hosts.common.limits import Division, LayerShape, Unsupported
 from deft_backend.hosts.sglang.versions import attention_layers, attention_ranks
 from deft_backend.shapes import EIGHT_BIT_CACHES
 

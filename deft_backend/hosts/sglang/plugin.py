@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def _register() -> None:
-    from deft_patches.sglang import backend_names, resolve_arguments
+    from deft_patches.sglang import server_arguments
 
     method = versions.resolving_method()
     if method is None:
@@ -35,12 +35,12 @@ def _register() -> None:
         )
         return
     # Install the hook first: without it, the name would reach host code that does not know it.
-    resolve_arguments.install(method, arguments.resolve)
+    server_arguments.install(method, arguments.resolve)
     for name in (arguments.NAME, arguments.NAME.upper()):
         versions.add_backend_name(name)
     surround_backends()
     # Look once more after all plugins are loaded: some register after ours.
-    backend_names.install(versions.names_function(), surround_backends)
+    server_arguments.before_backends(versions.names_function(), surround_backends)
 
 
 def surround_backends() -> None:

@@ -6,15 +6,15 @@ from the whole node.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest, forest_from_tree
-from deft_backend.hosts.sglang.versions import TreePaths, place_of, tree_paths
+from deft_backend.hosts.sglang.versions import place_of
 
 logger = logging.getLogger("deft_backend")
 
@@ -25,96 +25,63 @@ If the keys are equal and in the same order, the batch has the same requests and
 before. Ids are unique among live requests only, so code that keeps keys must also keep the
 requests."""
 
-ROOT = 0  # the root among the nodes that a reader has seen
-
 
 class TreeError(ValueError):
     """A radix tree with an unexpected structure."""
 
 
-class RadixTreeSource:
-    """Walks from each request's last node to the root, by the nodes' ``parent`` and ``key``."""
+class PathNode(NamedTuple):
+    """A tree node on a request's path, by the names of SGLang from 0.5.22 on."""
 
-    def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        tree = _Tree()
-        holder = []
-        for request, length in zip(requests, seq_lens.tolist(), strict=True):
-            node, shared = _held(request, length)
-            if shared <= 0:
-                holder.append(ROOT)
-                continue
-            end = tree.index.get(node.id)
-            if end is None:
-                end = tree.add(node)
-            holder.append(end if tree.depth[end] <= shared else tree.cut(end, shared))
-        return forest_from_tree(tree.parent, tree.depth, holder, seq_lens)
+    node_id: Any
+    path_start: int
+    path_end: int
+    full_value_len: int  # tokens on the device
 
 
-class _Tree:
-    """The part of the host's tree that a batch holds: host node id → ours, parents, depths."""
+TreePaths = Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
+"""From the last nodes of requests to the nodes of each path, without the root."""
 
-    def __init__(self) -> None:
-        self.index: dict[int, int] = {}
-        self.parent = [ROOT]
-        self.depth = [0]
-        self._cuts: dict[tuple[int, int], int] = {}
 
-    def add(self, node: Any) -> int:
-        unknown = []
-        while node.parent is not None and node.id not in self.index:
-            unknown.append(node)
-            node = node.parent
-        above = self.index.setdefault(node.id, ROOT)
-        for node in reversed(unknown):
+def walk_paths(ends: Sequence[Any]) -> list[list[PathNode]]:
+    """Paths by the nodes' ``parent`` and ``key``, in the trees of SGLang to 0.5.21."""
+    paths = []
+    for end in ends:
+        nodes, path, start = [end], [], 0
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        for node in reversed(nodes[:-1]):
             tokens = len(node.key)
-            if tokens <= 0:
-                raise TreeError(f"node {node.id} of the radix tree holds {tokens} tokens")
-            above = self.index[node.id] = self._append(above, self.depth[above] + tokens)
-        return above
-
-    def cut(self, end: int, shared: int) -> int:
-        while self.depth[self.parent[end]] >= shared:
-            end = self.parent[end]
-        if self.depth[end] == shared:
-            return end
-        part = self._cuts.get((end, shared))
-        if part is None:
-            part = self._cuts[end, shared] = self._append(self.parent[end], shared)
-        return part
-
-    def _append(self, parent: int, depth: int) -> int:
-        self.parent.append(parent)
-        self.depth.append(depth)
-        return len(self.parent) - 1
+            path.append(PathNode(node.id, start, start + tokens, tokens))
+            start += tokens
+        paths.append(path)
+    return paths
 
 
-class UnifiedTreeSource:
-    def __init__(self, paths: TreePaths) -> None:
-        self._paths = paths
-
-    def forest(self, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]) -> PrefixForest:
-        held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
-        ends = list({node: None for node, _ in held if node is not None})
-        paths = dict(zip(ends, self._paths(ends) if ends else (), strict=True))
-        parent, depth = [ROOT], [0]
-        index: dict[tuple[int, int], int] = {}
-        holder = []
-        for end, shared in held:
-            node = ROOT
-            for part in paths[end] if shared > 0 else ():
-                if part.path_start >= shared:
-                    break
-                _check(part, depth[node])
-                until = min(part.path_end, shared)
-                key = (part.node_id, until)
-                below = index.get(key)
-                if below is None:
-                    below = index[key] = len(parent)
-                    parent.append(node)
-                    depth.append(until)
-                node = below
-            holder.append(node)
-        return forest_from_tree(parent, depth, holder, seq_lens)
+def forest_of_paths(
+    paths_of: TreePaths, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
+) -> PrefixForest:
+    """Raises TreeError for a path with gaps, or with tokens that are not on the device."""
+    held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
+    ends = list({node: None for node, _ in held if node is not None})
+    paths = dict(zip(ends, paths_of(ends) if ends else (), strict=True))
+    parent, depth = [0], [0]  # of the root
+    index: dict[tuple[Any, int], int] = {}
+    holder = []
+    for end, shared in held:
+        node = 0
+        for part in paths[end] if shared > 0 else ():
+            if part.path_start >= shared:
+                break
+            _check(part, depth[node])
+            until = min(part.path_end, shared)
+            below = index.setdefault((part.node_id, until), len(parent))
+            if below == len(parent):
+                parent.append(node)
+                depth.append(until)
+            node = below
+        holder.append(node)
+    return forest_from_tree(parent, depth, holder, seq_lens)
 
 
 def _held(request: Any, length: int) -> tuple[Any, int]:
@@ -135,32 +102,30 @@ def _check(part: Any, start: int) -> None:
             f"ends at {start}"
         )
     tokens = part.path_end - start
-    if part.full_value_len != tokens:
+    if tokens <= 0 or part.full_value_len != tokens:
         raise TreeError(
             f"node {part.node_id} of the radix tree has {part.full_value_len} of its {tokens} "
             "tokens on the device"
         )
 
 
-TreeReader = RadixTreeSource | UnifiedTreeSource
-
-
-def tree_reader(tree_cache: Any, *, bigrams: bool = False) -> TreeReader | None:
-    """The reader for a prefix cache; None if only the page table shows the sharing. Nodes of other
-    caches may hold tokens outside the page table's pages. A tree of bigrams, whose keys are a token
-    shorter than their text, is read with `bigrams` alone.
+def tree_paths(tree_cache: Any, *, bigrams: bool = False) -> TreePaths | None:
+    """What lists the paths of a prefix cache; None if only the page table shows the sharing. Nodes
+    of other caches may hold tokens outside the page table's pages. A tree of bigrams, whose keys
+    are a token shorter than their text, is read with `bigrams` alone.
     """
     kind = type(tree_cache)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    plain = name == "sglang.srt.mem_cache.radix_cache.RadixCache"
-    if name == "sglang.srt.mem_cache.chunk_cache.ChunkCache" or (  # no caching, to 0.5.21
-        plain and (bigrams or not getattr(tree_cache, "is_eagle", False))
-    ):
-        return RadixTreeSource()
-    if name == "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache":
-        paths = tree_paths(tree_cache, bigrams=bigrams)
-        return None if paths is None else UnifiedTreeSource(paths)
-    return None
+    name = f"{kind.__module__.removeprefix('sglang.srt.mem_cache.')}.{kind.__qualname__}"
+    if name == "unified_radix_cache.UnifiedRadixCache":
+        core: Any = getattr(tree_cache, "tree_core", None)
+        paths: TreePaths | None = getattr(core, "collect_path_info", None)  # from 0.5.22
+        if paths is None or len(tree_cache.tree_components) != 1:
+            return None
+        return None if core.is_eagle and not bigrams else paths
+    plain = name == "radix_cache.RadixCache"
+    if plain and (bigrams or not getattr(tree_cache, "is_eagle", False)):
+        return walk_paths
+    return walk_paths if name == "chunk_cache.ChunkCache" else None  # no caching, to 0.5.21
 
 
 class CachedTree:
@@ -169,7 +134,7 @@ class CachedTree:
     def __init__(self, otherwise: str, *, bigrams: bool = False) -> None:
         self._otherwise, self._bigrams = otherwise, bigrams
         self._tree_cache: Any = None
-        self._tree: TreeReader | None = None
+        self._paths: TreePaths | None = None
 
     def forest(
         self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]
@@ -177,19 +142,19 @@ class CachedTree:
         kind = type(tree_cache).__qualname__
         if tree_cache is not self._tree_cache:
             self._tree_cache = tree_cache
-            self._tree = tree_reader(tree_cache, bigrams=self._bigrams)
-            if self._tree is None:
+            self._paths = tree_paths(tree_cache, bigrams=self._bigrams)
+            if self._paths is None:
                 logger.info(
                     "deft: the prefix cache %s has no tree that the plugin reads; %s",
                     kind,
                     self._otherwise,
                 )
-        if self._tree is None:
+        if self._paths is None:
             return None
         try:
-            return self._tree.forest(requests, seq_lens)
+            return forest_of_paths(self._paths, requests, seq_lens)
         except Exception as error:
-            self._tree = None  # permanently: the next batch would fail in the same way
+            self._paths = None  # permanently: the next batch would fail in the same way
             logger.warning(
                 "deft: the tree of the prefix cache %s cannot be read (%r); from now on, %s",
                 kind,

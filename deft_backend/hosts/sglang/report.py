@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import planned_shape
 from deft_backend.hosts.sglang.versions import SGLANG, ranks, resolved
 from deft_backend.settings.config import Settings

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from deft_backend.attention import PlannedAttention, TreeAttention
-from deft_backend.hosts.common.division import Division, LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.step_inputs import StepInputs
 from deft_backend.telemetry.state import ServerState

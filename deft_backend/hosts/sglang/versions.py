@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from deft_backend.hosts.common.contract import first_missing
-from deft_backend.hosts.common.tested_versions import TestedVersions
+from deft_backend.hosts.common.contract import TestedVersions, first_missing
 from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
 
 if TYPE_CHECKING:
@@ -228,20 +227,6 @@ def place_of(request: Any) -> tuple[int | None, int]:
     """A request's row of the page table, None once released, and its tokens in the prefix cache."""
     held = request if hasattr(request, "req_pool_idx") else request.kv
     return held.req_pool_idx, held.cache_protected_len
-
-
-TreePaths = Callable[[Sequence[int]], Sequence[Sequence[Any]]]
-"""From ids of tree nodes to the path to each, without the root. Its nodes have ``node_id``,
-``path_start``, ``path_end`` and ``full_value_len``: the node's tokens on the device, or None."""
-
-
-def tree_paths(tree_cache: Any, *, bigrams: bool) -> TreePaths | None:
-    """What lists the paths of a unified tree (from 0.5.22); None for trees that we cannot read."""
-    core: Any = getattr(tree_cache, "tree_core", None)
-    paths: TreePaths | None = getattr(core, "collect_path_info", None)
-    if paths is None or len(tree_cache.tree_components) != 1 or (core.is_eagle and not bigrams):
-        return None
-    return paths
 
 
 @functools.cache

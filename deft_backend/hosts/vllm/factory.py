@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deft_backend.attention import LatentAttention, TreeAttention
-from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import OnceLog
 from deft_backend.hosts.common.limits import (
+    LayerShape,
     Unsupported,
     for_any_batch,
     planned_on_device,

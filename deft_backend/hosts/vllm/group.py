@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import LayerAddresses, PlannedAttention, TreeAttention, layer_addresses
-from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
-from deft_backend.hosts.common.limits import refused
+from deft_backend.hosts.common.limits import LayerShape, refused
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep

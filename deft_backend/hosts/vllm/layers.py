@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.shapes import EIGHT_BIT_CACHES
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")

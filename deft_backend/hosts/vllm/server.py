@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer
 from deft_backend.hosts.vllm.plugin import port_of

@@ -16,8 +16,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from deft_backend.hosts.common.contract import first_missing, version_key
-from deft_backend.hosts.common.tested_versions import TestedVersions
+from deft_backend.hosts.common.contract import TestedVersions, first_missing, version_key
 from deft_backend.hosts.vllm.contract import CONTRACT as CONTRACT
 from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 

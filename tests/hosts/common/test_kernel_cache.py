@@ -10,7 +10,7 @@ from triton import knobs
 
 from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
 from deft_backend.files import folders
-from deft_backend.hosts.common.kernel_cache import ranks_cache, take_compiled_kernels
+from deft_backend.hosts.common.warm_up import ranks_cache, take_compiled_kernels
 from deft_backend.settings.config import Settings
 from made_kernels import made_kernel
 
@@ -32,9 +32,9 @@ def filled(folder, gpu="sm_90"):
     return folder
 
 
-def lines(caplog, settings, device=GPU):
+def lines(caplog, settings):
     with caplog.at_level(logging.INFO, logger="deft_backend"):
-        take_compiled_kernels(settings, device)
+        take_compiled_kernels(settings, GPU)
     return caplog.messages
 
 
@@ -79,8 +79,10 @@ def test_a_damaged_folder_is_one_line_in_the_log(content, said, tmp_path, caplog
 
 def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(tmp_path, caplog):
     assert lines(caplog, Settings(cache_dir=tmp_path)) == []
-    folder = filled(tmp_path / "image" / "kernels")
-    assert lines(caplog, Settings(kernel_cache=folder), torch.device("cpu")) == []
+    settings = Settings(kernel_cache=filled(tmp_path / "image" / "kernels"))
+    with ranks_cache(settings, torch.device("cpu")) as shared:
+        assert shared is None
+    assert caplog.messages == []
 
 
 def test_a_damaged_kernel_is_told_apart(tmp_path, caplog):

@@ -1,7 +1,7 @@
 """A failure closes tree attention once, warnings are logged once, and a division reads well."""
 
-from deft_backend.hosts.common.division import Division
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog
+from deft_backend.hosts.common.limits import Division
 
 
 def test_the_first_failure_is_logged_and_kept(caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_checks import latent_attention
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
 from failure_lines import raising

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import FullCache, divide_layers, full_cache, planned_shape
 from sglang_fakes import HybridLinearKVPool, MHATokenToKVPool, SWAKVPool, make_layer
 

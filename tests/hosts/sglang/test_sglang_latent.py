@@ -9,7 +9,7 @@ import torch
 
 from attention_checks import latent_attention
 from deft_backend.attention.reference_attention import reference_attention
-from deft_backend.hosts.common.division import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (

@@ -286,16 +286,16 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     from sglang.srt.layers.attention import attention_registry as registry
 
     from deft_backend.hosts.sglang import factory, plugin
-    from deft_patches.sglang import backend_names, resolve_arguments
+    from deft_patches.sglang import server_arguments
 
     wrapped = []
     monkeypatch.setattr(
         factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
     )
     callbacks = []
-    monkeypatch.setattr(resolve_arguments, "install", lambda *given: None)
+    monkeypatch.setattr(server_arguments, "install", lambda *given: None)
     monkeypatch.setattr(
-        backend_names, "install", lambda target, callback: callbacks.append(callback)
+        server_arguments, "before_backends", lambda target, callback: callbacks.append(callback)
     )
     plugin.register()
     monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")

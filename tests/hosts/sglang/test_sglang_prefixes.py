@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,15 +13,15 @@ from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.sglang.prefixes import (
     BatchObserver,
     CachedTree,
-    RadixTreeSource,
     TreeError,
-    UnifiedTreeSource,
+    forest_of_paths,
     key_of,
-    tree_reader,
+    tree_paths,
+    walk_paths,
 )
 from sglang_fakes import Tree, assert_same_forest, make_request, mode, requests_of
 
-forest_of = RadixTreeSource().forest
+forest_of = partial(forest_of_paths, walk_paths)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +62,7 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
 def test_a_node_without_tokens_is_refused():
     node, _ = Tree().insert([1, 2, 3])
     node.key = []
-    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree holds 0 tokens"):
+    with pytest.raises(TreeError, match=f"node {node.id} of the radix tree has 0 of its 0 tokens"):
         forest_of([make_request(node, 3)], np.array([5]))
 
 
@@ -98,8 +99,8 @@ def test_requests_without_a_place_in_the_tree_are_private():
 def test_trees_that_are_read(name, bigrams, read):
     module, _, name = f"sglang.srt.{name}".rpartition(".")
     cache = type(name, (), {"__module__": module, "is_eagle": bigrams})()
-    assert (tree_reader(cache) is not None) == read
-    assert (tree_reader(cache, bigrams=True) is not None) == (read or bigrams)
+    assert (tree_paths(cache) is not None) == read
+    assert (tree_paths(cache, bigrams=True) is not None) == (read or bigrams)
 
 
 def test_a_tree_that_fails_is_given_up(caplog):
@@ -160,7 +161,7 @@ def part(node, start, end, held=None):
 def test_a_path_that_is_not_on_the_device_is_refused(path, message):
     request = SimpleNamespace(last_node=8, req_pool_idx=1, cache_protected_len=9)
     with pytest.raises(TreeError, match=message):
-        UnifiedTreeSource(lambda ends: [path for _ in ends]).forest([request], np.array([12]))
+        forest_of_paths(lambda ends: [path for _ in ends], [request], np.array([12]))
 
 
 # The host's own unified tree ------------------------------------------------------------------
@@ -224,10 +225,9 @@ def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed)
     prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(2, 12))] for _ in range(14)]
     cache, requests, table, lens = unified(core, prompts, bigrams)
     assert core in type(cache.tree_core).__name__.lower() or core == "python"
-    assert (tree_reader(cache) is None) == bigrams
-    tree = tree_reader(cache, bigrams=True)
-    assert isinstance(tree, UnifiedTreeSource)
-    ours, theirs = tree.forest(requests, lens), forest_from_page_tables(table[1:], lens)
+    assert (tree_paths(cache) is None) == bigrams
+    tree = tree_paths(cache, bigrams=True)
+    ours, theirs = forest_of_paths(tree, requests, lens), forest_from_page_tables(table[1:], lens)
     assert ours.tokens_stored < ours.tokens_attended
     assert_same_forest(ours, theirs)
 
@@ -236,15 +236,15 @@ def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed)
 def test_what_the_unified_tree_does_not_own_is_private(unified, core):
     """A prefill without a result yet, an ended request, and a request as long as its path."""
     cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
-    tree = tree_reader(cache)
+    tree = tree_paths(cache)
     assert tree is not None
     requests[1].kv.cache_protected_len = 3
     requests[2].kv.req_pool_idx = None
     lens[3] = 2
-    forest = tree.forest(requests, lens)
+    forest = forest_of_paths(tree, requests, lens)
     assert forest.tokens_attended - forest.tokens_stored == 2  # a part of a node is another node
     requests[1].kv.cache_protected_len = 4
-    forest = tree.forest(requests, lens)
+    forest = forest_of_paths(tree, requests, lens)
     shared = forest.num_queries > 1
     assert [forest.queries(n).tolist() for n in np.flatnonzero(shared)] == [[0, 1]]
     assert forest.length[shared].tolist() == [4]
@@ -253,6 +253,6 @@ def test_what_the_unified_tree_does_not_own_is_private(unified, core):
 def test_trees_of_several_components_are_not_read(unified):
     cache, *_ = unified("python", [[1, 2]])
     cache.tree_components = (*cache.tree_components, "sliding window")
-    assert tree_reader(cache) is None
+    assert tree_paths(cache) is None
     derived = type("LMCacheUnifiedRadixCache", (type(cache),), {"__init__": lambda self: None})
-    assert tree_reader(derived()) is None
+    assert tree_paths(derived()) is None

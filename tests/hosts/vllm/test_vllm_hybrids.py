@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm.backend import tree_backend
 from deft_backend.hosts.vllm.factory import LayerGroup, build
 from deft_backend.hosts.vllm.layers import LINEAR, Layer, divide_layers, unsupported_kind

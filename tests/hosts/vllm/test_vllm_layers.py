@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from deft_backend.hosts.common import warm_up
-from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, kv_views, layer_of
