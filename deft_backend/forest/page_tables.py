@@ -1,6 +1,16 @@
-"""PrefixForest from page tables: equal page id at equal position means equal prefix."""
+"""PrefixForest from page tables: equal page id at equal position means equal prefix.
+
+Rows of page tables are long, and most of their page ids are never read:
+
+- Equality is monotone: a row that agrees with a tree node at the node's last page agrees with it
+  from the root on. So each level costs one or two page ids.
+- Requests that share tend to arrive together. So the search starts at the tree node of the row
+  before, and climbs to the first node that the new row agrees with.
+- The search reads the inside of a node only to split it, by bisection.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +22,6 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     int32,
 )
-from deft_backend.forest.prefix_tree import insert_rows, order_of_tree
 
 
 def forest_from_page_tables(
@@ -20,44 +29,23 @@ def forest_from_page_tables(
     seq_lens: Sequence[int] | npt.NDArray[np.integer],
     page_size: int = 1,
     *,
-    num_pages: int | None = None,
     check: bool = True,
 ) -> PrefixForest:
     """Group requests by the pages at the head of their page tables.
 
-    Equality is monotone: two rows that hold the same page at some position hold the same pages at
-    every position before it. So a prefix tree compares two rows by one or two page ids for each
-    level, without reading whole rows (see ``forest/prefix_tree.py``). A page that a request fills
-    only partly is never shared.
+    - `page_tables` [B, P] int: page ids. Row ``b`` uses its first ``ceil(seq_lens[b] / page_size)``
+      entries; the rest may hold anything. A page that a request fills only partly is never shared.
+    - `seq_lens` [B] int: tokens of each request.
+    - `page_size`: tokens a page.
+    - `check`: refuse impossible tables, which reads every used entry. Pass False for tables that
+      you trust.
 
-    Parameters
-    ----------
-    page_tables : [B, P] integer array
-        Page ids. Row ``b`` uses its first ``ceil(seq_lens[b] / page_size)`` entries; the rest may
-        hold anything.
-    seq_lens : [B] int
-        Tokens of each request.
-    page_size : int
-        Tokens a page.
-    num_pages : int, optional
-        Pages in the KV cache; with it, `check` also refuses page ids beyond the cache.
-    check : bool
-        Refuse impossible tables; this reads every used entry. Pass False for tables that you trust.
+    Returns the forest, with subtrees ordered by their first request in the batch, as in
+    :func:`~deft_backend.forest.radix_tree.forest_from_paths`: both give equal arrays.
 
-    Returns
-    -------
-    PrefixForest
-        Subtrees are ordered by their first request in the batch.
-        :func:`~deft_backend.forest.radix_tree.forest_from_paths` uses the same order, so both give
-        equal arrays.
-
-    Raises
-    ------
-    ForestError
-        If shapes do not match, a length is no integer of 32 bits or negative, or a row is shorter
-        than its full pages need.
-        With `check`, also in these cases: a row is shorter than its last page needs; a used page id
-        is negative or not below `num_pages`; two rows agree at a position but not before it.
+    Raises ForestError if shapes do not match, a length is no integer of 32 bits or negative, or a
+    row is shorter than its full pages need. With `check`, also if a row is shorter than its last
+    page needs, a used page id is negative, or two rows agree at a position but not before it.
     """
     tables = np.asarray(page_tables)
     lens = int32(seq_lens, "seq_lens")
@@ -74,7 +62,7 @@ def forest_from_page_tables(
     if page_size < 1:
         raise ForestError(f"page_size is {page_size}; expected at least 1 token a page")
     if check:
-        _check_tables(tables, lens, page_size, num_pages)
+        _check_tables(tables, lens, page_size)
 
     full = np.maximum(lens, 0) // page_size
     if full.size and full.max() > tables.shape[1]:
@@ -85,25 +73,18 @@ def forest_from_page_tables(
     return build_forest(order, shared * page_size, lens, page_size)
 
 
-def _check_tables(
-    tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int, num_pages: int | None
-) -> None:
+def _check_tables(tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int) -> None:
     if lens.size and lens.min() < 0:
         row = int(lens.argmin())
         raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
     used = -(-lens.astype(np.int64) // page_size)
     if used.size and used.max() > tables.shape[1]:
         raise _too_short(tables, lens, page_size, int(used.argmax()))
-    in_use = np.arange(tables.shape[1])[None, :] < used[:, None]
-    bad = in_use & (tables < 0)
-    limit = ""
-    if num_pages is not None:
-        bad |= in_use & (tables >= num_pages)
-        limit = f" and below {num_pages}, the pages in the cache"
+    bad = (np.arange(tables.shape[1])[None, :] < used[:, None]) & (tables < 0)
     if bad.any():
         row, at = (int(x) for x in np.argwhere(bad)[0])
         raise ForestError(
-            f"page_tables[{row}, {at}] is {tables[row, at]}; expected a page id of 0 or more{limit}"
+            f"page_tables[{row}, {at}] is {tables[row, at]}; expected a page id of 0 or more"
         )
 
 
@@ -132,3 +113,110 @@ def _check_monotone(
                 f"requests {left} and {right} hold the same page at one position and different "
                 f"pages before it (around position {at}); a page belongs to one prefix only"
             )
+
+
+ROOT = 0
+
+
+class PrefixTree(NamedTuple):
+    """Tree nodes, of which node 0 is the root, and where each request ends."""
+
+    parent: Sequence[int] | Int32Array  # of each tree node; the root is its own
+    depth: Sequence[int] | Int32Array  # from the root to the end of each tree node, in any unit
+    holder: Sequence[int] | Int32Array  # [B]: tree node that holds the end of what a request shares
+
+
+def insert_rows(tables: npt.NDArray[np.integer], full: Int32Array) -> PrefixTree:
+    """Insert the first ``full[b]`` pages of each row of `tables` [B, P] into a tree.
+
+    Depths count pages. Entries from ``full[b] <= P`` on are never read.
+    """
+    page_of = tables.item
+    parent, depth, holder = [ROOT], [0], []
+    row = [0]  # a row that holds the node
+    children: dict[tuple[int, int], int] = {}  # (node, first page of the child) -> child
+
+    def add(above: int, end: int, of_row: int, first_page: int) -> int:
+        parent.append(above)
+        depth.append(end)
+        row.append(of_row)
+        child = children[above, first_page] = len(parent) - 1
+        return child
+
+    node = ROOT
+    for request, stop in enumerate(full.tolist()):
+        while node != ROOT:
+            last = depth[node] - 1
+            if last < stop and page_of(request, last) == page_of(row[node], last):
+                break
+            node = parent[node]
+        while depth[node] < stop:
+            begin = depth[node]
+            page = page_of(request, begin)
+            child = children.get((node, page))
+            if child is None:
+                node = add(node, stop, request, page)
+                break
+            other, end = row[child], depth[child]
+            common = _agreement(tables, request, other, begin + 1, min(end, stop))
+            if common < end:
+                upper = add(node, common, other, page)
+                parent[child] = upper
+                children[upper, page_of(other, common)] = child
+                child = upper
+            node = child
+        holder.append(node)
+    return PrefixTree(parent, depth, holder)
+
+
+def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, high: int) -> int:
+    """Leading pages on which two rows agree, known to be from `low` to `high`.
+
+    The rows differ behind these pages, also if a host holds one prefix in two copies: else a row
+    could split a node twice.
+    """
+    page_of = tables.item
+    if page_of(row, high - 1) == page_of(other, high - 1):
+        return high
+    high -= 1
+    while low < high:
+        middle = (low + high) // 2
+        if page_of(row, middle) == page_of(other, middle):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def order_of_tree(tree: PrefixTree) -> tuple[Int32Array, Int32Array]:
+    """Order the batch so that requests that share are neighbours.
+
+    Returns the requests in depth-first order [B]. Also, for neighbours in this order, the depth of
+    the deepest node that they have in common [max(0, B - 1)]. The children of a node and the
+    requests that end there are ordered by their first request.
+    """
+    nodes, parent, depth = len(tree.parent), tree.parent, tree.depth
+    # Children are tree nodes and, from `nodes` on, requests. Climb from each request in batch
+    # order, so that each node joins its parent's children at its first request.
+    children: list[list[int]] = [[] for _ in range(nodes)]
+    for request, above in enumerate(tree.holder):
+        child = nodes + request
+        while True:
+            is_linked = bool(children[above])
+            children[above].append(child)
+            if is_linked or above == ROOT:
+                break
+            child, above = above, parent[above]
+
+    order, shared = [], []
+    todo = [(ROOT, 0)] if children[ROOT] else []  # and the depth in common with what is before
+    while todo:
+        item, common = todo.pop()
+        if item >= nodes:
+            order.append(item - nodes)
+            shared.append(common)
+            continue
+        first, *others = children[item]
+        todo += [(child, depth[item]) for child in reversed(others)]
+        todo.append((first, common))
+    return np.array(order, dtype=np.int32), np.array(shared[1:], dtype=np.int32)

@@ -1,11 +1,11 @@
 """PrefixForest from a host's radix tree: equal node on the path means equal prefix."""
 
-from array import array
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from deft_backend.forest.page_tables import PrefixTree, order_of_tree
 from deft_backend.forest.prefix_forest import (
     ForestError,
     Int32Array,
@@ -13,7 +13,6 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     int32,
 )
-from deft_backend.forest.prefix_tree import PrefixTree, order_of_tree
 
 Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
 
@@ -80,8 +79,8 @@ def forest_from_tree(
     Raises ForestError if lengths do not match, a node does not come after its parent or is not
     deeper, or a request holds no node of the tree, or a node deeper than the request is long.
     """
-    parent_, depth_ = _array(parent, "parent"), _array(depth, "depth")
-    holder_, lens = _array(holder, "holder"), int32(seq_lens, "seq_lens")
+    parent_, depth_ = int32(parent, "parent"), int32(depth, "depth")
+    holder_, lens = int32(holder, "holder"), int32(seq_lens, "seq_lens")
     if len(parent_) != len(depth_) or len(holder_) != len(lens) or not len(parent_):
         raise ForestError(
             f"{len(parent_)} parents, {len(depth_)} depths, {len(holder_)} holders and {len(lens)} "
@@ -120,10 +119,3 @@ def _check_tree(
             f"request {request} holds {lens[request]} tokens but its path in the radix tree "
             f"holds {held[request]}; expected a path no longer than the request"
         )
-
-
-def _array(values: Sequence[int] | Int32Array, name: str) -> Int32Array:
-    """Like :func:`int32`, but several times faster for lists."""
-    if isinstance(values, list) and values:
-        return np.frombuffer(array("i", values), dtype=np.int32)
-    return int32(values, name)

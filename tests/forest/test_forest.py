@@ -18,7 +18,7 @@ from deft_backend.forest import (
     forest_from_tree,
     forest_of_blocks,
 )
-from deft_backend.forest.prefix_tree import insert_rows
+from deft_backend.forest.page_tables import insert_rows
 from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables
 
 FIELDS = (
@@ -184,7 +184,7 @@ def test_neighbours_give_what_plain_python_finds(seed, page_size, requests, as_a
 
 
 def tables_of(paths, lens):
-    """Page tables of requests on these paths, and their number of pages of one token."""
+    """Page tables of requests on these paths, with pages of one token."""
     fresh, of_node, rows = itertools.count(), {}, []
     for path, length in zip(paths, lens, strict=True):
         row = []
@@ -194,7 +194,7 @@ def tables_of(paths, lens):
     tables = np.full((len(rows), max(map(len, rows), default=0) + 1), -7)
     for held, row in zip(tables, rows, strict=True):
         held[: len(row)] = row
-    return tables, next(fresh)
+    return tables
 
 
 @settings(max_examples=200, deadline=None)
@@ -218,8 +218,7 @@ def test_all_sources_give_what_plain_python_finds(seed, requests, twigs):
             node = parent[node]
         paths.append(path)
     expected = oracle_of_paths(paths, lens)
-    tables, num_pages = tables_of(paths, lens)
-    assert_is(forest_from_page_tables(tables, lens, num_pages=num_pages), expected)
+    assert_is(forest_from_page_tables(tables_of(paths, lens), lens), expected)
     assert_is(forest_from_paths(paths, lens), expected)
     assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
     assert_is(forest_from_tree(parent, depth, holder, lens), expected)
@@ -308,21 +307,20 @@ def test_depth_and_children():
 
 
 @pytest.mark.parametrize(
-    ("tables", "lens", "page_size", "num_pages", "message"),
+    ("tables", "lens", "page_size", "message"),
     [
-        ([[0, 1]], [5], 2, None, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
-        ([[0, -3]], [2], 1, None, r"page_tables\[0, 1\] is -3"),
-        ([[0, 9]], [2], 1, 9, r"page_tables\[0, 1\] is 9.*below 9"),
-        ([[0, 1], [2, 1]], [2, 2], 1, None, r"requests 0 and 1 hold the same page"),
-        ([[0, 1]], [-1], 1, None, r"seq_lens\[0\] is -1"),
-        ([[0.5, 1.0]], [2], 1, None, r"dtype float64"),
-        ([[0, 1]], [1, 1], 1, None, r"shape \(1, 2\); expected \[2, pages\]"),
-        ([[0, 1]], [1], 0, None, r"page_size is 0"),
+        ([[0, 1]], [5], 2, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
+        ([[0, -3]], [2], 1, r"page_tables\[0, 1\] is -3"),
+        ([[0, 1], [2, 1]], [2, 2], 1, r"requests 0 and 1 hold the same page"),
+        ([[0, 1]], [-1], 1, r"seq_lens\[0\] is -1"),
+        ([[0.5, 1.0]], [2], 1, r"dtype float64"),
+        ([[0, 1]], [1, 1], 1, r"shape \(1, 2\); expected \[2, pages\]"),
+        ([[0, 1]], [1], 0, r"page_size is 0"),
     ],
 )
-def test_impossible_page_tables_are_refused(tables, lens, page_size, num_pages, message):
+def test_impossible_page_tables_are_refused(tables, lens, page_size, message):
     with pytest.raises(ForestError, match=message):
-        forest_from_page_tables(np.array(tables), lens, page_size, num_pages=num_pages)
+        forest_from_page_tables(np.array(tables), lens, page_size)
 
 
 @pytest.mark.parametrize(

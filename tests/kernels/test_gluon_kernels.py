@@ -185,7 +185,7 @@ def test_an_empty_leaf_at_the_end_of_a_full_row(requests, heads, page_size):
         page_size=page_size, max_batch=requests, policy="deft-node",
     )  # fmt: skip
     use_gluon(attention, 2, 3)
-    attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=48 // page_size))
+    attention.plan(forest_from_page_tables(table, lens, page_size))
     out = attention.run(q, *caches, table, lens)
     assert relative_error(out, reference_attention(q, *caches, table, lens)) <= 1e-3
 

@@ -268,7 +268,7 @@ def test_one_attention_runs_over_caches_of_several_kinds():
         batch = random_batch(7, 6, page_size, longest=60)
         table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
         attention = tree_attention(page_size=page_size, max_batch=6)
-        attention.plan(forest_from_page_tables(table, lens, page_size, num_pages=batch.num_pages))
+        attention.plan(forest_from_page_tables(table, lens, page_size))
         torch.manual_seed(page_size)
         q = torch.randn(6, 4, 64)
         apart = torch.randn(2, batch.num_pages, page_size, 2, 64)

@@ -90,9 +90,7 @@ class Attended(NamedTuple):
         return self.attention._current.arrays["arrivals"]
 
     def plan(self):
-        return self.attention.plan(
-            forest_from_page_tables(self.table, self.lens, 16, num_pages=self.batch.num_pages)
-        )
+        return self.attention.plan(forest_from_page_tables(self.table, self.lens, 16))
 
 
 def attended(seed, policy):
