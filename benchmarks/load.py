@@ -46,8 +46,7 @@ from benchmarks.e2e.run import LOST, client_of, confirm_alive, server_of
 from benchmarks.e2e.timing import milliseconds, percentiles
 from benchmarks.e2e.workloads import draw
 from benchmarks.row_files import make_folder, write_rows
-from deft_backend.cli.errors import host_arguments, reported, say
-from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.files.provenance import driver, provenance
 from deft_backend.tools.harness.answers import FAILED, NotAnswered

@@ -36,8 +36,7 @@ from benchmarks.e2e.launch import HOSTS, Launch, checked_backends, same_prefill
 from benchmarks.e2e.run import LOST, client_of, server_of
 from benchmarks.e2e.workloads import Ids, draw
 from benchmarks.row_files import RowsError, make_folder, read_rows, write_rows
-from deft_backend.cli.errors import host_arguments, reported, say
-from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.harness.answers import NotAnswered

@@ -38,8 +38,7 @@ from benchmarks.e2e.served_model import (
 )
 from benchmarks.e2e.workloads import WORKLOADS, chosen_jobs, longest_request
 from benchmarks.row_files import RowsError
-from deft_backend.cli.errors import fail, host_arguments, reported, say, stderr
-from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.errors import fail, host_arguments, reported, say, stderr, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.harness.workload import WorkloadError

@@ -32,8 +32,7 @@ from benchmarks.e2e.rows import Row
 from benchmarks.e2e.workloads import BATCHES, BEAMS, FIRST, Ids, Job
 from deft_backend.tools.harness.answers import ANSWERED, FAILED, Answer, NotAnswered
 from deft_backend.tools.harness.client import ServerClient
-from deft_backend.tools.harness.replay import replay
-from deft_backend.tools.harness.workload import Workload
+from deft_backend.tools.harness.workload import Workload, replay
 
 FASTEST_STEP = 0.004
 """Lower bound for the seconds of a decode step of the measured models."""

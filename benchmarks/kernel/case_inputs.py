@@ -173,9 +173,7 @@ def make_inputs(
     return Inputs(
         case=case,
         tables=tables,
-        forest=forest_from_page_tables(
-            tables.page_table, tables.seq_lens, case.page_size, num_pages=tables.num_pages
-        ),
+        forest=forest_from_page_tables(tables.page_table, tables.seq_lens, case.page_size),
         q=normal(len(tables.seq_lens) * workload.query_tokens, case.query_heads, head_dim),
         k_cache=normal(*cache).to(kv_dtype or dtype),
         v_cache=normal(*cache).to(kv_dtype or dtype),

@@ -18,17 +18,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder
-from deft_backend.cli.interrupted import unwound
-from deft_backend.cli.models import ChosenModel, served_context, served_model
+from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder, unwound
+from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private
 from deft_backend.tools.ab.comparison import both_answer, compare
-from deft_backend.tools.ab.report import notes, write_report
+from deft_backend.tools.ab.report import notes, verdict, write_report
 from deft_backend.tools.ab.result import AbResult
 from deft_backend.tools.ab.sides import AbError, Progress, running_sides, started_sides
 from deft_backend.tools.ab.tables import acceptance, differences, main_tables
-from deft_backend.tools.ab.verdict import verdict
 from deft_backend.tools.ab.workloads import (
     CHOICES,
     WORKLOADS,
@@ -51,7 +49,6 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.servers.model_files import ModelFilesError
 from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import (
     Arrival,

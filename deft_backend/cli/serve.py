@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say, stderr
-from deft_backend.cli.models import ModelOption, RevisionOption, served_model
+from deft_backend.cli.models import ModelFilesError, ModelOption, RevisionOption, served_model
 from deft_backend.settings.policy_names import POLICY_NAMES
 
 HostOption = Annotated[
@@ -55,7 +55,6 @@ def serve(
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
     from deft_backend.tools.servers.command import StartError, check_port, server_command
     from deft_backend.tools.servers.driver_stub import DriverStubError
-    from deft_backend.tools.servers.model_files import ModelFilesError
 
     extra = host_arguments(host_args)
     checked_settings()

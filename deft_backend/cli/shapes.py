@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.models import ChosenModel, chosen_model
+from deft_backend.cli.models import ChosenModel, ModelFilesError, chosen_model
 from deft_backend.files.private_files import parsed
 from deft_backend.shapes import SHORT_DTYPES
-from deft_backend.tools.servers.model_files import ModelFilesError
 
 if TYPE_CHECKING:
     import torch

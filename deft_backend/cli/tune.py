@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.costs.tables import TableKey
-    from deft_backend.tools.tuning.search import SearchResult
+    from deft_backend.tools.tuning.measure import SearchResult
 
 
 def tune(

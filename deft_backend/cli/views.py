@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from deft_backend.cli.errors import fail, reported, say, state_folder
-from deft_backend.cli.interrupted import ended_by_signals
+from deft_backend.cli.errors import ended_by_signals, fail, reported, say, state_folder
 
 if TYPE_CHECKING:
     from deft_backend.tools.watch.engines import Follower, Row
@@ -37,7 +36,7 @@ def top(
     from rich.live import Live
 
     from deft_backend.telemetry.state_reader import StateError
-    from deft_backend.tools.watch.top_view import view
+    from deft_backend.tools.watch.figures import view
 
     folder = state_folder()
     known: dict[Path, Follower] = {}

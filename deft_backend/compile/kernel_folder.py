@@ -25,8 +25,7 @@ from triton.runtime.cache import get_cache_manager
 
 from deft_backend.files.folders import create_private
 from deft_backend.files.json_fields import FieldError, mapping, shown, text, within
-from deft_backend.files.locks import locked
-from deft_backend.files.private_files import read_private, read_private_json, write_private
+from deft_backend.files.private_files import locked, read_private, read_private_json, write_private
 from deft_backend.settings.version import VERSION, installed_version
 
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""Files that no other user could write, with mode 0600: a server's results depend on them."""
+"""Files that no other user could write, with mode 0600, and locks on files."""
 
 import contextlib
 import errno
@@ -6,12 +6,20 @@ import json
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from deft_backend.files.folders import create_private
 
+with contextlib.suppress(ImportError):  # not on Windows
+    import fcntl
+
 MOST_BYTES = 1 << 28  # largest file that is read: 256 MiB
+
+POLL_SECONDS = 0.02  # between two looks at a lock
 
 
 def read_private(path: Path) -> bytes:
@@ -114,3 +122,35 @@ def _unsafe(status: os.stat_result) -> str | None:
 
 def _refused(path: Path, reason: str) -> OSError:
     return OSError(errno.EPERM, reason, str(path))
+
+
+@contextmanager
+def locked(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock of a file in the block, after at most `seconds`; yields whether nobody else
+    holds it. Also True if the file cannot be made or locked: the lock saves repeated work only. The
+    file is never deleted: a holder of a deleted file would exclude nobody.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _acquired(handle, seconds)
+    finally:
+        os.close(handle)  # releases the lock
+
+
+def _acquired(handle: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_SECONDS)
+        except (OSError, NameError):  # a file system, or a system, without locks
+            return True
+        else:
+            return True

@@ -29,8 +29,7 @@ from benchmarks.e2e.workloads import (
     thoughts,
 )
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.replay import replay
-from deft_backend.tools.harness.workload import Request, Workload
+from deft_backend.tools.harness.workload import Request, Workload, replay
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 
 IDS = MODEL.ids

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
-from deft_backend.cli.interrupted import unwound
+from deft_backend.cli.errors import unwound
 
 folder = Path(sys.argv[1])
 sides = [Side(fake_launch(), "hangs")]

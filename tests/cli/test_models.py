@@ -9,9 +9,13 @@ import huggingface_hub.errors
 import pytest
 import typer
 
-from deft_backend.cli.models import ChosenModel, served_context, served_model
+from deft_backend.cli.models import (
+    ChosenModel,
+    is_hub_name,
+    served_context,
+    served_model,
+)
 from deft_backend.cli.shapes import model_shape
-from deft_backend.tools.servers.model_files import is_hub_name, model_file
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
@@ -39,12 +43,12 @@ def test_which_names_are_the_hub_s(variable, monkeypatch):
 
 
 def test_a_file_of_a_folder():
-    assert model_file(str(TINY), "config.json") == TINY / "config.json"
-    assert model_file(str(TINY), "nothing.json") is None
+    assert ChosenModel(str(TINY)).file("config.json") == TINY / "config.json"
+    assert ChosenModel(str(TINY)).file("nothing.json") is None
 
 
 def test_a_file_of_a_hub_name_at_a_revision(hub):
-    found = model_file(NAME, "config.json", REVISION)
+    found = ChosenModel(NAME, REVISION).file("config.json")
     assert found is not None
     assert found.is_relative_to(hub)
     assert found.read_bytes() == (TINY / "config.json").read_bytes()

@@ -12,7 +12,7 @@ from triton import knobs
 from deft_backend.compile import kernel_folder
 from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.variants import compile_all, compiling_for
-from deft_backend.files.locks import locked
+from deft_backend.files.private_files import locked
 from deft_backend.settings.config import Settings
 
 # A forked process has Triton's modules already; those of a real server import them anew.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from deft_backend.tools.harness.answers import Answer, first_difference
-from deft_backend.tools.harness.replay import Replayed
+from deft_backend.tools.harness.workload import Replayed
 
 CLOSE = 0.15
 """A margin of log-probability below which the rounding of two correct 16-bit kernels can decide."""

@@ -11,9 +11,8 @@ from deft_backend.tools.ab.result import AbResult, SideRun, compare_sides
 from deft_backend.tools.ab.sides import Progress, RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
-from deft_backend.tools.harness.replay import Replayed, replay
 from deft_backend.tools.harness.server_counters import acceptance_length
-from deft_backend.tools.harness.workload import Workload
+from deft_backend.tools.harness.workload import Replayed, Workload, replay
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.traces.invented import passage
 

@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS
-from deft_backend.tools.ab.result import MISSING, AbResult, ComparedWorkload, megabytes, percent
-from deft_backend.tools.ab.verdict import paired_change
+from deft_backend.tools.ab.result import (
+    MISSING,
+    AbResult,
+    ComparedWorkload,
+    megabytes,
+    paired_change,
+    percent,
+)
 from deft_backend.tools.harness.answers import ANSWERED
 
 _DETAILS = 5  # requests without an answer that the report shows for each server and workload

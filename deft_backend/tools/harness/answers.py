@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+Prompt = str | tuple[int, ...]  # text, or token ids
+
 EIGHT_BITS = 3.0
 """How many times larger a near tie may be with a KV cache of 8 bits. Where the noise of the layers
 below moves a key or a value over the middle of two numbers, the cache holds the other number: in

@@ -17,12 +17,12 @@ from deft_backend.tools.harness.answers import (
     TOO_LONG,
     Answer,
     NotAnswered,
+    Prompt,
     StreamReader,
     reason,
     sent,
     whole_answer,
 )
-from deft_backend.tools.harness.workload import Prompt
 
 if TYPE_CHECKING:
     import aiohttp

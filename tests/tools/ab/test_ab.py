@@ -30,14 +30,12 @@ from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
-from deft_backend.tools.ab.report import write_report
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun
-from deft_backend.tools.ab.verdict import paired_change, verdict
+from deft_backend.tools.ab.report import verdict, write_report
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
-from deft_backend.tools.harness.replay import Outcome, Replayed, replay
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
-from deft_backend.tools.harness.workload import Request, Workload
+from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
 from deft_backend.tools.traces.trace_files import load_arrivals
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")

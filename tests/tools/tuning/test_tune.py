@@ -26,10 +26,15 @@ from deft_backend.costs.tables import (
 from deft_backend.policies import Target
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import machine as machine_module
-from deft_backend.tools.tuning.machine import Machine, Work
-from deft_backend.tools.tuning.measure import measure
-from deft_backend.tools.tuning.search import SearchResult, Trials, search
-from deft_backend.tools.tuning.tile_fit import Grid, fit_times, measure_tile_costs
+from deft_backend.tools.tuning.machine import Machine, Trials, Work
+from deft_backend.tools.tuning.measure import (
+    Grid,
+    SearchResult,
+    fit_times,
+    measure,
+    measure_tile_costs,
+    search,
+)
 
 KEY = TableKey(
     gpu="NVIDIA A100-SXM4-40GB",
