@@ -110,8 +110,8 @@ def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
     device = this_device()
     entries = []
     for shape in shapes:
-        query_heads, kv_heads, head_dim, name = shape
-        dtype = getattr(torch, name)
+        query_heads, kv_heads, head_dim = shape[:3]
+        dtype = getattr(torch, shape.dtype)
         why = unsupported(query_heads, kv_heads, head_dim, dtype, device)
         if why is not None:
             entries.append(_entry(shape, "host", why))
@@ -154,7 +154,9 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
     device = this_device()
     if device.type == "cpu":  # the interpreter takes a second for a small batch
         shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
-    shapes = sorted(shapes, key=lambda shape: shape[2:] != _COMMON[0])  # the commonest first
+    shapes = sorted(
+        shapes, key=lambda shape: (shape.head_dim, shape.dtype) != _COMMON[0]
+    )  # the commonest first
     run = [
         CheckedShape(*shape[:3], dtype, kv_dtype)
         for shape in shapes

@@ -63,8 +63,9 @@ class ChosenModel:
             errors: Any = import_module("huggingface_hub.errors")
         except ImportError:
             raise ModelFilesError(
-                f"the model {model} is not a folder, and huggingface_hub, which looks up hub names, "
-                "is not installed. Run: pip install huggingface_hub, or pass a checkpoint's folder"
+                f"the model {model} is not a folder, and huggingface_hub, which looks up hub "
+                "names, is not installed. Run: pip install huggingface_hub, or pass a "
+                "checkpoint's folder"
             ) from None
         at = f"{model} at revision {revision}" if revision else model
         try:

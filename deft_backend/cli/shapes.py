@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.costs.tables import TableKey
-
-_T = TypeVar("_T")
 
 ShapeModelOption = Annotated[
     str | None, Option(help="Checkpoint folder or hub name: its heads, dimension and dtype.")
@@ -36,6 +34,9 @@ class HeadShape(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: str
+    # Of the model's layers.
+    soft_cap: bool = False
+    sinks: bool = False
 
     @property
     def heads(self) -> str:
@@ -48,11 +49,6 @@ class LatentHeads(NamedTuple):
     rope_dim: int
     dtype: str
     sparse: bool  # it reads some of a request's tokens
-
-
-class ModelLayers(NamedTuple):
-    soft_cap: bool = False
-    sinks: bool = False
 
 
 def parse_heads(heads: str) -> tuple[int, int]:
@@ -95,45 +91,42 @@ def chosen_shape(
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
 
 
-def model_layers(model: ChosenModel) -> ModelLayers:
-    def read(config: Mapping[str, Any]) -> ModelLayers:
-        sinks = config.get("model_type") in _MODELS_WITH_SINKS
-        return ModelLayers(
-            soft_cap=bool(config.get("attn_logit_softcapping")),
-            sinks=sinks or bool(config.get("add_full_attention_sink_bias")),
-        )
-
-    return _from_config(model, "the model's layers", read)
-
-
 def model_shape(model: ChosenModel) -> HeadShape:
-    def read(config: Mapping[str, Any]) -> HeadShape:
-        if config.get("kv_lora_rank"):
-            raise fail(
-                f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
-                "their own; a server with DEFT_MLA=1 checks it at its start, on the host's kernel"
-            )
-        query_heads = int(config["num_attention_heads"])
-        kv_heads = int(config.get("num_key_value_heads") or query_heads)
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)
-        return HeadShape(query_heads, kv_heads, head_dim, _dtype_of(model, config))
-
-    return _from_config(model, "the attention's shape", read)
-
-
-def latent_heads(model: ChosenModel) -> LatentHeads | None:
-    def read(config: Mapping[str, Any]) -> LatentHeads | None:
-        if not config.get("kv_lora_rank"):
-            return None
-        return LatentHeads(
-            int(config["num_attention_heads"]),
-            int(config["kv_lora_rank"]),
-            int(config["qk_rope_head_dim"]),
-            _dtype_of(model, config),
-            sparse=bool(config.get("index_topk")),
+    found = model_attention(model)
+    if isinstance(found, LatentHeads):
+        raise fail(
+            f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
+            "their own; a server with DEFT_MLA=1 checks it at its start, on the host's kernel"
         )
+    return found
 
-    return _from_config(model, "the attention's shape", read)
+
+def model_attention(model: ChosenModel) -> HeadShape | LatentHeads:
+    """The attention that a model's ``config.json`` describes; fails in one line."""
+    with reported(ModelFilesError):
+        path = model.file("config.json")
+    if path is None:
+        raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
+    try:
+        return _attention(model, _text_config(path))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
+
+
+def _attention(model: ChosenModel, config: Mapping[str, Any]) -> HeadShape | LatentHeads:
+    query_heads, dtype = int(config["num_attention_heads"]), _dtype_of(model, config)
+    if rank := config.get("kv_lora_rank"):
+        sparse = bool(config.get("index_topk"))
+        return LatentHeads(query_heads, int(rank), int(config["qk_rope_head_dim"]), dtype, sparse)
+    sinks = config.get("model_type") in _MODELS_WITH_SINKS
+    return HeadShape(
+        query_heads,
+        int(config.get("num_key_value_heads") or query_heads),
+        int(config.get("head_dim") or config["hidden_size"] // query_heads),
+        dtype,
+        soft_cap=bool(config.get("attn_logit_softcapping")),
+        sinks=sinks or bool(config.get("add_full_attention_sink_bias")),
+    )
 
 
 def _dtype_of(model: ChosenModel, config: Mapping[str, Any]) -> str:
@@ -167,17 +160,6 @@ def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _from_config(model: ChosenModel, what: str, read: Callable[[Mapping[str, Any]], _T]) -> _T:
-    with reported(ModelFilesError):
-        path = model.file("config.json")
-    if path is None:
-        raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
-    try:
-        return read(_text_config(path))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise fail(f"cannot read {what} from {path}: {error!r}") from None
 
 
 def _text_config(path: Path) -> Mapping[str, Any]:

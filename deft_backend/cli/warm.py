@@ -16,14 +16,12 @@ from deft_backend.cli.shapes import (
     HeadDimOption,
     HeadShape,
     LatentHeads,
-    ModelLayers,
     ShapeModelOption,
     check_dtype,
     check_one_shape,
     chosen_shape,
     dtype_name,
-    latent_heads,
-    model_layers,
+    model_attention,
     this_device,
 )
 from deft_backend.files.folders import create_private, kernels_directory
@@ -99,20 +97,19 @@ def warm(
             "model's dtype"
         )
     page_size, drafts = page_size or _PAGE_SIZES[host], _drafts(host, draft_tokens, draft_trees)
-    chosen = None if model is None else chosen_model(model, revision)
-    latent = None if chosen is None else latent_heads(chosen)
+    found = None if model is None else model_attention(chosen_model(model, revision))
     served = _Served(host, page_size, max_batch, tensor_parallel, kv_cache_dtype, drafts)
     described: DescribedServer | DescribedLatentServer
-    if latent is not None:
+    if found is None:
+        found = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
+    else:
         check_one_shape(heads, head_dim)
-        latent = latent._replace(dtype=_served_dtype(latent.dtype, dtype))
-        described = described_latent(latent, settings, served)
+    if isinstance(found, LatentHeads):
+        found = found._replace(dtype=_served_dtype(found.dtype, dtype))
+        described = described_latent(found, settings, served)
         text = latent_text(described)
     else:
-        shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
-        shape = shape._replace(dtype=_served_dtype(shape.dtype, dtype))
-        layers = ModelLayers() if chosen is None else model_layers(chosen)
-        described = _described(shape, layers, served)
+        described = _described(found._replace(dtype=_served_dtype(found.dtype, dtype)), served)
         text = _text(described)
     _fill(out or kernels_directory(settings), out, described, text, target, threads, settings)
 
@@ -143,7 +140,7 @@ class _Served(NamedTuple):
         return query_heads // self.tensor_parallel
 
 
-def _described(shape: HeadShape, layers: ModelLayers, served: _Served) -> DescribedServer:
+def _described(shape: HeadShape, served: _Served) -> DescribedServer:
     import torch
 
     from deft_backend.hosts.common.described_server import DescribedServer
@@ -161,7 +158,7 @@ def _described(shape: HeadShape, layers: ModelLayers, served: _Served) -> Descri
         *(*heads, dtype, served.page_size, served.max_batch),
         kv_dtype=None if eight_bits is None else getattr(torch, eight_bits),
         drafts=served.drafts,
-        layers=(LayerKind(layers.soft_cap, sinks if layers.sinks else None),),
+        layers=(LayerKind(shape.soft_cap, sinks if shape.sinks else None),),
     )
 
 
