@@ -2,8 +2,8 @@
 
 Requests arrive by a Poisson process, whether or not earlier ones have ended. Their prompts are
 token ids through ``/v1/completions``, streamed, so the server encodes no text. Several client
-processes share the requests, so that no client is the bottleneck. A gap is the time between two
-pieces of a stream: tokens that arrive in one piece have one arrival, as in the hosts' own clients.
+processes share the requests, so that no client is the bottleneck. The client is that of
+`deft ab --rate`, which says what a gap between tokens is.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import asyncio
 import json
 import multiprocessing
 import random
-import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,19 +41,21 @@ from benchmarks.e2e.command import (
 )
 from benchmarks.e2e.launch import HOSTS, ChoiceError, Launch, checked_backends
 from benchmarks.e2e.run import LOST, client_of, confirm_alive, server_of
-from benchmarks.e2e.timing import milliseconds, percentiles
 from benchmarks.e2e.workloads import draw
 from benchmarks.row_files import make_folder, write_rows
 from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.files.provenance import driver, provenance
-from deft_backend.tools.harness.answers import FAILED, NotAnswered
-from deft_backend.tools.harness.workload import poisson
+from deft_backend.tools.harness.open_loop import BOUND_MS, GoodputSearch, Seen
+from deft_backend.tools.harness.workload import Replayed, Request, Workload, poisson, replay
 
 LOADS = Path(__file__).with_name("loads.json")
 
 WARM_UPS = 16
 """Requests before a load, of other ids: the host compiles kernels of its own in them."""
+
+GOODPUT_SECONDS = 20.0
+"""Requests arrive for at least so long at each rate that the search for goodput tries."""
 
 HEAD_START = 5.0
 """Seconds until the client processes, which import slowly, send the first request."""
@@ -98,18 +98,6 @@ def _prefix(seed: str, vocabulary: int, tokens: int) -> tuple[int, ...]:
     return draw(random.Random(seed), vocabulary, tokens)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one client process saw; times are seconds from the common start."""
-
-    firsts: list[float]
-    gaps: list[float]
-    per_token: list[float]
-    tokens: int
-    last: float
-    failures: list[str]
-
-
 def read_loads(names: Sequence[str], rates: Sequence[float | None] | None) -> list[Load]:
     """The named loads of the file at their rates, or at `rates`; raises ChoiceError."""
     known = json.loads(LOADS.read_text())
@@ -138,42 +126,25 @@ def parse_rate(text: str) -> float | None:
 
 def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]) -> Seen:
     """Send some of a load's requests at their times; `start` is on :func:`time.time`'s clock."""
-    return asyncio.run(_drive(url, load, vocabulary, start, numbers))
-
-
-async def _drive(
-    url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]
-) -> Seen:
-    seen = Seen([], [], [], 0, 0.0, [])
-    ends: list[float] = []
     due = load.arrivals()
-    prompts = {number: load.prompt(number, vocabulary) for number in numbers}
+    requests = tuple(
+        Request(f"request {at}", partial(load.prompt, at, vocabulary), load.gen, at=due[at])
+        for at in numbers
+    )
 
-    async def one(number: int) -> int:
-        await asyncio.sleep(start + due[number] - time.time())
-        sent = time.time() - start
-        try:
-            answer, _ = await client.ask(prompts[number], load.gen)
-            if len(answer.arrivals) != load.gen:
-                raise NotAnswered(FAILED, f"{len(answer.arrivals)} of {load.gen} tokens")
-        except NotAnswered as error:
-            seen.failures.append(f"request {number}: {error.status}: {error}"[:300])
-            return 0
-        pieces = sorted(set(answer.arrivals))
-        seen.firsts.append(pieces[0])
-        seen.gaps.extend(later - earlier for earlier, later in pairwise(pieces))
-        if (tpot := answer.tpot) is not None:
-            seen.per_token.append(tpot)
-        ends.append(sent + pieces[-1])
-        return len(answer.arrivals)
+    async def send() -> Replayed:
+        async with client_of(url, seconds=900.0) as client:
+            await asyncio.sleep(start - time.time())
+            return await replay(Workload(load.name, "", (), requests), client)
 
-    async with client_of(url, seconds=900.0) as client:
-        tokens = sum(await asyncio.gather(*(one(number) for number in numbers)))
-    return replace(seen, tokens=tokens, last=max(ends, default=0.0))
+    seen = Seen.of(asyncio.run(send()))
+    if seen.tokens != load.gen * len(seen.firsts):
+        seen.failures.append(f"{len(seen.firsts)} answers hold {seen.tokens} tokens")
+    return seen
 
 
-def measure(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, Any]:
-    """The figures of one load on one server, over all client processes."""
+def measure(url: str, load: Load, vocabulary: int, clients: int) -> Seen:
+    """What all client processes saw of one load on one server."""
     warm = replace(load, name=f"{load.name} before", requests=WARM_UPS, rate=None)
     drive(url, warm, vocabulary, time.time(), range(WARM_UPS))
     shares = [range(load.requests)[at::clients] for at in range(min(clients, load.requests))]
@@ -181,31 +152,24 @@ def measure(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, An
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(shares), mp_context=spawn) as processes:
         send = partial(drive, url, load, vocabulary, start)
-        parts = list(processes.map(send, shares))
-    firsts = [each for part in parts for each in part.firsts]
-    gaps = [each for part in parts for each in part.gaps]
-    per_token = [each for part in parts for each in part.per_token]
-    failures = [each for part in parts for each in part.failures]
-    duration = max(part.last for part in parts)
-    tokens = sum(part.tokens for part in parts)
-    return {
-        "load": load.name,
-        "rate": load.rate,
-        "duration_s": round(duration, 3),
-        "ttft_ms": spread(firsts),
-        "itl_ms": spread(gaps),
-        "tpot_ms": milliseconds(statistics.fmean(per_token)) if per_token else None,
-        "requests": load.requests,
-        "output_tokens_per_s": round(tokens / duration, 1) if duration else None,
-        "failures": len(failures),
-        "first_failures": failures[:3],
-    }
+        return Seen.together(list(processes.map(send, shares)))
 
 
-def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """Mean and percentiles in milliseconds."""
-    mean = milliseconds(statistics.fmean(seconds)) if seconds else None
-    return {"mean": mean, **percentiles(seconds, (50, 95, 99))}
+def figures_of(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, Any]:
+    seen = measure(url, load, vocabulary, clients)
+    return {"load": load.name, "rate": load.rate, "requests": load.requests, **seen.to_json()}
+
+
+def goodput_of(url: str, load: Load, vocabulary: int, clients: int, bound_ms: float) -> Any:
+    """The row of the highest rate that holds the bound, or of the lowest that was tried."""
+    search, rows = GoodputSearch(load.rate or 1.0, bound_ms), {}
+    while (rate := search.next_rate()) is not None:
+        lasting = max(load.requests, round(rate * GOODPUT_SECONDS))
+        tried = replace(load, rate=rate, requests=lasting)
+        row = rows[rate] = figures_of(url, tried, vocabulary, clients)
+        search.tell(rate, None if row["failures"] else (row["itl_ms"] or {}).get("p99"))
+    found = search.found()
+    return rows.get(found.rate, rows[min(rows)]) | {"goodput": asdict(found)}
 
 
 def load(
@@ -234,6 +198,17 @@ def load(
             help="One GPU for each backend: all servers run, and take each load, at the same time.",
         ),
     ] = None,
+    goodput: Annotated[
+        bool,
+        typer.Option(
+            "--goodput",
+            help="Find the highest rate of each load, from its first one on, at which the 99th "
+            "percentile between tokens stays below --bound-ms.",
+        ),
+    ] = False,
+    bound_ms: Annotated[
+        float, typer.Option(min=0.001, help="Milliseconds between tokens for --goodput.")
+    ] = BOUND_MS,
     clients: Annotated[int, typer.Option(min=1, help="Client processes of each server.")] = 4,
     shape: ShapeOption = None,
     layers: LayersOption = None,
@@ -258,6 +233,8 @@ def load(
         names = checked_backends(chosen, listed(backends or own))
         asked = [parse_rate(text) for text in listed(rates)] if rates else None
         table = read_loads(listed(loads) if loads else known, asked)
+        if goodput:  # one search for each load
+            table = list({each.name: each for each in reversed(table)}.values())[::-1]
         places = listed(gpus) if gpus else []
         if places and len(places) != len(names):
             raise ChoiceError(f"--gpus names {len(places)} GPUs for {len(names)} backends")
@@ -286,7 +263,8 @@ def load(
             "between pieces of a stream",
         }
         with unwound(console, "all servers have ended; nothing is recorded"):
-            rows = _measured(launch, names, places, table, clients, path, console)
+            measured = partial(goodput_of, bound_ms=bound_ms) if goodput else figures_of
+            rows = _measured(launch, names, places, table, clients, path, console, measured)
         write_rows(path, rows, header)
     say(console, f"rows    {path}")
     if len(rows) < len(names) * len(table) or any(row["failures"] for row in rows):
@@ -301,6 +279,7 @@ def _measured(
     clients: int,
     path: Path,
     console: Console,
+    measured: Callable[..., dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The rows of every backend, by load; a server that is lost has no further rows."""
 
@@ -313,7 +292,7 @@ def _measured(
         try:
             with server_of(placed, backend, path.with_suffix(".logs"), say_line) as server:
                 for load in loads:
-                    figures = measure(server.url, load, launch.model.ids, clients)
+                    figures = measured(server.url, load, launch.model.ids, clients)
                     asyncio.run(_confirm(server))
                     rows.append({"host": launch.host.name, "backend": backend, **figures})
                     say_line(json.dumps(rows[-1]))

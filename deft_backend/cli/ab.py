@@ -37,6 +37,17 @@ def ab(
         float | None,
         Option(help="Average requests a second, at random times; default: all at once."),
     ] = None,
+    goodput: Annotated[
+        bool,
+        Option(
+            "--goodput",
+            help="Also find the highest rate, from --rate or 1 on, at which the 99th percentile "
+            "between tokens stays below --bound-ms.",
+        ),
+    ] = False,
+    bound_ms: Annotated[
+        float | None, Option(min=0.001, help="Milliseconds between tokens for --goodput; 50.")
+    ] = None,
     branches: Annotated[
         int | None,
         Option(min=1, max=100_000, help="Requests that run at the same time in each workload."),
@@ -92,4 +103,4 @@ def ab(
     sizes = (branches, prefix_tokens, max_tokens)
     asked = (urls, model, revision, host, workload or (), rate, sizes, quick)
     replayed = (trace, index, scale, speed, seed)
-    run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact))
+    run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact, goodput, bound_ms))

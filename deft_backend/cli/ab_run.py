@@ -22,7 +22,7 @@ from deft_backend.cli.errors import checked_settings, fail, reported, say, state
 from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private
-from deft_backend.tools.ab.comparison import both_answer, compare
+from deft_backend.tools.ab.comparison import GoodputAsked, both_answer, compare
 from deft_backend.tools.ab.report import notes, verdict, write_report
 from deft_backend.tools.ab.result import AbResult
 from deft_backend.tools.ab.sides import AbError, Progress, running_sides, started_sides
@@ -37,6 +37,7 @@ from deft_backend.tools.ab.workloads import (
     trace_workload,
 )
 from deft_backend.tools.harness.client import Offers, ServerError, base_url
+from deft_backend.tools.harness.open_loop import BOUND_MS
 from deft_backend.tools.harness.server_counters import ServerCounters
 from deft_backend.tools.harness.workload import Workload, WorkloadError, poisson
 from deft_backend.tools.servers.command import (
@@ -83,6 +84,8 @@ class AbOptions:
     extra: Sequence[str]
     out: Path | None
     exact: bool | None
+    goodput: bool
+    bound_ms: float | None
 
     @cached_property
     def arrivals(self) -> Path | None:
@@ -104,6 +107,8 @@ class AbOptions:
         for option, value in (("--scale", self.scale), ("--speed", self.speed)):
             if value is not None and not 0 < value < float("inf"):
                 raise fail(f"{option} is {value}; expected a number above 0")
+        if self.bound_ms is not None and not self.goodput:
+            raise fail("--bound-ms belongs to --goodput, which is missing")
         if self.rate is not None:
             poisson(1, self.rate, self.seed)  # refuses an impossible rate now
         if self.urls is not None:
@@ -239,7 +244,12 @@ def run_asked(asked: AbOptions) -> None:
             reported(DriverStubError, AbError),
             unwound(console, "no server of this command is left") as stopped,
         ):
-            result = compare(sides, build, model, progress, exact=exact)
+            goodput = GoodputAsked(asked.bound_ms or BOUND_MS, asked.rate or 1.0, asked.seed)
+            result = compare(
+                *(sides, build, model, progress),
+                exact=exact,
+                goodput=goodput if asked.goodput else None,
+            )
             progress.stop()
             print_result(result, console)
             with written_into(folder):

@@ -30,7 +30,7 @@ from benchmarks.e2e.rows import by_case, make_row, merge, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.served_model import SHAPES, write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
-from benchmarks.load import Load, measure, parse_rate, read_loads
+from benchmarks.load import Load, figures_of, goodput_of, parse_rate, read_loads
 from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Traffic, is_level, level, totals
 
@@ -244,7 +244,8 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     monkeypatch.setattr(loads, "HEAD_START", 2.0)
     console, out = Console(quiet=True), tmp_path / "load.json"
     unlimited = replace(LOAD, rate=None, requests=5)
-    rows = loads._measured(fake_launch(), ("right",), ["0"], [LOAD, unlimited], 2, out, console)
+    table = [LOAD, unlimited]
+    rows = loads._measured(fake_launch(), ("right",), ["0"], table, 2, out, console, figures_of)
     assert [(row["backend"], row["load"], row["rate"]) for row in rows] == [
         ("right", "few", 30.0), ("right", "few", None),
     ]  # fmt: skip
@@ -274,7 +275,24 @@ def test_loads_are_the_files(monkeypatch):
             parse_rate(bad)
     with pytest.raises(ChoiceError, match="expected some of 8x8192"):
         read_loads(["soup"], None)
-    assert measure  # the whole of it runs above, in client processes
+
+
+def test_goodput_is_the_highest_rate_that_holds_the_bound(monkeypatch):
+    """Requests arrive for 20 s at each rate; a failure breaks the bound, too."""
+    tried = []
+
+    def figures(url, load, vocabulary, clients):
+        tried.append((load.rate, load.requests))
+        slow = 70.0 if load.rate > 100 else 20.0
+        return {"rate": load.rate, "itl_ms": {"p99": slow}, "failures": int(load.rate > 90)}
+
+    monkeypatch.setattr(loads, "figures_of", figures)
+    row = goodput_of("url", LOAD, 97, 1, 50.0)
+    assert tried[:2] == [(30.0, 600), (60.0, 1200)]
+    assert row["rate"] == row["goodput"]["rate"]
+    assert 90 / 1.1 < row["rate"] <= 90
+    assert row["goodput"]["reached"]
+    assert [rate for rate, _ in row["goodput"]["trials"]] == [rate for rate, _ in tried]
 
 
 # -- soak ------------------------------------------------------------------------------------

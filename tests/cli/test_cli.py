@@ -82,6 +82,7 @@ MODEL = "<model>"  # stands for the folder of a model
             ["ab", "--trace", "x", "--workload", "few-shot"],
             "tree-of-thoughts, which is not selected",
         ),
+        (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
         (["ab", "positional"], "unexpected argument 'positional'. Put options of the host server"),
         (["ab", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),
         (["serve", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),

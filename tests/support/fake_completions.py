@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,7 @@ class Fake:
     dies_after: int | None = None
     metrics: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[list[float]] = field(default_factory=list)  # when the pieces of each stream left
     url: str = ""
 
     @property
@@ -94,6 +96,8 @@ class Fake:
     async def _stream(self, request, answer, usage, fault, extra, logprobs):
         response = web.StreamResponse()
         await response.prepare(request)
+        times: list[float] = []
+        self.sent.append(times)
         for at in range(0, len(answer), self.piece_tokens):
             if fault == "empty":
                 break
@@ -121,6 +125,7 @@ class Fake:
                     "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
                 }  # fmt: skip
             await self._piece(response, {"choices": [choice]})
+            times.append(time.perf_counter())
         if extra:
             await self._piece(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from deft_backend.files.provenance import provenance
 from deft_backend.telemetry.counters import Counters
@@ -11,12 +12,19 @@ from deft_backend.tools.ab.result import AbResult, SideRun, compare_sides
 from deft_backend.tools.ab.sides import Progress, RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
+from deft_backend.tools.harness.open_loop import Goodput, GoodputSearch, Seen
 from deft_backend.tools.harness.server_counters import acceptance_length
 from deft_backend.tools.harness.workload import Replayed, Workload, replay
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.traces.invented import passage
 
 _SAMPLE = passage(4000, "sample")
+
+
+class GoodputAsked(NamedTuple):
+    bound_ms: float
+    rate: float  # requests a second, of the first trial
+    seed: int
 
 
 def both_answer(urls: Sequence[str]) -> None:
@@ -37,6 +45,7 @@ def compare(
     progress: Progress,
     *,
     exact: bool,
+    goodput: GoodputAsked | None = None,
 ) -> AbResult:
     made: list[Workload] = []
 
@@ -52,7 +61,7 @@ def compare(
         try:
             with side.open() as server:
                 run = asyncio.run(
-                    _run_side(server, side.name, workloads, model, first, progress, exact)
+                    _run_side(server, side.name, workloads, model, first, progress, exact, goodput)
                 )
         except ServerError as error:
             if first is None:
@@ -81,6 +90,7 @@ async def _run_side(
     first: SideRun | None,
     progress: Progress,
     exact: bool,
+    goodput: GoodputAsked | None,
 ) -> SideRun:
     """Send all workloads to one server; after `first`, equal requests, and compare the answers.
     Raises ServerError if the server does not answer at all, AbError if the plugin counted no decode
@@ -90,6 +100,7 @@ async def _run_side(
     runs: list[Replayed] = []
     counted: list[Counters | None] = []
     agreements: list[Agreement] = []
+    goodputs: list[Goodput] = []
     async with ServerClient(server.url, logprobs=exact) as client:
         offers = await client.offers(model, _SAMPLE)
         contexts = [offers.context]
@@ -110,6 +121,12 @@ async def _run_side(
                 if not stopped:
                     compared = await _with_margins((client, first), workload, run, compared)
                 agreements.append(compared)
+            if goodput is not None and not stopped:
+                search = await _goodput(workload, client, context, progress, goodput)
+                goodputs += [] if isinstance(search, Replayed) else [search]
+                if isinstance(search, Replayed):  # the run ends here
+                    runs[-1] = replace(run, died=search.died, interrupted=search.interrupted)
+                    stopped = True
             if stopped:
                 break
     if runs and runs[-1].died:
@@ -125,8 +142,30 @@ async def _run_side(
         agreements = [replace(compared, close=CLOSE * EIGHT_BITS) for compared in agreements]
     accepted = await asyncio.to_thread(acceptance_length, server.url)
     told = (state.device, state.backend, state.policy) if state else ("", "", "")
-    measured = (tuple(runs), tuple(counted), tuple(agreements))
+    measured = (tuple(runs), tuple(counted), tuple(agreements), tuple(goodputs))
     return SideRun(name, server.url, offers, *measured, *told, eight_bits, server.command, accepted)
+
+
+async def _goodput(
+    workload: Workload,
+    client: ServerClient,
+    context: int | None,
+    progress: Progress,
+    asked: GoodputAsked,
+) -> Goodput | Replayed:
+    """Try rates, each with other texts; a run that the server or the user ended instead."""
+    search, turn = GoodputSearch(asked.rate, asked.bound_ms), 0
+    while (rate := search.next_rate()) is not None:
+        turn += 1
+        sent = workload.arriving(rate, asked.seed).renewed(turn)
+        run = await replay(sent, client, context)
+        if run.died or run.interrupted:
+            return run
+        p99 = Seen.of(run).p99_ms
+        search.tell(rate, p99)
+        said = "a request failed" if p99 is None else f"99 % of gaps below {p99:.1f} ms"
+        progress.announce(f"{workload.name}, {rate:.3g} requests a second: {said}")
+    return search.found()
 
 
 async def _with_margins(
@@ -166,4 +205,4 @@ def _complete(answer: Answer, position: int) -> int:
 
 def _silent_side(side: Side, first: SideRun, why: str) -> SideRun:
     nothing = tuple(Replayed((), 0.0, died=why) for _ in first.runs)
-    return SideRun(side.name, "", first.offers, nothing, (), ())
+    return SideRun(side.name, "", first.offers, nothing, (), (), ())

@@ -13,6 +13,7 @@ from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import Agreement
 from deft_backend.tools.harness.answers import ANSWERED, TOO_LONG, Answer
 from deft_backend.tools.harness.client import Offers
+from deft_backend.tools.harness.open_loop import Goodput, Seen
 from deft_backend.tools.harness.workload import Outcome, Replayed, Workload
 
 
@@ -24,6 +25,7 @@ class SideRun:
     runs: tuple[Replayed, ...]
     counters: tuple[Counters | None, ...]
     agreements: tuple[Agreement, ...]
+    goodputs: tuple[Goodput, ...] = ()  # by workload, if asked for
     # By its state file; empty without one.
     device: str = ""
     backend: str = ""
@@ -86,6 +88,7 @@ class ComparedWorkload:
     runs: tuple[Replayed, Replayed]
     counters: tuple[Counters | None, Counters | None]
     agreement: Agreement
+    goodputs: tuple[Goodput | None, Goodput | None] = (None, None)
 
     @property
     def figures(self) -> tuple[Figures, Figures]:
@@ -189,9 +192,12 @@ def compare_sides(
         if not any(run.outcomes for run in runs):
             continue
         same = agreed[at] if at < len(agreed) else Agreement(0, 0)
+        goodputs = [side.goodputs[at] if at < len(side.goodputs) else None for side in sides]
+        goodputs = [*goodputs, None]
         texts = (workload.name, workload.description, workload.arrivals)
         both, counted = (runs[0], runs[1]), (counts[0], counts[1])
-        compared.append(ComparedWorkload(*texts, both, counted, same))
+        rates = (goodputs[0], goodputs[1])
+        compared.append(ComparedWorkload(*texts, both, counted, same, rates))
     return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
 
 
@@ -202,6 +208,8 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
         "description": w.description,
         "arrivals": w.arrivals,
         "figures": [asdict(f) for f in w.figures],
+        "load": [Seen.of(run).to_json() for run in w.runs],
+        "goodput": [g and asdict(g) for g in w.goodputs],
         "counters": [None if c is None else c.as_json() for c in w.counters],
         "kv_bytes_a_step": [r and r._asdict() for r in reads],
         "host_kv_bytes": w.host_kv_bytes(),

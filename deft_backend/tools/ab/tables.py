@@ -13,6 +13,7 @@ from deft_backend.tools.ab.result import (
     percent,
 )
 from deft_backend.tools.harness.answers import ANSWERED
+from deft_backend.tools.harness.open_loop import Seen, Spread
 
 _DETAILS = 5  # requests without an answer that the report shows for each server and workload
 
@@ -32,7 +33,9 @@ class Table(NamedTuple):
 def main_tables(result: AbResult) -> list[Table]:
     """KV reads and times; each row fits one line of a terminal of 80 columns."""
     side = counted_side(result)
-    return [*([] if side is None else [_reads(result, side)]), _times(result)]
+    tables = (_times(result), _load(result), _goodput(result))
+    found = [table for table in tables if table.rows]
+    return found if side is None else [_reads(result, side), *found]
 
 
 def further_tables(result: AbResult) -> list[Table]:
@@ -163,6 +166,36 @@ def _times(result: AbResult) -> Table:
     )
     columns = ("workload", "server", "answered", "TTFT ms", "TPOT ms", "95 %", "change", "tok/s")
     return Table(title, columns, rows, note)
+
+
+def _load(result: AbResult) -> Table:
+    """Of workloads whose requests arrive one after the other."""
+    rows = []
+    for w in result.workloads:
+        if any(outcome.at for run in w.runs for outcome in run.outcomes):
+            for side, seen in enumerate(map(Seen.of, w.runs)):
+                first, gaps = Spread.of(seen.firsts), Spread.of(seen.gaps)
+                times = (*(first[2:] if first else (None,) * 2), *(gaps or (None,) * 4))
+                figures = (MISSING if time is None else f"{time:,.1f}" for time in times)
+                rows.append(["" if side else w.name, result.names[side], *figures])
+    note = "TTFT: time to the first token. gap: time between two pieces of a stream."
+    columns = ("workload", "server", "TTFT 95 %", "99 %", "gap mean", "50 %", "95 %", "99 %")
+    return Table("Under load, ms", columns, rows, note)
+
+
+def _goodput(result: AbResult) -> Table:
+    rows, bound = [], 0.0
+    for w in result.workloads:
+        found = [goodput for goodput in w.goodputs if goodput is not None]
+        if found:
+            bound, old = found[0].bound_ms, found[0].rate
+            ratio = f"{found[1].rate / old:.2f}" if len(found) == 2 and old else MISSING
+            rates = (MISSING if goodput is None else str(goodput) for goodput in w.goodputs)
+            rows.append([w.name, *rates, ratio])
+    first, second = result.names
+    columns = ("workload", first, second, f"{second} over {first}")
+    note = "The highest rate of requests at which the 99th percentile of the gaps holds the bound."
+    return Table(f"Goodput: 99 % of gaps below {bound:g} ms", columns, rows, note)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -31,9 +31,9 @@ class WorkloadError(ValueError):
 @dataclass(frozen=True)
 class Request:
     name: str  # unique in its workload
-    # Text, token ids, or a function that makes the text when it is needed. With `after`, the part
+    # Text, token ids, or a function that makes either when it is needed. With `after`, the part
     # behind the earlier request's prompt and answer.
-    prompt: Prompt | Callable[[], str]
+    prompt: Prompt | Callable[[], Prompt]
     max_tokens: int  # tokens to decode, exactly (the end-of-sequence token is ignored)
     # Name of the request whose answer this request continues; it starts when that answer ends.
     after: str | None = None
@@ -87,6 +87,17 @@ class Workload:
         due = dict(zip(starts, times, strict=True))
         requests = tuple(replace(r, at=due.get(r.name, 0.0)) for r in self.requests)
         return replace(self, requests=requests, arrivals=arrivals)
+
+    def renewed(self, turn: int) -> Workload:
+        """The same requests with another text at their start, so that no server has cached it."""
+
+        def headed(request: Request) -> Request:
+            if request.after is not None:
+                return request
+            return replace(request, prompt=lambda: f"{turn}. {request.own_part()}")
+
+        warm = tuple(f"{turn}. {prompt}" for prompt in self.warm)
+        return replace(self, warm=warm, requests=tuple(map(headed, self.requests)))
 
 
 def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:

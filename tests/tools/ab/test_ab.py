@@ -32,6 +32,7 @@ from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.report import verdict, write_report
 from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
+from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
@@ -161,6 +162,28 @@ def test_a_server_that_dies_ends_the_run(tmp_path):
     lost = data["workloads"][-1]["figures"][1]["lost"]
     assert sum(lost.values()) > 0
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_an_open_loop_shows_gaps_and_goodput(tmp_path, monkeypatch):
+    """Each trial sends other texts; their sharing stays."""
+    monkeypatch.setattr(open_loop, "_RANGE", 4.0)
+    with serving(Fake(token_seconds=0.35)) as a, serving(Fake()) as b:
+        asked = ("--goodput", "--bound-ms", "300", "--rate", "100", *SMALL, "--max-tokens", "3")
+        of = ("--urls", a.url, b.url, "--workload", "few-shot")
+        data, printed = ab(tmp_path, *of, *asked)
+    (workload,) = data["workloads"]
+    gaps = [load["itl_ms"]["p50"] for load in workload["load"]]
+    assert gaps[0] == pytest.approx(350, rel=0.2)
+    assert gaps[1] < 100
+    slow, fast = workload["goodput"]
+    assert (slow["rate"], [rate for rate, _ in slow["trials"]]) == (0.0, [100.0, 50.0, 25.0])
+    assert (fast["rate"], fast["reached"]) == (400.0, False)
+    assert "Goodput: 99 % of gaps below 300 ms" in printed
+    assert "few-shot 0/s at least 400/s" in printed
+    prompts = [body["prompt"] for body in b.bodies if body.get("stream")][-20:]
+    firsts, lasts = prompts[:10], prompts[10:]
+    assert {p.partition(". ")[2] for p in firsts} == {p.partition(". ")[2] for p in lasts}
+    assert not set(firsts) & set(lasts)
 
 
 def test_a_server_with_openais_fields_alone_sets_them_for_both(tmp_path):
