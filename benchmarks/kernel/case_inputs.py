@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +100,27 @@ class Inputs:
         """Bytes of the keys and values of the batch; shared ones count once."""
         width = self.case.kv_heads * self.head_dim * self.k_cache.itemsize
         return 2 * self.tables.tokens_stored * width
+
+    def slots(
+        self, request: npt.NDArray[np.integer[Any]], position: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.int64]:
+        """Where the cache, seen as [slots, Hkv, D], holds the tokens at these positions."""
+        size = self.case.page_size
+        page = self.tables.page_table[request, position // size].astype(np.int64)
+        slots: npt.NDArray[np.int64] = page * size + position % size
+        return slots
+
+    def flattened_slots(self) -> npt.NDArray[np.int64]:
+        """[N] the slots of the forest's tokens, node by node in depth-first order."""
+        forest = self.forest
+        nodes = zip(forest.start.tolist(), forest.end.tolist(), strict=True)
+        position = np.concatenate([np.arange(start, end) for start, end in nodes])
+        return self.slots(np.repeat(forest.request, forest.length), position)
+
+    def slots_of_requests(self, longest: int) -> npt.NDArray[np.int64]:
+        """[B * longest] the slots of each request's tokens; those behind its end mean nothing."""
+        batch, position = np.arange(self.batch), np.arange(longest)
+        return self.slots(np.repeat(batch, longest), np.tile(position, self.batch))
 
     @property
     def flops(self) -> int:

@@ -53,7 +53,7 @@ class Spec:
     policy: str = "auto"
     planner: str = "host"
     kernels_of: str = ""
-    peers: tuple[str, ...] = ("flashinfer", "cascade", "fa3", "flash-decoding")
+    peers: tuple[str, ...] = ("flashinfer", "cascade", "fa3", "fa3-cascade", "flash-decoding")
     seed: int = 0
     steps: int = 6
     place: str = ""

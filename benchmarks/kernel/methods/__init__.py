@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+from benchmarks.kernel.methods.artifact import DeftArtifact, FastTreeArtifact
 from benchmarks.kernel.methods.base import Method, Prepared, Refused
 from benchmarks.kernel.methods.flash_attention3 import FlashAttention2, FlashAttention3
 from benchmarks.kernel.methods.flashinfer_cascade import FlashInferCascade
 from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
 from benchmarks.kernel.methods.flashinfer_prefill import FlashInferPrefill
+from benchmarks.kernel.methods.forest_cascade import ForestCascade
 from benchmarks.kernel.methods.papers import (
     DenseMask,
     FixedDivision,
@@ -26,6 +28,9 @@ _OTHERS: dict[str, Callable[[], Method]] = {
     "cascade": FlashInferCascade,
     "fa3": FlashAttention3,
     "fa2": FlashAttention2,
+    ForestCascade.name: ForestCascade,
+    FastTreeArtifact.name: FastTreeArtifact,
+    DeftArtifact.name: DeftArtifact,
     "flashinfer-prefill": FlashInferPrefill,
     "flashinfer-fa2": lambda: FlashInferDecode("flashinfer-fa2", "fa2"),
     DenseMask.name: DenseMask,

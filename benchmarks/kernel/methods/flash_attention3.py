@@ -177,6 +177,44 @@ def _sglang_launch(
     return launch
 
 
+def with_lse(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    starts: torch.Tensor,
+    most: int,
+    pages: torch.Tensor,
+    tokens: torch.Tensor,
+    longest: int,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A call for groups of queries, each of which attends to all of its group's KV.
+
+    It returns the output like `q` [T, Hq, D], and the log-sum-exp [Hq, T].
+
+    - `starts`: [G + 1] int32, first query of each group; `most` is the largest group's queries.
+    - `pages`: [G, P] int32; `tokens`: [G] int32, at most `longest`.
+    """
+    module, name = _package()
+    assert module is not None, name
+
+    def of_vllm() -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = module.flash_attn_varlen_func(
+            q, k_cache, v_cache, max_seqlen_q=most, cu_seqlens_q=starts, max_seqlen_k=longest,
+            seqused_k=tokens, block_table=pages, causal=False, return_softmax_lse=True,
+            fa_version=3,
+        )  # fmt: skip
+        return out, lse
+
+    def of_sglang() -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=tokens, page_table=pages, cu_seqlens_q=starts,
+            max_seqlen_q=most, causal=False, return_softmax_lse=True,
+        )  # fmt: skip
+        return out, lse
+
+    return of_vllm if name == _VLLM else of_sglang
+
+
 def _scales(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Scales of 1 for each request and KV head, which FlashAttention-3 wants in 8 bits."""
     if inputs.k_cache.itemsize > 1:

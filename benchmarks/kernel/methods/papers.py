@@ -94,13 +94,7 @@ class DenseMask(Method):
         return None
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        forest, size = inputs.forest, inputs.case.page_size
-        request = np.repeat(forest.request, forest.length)
-        position = np.concatenate(
-            [np.arange(s, s + n) for s, n in zip(forest.start, forest.length, strict=True)]
-        )
-        page = inputs.tables.page_table[request, position // size].astype(np.int64)
-        place = torch.from_numpy(page * size + position % size).to(inputs.device)
+        place = torch.from_numpy(inputs.flattened_slots()).to(inputs.device)
         kv_heads, dim = inputs.case.kv_heads, inputs.head_dim
         group = inputs.case.query_heads // kv_heads
         scores = inputs.batch * inputs.case.query_heads * len(place) * inputs.q.itemsize
@@ -110,7 +104,7 @@ class DenseMask(Method):
             cache.view(-1, kv_heads, dim)[place].transpose(0, 1).contiguous()
             for cache in (inputs.k_cache, inputs.v_cache)
         )
-        mask = self._mask(forest, inputs)
+        mask = self._mask(inputs.forest, inputs)
         queries = inputs.q.view(inputs.batch, kv_heads, group, dim).permute(1, 0, 2, 3)
         queries = queries.reshape(kv_heads, inputs.batch * group, dim).contiguous()
         wide = mask.repeat_interleave(group, 0)
@@ -173,12 +167,10 @@ class RadixAttention(Method):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         kernel, count_splits = self._functions()
-        batch, heads, size = inputs.batch, inputs.case.query_heads, inputs.case.page_size
-        lens = inputs.tables.seq_lens.astype(np.int64)
+        batch, heads, lens = inputs.batch, inputs.case.query_heads, inputs.tables.seq_lens
         position = np.concatenate([np.arange(n) for n in lens])
-        request = np.repeat(np.arange(batch), lens)
-        page = inputs.tables.page_table[request, position // size].astype(np.int64)
-        slots = torch.from_numpy(page * size + position % size).to(inputs.device)
+        slots = torch.from_numpy(inputs.slots(np.repeat(np.arange(batch), lens), position))
+        slots = slots.to(inputs.device)
         ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
         ends = ends.to(inputs.device)
         splits = torch.empty(batch, dtype=torch.int32, device=inputs.device)
