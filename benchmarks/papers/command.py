@@ -20,7 +20,6 @@ from benchmarks.e2e.command import (
     TogetherOption,
     listed,
     measure_servers,
-    policy_for,
     served_model,
 )
 from benchmarks.e2e.launch import HOSTS, Launch, checked_backends
@@ -41,6 +40,7 @@ from benchmarks.papers.workloads import (
 from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.files.provenance import provenance
+from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.traces.recorded_trees import TraceError
 
 STEPS, IO, COUNTERS, SERVERS = "deft-steps", "deft-io", "counters", "servers"
@@ -56,8 +56,13 @@ def papers(
         Path | None, typer.Option(help="Folder of DeFT's recorded trees, for deft-io and servers.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Table servers: sglang or vllm.")] = None,
-    policies: Annotated[
-        str, typer.Option(metavar="POLICY[,POLICY…]", help="Table servers: one server for each.")
+    sides: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[,NAME…]",
+            help="Table servers: one server for each policy or backend of the host, such as "
+            "auto,deft-flatten,triton. The host's default backend always has one.",
+        ),
     ] = "auto",
     checkpoint: CheckpointOption = None,
     together: TogetherOption = False,
@@ -79,7 +84,7 @@ def papers(
     if table == SERVERS:
         if host is None or host not in HOSTS:
             raise fail("the table servers runs a host; name it with --host sglang or --host vllm")
-        _servers(host, listed(policies), traces, out, checkpoint, options, together=together)
+        _servers(host, listed(sides), traces, out, checkpoint, options, together=together)
         return
     if table != IO and not torch.cuda.is_available():
         raise fail(f"{table} needs an NVIDIA GPU, and torch finds none")
@@ -140,26 +145,33 @@ def counted_io(traces: Path) -> Any:
 
 
 def _servers(
-    host: str, policies: list[str], traces: Path | None, out: Path, checkpoint: Path | None,
-    options: Sequence[str], *, together: bool,
-) -> None:  # fmt: skip
+    host: str,
+    sides: Sequence[str],
+    traces: Path | None,
+    out: Path,
+    checkpoint: Path | None,
+    options: Sequence[str],
+    *,
+    together: bool,
+) -> None:
     """Whole servers: DeFT's end-to-end tables, and FastTree's comparison with SGLang.
 
-    A server for each policy, and the host's own backend last; all add to one file of rows, and get
-    the same requests: the papers' reasoning trees, few-shot prompts and documents.
+    A server for each policy and backend, and the host's default backend last. All add to one file
+    of rows, and get the same requests: the papers' reasoning trees, few-shot prompts and documents.
     """
     chosen = HOSTS[host]
     on_gpu = chosen.on_gpu()
+    policies = [name for name in sides if name in POLICY_NAMES]
+    others = [name for name in sides if name not in (*POLICY_NAMES, chosen.reference())]
     choice = ModelChoice(weights="dummy" if on_gpu else "random", checkpoint=checkpoint)
     with reported(*ERRORS), served_model(chosen, choice) as model:
-        checked_backends(chosen, (chosen.ours, chosen.reference()))
+        backends = checked_backends(chosen, (chosen.ours, *others, chosen.reference()))
         launch = Launch(chosen, model, options)
-        launches: list[tuple[Launch, list[str]]] = [
-            (replace(launch, policy=policy_for(policy, chosen, [chosen.ours])), [chosen.ours])
-            for policy in policies
-        ]
         measure_servers(
-            [*launches, (launch, [chosen.reference()])],
+            [
+                *((replace(launch, policy=policy), [chosen.ours]) for policy in policies),
+                (launch, backends[1:]),
+            ],
             ["grid", "documents", "trees"],
             [f"grid:{PROMPT_TOKENS},{width},64" for width in FEW_SHOT] if on_gpu else [],
             None,

@@ -105,7 +105,7 @@ def choose_chunks(
     """
     shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)
-    beside, even = _small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
+    beside, even = small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
     shapes = len(machine.tile_queries)
     found = np.empty(shapes, dtype=np.int64)
     for t in range(shapes):
@@ -135,7 +135,7 @@ def choose_chunks(
     return found
 
 
-def _small_tiles(tiles: Int64Array, tokens: Int64Array, machine: Machine) -> tuple[float, float]:
+def small_tiles(tiles: Int64Array, tokens: Int64Array, machine: Machine) -> tuple[float, float]:
     """`beside` and `even` of :class:`ShapeCosts`, from the ranges of the small tile."""
     if not tokens.any():
         even = 1.0

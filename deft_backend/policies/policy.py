@@ -12,7 +12,13 @@ from deft_backend.policies.chunk_choice import (
     machine_of,
     tiles_of,
 )
-from deft_backend.policies.edges import BoolArray, cut_ranges, grouped_ranges
+from deft_backend.policies.edges import (
+    BoolArray,
+    Int64Array,
+    KVRanges,
+    cut_ranges,
+    grouped_ranges,
+)
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 
@@ -95,7 +101,8 @@ class TwoRulePolicy(Policy):
         """
         return np.full(forest.num_nodes, self.rules.edges == "all")
 
-    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+    def divided_ranges(self, forest: PrefixForest, target: Target) -> tuple[KVRanges, Int64Array]:
+        """The KV ranges, and the number of chunks [R] of each."""
         rules = self.rules
         ranges = grouped_ranges(forest, self.cut_edges(forest, target))
         machine = machine_of(target, forest.batch_size)
@@ -109,8 +116,11 @@ class TwoRulePolicy(Policy):
         chunks = choose_chunks(
             rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, spare
         )
-        num_chunks = divided(rules.chunks, ranges.queries, tokens, machine, chunks)
-        unit = rules.chunk_tokens or target.block_tokens
+        return ranges, divided(rules.chunks, ranges.queries, tokens, machine, chunks)
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        ranges, num_chunks = self.divided_ranges(forest, target)
+        unit = self.rules.chunk_tokens or target.block_tokens
         return cut_ranges(ranges, forest.is_leaf, num_chunks, unit)
 
 

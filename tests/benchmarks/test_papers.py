@@ -112,7 +112,7 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
     monkeypatch.setattr("benchmarks.e2e.command.record", record)
     dump_thought_trees([TREE], tmp_path / "keywordToT.json")
     done = CliRunner().invoke(app_of([]), [
-        "papers", "--table", "servers", "--host", host, "--policies", "auto,fasttree",
+        "papers", "--table", "servers", "--host", host, "--sides", "auto,triton,deft-flatten",
         "--traces", str(tmp_path), "--out", str(tmp_path), "--checkpoint", str(tmp_path / "model"),
         *together, "--", "--seed", "3",
     ])  # fmt: skip
@@ -122,8 +122,9 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
     assert at_once is bool(together)
     assert {tuple(side.launch.options) for side in sides} == {("--seed", "3")}
     ours, reference = HOSTS[host].ours, HOSTS[host].reference()
-    assert [side.backend for side in sides] == [ours, ours, reference]
-    assert [side.launch.policy for side in sides] == ["auto", "fasttree", None]
+    assert [side.backend for side in sides] == [ours, ours, "triton", reference]
+    policies = [side.launch.policy_of(side.backend) for side in sides]
+    assert policies == ["auto", "deft-flatten", None, None]
     names = [job.name for job in jobs]
     for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
         assert any(name.startswith(kind) for name in names), (kind, names)

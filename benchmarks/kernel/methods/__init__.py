@@ -16,6 +16,7 @@ from benchmarks.kernel.methods.papers import (
     Tuned,
     WholeContext,
 )
+from benchmarks.policy_gaps import Oracle
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.deft_node import DeftNodeChunk
@@ -35,6 +36,7 @@ _OTHERS: dict[str, Callable[[], Method]] = {
     "flashinfer-fa2": lambda: FlashInferDecode("flashinfer-fa2", "fa2"),
     DenseMask.name: DenseMask,
     RadixAttention.name: RadixAttention,
+    Oracle.name: lambda: Tuned(Oracle.name, Oracle()),
     WholeContext.name: lambda: Tuned(WholeContext.name, WholeContext()),
 }
 

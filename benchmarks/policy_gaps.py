@@ -1,0 +1,271 @@
+"""``python -m benchmarks policy-gaps``: how far the policies are from the optimum of their models.
+
+Both papers search greedily. Here are exact answers, where they can be had:
+
+- ``edges``: FastTree's cost equations, by dynamic programming over all edge assignments. A node's
+  cost depends on where its context begins, and on how many of its queries leave with it.
+- ``makespan``: FlashForge's, over divisions of each kind of node into numbers of chunks.
+  ``optimum`` is the least makespan found over a lower bound of all: 1 if it is exact.
+- ``measured``: the costs of `auto`, over all edge assignments and chunk lengths. Leaves of equal
+  length below one node are interchangeable, so only their number counts.
+
+Each figure is the policy's cost over the optimum. The policy `oracle` makes the plan of the least
+``measured`` cost, so that ``kernel --set policy-gaps`` times it next to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.kernel.sets import read_set
+from benchmarks.kernel.tree_workloads import parse_heads
+from benchmarks.row_files import write_rows
+from deft_backend.attention.device_target import target_of
+from deft_backend.files.provenance import provenance
+from deft_backend.forest import PrefixForest
+from deft_backend.kernels import Gpu
+from deft_backend.kernels.configurations import kernel_configuration
+from deft_backend.policies import FlashForge, Grouping, Policy, Target, get_policy
+from deft_backend.policies.chunk_choice import (
+    NUM_CHUNKS,
+    chunk_of,
+    estimate,
+    machine_of,
+    shapes_of,
+    small_tiles,
+    tiles_of,
+)
+from deft_backend.policies.edges import BoolArray, Int64Array, KVRanges, cut_ranges, grouped_ranges
+from deft_backend.policies.fasttree import EdgeCosts, search_edges
+from deft_backend.policies.grouping import longest_first
+from deft_backend.policies.measured_chunks import Cut, ShapeCosts, cut_cost
+from deft_backend.policies.policy import TwoRulePolicy
+from deft_backend.policies.target import PolicyError
+from deft_backend.shapes import AttentionShape
+
+HEAD_DIM = 128
+POLICIES = ("fasttree", "flashforge", "auto")
+
+MOST_ASSIGNMENTS = 20_000
+"""Edge assignments that are tried; a forest with more has no ``measured`` optimum."""
+
+MOST_DIVISIONS, MOST_SCHEDULES = 250_000, 2000
+"""Divisions whose bounds are computed, and those that are scheduled, cheapest bound first."""
+
+
+# FastTree's equations
+
+
+def edges_cost(forest: PrefixForest, is_cut: BoolArray, costs: EdgeCosts) -> int:
+    """FastTree's cost of an edge assignment: padding of each group, and partial results."""
+    ranges = grouped_ranges(forest, is_cut)
+    groups = zip(ranges.queries.tolist(), (ranges.end - ranges.begin).tolist(), strict=True)
+    cut = is_cut & (forest.parent >= 0)
+    return sum(costs.padding(q, n) for q, n in groups) + costs.gamma * int(
+        forest.num_queries[cut].sum()
+    )
+
+
+def least_edges_cost(forest: PrefixForest, costs: EdgeCosts) -> int:
+    """The least cost of all assignments."""
+    end, queries = forest.end.tolist(), forest.num_queries.tolist()
+
+    @cache
+    def least(node: int, base: int) -> int:
+        """Of the groups of a node and all nodes below it, if its context begins at `base`."""
+        context = end[node] - base
+        if not forest.children[node]:
+            return costs.padding(queries[node], context)
+        # By the number of queries that stay with the node.
+        found = np.full(queries[node] + 1, np.iinfo(np.int64).max // 2)
+        found[0] = 0
+        for child in forest.children[node]:
+            held = queries[child]
+            stay = found[:-held] + least(child, end[node]) + costs.gamma * held
+            found += least(child, base)
+            found[held:] = np.minimum(found[held:], stay)
+        padding = (costs.padding(held, context) for held in range(queries[node] + 1))
+        return int((found + np.fromiter(padding, np.int64)).min())
+
+    return sum(least(int(root), 0) for root in np.flatnonzero(forest.parent < 0))
+
+
+# FlashForge's makespan
+
+
+def makespan_gaps(forest: PrefixForest, target: Target) -> dict[str, float]:
+    """`flashforge`'s makespan over the least found, and that one over a lower bound of all.
+
+    Empty for too many divisions. Each tile shape has programs of its own, so makespans add up.
+    """
+    machine = machine_of(target, forest.batch_size)
+    ranges, parts = FlashForge().divided_ranges(forest, target)
+    tokens, total = ranges.end - ranges.begin, np.zeros(3)
+    shape = shapes_of(ranges.queries, machine.tile_queries)
+    tiles = tiles_of(ranges.queries, machine.tile_queries)
+    for t in set(shape[tokens > 0].tolist()):
+        mine, programs = (shape == t) & (tokens > 0), int(machine.programs[t])
+        times = partial(estimate, knots=machine.knots, at_knots=machine.estimates[t])
+        each = times((tokens / parts)[mine])
+        own = longest_first(np.repeat(each, (tiles * parts)[mine]), programs)
+        kinds, count = np.unique(np.stack([tiles, tokens])[:, mine], axis=1, return_counts=True)
+        tried = [[n for n in NUM_CHUNKS if n <= -(-size // machine.block)] for size in kinds[1]]
+        if math.prod(map(len, tried)) > MOST_DIVISIONS:
+            return {}
+        divisions = np.array(list(product(*tried)), dtype=np.int64)
+        slices, items = times(kinds[1] / divisions), kinds[0] * count * divisions
+        bound = np.maximum((slices * items).sum(1) / programs, slices.max(1))
+        best = own
+        for at in np.argsort(bound)[:MOST_SCHEDULES]:
+            if bound[at] < best:
+                best = min(best, longest_first(np.repeat(slices[at], items[at]), programs))
+        total += own, best, bound.min()
+    return {"flashforge": _ratio(total[0], total[1]), "optimum": _ratio(total[1], total[2])}
+
+
+# The measured costs
+
+
+class Choice(NamedTuple):
+    """Edges, chunks of each range, and their ``measured`` cost in nanoseconds."""
+
+    cost: float
+    ranges: KVRanges
+    parts: Int64Array
+
+
+def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Choice:
+    """A division [R] of some ranges; without one, the cheapest chunk length of each tile shape."""
+    machine = machine_of(target, len(ranges.order))
+    tokens, shapes = ranges.end - ranges.begin, len(machine.tile_queries)
+    shape = shapes_of(ranges.queries, machine.tile_queries)
+    tiles = tiles_of(ranges.queries, machine.tile_queries)
+    parts_of_query = np.zeros(len(ranges.order), dtype=np.int64)
+    for first, held in zip(ranges.first, ranges.queries, strict=True):
+        parts_of_query[first : first + held] += 1
+    several = parts_of_query[ranges.first] > 1
+    beside, even = small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
+    chosen, total = np.ones_like(tokens), 0.0
+    for t in set(shape.tolist()):
+        mine = shape == t
+        n, longest = tokens[mine], int(tokens[mine].max())
+        if division is None:
+            chunks = chunk_of(longest, np.array(NUM_CHUNKS), machine.block)
+            parts = np.maximum(1, -(-n // chunks[:, None]))
+        else:
+            parts = division[None, mine]
+        results = ((parts > 1) | several[mine]) * parts @ ranges.queries[mine]
+        cut = Cut(
+            chunk=(-(-n // (parts * machine.block)) * machine.block).max(1),
+            longest=longest,
+            items=parts @ tiles[mine],
+            read=int(tiles[mine] @ n),
+            stored=int(n.sum()),
+            results=results,
+            cut_queries=np.zeros_like(results),
+            most=parts.max(1),
+        )
+        programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
+        times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
+        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, beside, even)
+        prices = cut_cost(cut, costs)
+        chosen[mine] = parts[prices.argmin()]
+        total += float(prices.min())
+    return Choice(total, ranges, chosen)
+
+
+def choice_of(name: str, forest: PrefixForest, target: Target) -> Choice:
+    """What a policy chooses, priced by the measured costs."""
+    policy = cast(TwoRulePolicy, get_policy(name))
+    return priced(*policy.divided_ranges(forest, target), target)
+
+
+def assignments(forest: PrefixForest) -> Iterator[BoolArray]:
+    """Every edge assignment, but for exchanges of equal leaves; PolicyError for too many."""
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for node in np.flatnonzero(forest.parent >= 0).tolist():
+        leaf = (int(forest.parent[node]), int(forest.length[node]))
+        kinds.setdefault(leaf if forest.is_leaf[node] else (node,), []).append(node)
+    if math.prod(len(nodes) + 1 for nodes in kinds.values()) > MOST_ASSIGNMENTS:
+        raise PolicyError(f"more than {MOST_ASSIGNMENTS} edge assignments")
+    for cut in product(*(range(len(nodes) + 1) for nodes in kinds.values())):
+        is_cut = np.zeros(forest.num_nodes, dtype=np.bool_)
+        for nodes, number in zip(kinds.values(), cut, strict=True):
+            is_cut[nodes[:number]] = True
+        yield is_cut
+
+
+def best_choice(forest: PrefixForest, target: Target) -> Choice:
+    """The least ``measured`` cost of all assignments, chunk lengths and policies."""
+    found = [priced(grouped_ranges(forest, cut), None, target) for cut in assignments(forest)]
+    found += [choice_of(name, forest, target) for name in POLICIES]
+    return min(found, key=lambda choice: choice.cost)
+
+
+@dataclass(frozen=True)
+class Oracle(Policy):
+    """The plan of the least measured cost, by exhaustion; for small forests."""
+
+    name: ClassVar[str] = "oracle"
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        """As :meth:`deft_backend.policies.Policy.group`."""
+        best = best_choice(forest, target)
+        return cut_ranges(best.ranges, forest.is_leaf, best.parts, target.block_tokens)
+
+
+def gaps(forest: PrefixForest, target: Target) -> dict[str, Any]:
+    """Each policy's cost over the optimum, by each model; ``measured`` is empty if out of reach."""
+    costs = EdgeCosts.of(target.costs.fasttree, target)
+    greedy = edges_cost(forest, search_edges(forest, costs), costs)
+    found: dict[str, Any] = {
+        "edges": {"fasttree": _ratio(greedy, least_edges_cost(forest, costs))},
+        "makespan": makespan_gaps(forest, target),
+        "measured": {},
+    }
+    try:
+        best = best_choice(forest, target).cost
+    except PolicyError:
+        return found
+    for name in POLICIES:
+        found["measured"][name] = _ratio(choice_of(name, forest, target).cost, best)
+    return {**found, "optimum_us": round(best / 1e3, 2)}
+
+
+def _ratio(cost: float, best: float) -> float:
+    return round(float(cost / best), 4) if best else 1.0
+
+
+def target_on_hopper(heads: str) -> Target:
+    """An H100 with this package's kernels in 16 bits, by the shipped cost table."""
+    query_heads, kv_heads = parse_heads(heads)
+    on_cpu, dtype = torch.device("cpu"), torch.bfloat16
+    shape = AttentionShape(query_heads, kv_heads, HEAD_DIM, dtype, dtype, on_cpu, 16)
+    config = kernel_configuration(HEAD_DIM, dtype, on_cpu, shape.gqa_group, Gpu.named("sm_90"))
+    return target_of(config, shape)
+
+
+def policy_gaps(
+    name: Annotated[str, typer.Option("--set", help="A set of `kernel`.")] = "policy-gaps",
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path(
+        "docs/results/policy-gaps.json"
+    ),
+) -> None:
+    """Compare the policies with the optimum of their cost models; needs no GPU."""
+    rows = []
+    spec, workloads = read_set(name, None)
+    for workload, heads in product(workloads, spec.heads):
+        found = gaps(workload.forest, target_on_hopper(heads))
+        rows.append({"set": name, "tree": workload.name, "heads": heads, **found})
+        typer.echo(str(rows[-1]))
+    write_rows(out, rows, provenance())

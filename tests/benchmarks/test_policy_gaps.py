@@ -1,0 +1,69 @@
+"""The oracles: dynamic programming against all assignments, and plans that no policy undercuts."""
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.kernel.tree_workloads import described
+from benchmarks.policy_gaps import (
+    POLICIES,
+    Oracle,
+    best_choice,
+    choice_of,
+    edges_cost,
+    gaps,
+    least_edges_cost,
+    makespan_gaps,
+    target_on_hopper,
+)
+from deft_backend.policies.fasttree import EdgeCosts
+from strategies import batches, check_coverage
+
+GQA = target_on_hopper("32/8")
+weights = st.integers(0, 30_000)
+tiles = st.sampled_from([((8, 64), (16, 64)), ((2, 6), (32, 32)), ((4,), (128,))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(max_requests=6), weights=st.tuples(weights, weights, weights), tiles=tiles)
+def test_the_least_cost_of_edges_is_that_of_all_assignments(batch, weights, tiles):
+    forest = batch.forest()
+    costs = EdgeCosts(*weights, 2, *tiles)
+    inner = np.flatnonzero(forest.parent >= 0)
+    found = []
+    for cut in product([False, True], repeat=min(len(inner), 9)):
+        is_cut = np.zeros(forest.num_nodes, dtype=bool)
+        is_cut[inner[: len(cut)]] = cut
+        found.append(edges_cost(forest, is_cut, costs))
+    if len(inner) <= 9:
+        assert least_edges_cost(forest, costs) == min(found)
+    else:
+        assert least_edges_cost(forest, costs) <= min(found)
+
+
+def test_fasttrees_cost_of_edges_by_hand():
+    """Two queries on 100 tokens, with 10 tokens each: one tile of 4 vectors, on 32 tokens."""
+    forest = described("1,2 100,10").forest
+    costs = EdgeCosts(3, 5, 7, 1, (4,), (32,))
+    node, leaf = 3 * 2 * 100, 3 * 3 * 10 + 5 * (32 - 10) + 7
+    assert edges_cost(forest, np.array([True, True, True]), costs) == node + 2 * leaf
+    assert edges_cost(forest, np.array([True, False, False]), costs) == 2 * 3 * 3 * 110
+
+
+@settings(max_examples=15, deadline=None)
+@given(batch=batches(max_requests=5).filter(lambda batch: len(batch.seq_lens) > 0))
+def test_no_policy_is_better_than_the_oracle(batch):
+    forest = batch.forest()
+    check_coverage(batch, Oracle().group(forest, GQA), GQA, np.zeros(len(batch.seq_lens), int))
+    best = best_choice(forest, GQA).cost
+    assert all(choice_of(name, forest, GQA).cost >= best for name in POLICIES)
+
+
+def test_gaps_are_ratios_to_an_optimum():
+    found = gaps(described("1,2,4 17136,17136,17136").forest, GQA)
+    assert min(found["makespan"].values()) >= 1
+    assert found["measured"].keys() == set(POLICIES)
+    assert min(found["measured"].values()) >= 1
+    assert makespan_gaps(described("4 640").forest, GQA) == {"flashforge": 1.0, "optimum": 1.0}
