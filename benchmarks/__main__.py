@@ -19,6 +19,7 @@ COMMANDS = {
     "mla": "latent.command",
     "papers": "papers.command",
     "planning": "planning",
+    "invariant": "invariant",
     "policy-gaps": "policy_gaps",
     "fuzz": "fuzz.command",
     "e2e": "e2e.command",

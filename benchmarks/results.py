@@ -281,6 +281,27 @@ def _policy_lines(run: Run) -> Iterator[Line]:
         yield planner, heads, *(f"{mean:.2f}" for mean in means), worst
 
 
+def _gap_lines(run: Run) -> Iterator[Line]:
+    """Costs over the optimum of each model, one line for each model and policy."""
+    for heads, rows in _grouped(run.rows, lambda row: row["heads"]).items():
+        for model in ("edges", "makespan", "measured"):
+            names = dict.fromkeys(name for row in rows for name in row[model])
+            for name in names:
+                found = [row[model][name] for row in rows if name in row[model]]
+                above = sum(value > 1.005 for value in found)
+                shown = f"{_mean(found):.2f} ({_range(found)})"
+                yield heads, model, f"`{name}`", str(len(found)), shown, str(above)
+
+
+def _invariant_lines(run: Run) -> Iterator[Line]:
+    for shape, rows in _grouped(run.rows, lambda row: row["shape"]).items():
+        times = [row["invariant_over_auto"] for row in rows if row["what"] == "times"]
+        bits = [row for row in rows if row["what"] == "bits"]
+        compared, differ = (sum(row[name] for row in bits) for name in ("requests", "differ"))
+        over = f"{_mean(times):.2f} ({_range(times)})" if times else "–"
+        yield shape, f"{compared:,}", str(differ), str(len(times)), over
+
+
 def _paper_lines(run: Run) -> Iterator[Line]:
     """Methods over `auto`, or over the first method where `auto` was not timed."""
     place = str(run.header.get("place", "–"))
@@ -417,6 +438,18 @@ SECTIONS = (
         "policies-.*",
         f"planner|heads|`{'`|`'.join(POLICIES[1:])}`|`auto` above 1.02 of the fastest",
         _policy_lines,
+    ),
+    Section(
+        "Policies, over the optimum of a cost model",
+        "policy-gaps",
+        "heads|model|policy|forests|mean (range)|above 1.005",
+        _gap_lines,
+    ),
+    Section(
+        "The policy `invariant`",
+        "invariant-.*",
+        "shape|requests compared|differ|trees|time over `auto`: mean (range)",
+        _invariant_lines,
     ),
     Section(
         "The papers' tables",
