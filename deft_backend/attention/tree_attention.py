@@ -439,7 +439,9 @@ class TreeAttention(PlannedAttention):
         if truncates:
             out.copy_(step.out)
         self._repeatable = None
-        if launches is not None:
+        # A scale that was put on the device for this run has no address in a `LayerAddresses`.
+        given = isinstance(k_scale, torch.Tensor) == isinstance(v_scale, torch.Tensor)
+        if launches is not None and given:
             layer = layer_addresses(
                 k_cache,
                 v_cache,

@@ -107,6 +107,15 @@ def test_a_repeated_run_passes_what_a_run_passes(kind, launched):
         assert repeated == launched
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_scale_made_for_one_run_is_not_repeated(scale, launched):
+    step = Step(kv_dtype=torch.float8_e4m3fn)
+    step.run(step.layer(v_scale=scale), *step.rows())
+    launched.clear()
+    assert not step.repeat(step.layer(v_scale=scale), *step.rows())
+    assert not launched
+
+
 def test_the_first_layer_of_a_plan_is_never_repeated(launched):
     step = Step()
     assert not step.repeat(step.layer(), *step.rows())

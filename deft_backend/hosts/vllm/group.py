@@ -40,6 +40,7 @@ class GroupAttention(ABC):
     counts: bool  # whether this group counts the server's steps; exactly one group does
     # What the requests share; without it, the host decodes mixed steps.
     prefixes: CachedPrefixes | None = None
+    equal_bits: bool = False  # vLLM's batch-invariant mode: tree attention decodes every request
     shows_batch: bool = True  # whether other threads may read the host's tensors between steps
     current: TreeStep | None = None  # the step of the metadata that was made last
     failure: FailureLatch = field(default_factory=FailureLatch)
@@ -177,12 +178,15 @@ _HELD = "deft_held"
 
 class HeldLayer(NamedTuple):
     kv_cache: torch.Tensor
+    scales: object  # of a cache of 8 bits
     sm_scale: float
     sinks: torch.Tensor | None
     addresses: LayerAddresses
 
     def holds(self, owner: Any, kv_cache: torch.Tensor) -> bool:
         if self.kv_cache is not kv_cache or self.sm_scale != owner.scale:
+            return False
+        if self.scales is not owner.deft_layer.scales:
             return False
         return self.sinks is None or self.sinks is owner.sinks
 
@@ -257,7 +261,7 @@ class TreeGroup(GroupAttention):
             self._judge(step, rows)
         if self.repeats and query.dtype == call.query.dtype:
             addresses = layer_addresses(k_cache, v_cache, **of_layer)
-            held = HeldLayer(call.kv_cache, layer.sm_scale, call.sinks, addresses)
+            held = HeldLayer(call.kv_cache, layer.scales, layer.sm_scale, call.sinks, addresses)
             setattr(call.owner, _HELD, held)
 
     def _judge(self, step: TreeStep, rows: torch.Tensor) -> None:

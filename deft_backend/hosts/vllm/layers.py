@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,12 @@ class Layer(NamedTuple):
         return None if name is None else getattr(torch, name)
 
     def with_scales_of(self, module: Any) -> Layer:
-        """The layer with the scales that the host's module holds, if its cache has 8 bits."""
-        if self.kv_dtype is None or self.scales is not None:
+        """The layer with the scales that the host's module holds now, if its cache has 8 bits."""
+        if self.kv_dtype is None:
             return self
         scales = (module._q_scale, module._k_scale, module._v_scale)
+        if self.scales is not None and all(map(is_, scales, self.scales)):
+            return self
         if any(scale.numel() != 1 for scale in scales):
             return self._replace(reason=self.reason or "scales for each head")
         return self._replace(scales=scales)

@@ -11,8 +11,10 @@ import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.division import LayerShape
 from deft_backend.hosts.vllm import group, server
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.layers import Layer
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Content, Steps
 from failure_lines import raising
@@ -64,7 +66,7 @@ def rests(monkeypatch):
     forward = PlainCpuImplementation.forward
 
     def recorded(self, layer, query, key, value, *args, **kwargs):
-        assert len(query) == len(key) == len(value)
+        assert key is value is None or len(query) == len(key) == len(value)
         tokens.append(len(query))
         return forward(self, layer, query, key, value, *args, **kwargs)
 
@@ -110,6 +112,14 @@ def test_padding_behind_the_batch_is_the_hosts():
     found = step.run(rows=3)
     close(found[:-3], reference(step.batch, step.cache))
     assert found[-3:].eq(7.0).all()
+
+
+def test_a_fused_kernel_has_written_keys_and_values(rests):
+    step = mixed()
+    output = torch.full(step.batch.query.shape, 7.0)
+    given = (step.batch.query, None, None, step.cache.tensor, step.metadata, output)
+    close(step.layers.impls[0].forward(None, *given), reference(step.batch, step.cache))
+    assert rests == [35]
 
 
 def test_sinks_and_soft_caps_in_both_parts():
@@ -217,8 +227,9 @@ def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeyp
     step.check()
 
 
-def test_another_group_with_the_same_requests(monkeypatch, rests):
-    """Model runner V1 copies a group's metadata for another group."""
+@pytest.mark.parametrize("slices", [True, False])
+def test_another_group_with_the_same_requests(slices, monkeypatch, rests):
+    """Model runner V1 copies a group's metadata for another group, which may slice no batch."""
 
     def update(self, metadata, blk_table, slot_mapping):
         copied = dataclasses.replace(metadata, block_table=blk_table)
@@ -236,11 +247,13 @@ def test_another_group_with_the_same_requests(monkeypatch, rests):
     cache = Cache(max(batch.pages, other.pages), 16)
     metadata = builders[0].build(0, batch.common(is_prefilling=PREFILLING))
     slots = torch.full((38,), -1)
+    if not slices:
+        builders[1].deft_rest = None
     updated = builders[1].update_block_table(metadata, other.table, slots)
+    assert (step_of(updated) is not None) == slices
     for layers, of, held in ((first, batch, metadata), (second, other, updated)):
-        assert step_of(held) is not None
         close(run(layers.impls[0], of, cache, held), reference(of, cache))
-    assert rests == [35, 35]
+    assert rests == [35, 35 if slices else 38]
 
 
 def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
@@ -433,6 +446,21 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
         step.run(0)
         close(step.run(1), reference(step.batch, step.cache, **options))
         assert repeated == [38]
+
+
+def test_a_layer_with_other_tensors_or_another_scale_is_not_the_held_one():
+    cache, sinks, scales = (torch.ones(1) for _ in range(3))
+    layer = Layer(LayerShape(4, 2, 64), 0.1, 0.0, None, cache="fp8", scales=(scales,) * 3)
+    owner = SimpleNamespace(scale=0.1, sinks=sinks, deft_layer=layer)
+    held = group.HeldLayer(cache, layer.scales, 0.1, sinks, None)
+    assert held.holds(owner, cache)
+    assert not held.holds(owner, cache.clone())
+    for changes in (
+        {"scale": 0.2},
+        {"sinks": sinks.clone()},
+        {"deft_layer": layer._replace(scales=(scales.clone(),) * 3)},
+    ):
+        assert not held.holds(SimpleNamespace(**{**vars(owner), **changes}), cache)
 
 
 # What requests share, by the scheduler's messages
