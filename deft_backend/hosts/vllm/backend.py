@@ -4,6 +4,7 @@ They are subclasses because vLLM checks classes: FLASH_ATTN, for example, reads 
 layers whose implementation is its own. They inherit names, layouts, sizes, KV writes and graphs.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 from deft_backend.hosts.vllm.builder import TreeBuilder
 from deft_backend.hosts.vllm.latent import unsupported_latent
 from deft_backend.hosts.vllm.layers import Layer, layer_of
-from deft_backend.hosts.vllm.step import LayerCall, step_of
+from deft_backend.hosts.vllm.step import LayerCall, TreeStep, step_of
 from deft_backend.hosts.vllm.versions import has_standard_cache
 from deft_backend.settings.config import Settings
 
@@ -79,26 +80,47 @@ class TreeImplementation:
         """The host's ``AttentionImpl.forward``, except for tree attention; KV is written."""
 
         given = (layer, query, key, value, kv_cache, attn_metadata, output)
-        step = step_of(attn_metadata)
+        step, host = step_of(attn_metadata), partial(self._host_forward, *given, *args, **kwargs)
         if step is None:
-            return self._host_forward(*given, *args, **kwargs)
+            return host()
         # Further arguments are scales of a fused output quantisation.
         if (args or kwargs) and any(a is not None for a in (*args, *kwargs.values())):
             step.group.leave(step, "a fused output quantisation")
-            return self._host_forward(*given, *args, **kwargs)
-        if not step.group.repeat(step, self, query, kv_cache, output):
-            self.deft_layer = self.deft_layer.with_scales_of(layer)
-            mine = self.deft_layer.scaled(float(self.scale))
-            sinks = self.sinks if mine.sinks else None
-            host = partial(self._host_forward, *given, *args, **kwargs)
-            call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
-            if not step.group.attend(step, call):
-                return host()
+            return host()
+        self.deft_layer = self.deft_layer.with_scales_of(layer)
+        if step.picked is not None:
+            host()
+            rows = step.picked.tokens
+            ours = output[rows]
+            if self._tree_attend(
+                step, query[rows], kv_cache, ours, lambda: ours.copy_(output[rows])
+            ):
+                output[rows] = ours
+            return output
+        if not self._tree_attend(step, query, kv_cache, output, host):
+            return host()
         if step.rest is not None:
-            at = step.tokens
-            q, k, v, rest = query[at:], key[at:], value[at:], output[at:]
-            self._host_forward(layer, q, k, v, kv_cache, step.rest, rest, *args, **kwargs)
+            # A fused kernel that has written the cache leaves no keys and values.
+            others = slice(step.tokens, None)
+            q, k, v = (None if each is None else each[others] for each in (query, key, value))
+            self._host_forward(layer, q, k, v, kv_cache, step.rest, output[others], *args, **kwargs)
         return output
+
+    def _tree_attend(
+        self,
+        step: TreeStep,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        host: Callable[[], object],
+    ) -> bool:
+        """Compute the step's rows, the first ones of `output`; False if the host must."""
+        if step.group.repeat(step, self, query, kv_cache, output):
+            return True
+        mine = self.deft_layer.scaled(float(self.scale))
+        sinks = self.sinks if mine.sinks else None
+        call = LayerCall(self, mine, query, output, kv_cache, sinks, host)
+        return step.group.attend(step, call)
 
     def _host_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return cast(torch.Tensor, cast(Any, super()).forward(*args, **kwargs))

@@ -6,11 +6,18 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from deft_backend.hosts.vllm.content import Content, content_of, prefills, sees_later_tokens
+from deft_backend.hosts.vllm.content import (
+    DOCUMENTS,
+    Content,
+    RestBuilder,
+    content_of,
+    prefills,
+    sees_later_tokens,
+    unsplit,
+)
 from deft_backend.hosts.vllm.factory import LayerGroup, create_group, log, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.mixed import DOCUMENTS, RestBuilder, unsplit
-from deft_backend.hosts.vllm.step import TreeStep, attach, is_attached, step_of
+from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
 from deft_backend.hosts.vllm.versions import host_cascades
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
@@ -46,14 +53,17 @@ class TreeBuilder:
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """At most ``UNIFORM_BATCH`` if tree attention may decode: vLLM would replay a graph for
         mixed batches for other kinds of batches. Under ``DEFT_VERIFY``, which compares results, no
-        graph.
+        graph. Neither in batch-invariant mode: vLLM replays a graph of decode steps also if a
+        request has a prompt's last token to compute.
         """
+        from vllm import envs
         from vllm.v1.attention.backend import AttentionCGSupport
 
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
         if unsupported_server(vllm_config) is not None:
             return support
-        if Settings.from_env().verify and support is not AttentionCGSupport.NEVER:
+        eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
+        if eager and support is not AttentionCGSupport.NEVER:
             leave_graphs_of_any_batch(vllm_config.compilation_config)
             return AttentionCGSupport.NEVER
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
@@ -82,15 +92,14 @@ class TreeBuilder:
         self, metadata: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
     ) -> None:
         step, group = None, self.deft_group
-        content = None if group is None else content_of(common, group.query_tokens)
+        content = None
+        if group is not None:
+            content = content_of(common, group.query_tokens, equal_bits=group.equal_bits)
         if group is not None and content is not None:
             reason = self._refuses(group, content, common_prefix_len, common)
             if reason is None:
-                step = tree_step(group, content, common)
-            if step is not None and content.kind == MIXED:
-                step.rest = self._rest(content, common, *args, **kwargs)
-                if step.rest is None:
-                    step, reason = None, "no metadata for a part of the batch"
+                step = self._tree_step(group, content, common, *args, **kwargs)
+                reason = "no metadata for a part of the batch" if step is None else None
             if not self._capturing:
                 group.count(step, content.decoded, reason)
         attach(metadata, step)
@@ -104,16 +113,16 @@ class TreeBuilder:
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: Any) -> Any:
         updated = self._host().update_block_table(metadata, blk_table, slot_mapping)
-        step, group = step_of(metadata), self.deft_group
+        step, group, mine = step_of(metadata), self.deft_group, None
         if step is not None and group is not None and group.refuses(*step.size) is None:
-            rest = step.rest
-            if rest is not None and self.deft_rest is not None:
+            if step.rest is None:
+                mine = step.with_page_table(group, blk_table, None)
+            elif self.deft_rest is not None:
                 rest = self.deft_rest.builder.update_block_table(
-                    rest, blk_table[len(step.seq_lens) :], slot_mapping[step.tokens :]
+                    step.rest, blk_table[len(step.seq_lens) :], slot_mapping[step.tokens :]
                 )
-            attach(updated, step.with_page_table(group, blk_table, rest))
-        else:
-            attach(updated, None)
+                mine = step.with_page_table(group, blk_table, rest)
+        attach(updated, mine)
         return updated
 
     def use_cascade_attention(
@@ -129,6 +138,17 @@ class TreeBuilder:
             return False
         return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
 
+    def _tree_step(
+        self, group: GroupAttention, content: Content, common: Any, *args: Any, **kwargs: Any
+    ) -> TreeStep | None:
+        if content.kind != MIXED:
+            return tree_step(group, content, common)
+        split = unsplit(content, common) is None
+        rest = self._rest(content, common, *args, **kwargs) if split else None
+        if rest is not None:
+            return tree_step(group, content, common, rest)
+        return picked_step(group, content, common) if group.equal_bits else None
+
     def _rest(self, content: Content, common: Any, *args: Any, **kwargs: Any) -> Any:
         if self.deft_rest is None or args or kwargs.keys() - {"fast_build"}:
             return None
@@ -138,7 +158,7 @@ class TreeBuilder:
             self.deft_rest = None
             log.warn(
                 f"{self.host.get_name()} made no metadata for a part of a batch ({error!r}); it "
-                "computes every step with prefills alone"
+                "computes all rows of every step with prefills"
             )
             return None
 
@@ -150,7 +170,8 @@ class TreeBuilder:
         query_tokens = group.query_tokens if content.verifies else 1
         reason = group.refuses(content.requests, query_tokens)
         if content.kind == MIXED:
-            reason = reason or group.gains_too_little() or unsplit(content, common)
+            if not group.equal_bits:
+                reason = reason or group.gains_too_little() or unsplit(content, common)
         else:
             reason = reason or group.uneven(common)
             reason = reason or group.too_little(capturing=self._capturing)
@@ -167,16 +188,24 @@ class TreeBuilder:
         return reason
 
 
-def tree_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
+def tree_step(group: GroupAttention, content: Content, common: Any, rest: Any = None) -> TreeStep:
     requests = content.requests
-    step = TreeStep(
-        group, common.block_table_tensor[:requests], common.seq_lens[:requests], content.tokens
-    )
+    table, lens = common.block_table_tensor[:requests], common.seq_lens[:requests]
+    step = TreeStep(group, table, lens, content.tokens, rest=rest)
     if content.verifies:
         # One number of query tokens for all batches: kernels are compiled for it.
         step.query_tokens = group.query_tokens
         step.query_start = common.query_start_loc[: requests + 1]
     return step
+
+
+def picked_step(group: GroupAttention, content: Content, common: Any) -> TreeStep:
+    """A step of the requests that decode, each with one token, wherever they stand."""
+    lens = common.seq_lens
+    requests = torch.from_numpy(content.decoding).to(lens.device, non_blocking=True)
+    picked = Picked(requests, common.query_start_loc[requests].long())
+    table = common.block_table_tensor[requests]
+    return TreeStep(group, table, lens[requests], content.tokens, picked=picked)
 
 
 def leave_graphs_of_any_batch(config: Any) -> None:

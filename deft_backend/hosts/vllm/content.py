@@ -1,4 +1,4 @@
-"""What a batch contains: requests that decode, that verify drafts, or that compute their prompt."""
+"""What a batch contains, and how a step that decodes and prefills is divided."""
 
 from __future__ import annotations
 
@@ -8,43 +8,53 @@ import numpy as np
 
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION, Decoded
 
+DOCUMENTS = "tokens of documents that attend to later tokens"
+
 
 class Content(NamedTuple):
     kind: str  # of step: DECODE, VERIFICATION or MIXED
-    # Leading requests with at most the query tokens of a verification, and their query tokens. In
-    # a graph these include padding requests and padding tokens.
+    # Requests of tree attention, and their query tokens. In a graph these include padding requests
+    # and padding tokens. In a mixed step they come first, if none is scattered.
     requests: int
     tokens: int
     decoded: Decoded  # for the counters
-    scattered: bool = False  # whether others of them stand behind requests with longer prompts
+    scattered: bool = False  # whether requests that decode stand behind others
+    decoding: Any = None  # [rows] int64 array: the requests that decode, in a mixed step
 
     @property
     def verifies(self) -> bool:
         return self.kind == VERIFICATION or (self.kind == MIXED and self.tokens > self.requests)
 
 
-def content_of(common: Any, query_tokens: int) -> Content | None:
+def content_of(common: Any, query_tokens: int, *, equal_bits: bool = False) -> Content | None:
+    """The content of a batch; None if it does not decode.
+
+    Tree attention may compute a short end of a prompt, too, unless `equal_bits` asks for the bits
+    of the host's prefill in any batch.
+    """
     batch, longest = int(common.num_reqs), int(common.max_query_len)
     if longest < 1:
         return None
     starts = common.query_start_loc_cpu.numpy()[: batch + 1]
-    context = _context(common)
-    if longest <= query_tokens:
+    lens, context, prefilling = np.diff(starts), _context(common), _prefilling(common)
+    if longest <= query_tokens and not (equal_bits and prefilling.any()):
         kind = DECODE if longest == 1 else VERIFICATION
-        tokens, rows = int(starts[batch]), int(np.count_nonzero(np.diff(starts)))
+        tokens, rows = int(starts[batch]), int(np.count_nonzero(lens))
         verified = tokens if kind == VERIFICATION else 0
         decoded = Decoded(kind, rows, int(context[:batch].sum()), verified)
         return Content(kind, batch, int(common.num_actual_tokens), decoded)
-    short = np.diff(starts) <= query_tokens
-    decodes = short & ~_prefilling(common)
-    rows = int(np.count_nonzero(decodes))
-    if rows == 0:
+    short = lens <= query_tokens
+    decodes = short & ~prefilling
+    decoding = np.flatnonzero(decodes)
+    if not len(decoding):
         return None
-    front = int(short.argmin())
-    tokens = int(starts[front])
-    verified = tokens if tokens > front else 0
-    decoded = Decoded(MIXED, rows, int(context[:batch][decodes].sum()), verified)
-    return Content(MIXED, front, tokens, decoded, bool(decodes[front:].any()))
+    front = int((decodes if equal_bits else short).argmin())
+    scattered = bool(decodes[front:].any())
+    requests = len(decoding) if equal_bits else front
+    tokens = requests if equal_bits else int(starts[front])
+    verified = tokens if tokens > requests else 0
+    decoded = Decoded(MIXED, len(decoding), int(context[decoding].sum()), verified)
+    return Content(MIXED, requests, tokens, decoded, scattered, decoding)
 
 
 def sees_later_tokens(common: Any) -> bool:
@@ -66,3 +76,45 @@ def _context(common: Any) -> Any:
     if lens is None and common.seq_lens.device.type == "cpu":
         lens = common.seq_lens
     return np.zeros(common.num_reqs, np.int64) if lens is None else lens.numpy()
+
+
+class RestBuilder:
+    """Makes the host's metadata of the requests behind a step's decode rows. A builder of its own:
+    graphs read the buffers that `first`, the builder of whole batches, keeps.
+    """
+
+    def __init__(self, host: Any, first: Any, arguments: tuple[Any, ...]) -> None:
+        self._first = first
+        self.builder = host.get_builder_cls()(*arguments)
+
+    def build(self, content: Content, common: Any, **options: Any) -> Any:
+        from vllm.v1.worker.ubatch_utils import UBatchSlice, _make_metadata_with_slice
+
+        requests = slice(content.requests, int(common.num_reqs))
+        tokens = slice(content.tokens, int(common.num_actual_tokens))
+        rest = _make_metadata_with_slice(UBatchSlice(requests, tokens), common)
+        if common.is_prefilling is not None:
+            rest.is_prefilling = common.is_prefilling[requests]
+        # One workspace of FlashInfer serves all builders: their kernels run one after the other.
+        if hasattr(self.builder, "set_workspace_buffer"):
+            self.builder.set_workspace_buffer(self._first._get_workspace_buffer())
+        return self.builder.build(0, rest, **options)
+
+
+_UNSLICED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens")
+"""Fields of the host's metadata that a part of a batch would lack."""
+
+
+def unsplit(content: Content, common: Any) -> str | None:
+    """Why the host's code cannot slice what follows the decode rows of a mixed step, or None."""
+    if content.scattered:
+        return "decode rows behind prefills"
+    if sees_later_tokens(common):
+        return DOCUMENTS
+    for name in _UNSLICED:
+        if getattr(common, name, None) is not None:
+            return f"a step with prefills and {name}"
+    padded = common.query_start_loc_cpu[common.num_reqs] != common.num_actual_tokens
+    if padded or common.seq_lens_cpu_upper_bound is None:
+        return "prefills of unknown lengths"
+    return None

@@ -59,7 +59,7 @@ vllm.v1.attention.backend
     CommonAttentionMetadata.{query_start_loc_cpu seq_lens_cpu_upper_bound} | read: verified
         tokens, and bytes that the host's kernel reads
 
-# Mixed steps: mixed.py, builder.py
+# Mixed steps: content.py, builder.py
 vllm.v1.worker.ubatch_utils
     UBatchSlice(request_slice, token_slice) | made: a part of a batch
     _make_metadata_with_slice(ubatch_slice, attn_metadata) | called, for the rest of a mixed step

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from vllm import envs
 
 from deft_backend.attention import LatentAttention, TreeAttention
 from deft_backend.hosts.common.latches import OnceLog
@@ -17,6 +18,7 @@ from deft_backend.hosts.common.limits import (
     LayerShape,
     Unsupported,
     for_any_batch,
+    other_policy,
     planned_on_device,
     refuse_if,
 )
@@ -32,6 +34,7 @@ from deft_backend.hosts.vllm.latent import (
 from deft_backend.hosts.vllm.layers import Layer, divide_layers, drafts, kv_views, query_tokens_of
 from deft_backend.hosts.vllm.server import Counted, server_of, untold
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
+from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_patches.vllm import observe_steps
 
@@ -51,7 +54,7 @@ class LayerGroup(NamedTuple):
 
 
 def create_group(layers: LayerGroup) -> GroupAttention | None:
-    settings = for_any_batch(Settings.from_env(), equal_bits=False)
+    settings = for_any_batch(Settings.from_env(), equal_bits=envs.VLLM_BATCH_INVARIANT)
     logger.setLevel(LOG_LEVELS[settings.log])
     warn_unknown()
     group = None
@@ -142,6 +145,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         tree_layers=alike,
         counts=not server.groups,  # the first one
         shows_batch=not sleeps,
+        equal_bits=envs.VLLM_BATCH_INVARIANT,
     )
     server.groups[key] = group
     logger.info(
@@ -169,14 +173,10 @@ def known_prefixes(vllm_config: Any, query_tokens: int) -> CachedPrefixes | None
 
 
 def unsupported_server(vllm_config: Any) -> str | None:
-    from vllm import envs
-
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    if envs.VLLM_BATCH_INVARIANT:
-        return (
-            "batch-invariant mode is not supported: tree attention would compute a prompt's last "
-            "token in some batches, and the host in others"
-        )
+    reason = depends_on_the_batch(vllm_config) if envs.VLLM_BATCH_INVARIANT else None
+    if reason is not None:
+        return reason
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification is not supported: only the device knows a request's tokens"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -187,6 +187,20 @@ def unsupported_server(vllm_config: Any) -> str | None:
     if getattr(parallel, "use_ubatching", False):
         return "decoding in micro-batches (dual batch overlap) is not supported"
     return None
+
+
+def depends_on_the_batch(vllm_config: Any) -> str | None:
+    """Why a request's bits would depend on other requests in vLLM's batch-invariant mode."""
+    settings, most = Settings.from_env(), vllm_config.scheduler_config.max_num_seqs
+    if vllm_config.speculative_config is not None:
+        return "batch-invariant mode with drafts is not supported: a verified token has other bits"
+    held = min(settings.max_batch, largest_batch())
+    if most > held:
+        return (
+            f"batch-invariant mode needs plans for all of the server's {most} requests, and they "
+            f"hold {held}: give --max-num-seqs {held}"
+        )
+    return other_policy(settings, "batch-invariant mode")
 
 
 def unsupported_spec(spec: Any, *, latent: bool = False) -> str | None:

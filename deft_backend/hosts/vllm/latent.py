@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import envs
 
 from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.forest import forest_from_page_tables
@@ -138,6 +139,8 @@ def unsupported_latent(host: Any, settings: Settings) -> str | None:
         return "sparse MLA is not supported"
     if not settings.mla:
         return MLA_IS_OFF
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch-invariant mode of MLA models is not supported"
     if host.get_name() != BACKEND:
         return f"MLA through {host.get_name()} is not supported ({BACKEND} is)"
     return None

@@ -27,6 +27,13 @@ class Group(Protocol):
         """The host's implementation computes a layer of the step, and this group's later steps."""
 
 
+class Picked(NamedTuple):
+    """The requests of a step that stand among others, and their query tokens, one each."""
+
+    requests: torch.Tensor  # [B] int64, on the device
+    tokens: torch.Tensor  # [B] int64, on the device
+
+
 @dataclass
 class TreeStep:
     """The data of a step that the host's metadata lacks; attached to that metadata.
@@ -49,6 +56,8 @@ class TreeStep:
     query_start: torch.Tensor | None = None
     # In a mixed step: the host's metadata of the requests behind these. Their rows follow `tokens`.
     rest: Any = None
+    # In a mixed step that is not split: the host computes all rows, and these are then replaced.
+    picked: Picked | None = None
     counted: Decoded | None = None  # what the counters hold of this step
     ran: set[int] = field(default_factory=set)  # layers that ran in this pass
 
@@ -58,7 +67,8 @@ class TreeStep:
 
     def with_page_table(self, group: Group, page_table: torch.Tensor, rest: Any) -> TreeStep:
         """The same requests in another group's page table [rows, P]."""
-        rows = page_table[: len(self.seq_lens)]
+        mine = slice(len(self.seq_lens)) if self.picked is None else self.picked.requests
+        rows = page_table[mine]
         return replace(self, group=group, page_table=rows, rest=rest, counted=None, ran=set())
 
 

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.common.division import LayerShape
+from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm import group, server
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer

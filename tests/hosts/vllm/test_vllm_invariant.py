@@ -1,0 +1,175 @@
+"""vLLM's batch-invariant mode: a request's bits do not depend on the other requests."""
+
+import random
+
+import pytest
+import torch
+from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from deft_backend.hosts.vllm import server
+from deft_backend.hosts.vllm.factory import unsupported_server
+from deft_backend.hosts.vllm.latent import unsupported_latent
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import Content, Steps
+from vllm_cpu_backend import PlainCpuBackend, PlainCpuImplementation
+from vllm_fakes import (
+    DIM,
+    KV_HEADS,
+    Batch,
+    Step,
+    make_config,
+    make_spec,
+    message,
+    reference,
+    run,
+    speculating,
+    state,
+    tree_layers,
+)
+
+TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
+
+
+@pytest.fixture(autouse=True)
+def mode(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+
+@pytest.fixture
+def hosts_rows(monkeypatch):
+    """Query tokens of every call of the host's implementation."""
+    tokens, forward = [], PlainCpuImplementation.forward
+
+    def recorded(self, layer, query, *args, **kwargs):
+        tokens.append(len(query))
+        return forward(self, layer, query, *args, **kwargs)
+
+    monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
+    return tokens
+
+
+def step_of_requests(lens, query_lens, prefilling, layers=None, *, shared=2, **changes):
+    layers = layers or tree_layers()
+    layers.builder(make_spec())
+    batch = Batch(lens, shared=shared, query_lens=query_lens)
+    server._current.prefixes.observe(message(batch))
+    common = batch.common(is_prefilling=torch.tensor(prefilling), **changes)
+    return Step(batch, layers, common)
+
+
+def alone(step, row, query):
+    """The output of one request of a step in a step of its own, which decodes one token."""
+    batch = Batch([int(step.batch.lens[row])], shared=0)
+    batch.table, batch.query = step.batch.table[row : row + 1], query
+    metadata = step.builder.build(0, batch.common())
+    return run(step.layers.impls[0], batch, step.cache, metadata)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bits_of_a_request_are_those_of_the_request_alone(seed, hosts_rows):
+    """Any order of requests that decode, that end a prompt by one token, and of longer prompts."""
+    draw = random.Random(seed)
+    kinds = [draw.choice(["decode", "decode", "end", "prompt"]) for _ in range(7)] + ["decode"]
+    draw.shuffle(kinds)
+    lens = [draw.randint(40, 700) for _ in kinds]
+    queries = [draw.randint(2, 30) if kind == "prompt" else 1 for kind in kinds]
+    step = step_of_requests(lens, queries, [kind != "decode" for kind in kinds], shared=2)
+    found, hosts = step.run(), [*hosts_rows]
+    decodes = [row for row, kind in enumerate(kinds) if kind == "decode"]
+    in_front = decodes == list(range(len(decodes)))
+    others = len(found) - (len(decodes) if in_front else 0)
+    assert hosts == ([others] if len(decodes) < len(kinds) else [])
+    own = torch.full(found.shape, 7.0)
+    kv = torch.full((2, len(found), KV_HEADS, DIM), float("nan"))
+    host = PlainCpuBackend.get_builder_cls().build(step.builder, 0, step.batch.common())
+    PlainCpuImplementation.forward(
+        step.layers.impls[0], None, step.batch.query, *kv, step.cache.tensor, host, own
+    )
+    for row, kind in enumerate(kinds):
+        rows = slice(int(step.batch.starts[row]), int(step.batch.starts[row + 1]))
+        expected = own[rows] if kind != "decode" else alone(step, row, step.batch.query[rows])
+        assert torch.equal(found[rows], expected)
+    torch.testing.assert_close(
+        found.double(), reference(step.batch, step.cache), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_a_prompts_last_token_among_decode_rows(hosts_rows):
+    """All requests have one token, as in a decode step. The host's kernel computes one of them."""
+    step = step_of_requests([40, 37, 33, 50], [1] * 4, [False, True, False, False])
+    assert step.tree.picked.requests.tolist() == [0, 2, 3]
+    step.check()
+    assert hosts_rows == [4, 4]
+    assert state().counters().steps == {Content("mixed", None): Steps(1, 3, (40 + 33 + 50) * TOKEN)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mm_req_doc_ranges": {3: [(20, 30)]}}, {"seq_lens_cpu_upper_bound": None}]
+)
+def test_requests_decode_by_tree_attention_where_the_host_slices_no_batch(changes, hosts_rows):
+    step = step_of_requests([40, 37, 33, 50], [1, 1, 1, 20], [False] * 3 + [True], **changes)
+    assert step.tree.picked.requests.tolist() == [0, 1, 2]
+    step.check()
+    assert hosts_rows == [23, 23]
+
+
+def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
+    monkeypatch.setenv("DEFT_MIN_BATCH", "4")
+    for shared in (0, 2):
+        step = step_of_requests([40, 33], [1, 9], [False, True], shared=shared)
+        assert step.tree.tokens == 1
+        step.check()
+    assert step.tree.group.attention.policy.name == "invariant"
+
+
+def test_a_failure_leaves_a_picked_step_to_the_host(monkeypatch, failures, hosts_rows):
+    step = step_of_requests([40, 37, 33], [1] * 3, [False, True, False])
+    monkeypatch.setattr(type(step.tree.group.attention), "run", lambda *_, **__: 1 / 0)
+    step.check()
+    assert hosts_rows == [3, 3]
+    assert "ZeroDivisionError" in failures[0]
+    failures.clear()
+
+
+def test_verified_results_of_a_picked_step(monkeypatch, hosts_rows):
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    step_of_requests([40, 37, 33], [1] * 3, [False, True, False]).check()
+    assert hosts_rows == [3, 3]
+
+
+def test_another_groups_page_table_is_picked_from():
+    """Model runner V1 copies a group's metadata for another group."""
+    step = step_of_requests([40, 37, 33], [1] * 3, [False, True, False])
+    other = Batch([40, 37, 33], shared=0, first_page=3)
+    copied = step.tree.with_page_table(step.tree.group, other.table, None)
+    assert torch.equal(copied.page_table, other.table[[0, 2]])
+
+
+def test_no_graph_is_captured():
+    """vLLM would replay a graph of decode steps for a step with a prompt's last token."""
+    config = make_config(compilation_config=CompilationConfig())
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    builder = tree_layers(config).backend.get_builder_cls()
+    builder._cudagraph_support = AttentionCGSupport.ALWAYS
+    assert builder.get_cudagraph_support(config, make_spec()) is AttentionCGSupport.NEVER
+    assert config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({"DEFT_POLICY": "invariant"}, {}, None),
+        ({"DEFT_POLICY": "fasttree"}, {}, "batch-invariant mode takes policy invariant, and"),
+        ({"DEFT_MAX_BATCH": "15"}, {}, "server's 16 requests, and they hold 15: give --max-num"),
+        ({}, {"speculative_config": speculating(4)}, "batch-invariant mode with drafts"),
+    ],
+)
+def test_servers_that_are_refused(settings, changes, reason, monkeypatch):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    refused = unsupported_server(make_config(**changes))
+    assert refused is None if reason is None else reason in refused
+    monkeypatch.setenv("DEFT_MLA", "1")
+    assert "of MLA models" in unsupported_latent(PlainCpuBackend, Settings.from_env())
