@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from deft_backend.attention.run_inputs import (
     check_step,
     requests_to_run,
 )
+from deft_backend.costs.table_lookup import shipped_on
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu, Step, run_plan, unsupported
 from deft_backend.planner import Plan, PlanCapacity
@@ -65,7 +67,7 @@ class TreeAttention(PlannedAttention):
         How KV and queries are grouped, by name; see :data:`deft_backend.policies.POLICY_NAMES`.
     max_tokens : int
         Most tokens of a request, and of a row of the page table. Only policy `invariant` reads it:
-        its plans must always fit, so the limits decide the length of its chunks.
+        its plans must always fit, so it sizes their arrays and the workspace.
     capacity : PlanCapacity, optional
         Sizes of the plan's arrays; default: a bound that follows from `max_batch`.
     compiled_for : Gpu, optional
@@ -155,8 +157,10 @@ class TreeAttention(PlannedAttention):
         tokens = QueryBlocks.most_tokens(query_tokens, shape.gqa_group)
         result_bytes = tokens * partial_result_bytes(num_query_heads, head_dim, dtype.itemsize)
         if one_way:
-            invariant = Invariant.for_limits(max_batch * blocks, max_tokens, result_bytes)
-            self.policy = invariant
+            # A table that `deft tune` measured on one machine must not change bits.
+            costs = shipped_on(shape)
+            self.policy = invariant = Invariant.for_target(replace(target, cost_model=costs))
+            invariant.check_workspace(max_batch * blocks, max_tokens, result_bytes)
             capacity = capacity or PlanCapacity.for_chunks(
                 max_batch * blocks, invariant.num_chunks(max_tokens)
             )
@@ -187,6 +191,12 @@ class TreeAttention(PlannedAttention):
     def target(self) -> Target:
         """What the last plan was made for; at first, requests with one query token."""
         return self._shape.target
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk by the policy's rule, as in :class:`~deft_backend.policies.Rules`."""
+        rules = self.policy.rules
+        return 0 if rules is None else rules.chunk_tokens
 
     @property
     def grouping(self) -> Grouping | None:

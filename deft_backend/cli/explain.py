@@ -17,7 +17,7 @@ from deft_backend.shapes import DTYPE_BYTES, SHORT_DTYPES
 
 if TYPE_CHECKING:
     from deft_backend.forest import PrefixForest
-    from deft_backend.policies import Target
+    from deft_backend.policies import Policy, Target
 
 
 def explain(
@@ -65,21 +65,21 @@ def explain(
             raise fail(f"{option} describes a tree or a trace; leave it out with --server")
     with reported(TraceError, ForestError, PolicyError, StateError):
         if server:
-            forest, target, layers, title, used = _from_server(port)
+            forest, target, layers, title, running = _from_server(port)
         else:
             names = "32/8" if heads is None else heads, "fp16" if dtype is None else dtype
             target = _target(*names, head_dim or 128)
-            used, layers = "auto", layers or 1
+            running, layers = get_policy("auto"), layers or 1
             forest, title = _described(tree, trace, index or 0, iteration)
-        name = used if policy is None else policy
-        grouping = get_policy(name).group(forest, target)
+        chosen = running if policy in (None, running.name) else get_policy(policy)
+        grouping = chosen.group(forest, target)
         explanation = explain_grouping(forest, grouping, target, layers)
     if as_json:
-        content = {"source": title, "policy": name, **explanation.to_dict()}
+        content = {"source": title, "policy": chosen.name, **explanation.to_dict()}
         typer.echo(json.dumps(content, indent=2))
         return
     console = Console()
-    console.print(f"[bold]{title}[/bold] · policy [cyan]{name}[/cyan]", highlight=False)
+    console.print(f"[bold]{title}[/bold] · policy [cyan]{chosen.name}[/cyan]", highlight=False)
     render(explanation, console)
 
 
@@ -114,7 +114,8 @@ def _described(
         raise TraceError(f"{trace}: tree {index}: {error}") from None
 
 
-def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]:
+def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, Policy]:
+    from deft_backend.policies import Invariant, get_policy
     from deft_backend.telemetry.state_reader import (
         StateError,
         read_state,
@@ -131,8 +132,10 @@ def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, str]
     forest = shown_forest(path)
     target = server_target(state, forest.page_size)
     title = f"server on port {state.port}, its last planned batch"
-    used = state.policy if state.policy in POLICY_NAMES else "auto"
-    return forest, target, state.num_layers, title, used
+    policy = get_policy(state.policy if state.policy in POLICY_NAMES else "auto")
+    if isinstance(policy, Invariant) and state.chunk_tokens:
+        policy = Invariant(state.chunk_tokens)
+    return forest, target, state.num_layers, title, policy
 
 
 def _target(heads: str, dtype: str, head_dim: int) -> Target:

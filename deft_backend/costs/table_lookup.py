@@ -72,13 +72,15 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
             damage = str(error)
         if damage is not None:
             damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
-    group = key.query_heads // key.kv_heads
-    shipped = nearest_table(key.gpu, facts, key.dtype, group)
+    shipped = nearest_table(key.gpu, facts, key.dtype, key.gqa_group)
     notice = None
     if key.gpu and damage is None and key.gpu != shipped.key.gpu:
         notice = _notice(key, shipped.key.gpu, facts)
-    model = shipped_for(key.query_heads, key.head_dim, key.dtype, key.gpu, facts, group)
-    return TableInUse(model, shipped.path, tuned=False, notice=notice, damage=damage)
+    return TableInUse(_shipped(key, facts), shipped.path, tuned=False, notice=notice, damage=damage)
+
+
+def _shipped(key: TableKey, facts: GpuFacts | None) -> CostModel:
+    return shipped_for(key.query_heads, key.head_dim, key.dtype, key.gpu, facts, key.gqa_group)
 
 
 def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
@@ -133,9 +135,17 @@ def table_key(
 
 def cost_model_on(shape: AttentionShape) -> CostModel:
     """The cost table to plan with on the shape's device, with the log of :func:`cost_model_for`."""
+    return cost_model_for(_key_of(shape), tables_directory(), gpu_facts(shape.device))
+
+
+def shipped_on(shape: AttentionShape) -> CostModel:
+    """The shipped table for the shape's device: the same on every machine with this GPU."""
+    return _shipped(_key_of(shape), gpu_facts(shape.device))
+
+
+def _key_of(shape: AttentionShape) -> TableKey:
     heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
-    key = table_key(shape.device, *heads, shape.kv_dtype, shape.page_size)
-    return cost_model_for(key, tables_directory(), gpu_facts(shape.device))
+    return table_key(shape.device, *heads, shape.kv_dtype, shape.page_size)
 
 
 @lru_cache(maxsize=1)

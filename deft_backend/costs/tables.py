@@ -78,6 +78,10 @@ class TableKey:
     page_size: int  # tokens a page of the KV cache
 
     @property
+    def gqa_group(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
     def shape(self) -> str:
         """The attention in words."""
         return (
@@ -162,8 +166,8 @@ def nearest_table(
 
     def differences(table: ShippedTable) -> tuple[float, float]:
         other = 0.0 if facts is None else abs(math.log(_balance(facts) / _balance(table.facts)))
-        heads = table.key.query_heads // table.key.kv_heads
-        return -1.0 if table.key.gpu == gpu else other, abs(math.log(group / heads))
+        same = -1.0 if table.key.gpu == gpu else other
+        return same, abs(math.log(group / table.key.gqa_group))
 
     if facts is None and all(table.key.gpu != gpu for table in tables):
         tables = tuple(table for table in tables if table.key.gpu == tables[0].key.gpu)

@@ -32,9 +32,8 @@ EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 ABSOLUTE = "absolute"
 """The rule of chunks of `invariant`: they begin at fixed positions of a context."""
 
-OCTAVE_LIMIT = 64
-"""For the rule ``absolute``, `chunk_tokens` is the tokens of the first chunks times OCTAVE_LIMIT,
-and the chunks of an octave."""
+PER_OCTAVE = 16
+"""For the rule ``absolute``: chunks of an octave, within which chunks are equally long."""
 
 
 class Rules(NamedTuple):
@@ -43,7 +42,7 @@ class Rules(NamedTuple):
     edges: str  # which edges are cut; one of :data:`EDGE_RULES`
     # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
     chunks: str
-    # Tokens of a chunk for the rule ``fixed``; see OCTAVE_LIMIT for the rule ``absolute``.
+    # Tokens of a chunk for the rule ``fixed``, and of the first chunks for the rule ``absolute``.
     chunk_tokens: int = 0
 
 

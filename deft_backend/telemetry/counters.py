@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from deft_backend.files.json_fields import number, records, text, whole, within
 
-SCHEMA = 3  # version of the state file's content
+SCHEMA = 4  # version of the state file's content
 
 DECODE, MIXED, VERIFICATION = KINDS = ("decode", "mixed", "verification")
 """Kinds of steps: each request decodes one token; some decode and others compute their prompts;
@@ -216,6 +216,7 @@ _TEXT = {"reader": text}
 _ID = {"reader": partial(whole, most=MOST)}
 _PORT = {"reader": partial(whole, most=65_535)}
 _SIZE = {"reader": partial(whole, least=1, most=MOST)}
+_CHUNK = {"reader": partial(whole, most=MOST)}
 
 
 @dataclass
@@ -229,6 +230,8 @@ class ServerDescription:
     host_version: str = field(metadata=_TEXT)
     backend: str = field(metadata=_TEXT)
     policy: str = field(metadata=_TEXT)
+    # Tokens of a chunk by the policy's rule (`Rules.chunk_tokens`); 0: each plan chooses it.
+    chunk_tokens: int = field(default=0, kw_only=True, metadata=_CHUNK)
     device: str = field(metadata=_TEXT)
     # Of the KV cache. Queries have it too, unless it has 8 bits.
     dtype: str = field(metadata=_TEXT)

@@ -220,6 +220,17 @@ def test_explain_reads_a_running_server(tmp_path, monkeypatch):
         assert content["kv_bytes"] == FOREST.tokens_stored * 2 * 2 * 64 * 2 * 4
 
 
+def test_explain_cuts_the_chunks_of_the_servers_policy_invariant(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_reader, "shown_forest", lambda path: build_forest([0], [], [1000]))
+    content = state(policy="invariant", chunk_tokens=128)
+    state_path(tmp_path / "servers", 31234).write_text(json.dumps(content))
+    for asked in ([], ["--policy", "invariant"]):
+        code, out, _ = run("explain", "--server", *asked, "--json", DEFT_CACHE_DIR=str(tmp_path))
+        assert code == 0
+        groups = json.loads(out)["groups"]
+        assert [group["tokens"] for group in groups] == [128] * 7 + [104]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     """The drawn groups are those of the planner that decodes."""

@@ -8,35 +8,65 @@ from hypothesis import strategies as st
 
 from attention_checks import tree_attention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.policies import Invariant, PolicyError, invariant
-from deft_backend.policies.invariant import WORKSPACE_LIMIT, Places
+from deft_backend.policies import Invariant, PolicyError, Target
+from deft_backend.policies.policy import PER_OCTAVE
 from strategies import batches
 
 C = 4  # tokens of a first chunk, so that contexts of the tests have many chunks
 
 
-@pytest.mark.parametrize("places", [Places(1, 16), Places(3, 4), Places(256, 16), Places(256, 8)])
-def test_chunks_follow_one_another_and_double_in_each_octave(places):
+@pytest.mark.parametrize("policy", [Invariant(1), Invariant(3), Invariant(64), Invariant(256)])
+def test_chunks_follow_one_another_and_double_in_each_octave(policy):
     token = np.arange(200_000)
-    chunk = places.chunk_at(token)
+    chunk = policy.chunk_at(token)
     assert set(np.diff(chunk).tolist()) == {0, 1}
-    assert (places.begin_of(chunk) <= token).all()
-    assert (token < places.begin_of(chunk + 1)).all()
-    length = np.diff(places.begin_of(np.arange(chunk[-1] + 1))) // places.chunk_tokens
-    octave = np.arange(len(length)) // places.per_octave
+    assert (policy.begin_of(chunk) <= token).all()
+    assert (token < policy.begin_of(chunk + 1)).all()
+    length = np.diff(policy.begin_of(np.arange(chunk[-1] + 1))) // policy.chunk_tokens
+    octave = np.arange(len(length)) // PER_OCTAVE
     assert (length == 2 ** np.maximum(octave - 1, 0)).all()
 
 
-def test_chunks_are_as_short_as_the_largest_batchs_partial_results_allow():
-    expected = {(256, 8192): (256, 16), (2048, 8192): (256, 8), (512, 131_072): (256, 16),
-                (1024, 131_072): (256, 8), (2048, 131_072): (512, 4)}  # fmt: skip
-    for (queries, tokens), places in expected.items():
-        found = Invariant.for_limits(queries, tokens, 8448)
-        assert found.places == places
-        assert queries * found.num_chunks(tokens) * 8448 <= WORKSPACE_LIMIT
-    with pytest.raises(PolicyError, match="partial result of each query: 600 of 1048576 bytes"):
-        Invariant.for_limits(600, 4096, 1 << 20)
+H200 = ("NVIDIA H200", GpuFacts(132, 1980.0, 4814.304))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "gpu", "expected"),
+    [
+        ((32, 8), 128, "bfloat16", H200, 256),
+        ((32, 8), 128, "float16", ("NVIDIA H100 80GB HBM3", None), 256),
+        ((32, 8), 128, "float8_e4m3fn", H200, 512),  # less time for a token, as much for an item
+        ((16, 8), 256, "bfloat16", H200, 128),
+    ],
+)
+def test_the_costs_of_a_head_shape_choose_the_chunks(heads, head_dim, dtype, gpu, expected):
+    """Their constant time is about half of their tokens' time, computed by hand."""
+    group = heads[0] // heads[1]
+    costs = shipped_for(heads[0], head_dim, dtype, *gpu, group)
+    programs = 132 // heads[1]
+    target = Target(*heads, head_dim, tile_programs=(programs,) * 3, cost_model=costs)
+    policy = Invariant.for_target(target)
+    assert policy.chunk_tokens == expected
+    tiles = costs.tiles
+    constant = tiles.item_ns[1] / programs + 64 // group * tiles.partial_ns
+    assert 2**-0.5 <= 2 * constant / (expected * tiles.token_ns[1] / programs) <= 2**0.5
+
+
+def test_the_largest_batch_changes_the_room_alone():
+    """The same chunks for any limits; what does not fit is refused, with what would."""
+    small, large = (
+        tree_attention(policy="invariant", max_batch=batch, max_tokens=tokens)
+        for batch, tokens in ((2, 300), (64, 131_072))
+    )
+    assert small.policy == large.policy == Invariant(small.chunk_tokens)
+    assert small.capacity.max_entries == 2 * small.policy.num_chunks(300)
+    chunks = Invariant(256).num_chunks(131_072)
+    most = (2 << 30) // (chunks * 8448)
+    Invariant(256).check_workspace(most, 131_072, 8448)
+    with pytest.raises(PolicyError, match=f"exceed 2048 MiB; allow at most {most} at a time"):
+        Invariant(256).check_workspace(most + 1, 131_072, 8448)
 
 
 class Pool:
@@ -79,7 +109,7 @@ class Pool:
 def attention_of():
     """Attentions whose first chunks have C tokens; hypothesis draws many batches for each."""
     patched = pytest.MonkeyPatch()
-    patched.setattr(invariant, "SHORTEST_CHUNK", C)
+    patched.setattr(Invariant, "for_target", lambda target: Invariant(C))
     made = {}
 
     def attention_of(max_batch=12, **changes):
@@ -89,7 +119,7 @@ def attention_of():
             made[key] = tree_attention(
                 policy="invariant", max_batch=max_batch, max_tokens=2048, **changes
             )
-            assert made[key].policy.places.chunk_tokens == C
+            assert made[key].chunk_tokens == C
         return made[key]
 
     yield attention_of

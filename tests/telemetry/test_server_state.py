@@ -41,7 +41,7 @@ def test_state_file(tmp_path):
     tree_step(state, tokens=6, loaded=4)
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert content["schema"] == 3
+    assert content["schema"] == 4
     assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
     assert content["steps_host"] == {"small": 1}
     assert (content["steps_tree"], content["decode_steps"]) == (1, 2)
@@ -56,10 +56,11 @@ TEXTS = ("host", "host_version", "backend", "policy", "device", "dtype")
 
 def test_a_reader_finds_the_server_that_the_writer_described(tmp_path):
     state = make_state()
+    state.chunk_tokens = 256
     writer = StateWriter(state, tmp_path)
     writer.look()
     reading = read_state(writer.path)
-    names = {"pid", "port", "rank", *TEXTS, *SIZES}
+    names = {"pid", "port", "rank", "chunk_tokens", *TEXTS, *SIZES}
     assert reading.description() == {name: getattr(state, name) for name in names}
 
 

@@ -134,7 +134,7 @@ def _decided(steps: TreeSteps, settings: Settings) -> tuple[object, ...]:
     return (
         steps.sharing is None,
         layers.attention.capacity.max_batch,
-        settings.policy,
+        str(getattr(layers.attention, "policy", settings.policy)),
         settings.min_batch,
         tuple(layers.division.tree),
     )
@@ -174,7 +174,9 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
     if attention.device.type == "cuda":
         tensors = _step_tensors(runner, division.tree)
         prepare_kernels(attention, tensors, settings)
-    state, asks = state_of(runner, division, NAME, settings.policy), model_asks(runner)
+    chunk_tokens = attention.chunk_tokens
+    state = state_of(runner, division, NAME, settings.policy, chunk_tokens=chunk_tokens)
+    asks = model_asks(runner)
     return TreeLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 
 

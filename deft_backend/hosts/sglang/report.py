@@ -20,6 +20,7 @@ def state_of(
     backend: str,
     policy: str,
     *,
+    chunk_tokens: int = 0,
     values_apart: bool = True,
 ) -> ServerState:
     shape = planned_shape(division) or LayerShape(0, 0, 0)
@@ -31,6 +32,7 @@ def state_of(
         host_version=SGLANG.installed() or "unknown",
         backend=backend,
         policy=policy,
+        chunk_tokens=chunk_tokens,
         device=str(runner.device),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=len(division.tree),

@@ -126,7 +126,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     sleeps = can_sleep(vllm_config)
     attention = outside_memory_pools(set_up, device) if sleeps else set_up()
     counted = Counted(
-        shape, layer.kv_dtype or dtype, device, alike, values_apart=layer.value_dim is None
+        shape,
+        layer.kv_dtype or dtype,
+        device,
+        alike,
+        values_apart=layer.value_dim is None,
+        chunk_tokens=getattr(attention, "chunk_tokens", 0),
     )
     made: Callable[..., GroupAttention]
     if isinstance(attention, LatentAttention):

@@ -71,6 +71,7 @@ class Counted(NamedTuple):
     device: torch.device
     num_layers: int  # layers of the whole model with this shape and cache
     values_apart: bool = True  # whether their cache holds values besides keys; not with MLA
+    chunk_tokens: int = 0  # of the policy, as in `ServerDescription`
 
 
 @dataclass
@@ -136,6 +137,7 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         host_version=VLLM.installed() or "unknown",
         backend=asked_name(vllm_config),
         policy=settings.policy,
+        chunk_tokens=counted.chunk_tokens,
         device=counted.device.type,
         dtype=str(counted.dtype).removeprefix("torch."),
         num_layers=counted.num_layers,

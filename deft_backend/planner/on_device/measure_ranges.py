@@ -149,7 +149,7 @@ def measure_ranges(
 
     The first ``ceil(batch / BLOCK)`` programs measure leaves, the others nodes. A program compares
     its ranges with LEAVES leaves at a time, and with NODES nodes. `block` is the length of a KV
-    block. By the rule ``absolute`` it says where chunks begin (`policies.policy.OCTAVE_LIMIT`).
+    block; by the rule ``absolute``, of the first chunks.
     """
     if OVERLAPPED:
         gdc_launch_dependents()

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton import jit
 
-from deft_backend.policies.policy import OCTAVE_LIMIT
+from deft_backend.policies import policy
 
-LIMIT = tl.constexpr(OCTAVE_LIMIT)
+PER_OCTAVE = tl.constexpr(policy.PER_OCTAVE)
 
 
 @jit
@@ -75,21 +75,19 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS):
 
 
 @jit
-def chunk_at(token, places):
+def chunk_at(token, chunk_tokens):
     """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
-    OCTAVES: tl.constexpr = LIMIT.value
-    per_octave = places % OCTAVES
-    unit = token // (places // OCTAVES)
+    CHUNKS: tl.constexpr = PER_OCTAVE.value
+    unit = token // chunk_tokens
     # The exponent of a float32, which holds any number of octaves of a context exactly.
-    of_octave = tl.maximum(unit // per_octave, 1).to(tl.float32)
+    of_octave = tl.maximum(unit // CHUNKS, 1).to(tl.float32)
     octave = (of_octave.to(tl.int32, bitcast=True) >> 23) - 127
-    return octave * per_octave + (unit >> octave)
+    return octave * CHUNKS + (unit >> octave)
 
 
 @jit
-def chunk_begin(chunk, places):
+def chunk_begin(chunk, chunk_tokens):
     """The first token of each chunk of `invariant`."""
-    OCTAVES: tl.constexpr = LIMIT.value
-    per_octave = places % OCTAVES
-    octave = tl.maximum(chunk // per_octave - 1, 0)
-    return ((chunk - octave * per_octave) << octave) * (places // OCTAVES)
+    CHUNKS: tl.constexpr = PER_OCTAVE.value
+    octave = tl.maximum(chunk // CHUNKS - 1, 0)
+    return ((chunk - octave * CHUNKS) << octave) * chunk_tokens

@@ -332,8 +332,8 @@ def write_plan(
 
     The first program writes how much there is. The next ``ceil(batch / LEAVES)`` programs write
     leaves, the others nodes in turn. `segment_table` gets the page-table row of each segment.
-    Chunks are whole KV blocks of `block` tokens. By the rule ``absolute``, `block` says where they
-    begin (`policies.policy.OCTAVE_LIMIT`), and only a request's last chunk takes the small tile.
+    Chunks are whole KV blocks of `block` tokens. By the rule ``absolute``, the first chunks have
+    `block` tokens, and only a request's last chunk takes the small tile.
     """
     if OVERLAPPED:
         gdc_wait()

@@ -72,7 +72,10 @@ def title(engine: Engine) -> str:
     if reading is None:
         return ""
     name = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
-    parts = [name, f"{reading.backend}, policy {reading.policy}", reading.device]
+    policy = f"{reading.backend}, policy {reading.policy}"
+    if reading.chunk_tokens:
+        policy = f"{policy}, chunks of {reading.chunk_tokens} tokens"
+    parts = [name, policy, reading.device]
     if engine.processes > 1:
         parts.append(counted(engine.processes, "process", "processes"))
     return " · ".join(parts)

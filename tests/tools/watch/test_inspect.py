@@ -31,6 +31,7 @@ class Served:
 
     def __init__(self, folder):
         self.state = make_state()
+        self.state.policy, self.state.chunk_tokens = "invariant", 256
         self.writer = StateWriter(self.state, folder)
         self.decode(["a", "b", "c", "d"])
         self.writer.start()  # signs of life, however slow the machine is
@@ -68,6 +69,7 @@ def test_the_data(served):
     assert content["status"] in ("decoding", "idle")  # on a slow machine
     assert content["engines"] == ["1"]
     assert [request["name"] for request in batch["requests"]] == ["#0", "#1", "#2", "#3"]
+    assert content["title"] == "SGLang 0 · deft, policy invariant, chunks of 256 tokens · cpu"
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
     words = {name: "".join(text for text, _ in parts) for name, parts in content["lines"]}
     assert words["batch"].startswith("4 requests · share 3.3: ")
