@@ -18,7 +18,6 @@ COMMANDS = {
     "kernel-sets": "kernel.command",
     "mla": "latent.command",
     "papers": "papers.command",
-    "planning": "planning",
     "invariant": "invariant",
     "policy-gaps": "policy_gaps",
     "fuzz": "fuzz.command",

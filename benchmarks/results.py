@@ -24,9 +24,6 @@ POLICIES = (
     "deft-node",
 )  # fmt: skip
 
-PLANNED = (16, 32, 64, 128, 256, 1024, 2048)
-"""Numbers of requests whose plans the page shows."""
-
 HEAD = """# Tables of the records
 
 `python -m benchmarks results` writes this page from the JSON files in this folder. Do not edit it.
@@ -334,16 +331,6 @@ def _latent_lines(run: Run) -> Iterator[Line]:
         yield str(heads), str(tokens), str(len(group)), *columns
 
 
-def _plan_lines(run: Run) -> Iterator[Line]:
-    """Microseconds of a plan, by policy and number of requests."""
-    rows = [row for row in run.rows if "plan_us" in row]
-    policy = run.header.get("policy", "auto")
-    for name, group in _grouped(rows, lambda row: row.get("policy", policy)).items():
-        sizes = _grouped(group, lambda row: row["requests"])
-        times = ([row["plan_us"] for row in sizes.get(size, [])] for size in PLANNED)
-        yield f"`{name}`", *(_range(of_size, 1) for of_size in times)
-
-
 def _start_lines(run: Run) -> Iterator[Line]:
     for row in run.rows:
         if row["seconds"] is not None:
@@ -456,12 +443,6 @@ SECTIONS = (
         "papers-(?!servers).*",
         "table or figure|heads|cases|base|time over the base's: mean (range)",
         _paper_lines,
-    ),
-    Section(
-        "Planning on the device, microseconds a plan",
-        "planning-.*",
-        f"policy|{'|'.join(f'{size:,} requests' for size in PLANNED)}",
-        _plan_lines,
     ),
     Section(
         "Starts, seconds to the first answer",

@@ -15,6 +15,7 @@ from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
 from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.poisoned_cache import PoisonedCache
 from benchmarks.fuzz.random_steps import RandomStep, draw_step
+from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.settings.policy_names import AUTO
@@ -65,6 +66,7 @@ class AttentionFuzzer:
         self.limits = Limits(requests, (1500 if large else 120) + self._drafted, pages)
         self._cache = PoisonedCache(setting, pages, device)
         self._attention: dict[str, TreeAttention] = {}
+        self._faults: dict[int, str] = {}  # mistakes of plans, by seed
 
     def draw(self, seed: int, planner: str) -> tuple[RandomBatch, RandomStep]:
         """The batch of a seed, and its step."""
@@ -78,6 +80,7 @@ class AttentionFuzzer:
     def run(self, seeds: Sequence[int], planner: str) -> AttentionCounts:
         """Run a case for each seed."""
         drawn = [self.draw(seed, planner) for seed in seeds]
+        self._faults = {}
         kinds = Counter(kind for one in drawn for kind in kinds_of(self.setting, *one))
         errors = torch.stack(
             [self.error(*one, seed, planner) for seed, one in zip(seeds, drawn, strict=True)]
@@ -88,6 +91,7 @@ class AttentionFuzzer:
             for seed, error in zip(seeds, errors, strict=True)
             if not error <= limit
         ]
+        failures += [Failure(seed, planner, fault) for seed, fault in self._faults.items()]
         passed = [error for error in errors if error <= limit]
         return AttentionCounts(failures, max(passed, default=0.0), kinds)
 
@@ -119,7 +123,10 @@ class AttentionFuzzer:
                 np.ascontiguousarray(batch.page_table[batch.rows]), batch.planned_lens,
                 batch.page_size, check=batch.monotone,
             )  # fmt: skip
-            attention.plan(forest, query_tokens=step.query_tokens)
+            plan = attention.plan(forest, query_tokens=step.query_tokens)
+            where = (batch.contents, batch.rows, step.seq_lens, batch.page_size)
+            if fault := fault_of(plan, *where, attention.target, self._drafted):
+                self._faults[seed] = fault
             static = seed % 3 == 0
         attention.poison_workspace()
         k_cache, v_cache = self._cache.filled

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.fuzz.plan_settings import PAGE_SIZES
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.shapes import QueryBlocks
 
@@ -20,6 +19,8 @@ FEW_KV_HEADS = 2
 """For the interpreter, which runs the programs of each KV head one after the other."""
 
 HEAD_DIMS = (128, 64, 256, 96)
+
+PAGE_SIZES = (1, 16, 64, 5)
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2.5e-2, "float32": 2e-5}
 """Largest error of one query head's output: the norm of the difference over that of the output. It

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -16,25 +15,22 @@ import torch
 import typer
 from hypothesis import HealthCheck, Phase, given
 
-from benchmarks.e2e.command import listed, typed_command
+from benchmarks.e2e.command import typed_command
 from benchmarks.fuzz.examples import (
-    ATTENTION,
-    PLANS,
     Counts,
     Example,
     Runner,
     attention_examples,
-    plan_examples,
 )
 from benchmarks.row_files import RowsError, make_folder, write_rows
-from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.errors import reported
 from deft_backend.files.provenance import provenance
 
 EXAMPLES = 8
 """Examples of a round; the time is looked at between rounds."""
 
 
-def work(what: str, seconds: float, seed: int, share: float, now: Path) -> Counts:
+def work(seconds: float, seed: int, share: float, now: Path) -> Counts:
     """Run examples until time is up; `now` holds the one that runs, if this process dies."""
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
@@ -43,9 +39,7 @@ def work(what: str, seconds: float, seed: int, share: float, now: Path) -> Count
     runner = Runner(torch.device("cuda" if on_gpu else "cpu"))
     seeds = 64 if on_gpu else 2
     dtypes = ("bfloat16", "float16") if on_gpu else ("bfloat16", "float16", "float32")
-    strategy = plan_examples(large=on_gpu, seeds=seeds)
-    if what == ATTENTION:
-        strategy = attention_examples(dtypes, large=on_gpu, seeds=seeds)
+    strategy = attention_examples(dtypes, large=on_gpu, seeds=seeds)
     end = time.monotonic() + seconds
 
     def one(example: Example) -> None:
@@ -67,16 +61,16 @@ def work(what: str, seconds: float, seed: int, share: float, now: Path) -> Count
     return runner.counts
 
 
-def run(what: str, seconds: float, seed: int, processes: int, folder: Path) -> dict[str, Any]:
-    """The row of one kind of examples, over all processes."""
+def run(seconds: float, seed: int, processes: int, folder: Path) -> dict[str, Any]:
+    """The row of the examples of all processes."""
     began = time.monotonic()
     total = Counts()
-    files = [folder / f"{what}-{number}.json" for number in range(processes)]
+    files = [folder / f"fuzz-{number}.json" for number in range(processes)]
     spawn = multiprocessing.get_context("spawn")
     pools = [ProcessPoolExecutor(1, mp_context=spawn) for _ in files]  # one may die alone
     share = min(0.5, 0.75 / processes)
     running = [
-        pool.submit(work, what, seconds, processes * seed + number, share, now)
+        pool.submit(work, seconds, processes * seed + number, share, now)
         for number, (pool, now) in enumerate(zip(pools, files, strict=True))
     ]
     for ended, now in zip(running, files, strict=True):
@@ -84,45 +78,37 @@ def run(what: str, seconds: float, seed: int, processes: int, folder: Path) -> d
             total.add(ended.result())
         except (BrokenProcessPool, RuntimeError) as error:
             last = json.loads(now.read_text()) if now.is_file() else {}
-            total.failures.append({"what": what, **last, "why": f"its process ended: {error}"})
+            total.failures.append({**last, "why": f"its process ended: {error}"})
         finally:
             now.unlink(missing_ok=True)
     for pool in pools:
         pool.shutdown()
-    return {"what": what, "seconds": round(time.monotonic() - began, 1), **vars(total)}
+    return {"what": "attention", "seconds": round(time.monotonic() - began, 1), **vars(total)}
 
 
 def fuzz(
     out: Annotated[Path, typer.Option(help="JSON file of what ran.")],
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each kind.")] = 60.0,
-    what: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="plans, attention, or both.")
-    ] = f"{PLANS},{ATTENTION}",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to run.")] = 60.0,
     processes: Annotated[
         int, typer.Option(min=1, help="Processes, each with examples of its own.")
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Another seed runs other examples.")] = 0,
 ) -> None:
-    """Compare plans of host and device with each other, and attention with a plain reference.
+    """Compare attention with a plain reference, and walk the plans of the CPU.
 
     Requests have one query token or several, as chains and as token trees. KV caches have 16 or 8
     bits and the layouts of hosts. Some attention has sinks or a soft cap. A failing example is in
     the record, as tests/benchmarks/fuzz_cases.json holds those that the tests replay. Exits with 1
     if one fails.
     """
-    chosen: Sequence[str] = listed(what)
-    if not chosen or not set(chosen) <= {PLANS, ATTENTION}:
-        raise fail(f"--what is {what!r}; expected {PLANS} or {ATTENTION}, or both with a comma")
     with reported(RowsError):
         make_folder(out)
-        rows = [run(name, seconds, seed, processes, out.parent) for name in chosen]
-        write_rows(out, rows, {**provenance(), "command": typed_command()})
-    for row in rows:
-        typer.echo(
-            f"{row['what']}: {row['plans']} plans in {row['seconds']} s, {row['same']} of "
-            f"{row['compared']} the same on host and device, {row['ties']} ties; "
-            f"{len(row['failures'])} failures; largest errors {row['largest_error']}"
-        )
-        for failure in row["failures"][:20]:
-            typer.echo(f"FAILED {json.dumps(failure)}")
-    raise typer.Exit(any(row["failures"] for row in rows))
+        row = run(seconds, seed, processes, out.parent)
+        write_rows(out, [row], {**provenance(), "command": typed_command()})
+    typer.echo(
+        f"{row['plans']} plans in {row['seconds']} s; {len(row['failures'])} failures; largest "
+        f"errors {row['largest_error']}"
+    )
+    for failure in row["failures"][:20]:
+        typer.echo(f"FAILED {json.dumps(failure)}")
+    raise typer.Exit(bool(row["failures"]))

@@ -12,56 +12,32 @@ from hypothesis import strategies as st
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.attention_settings import PLANNERS, AttentionSetting, attention_settings
 from benchmarks.fuzz.outcome import Failure
-from benchmarks.fuzz.plan_cases import PlanFuzzer
-from benchmarks.fuzz.plan_settings import PlanSetting, plan_settings
-
-PLANS, ATTENTION = "plans", "attention"
 
 
 @dataclass(frozen=True)
 class Example:
     """Batches of one setting: those of `seeds` numbers from `seed` on.
 
-    - `planner`: of attention; plans are compared between planners.
+    - `planner`: one of :data:`~benchmarks.fuzz.attention_settings.PLANNERS`.
     - `large`: whether batches are as large as a GPU runs fast.
     """
 
-    setting: PlanSetting | AttentionSetting
+    setting: AttentionSetting
     planner: str
     seed: int
     seeds: int
     large: bool
 
-    @property
-    def what(self) -> str:
-        return PLANS if isinstance(self.setting, PlanSetting) else ATTENTION
-
     def to_dict(self) -> dict[str, Any]:
         """As a record holds it; :func:`example_of` reads it."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {"what": self.what, **values, "setting": asdict(self.setting)}
+        return {**values, "setting": asdict(self.setting)}
 
 
 def example_of(content: dict[str, Any]) -> Example:
     """The example of :meth:`Example.to_dict`."""
-    values = dict(content["setting"])
-    if content["what"] == PLANS:
-        values["tiles"] = tuple(values["tiles"])
-    setting = (PlanSetting if content["what"] == PLANS else AttentionSetting)(**values)
     known = {name: content[name] for name in ("planner", "seed", "seeds", "large")}
-    return Example(setting, **known)
-
-
-def plan_examples(*, large: bool, seeds: int) -> st.SearchStrategy[Example]:
-    """Any setting of plans; the common ones are the simplest."""
-    return st.builds(
-        Example,
-        st.sampled_from(plan_settings()),
-        st.just("device"),
-        st.integers(0, 1 << 40),
-        st.just(seeds),
-        st.just(large),
-    )
+    return Example(AttentionSetting(**content["setting"]), **known)
 
 
 def attention_examples(
@@ -80,13 +56,9 @@ def attention_examples(
 
 @dataclass
 class Counts:
-    """What examples came to; `same` and `ties` are of the `compared` batches that two planners
-    planned."""
+    """What examples came to."""
 
     plans: int = 0
-    compared: int = 0
-    same: int = 0
-    ties: int = 0
     skipped: int = 0
     by_planner: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -95,7 +67,7 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add another process's counts."""
-        for name in ("plans", "compared", "same", "ties", "skipped", "failures"):
+        for name in ("plans", "skipped", "failures"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.by_planner.update(other.by_planner)
         self.kinds.update(other.kinds)
@@ -109,42 +81,32 @@ class Runner:
     def __init__(self, device: torch.device) -> None:
         self.counts = Counts()
         self._device = device
-        self._fuzzers: dict[Any, Any] = {}
+        self._fuzzers: dict[Any, AttentionFuzzer] = {}
 
     def run(self, example: Example) -> list[Failure]:
         """Run an example and count it; returns what fails."""
         key = (example.setting, example.large)
         if key not in self._fuzzers:
-            make: Any = PlanFuzzer if example.what == PLANS else AttentionFuzzer
-            self._fuzzers[key] = make(example.setting, self._device, large=example.large)
+            self._fuzzers[key] = AttentionFuzzer(example.setting, self._device, large=example.large)
         fuzzer, counts = self._fuzzers[key], self.counts
         seeds = range(example.seed, example.seed + example.seeds)
         try:
-            found = (
-                fuzzer.run(seeds) if example.what == PLANS else fuzzer.run(seeds, example.planner)
-            )
+            found = fuzzer.run(seeds, example.planner)
         except torch.OutOfMemoryError:
             del self._fuzzers[key]
             torch.cuda.empty_cache()
             counts.skipped += example.seeds
             return []
         counts.kinds += found.kinds
-        if isinstance(example.setting, PlanSetting):
-            counts.plans += found.plans
-            counts.compared += found.compared
-            counts.same += found.same
-            counts.ties += len(found.ties)
-        else:
-            counts.plans += example.seeds
-            counts.by_planner[example.planner] += example.seeds
-            dtype = example.setting.dtype
-            error = max(found.largest_error, counts.largest_error.get(dtype, 0.0))
-            counts.largest_error[dtype] = error
+        counts.plans += example.seeds
+        counts.by_planner[example.planner] += example.seeds
+        dtype = example.setting.dtype
+        error = max(found.largest_error, counts.largest_error.get(dtype, 0.0))
+        counts.largest_error[dtype] = error
         failed = [
             {**example.to_dict(), "seed": each.seed, "seeds": 1, "why": each.why}
             | {"planner": each.planner}
             for each in found.failures
         ]
         counts.failures += failed
-        failures: list[Failure] = found.failures
-        return failures
+        return found.failures

@@ -43,11 +43,13 @@ class Row(_EveryRow, total=False):
     """One case; in old files, its last fields are missing.
 
     ``query_tokens`` is then 1, ``mask`` "chain" (or "tree"), and ``kv_dtype`` the row's dtype.
+    ``plan_us`` is the time of a plan on the device.
     """
 
     query_tokens: int
     mask: str
     kv_dtype: str
+    plan_us: float | None
 
 
 def key_of(row: Row) -> tuple[str, str, str, str, str, int, int, str, str]:

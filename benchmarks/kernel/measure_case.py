@@ -129,6 +129,8 @@ def _measure_method(
             row["repeatable"] = torch.equal(out, first)
         if setup.device.type == "cuda":
             row["us"][name] = round(launch_us(launch, setup.budget), 3)
+            if name == OURS and prepared.plan is not None:
+                row["plan_us"] = round(launch_us(captured(prepared.plan)[0], setup.budget), 2)
     except Refused as reason:
         row["skipped"][name] = str(reason)
     except Exception as failure:  # another package's kernel may raise anything; the run continues

@@ -4,28 +4,19 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
-from benchmarks.fuzz import ties
 from benchmarks.fuzz.attention_cases import AttentionFuzzer
 from benchmarks.fuzz.attention_settings import AttentionSetting
-from benchmarks.fuzz.examples import Runner, attention_examples, example_of, plan_examples
-from benchmarks.fuzz.forests import Limits, draw_batch
-from benchmarks.fuzz.plan_cases import PlanCounts, PlanFuzzer
-from benchmarks.fuzz.plan_settings import PlanSetting
+from benchmarks.fuzz.examples import Runner, attention_examples, example_of
 from deft_backend import TreeAttention
-from deft_backend.forest import forest_from_page_tables
-from deft_backend.planner import plan_forest
-from deft_backend.policies import get_policy
 
 CPU = torch.device("cpu")
 CASES = json.loads((Path(__file__).parent / "fuzz_cases.json").read_text())
-SETTING = PlanSetting(8, 2, 64, 16, 33, (8, 64, 64), 1 << 15)
 PLAIN = AttentionSetting(4, 2, 64, 5, "float32", "int32", 0.0)
 CHAIN = replace(PLAIN, query_tokens=4)
 TREE = replace(PLAIN, query_tokens=5, tree=True)
@@ -34,16 +25,10 @@ BYTES = replace(PLAIN, kv_dtype="float8_e4m3fn")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['what']}: {case['why'][:40]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["why"][:40])
 def test_every_kept_example_passes(case):
     example = example_of(case)
     assert example_of(example.to_dict()) == example
-    assert Runner(CPU).run(example) == []
-
-
-@given(plan_examples(large=False, seeds=2))
-@settings(max_examples=6, deadline=None)
-def test_plans_of_both_planners_are_right(example):
     assert Runner(CPU).run(example) == []
 
 
@@ -53,45 +38,13 @@ def test_attention_is_right(example):
     assert Runner(CPU).run(example) == []
 
 
-def drawn():
-    """A batch with shared nodes."""
-    return draw_batch(np.random.default_rng(3), 16, Limits(24, 3000, 1 << 14))
-
-
-def test_a_plan_with_other_items_is_a_tie_or_a_failure(monkeypatch):
-    fuzzer = PlanFuzzer(SETTING, CPU, large=False)
-    batch = drawn()
-    tables = np.ascontiguousarray(batch.page_table[batch.rows])
-    forest = forest_from_page_tables(tables, batch.seq_lens, 16)
-    host, _ = plan_forest(forest, get_policy("auto"), fuzzer.target, fuzzer.capacity)
-    other, _ = plan_forest(forest, get_policy("flash-decoding"), fuzzer.target, fuzzer.capacity)
-
-    def compared(found):
-        counts = PlanCounts()
-        fuzzer._compare(0, batch, found, counts)
-        return counts
-
-    assert (compared(host).same, compared(host).failures) == (1, [])
-    assert [failure.why[:6] for failure in compared(other).failures] == ["no tie"]
-    # At one of the nearby costs, the host takes the other plan.
-    nearby = iter([replace(fuzzer.target, num_sms=1), fuzzer.target])
-    monkeypatch.setattr(ties, "nearby_targets", lambda _: nearby)
-    monkeypatch.setattr(
-        ties, "get_policy", lambda _: get_policy("flash-decoding"),
-    )  # fmt: skip
-    found = compared(other)
-    assert (found.ties, found.same, found.failures) == ([0], 0, [])
-
-
 def test_the_command_records_what_it_ran(tmp_path):
     out = tmp_path / "fuzz.json"
     done = CliRunner().invoke(app_of(["fuzz"]), ["fuzz", "--seconds", "0.1", "--out", str(out)])
     assert done.exit_code == 0, done.output
-    plans, attention = json.loads(out.read_text())["rows"]
-    assert plans["plans"] > 0
-    assert plans["compared"] == plans["same"] + plans["ties"]
-    assert sum(attention["by_planner"].values()) == attention["plans"] > 0
-    assert attention["failures"] == plans["failures"] == []
+    (row,) = json.loads(out.read_text())["rows"]
+    assert sum(row["by_planner"].values()) == row["plans"] > 0
+    assert row["failures"] == []
 
 
 def left_out(name):

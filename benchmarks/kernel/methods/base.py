@@ -24,6 +24,7 @@ class Prepared:
     - `rows`: [B] int64. Request index of each row of the output; None if the output is in batch
       order.
     - `poison`: fills the method's own workspace with NaN.
+    - `plan`: plans the batch again on the device, as a server's CUDA graph does in every step.
     - `facts`: facts about the plan for the row.
     - `tolerance`: relative error above which the result is wrong, if the method rounds more than
       the dtype of the queries does.
@@ -32,6 +33,7 @@ class Prepared:
     launch: Callable[[], torch.Tensor]
     rows: torch.Tensor | None = None
     poison: Callable[[], None] | None = None
+    plan: Callable[[], torch.Tensor] | None = None
     facts: Mapping[str, int] = field(default_factory=dict)
     tolerance: float | None = None
 

@@ -71,7 +71,17 @@ class Ours(Method):
         attention = self.attention(inputs)
         facts = self.make_plan(attention, inputs)
         facts["workspace_bytes"] = attention.workspace_bytes
-        return Prepared(_launch(attention, inputs), poison=attention.poison_workspace, facts=facts)
+
+        def plan() -> torch.Tensor:
+            self.make_plan(attention, inputs)
+            return inputs.seq_lens
+
+        return Prepared(
+            _launch(attention, inputs),
+            poison=attention.poison_workspace,
+            plan=plan if self.planner == "device" else None,
+            facts=facts,
+        )
 
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
         """Plan the case's batch; returns facts about the plan."""
