@@ -255,7 +255,7 @@ OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges"
 
 @pytest.mark.parametrize(
     ("policy", "batch"),
-    [(name, size) for name in ("auto", "invariant") for size in SIZES]
+    [(name, size) for name in ("auto", "invariant", "deft-flatten") for size in SIZES]
     + [(n, SIZES[-1]) for n in ("flash-decoding", "deft-node-chunk", "fasttree", "flashforge")]
     + [("fasttree", size) for size in SIZES[:-1]],
 )
@@ -266,14 +266,23 @@ def test_the_device_planner_on_hopper(policy, batch):
         attention.plan_on_device(
             torch.zeros((batch, 64), dtype=torch.int32), torch.ones(batch, dtype=torch.int64)
         )
-    every = {"auto": 7, "invariant": 6}
+    every = {"auto": 7, "invariant": 6, "deft-flatten": 9}
     chosen = [v for v in found if policy in every or v.name in OF_POLICIES]
     assert len(chosen) == every.get(policy, 3)
     for variant in chosen:
         taken = resources(variant, H100)
         # Triton 3.9 packs four booleans through the stack once in a program. Triton 3.6 keeps two
         # numbers there that the search of edges does not need, or reads once in a round.
-        packs = {"3.9": ("find_nodes",), "3.6": ("choose_ranges", "assign_edges", "sort_rows")}
+        packs = {
+            "3.9": ("find_nodes", "flatten_forest", "measure_tiles"),
+            "3.6": (
+                "choose_ranges",
+                "assign_edges",
+                "sort_rows",
+                "cut_groups",
+                "write_flattened",
+            ),
+        }
         few = packs.get(triton.__version__[:3], ())
-        assert taken.stack <= (8 if variant.name in few else 0), (variant.name, taken)
+        assert taken.stack <= (16 if variant.name in few else 0), (variant.name, taken)
         assert taken.fit(H100) >= 1, (variant.name, taken)

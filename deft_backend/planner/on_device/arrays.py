@@ -9,11 +9,14 @@ at the place of their leading cut (``find_nodes.py``); place 0 stands for the vi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deft_backend.planner.device_plan import Pointer
+
+CANDIDATES = 32
+"""Most lengths of chunks that `deft-flatten` chooses from."""
 
 
 class Tables(NamedTuple):
@@ -107,6 +110,59 @@ class Candidates(NamedTuple):
     chunk: Pointer  # [2, candidates]: tokens of a chunk
 
 
+class Elements(NamedTuple):
+    """Nodes and leaves [2 B] in the order of the flattened forest."""
+
+    flat: Pointer  # int64: tokens of the flattened forest before the element
+    begin: Pointer
+    end: Pointer
+    first: Pointer  # place of the first query
+    queries: Pointer
+
+
+class Groups(NamedTuple):
+    """Chunks [items]."""
+
+    element: Pointer  # the first element
+    slices: Pointer
+    first: Pointer
+    queries: Pointer
+    tiles: Pointer  # how many tiles the queries fill
+    tile: Pointer  # number of the first of them
+
+
+class Tiles(NamedTuple):
+    """Tiles [items], chunk by chunk."""
+
+    group: Pointer
+    first: Pointer
+    queries: Pointer
+    place: Pointer  # place of the tile's shape in ITEM_ORDER
+    tokens: Pointer
+    segments: Pointer
+    item: Pointer
+    entry: Pointer
+    segment: Pointer  # the tile's first item, entry and segment in the plan
+
+
+class Flat(NamedTuple):
+    """The arrays of ``flatten.py``."""
+
+    order: Pointer
+    cut: Pointer
+    first: Pointer
+    ranges: Ranges
+    chosen: Chosen
+    results: Results
+    # [CANDIDATES], by length of a chunk: the candidate's number, or CANDIDATES if it does not fit;
+    # and how many chunks the forest has.
+    candidate: Pointer
+    count: Pointer
+    elements: Elements
+    groups: Groups
+    tiles: Tiles
+
+
 class Counters(NamedTuple):
     """Plans, tokens of context in them, tokens that their items load, and nanoseconds."""
 
@@ -152,16 +208,22 @@ class Scratch:
     results: tuple[torch.Tensor, ...]
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
+    flat: tuple[Any, ...]
     num_bytes: int  # bytes of device memory, most of them for pairs of requests
 
     @classmethod
     def allocate(
-        cls, size: int, num_chunks: list[int], seen: torch.Tensor, device: torch.device
+        cls,
+        size: int,
+        num_chunks: list[int],
+        most_tiles: int,
+        seen: torch.Tensor,
+        device: torch.device,
     ) -> Scratch:
         """Allocate the arrays for a batch of `size`, a multiple of 4.
 
-        `num_chunks` [candidates] are the longest range's chunks; `seen` [4] int64 lies in CPU
-        memory.
+        `num_chunks` [candidates] are the longest range's chunks. `most_tiles` is 0 unless the
+        policy is `deft-flatten`. `seen` [4] int64 lies in CPU memory.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -179,19 +241,27 @@ class Scratch:
             zeros(2 * len(num_chunks)),
         )
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
-        memory = (by_request, by_range, count, by_node, below, guess, *candidates, counted, began)
+        starts, tiles = zeros(2 * size, dtype=torch.int64), zeros(15, -(-most_tiles // 4) * 4)
+        fits = torch.full((2, CANDIDATES), CANDIDATES, dtype=torch.int32, device=device)
+        ranges, elements, chosen = tuple(by_range[:3]), tuple(by_range[3:]), (count, *by_node)
+        memory: tuple[torch.Tensor, ...] = (by_request, by_range, count, by_node, below, guess)
+        memory = (*memory, *candidates, counted, began, starts, tiles, fits)
         return cls(
             ranks=(rank, common),
             guess=guess,
             order=order,
             first=first,
             nodes=(cut, queries, parent, leaf_parent, leaves, below),
-            ranges=tuple(by_range[:3]),
-            chosen=(count, *by_node),
-            places=tuple(by_range[3:]),
+            ranges=ranges,
+            chosen=chosen,
+            places=elements,
             search=by_range[3:],
             results=(parts, merged),
             candidates=candidates,
             counters=(counted, seen, began),
+            flat=(
+                *(order, cut, first, ranges, chosen, (parts, merged), *fits),
+                *((starts, *elements), tuple(tiles[:6]), tuple(tiles[6:])),
+            ),
             num_bytes=sum(tensor.nbytes for tensor in memory),
         )

@@ -44,6 +44,7 @@ class ProgramWork:
     node_columns: int
     leaves: int  # requests whose leaves one program of ``write_plan`` writes
     node_programs: int  # programs of ``write_plan`` that write nodes, at most
+    tile_programs: int  # programs of each kernel of ``flatten.py``, at most
     width: int  # entries of a node that one program writes at a time
     candidates: int  # chunk lengths that are priced for each tile shape; a power of two
     warps: Warps  # warps of a program
@@ -62,6 +63,7 @@ class ProgramWork:
             node_columns=min(size, 256),
             leaves=32,
             node_programs=256,
+            tile_programs=2048,
             width=1024 if size > 256 else 256,
             candidates=64,
             warps=Warps(*[many] * 7)._replace(compare_rows=4, measure_ranges=4),
@@ -86,6 +88,7 @@ class ProgramWork:
             node_columns=size,
             leaves=size,
             node_programs=8,
+            tile_programs=4,
             width=256,
             candidates=4,
             warps=Warps(*[4] * 7),

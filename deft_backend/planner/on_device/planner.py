@@ -13,13 +13,13 @@ from deft_backend.planner.on_device import (
     assign_edges,
     choose_ranges,
     find_nodes,
+    flatten,
     measure_ranges,
     order_rows,
     price_chunks,
     write_plan,
 )
 from deft_backend.planner.on_device.arrays import Scratch, Tables, new_counters
-from deft_backend.planner.on_device.flatten import Flattener
 from deft_backend.planner.on_device.launch_numbers import SIZES, Numbers, ProgramWork, largest_batch
 from deft_backend.policies import DeftFlatten, FastTree, Invariant, Policy, PolicyError, Target
 from deft_backend.policies.fasttree import EdgeCosts
@@ -36,14 +36,20 @@ ASSIGN_EDGES = Kernel(assign_edges, "assign_edges")
 PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")
 MEASURE_RANGES = Kernel(measure_ranges, "measure_ranges")
 WRITE_PLAN = Kernel(write_plan, "write_plan")
-COUNT_PLAN = Kernel(write_plan, "count_plan")
+FLATTEN_FOREST = Kernel(flatten, "flatten_forest")
+FIND_GROUPS = Kernel(flatten, "find_groups")
+CUT_GROUPS = Kernel(flatten, "cut_groups")
+MEASURE_TILES = Kernel(flatten, "measure_tiles")
+WRITE_FLATTENED = Kernel(flatten, "write_flattened")
+
+_NO_BOUNDS = ((1 << 31) - 1, (1 << 31) - 1)
 
 
 class DevicePlanner:
     """Plans batches on the device, by the two rules of a policy.
 
-    A plan takes seven launches, or six without a choice of chunks (`invariant`). `deft-flatten`
-    takes tensor operations behind the first three. None waits for the CPU or depends on the
+    A plan takes seven launches, or six without a choice of chunks (`invariant`), or nine
+    (`deft-flatten`). None waits for the CPU or depends on the
     contents of the page table. So a CUDA graph that holds them plans every batch that it is
     replayed for.
 
@@ -93,7 +99,7 @@ class DevicePlanner:
         self._rules = policy.rules
         self._target = target
         self._numbers = {id(target): (target, Numbers.of(target))}
-        self._costs: dict[int, assign_edges.EdgeCosts] = {}
+        self._rule_constants: dict[int, assign_edges.EdgeCosts | flatten.Rule | None] = {}
         self._plan = plan
         self._page_size = page_size
         self._overlapped = overlapped
@@ -109,7 +115,9 @@ class DevicePlanner:
         }
         size = self._size_for(capacity.max_batch)
         self.counters = new_counters(device) if counters is None else counters
-        self._scratch = Scratch.allocate(size, self._work(size).num_chunks(), self.counters, device)
+        most_tiles = capacity.max_items if policy.rules.edges == FLATTENED else 0
+        chunks = self._work(size).num_chunks()
+        self._scratch = Scratch.allocate(size, chunks, most_tiles, self.counters, device)
 
     @property
     def num_bytes(self) -> int:
@@ -141,10 +149,16 @@ class DevicePlanner:
         (small, large), work, scratch = numbers.tiles, self._work(size), self._scratch
         tables = Tables(page_table, table_rows, seq_lens)
         dtypes = (page_table.dtype, table_rows.dtype, seq_lens.dtype)
-        self._kind = (self._fixed, size, dtypes, blocks, vectors, self._edge_costs(numbers))
+        rule = self._constants_of_rule(numbers)
+        self._kind = (self._fixed, size, dtypes, blocks, vectors, rule)
         pointers = page_table.data_ptr() | table_rows.data_ptr() | seq_lens.data_ptr()
         self._aligned = pointers % 16 == 0
-        self._constants = {"BATCH": size, "BLOCKS": blocks, "CANDIDATES": work.candidates}
+        self._constants: dict[str, Any] = {
+            "BATCH": size,
+            "BLOCKS": blocks,
+            "CANDIDATES": work.candidates,
+        }
+        self._constants |= {"COSTS": rule, "RULE": rule}
         if self._rules.chunks == ABSOLUTE:
             self._check_room(batch, columns)
             private_tokens = max(private_tokens, 1)  # a request's last chunk is its own
@@ -162,13 +176,7 @@ class DevicePlanner:
         arguments = (scratch.first, scratch.nodes, scratch.ranks, batch, small, large)
         self._launch(FIND_NODES, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
-        if self._rules.edges == FLATTENED:
-            assert isinstance(self._policy, DeftFlatten)
-            flattener = Flattener(self._plan, scratch, self._policy, room)
-            tokens = flattener.write(numbers.target, batch, table_rows, seq_lens)
-            self._launch(COUNT_PLAN, 1, 1, (scratch.counters, torch.stack(tokens)))
-        else:
-            self._plan_ranges(numbers, tables, work, limits or room.limits)
+        self._plan_ranges(numbers, tables, work, limits or room.limits)
 
     def _plan_ranges(
         self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits
@@ -188,12 +196,15 @@ class DevicePlanner:
         arguments: tuple[Any, ...]
         if self._rules.edges == "greedy":
             arguments = (*forest, scratch.search, *size, *most)
-            costs = self._edge_costs(numbers)
-            self._launch(ASSIGN_EDGES, min(16, warps.choose_ranges), 1, arguments, COSTS=costs)
+            self._launch(ASSIGN_EDGES, min(16, warps.choose_ranges), 1, arguments)
         else:
-            arguments = (*forest, *size, *most, (*per_gpu, numbers.partial_ns))
-            edges = self._rules.edges
+            flattened = self._rules.edges == FLATTENED
+            edges, bounds = ("all", _NO_BOUNDS) if flattened else (self._rules.edges, most)
+            arguments = (*forest, *size, *bounds, (*per_gpu, numbers.partial_ns))
             self._launch(CHOOSE_RANGES, warps.choose_ranges, 1, arguments, EDGES=edges)
+            if flattened:
+                self._write_flattened(tables, batch, work, limits)
+                return
         columns = work.leaf_columns
         if self._rules.chunks == ABSOLUTE:
             block = self._rules.chunk_tokens
@@ -217,6 +228,26 @@ class DevicePlanner:
         constants = {"LEAVES": work.leaves, "WIDTH": work.width}
         self._launch(WRITE_PLAN, warps.write_plan, programs, arguments, **constants)
 
+    def _write_flattened(
+        self, tables: Tables, batch: int, work: ProgramWork, limits: Limits
+    ) -> None:
+        """Launch the kernels that cut the flattened forest into chunks."""
+        plan, scratch, columns = self._plan, self._scratch, min(64, work.node_columns)
+        by_query, by_group = -(-batch // work.ranges), -(-limits.items // work.ranges)
+        by_group, by_tile = min(by_group, work.tile_programs), min(limits.items, work.tile_programs)
+        arguments: tuple[Any, ...] = (scratch.flat, batch, *limits)
+        candidates, size = self._constants["RULE"].doublings + 1, self._constants["BATCH"]
+        programs = candidates + 2 * size // work.nodes
+        self._launch(FLATTEN_FOREST, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
+        blocks = {"BLOCK": work.ranges, "COLUMNS": work.node_columns}
+        arguments = (scratch.flat, batch)
+        self._launch(FIND_GROUPS, 4, by_group, arguments, **blocks)
+        self._launch(CUT_GROUPS, 4, by_tile, arguments, BLOCK=16, COLUMNS=columns)
+        self._launch(MEASURE_TILES, 4, by_query + by_group, arguments, **blocks)
+        arguments = (scratch.flat, tables.table_rows, plan["segment_table"])
+        arguments = (*arguments, plan.stage1, plan.stage2, scratch.counters, batch)
+        self._launch(WRITE_FLATTENED, 8, 1 + by_query + by_tile, arguments, **blocks)
+
     def _check_room(self, batch: int, columns: int) -> None:
         """Raise PolicyError unless the plan holds every chunk of such a batch."""
         assert isinstance(self._policy, Invariant)
@@ -231,19 +262,20 @@ class DevicePlanner:
                 "max_tokens or max_batch"
             )
 
-    def _edge_costs(self, numbers: Numbers) -> assign_edges.EdgeCosts | None:
-        """FastTree's equations for the two tiles of one range; None for other rules of edges."""
-        if self._rules.edges != "greedy":
-            return None
-        found = self._costs.get(id(numbers))
-        if found is None:
-            assert isinstance(self._policy, FastTree)
-            target = numbers.target
-            costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
-            (small, large), (few, many) = costs.tile_heights, costs.tile_tokens
-            found = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
-            self._costs[id(numbers)] = found
-        return found
+    def _constants_of_rule(self, numbers: Numbers) -> assign_edges.EdgeCosts | flatten.Rule | None:
+        """What the kernels of some rules of edges are compiled for."""
+        if id(numbers) not in self._rule_constants:
+            policy, target = self._policy, numbers.target
+            found: assign_edges.EdgeCosts | flatten.Rule | None = None
+            if isinstance(policy, DeftFlatten):
+                found = flatten.Rule.of(policy, target)
+            elif isinstance(policy, FastTree):
+                # FastTree's equations for the two tiles of one range
+                costs = EdgeCosts.of(policy.coefficients or target.costs.fasttree, target)
+                (small, large), (few, many) = costs.tile_heights, costs.tile_tokens
+                found = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
+            self._rule_constants[id(numbers)] = found
+        return self._rule_constants[id(numbers)]
 
     def _launch(
         self,
@@ -255,7 +287,7 @@ class DevicePlanner:
     ) -> None:
         """Launch a kernel; `constants` are those that differ between kernels."""
         constants = {**self._common, **self._constants, **constants}
-        follows = kernel not in (COMPARE_ROWS, COUNT_PLAN)
+        follows = kernel is not COMPARE_ROWS
         options = {"num_warps": num_warps, "launch_pdl": follows and self._overlapped}
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.

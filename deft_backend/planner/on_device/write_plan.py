@@ -33,6 +33,8 @@ class Counts(NamedTuple):
     items: Any
     entries: Any
     large: Any  # items of the large tile
+    single: Any  # items of one segment: of the large tile and of the small tile
+    segments: Any
 
 
 class Written(NamedTuple):
@@ -64,7 +66,7 @@ class Range(NamedTuple):
 
 
 @jit
-def _slots_of(results, batch, BATCH):
+def slots_of(results, batch, BATCH):
     place = tl.arange(0, BATCH)
     parts = tl.load(results.parts + place, mask=place < batch, other=0)
     merged = tl.load(results.merged + place, mask=place < batch, other=0)
@@ -217,7 +219,7 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
 
 
 @jit
-def _write_reduction(reduction, slots, order_ptr, batch, BATCH):
+def write_reduction(reduction, slots, order_ptr, batch, BATCH):
     """Write the queries whose results stage 2 merges, and their slots."""
     place = tl.arange(0, BATCH)
     is_reduced = (slots.reduced > 0).to(tl.int32)
@@ -238,19 +240,20 @@ def _count_items(plan, small_tile, BATCH):
     num_chunks = tl.load(plan.places.num_chunks + which)
     is_large, tiles = tiles_of(queries, small_tile, plan.large_tile)
     items = tiles * num_chunks
-    return Counts(total(items), total(queries * num_chunks), total(tl.where(is_large, items, 0)))
+    large, every = total(tl.where(is_large, items, 0)), total(items)
+    return Counts(every, total(queries * num_chunks), large, every, every)
 
 
 @jit
-def _write_counts(items, counts):
+def write_counts(items, counts):
     """Write how many items each tile shape has, and the ends of the last item; programs of stage 1
     count from 0 on."""
     ARRIVALS: tl.constexpr = encoding_constants.ARRIVALS.value
     tl.store(items.tile_ptr, 0)
     tl.store(items.tile_ptr + 1, counts.large)
-    tl.store(items.tile_ptr + 2, counts.items)
+    tl.store(items.tile_ptr + 2, counts.single)
     tl.store(items.tile_ptr + 3, counts.items)
-    tl.store(items.item_segment_ptr + counts.items, counts.items)
+    tl.store(items.item_segment_ptr + counts.items, counts.segments)
     tl.store(items.item_query_ptr + counts.items, counts.entries)
     tl.store(items.arrivals + tl.arange(0, ARRIVALS), 0)
 
@@ -263,34 +266,31 @@ def _count(counters, which, more):
 
 
 @jit
-def _count_plan(counters, context, loaded, TIMED):
+def count_plan(counters, ranges, loaded, batch, BATCH, BLOCKS, TIMED):
     """Count a plan, its tokens of context, the tokens that its items load, and its time."""
+    place = tl.arange(0, BATCH)
+    context = tl.load(ranges.end + BATCH + place, mask=place < batch, other=0).to(tl.int64)
     _count(counters, 0, tl.full([], 1, tl.int64))
-    _count(counters, 1, context)
+    _count(counters, 1, total(context) // BLOCKS)
     _count(counters, 2, loaded)
     if TIMED:  # from the first kernel's first program to here, where the other programs end, too
         _count(counters, 3, globaltimer() - tl.load(counters.began))
 
 
 @jit
-def count_plan(counters: Counters, tokens_ptr, TIMED: tl.constexpr):
-    """Count a plan of `deft-flatten`: its tokens of context, and those that its items load."""
-    _count_plan(counters, tl.load(tokens_ptr), tl.load(tokens_ptr + 1), TIMED)
-
-
-@jit
 def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED):
     """Write the reduction's queries, how much there is of everything, and the counters."""
     batch, small_tile, ranges = plan.batch, plan.small_tile, plan.ranges
-    _write_reduction(reduction, slots, plan.order, batch, BATCH)
+    write_reduction(reduction, slots, plan.order, batch, BATCH)
     held = small_tile
     if CHUNKS == "absolute":
         held = 0
     counts = _count_items(plan, held, BATCH)
     if CHUNKS == "absolute":
         large = tl.where(small_tile < 1, counts.large + batch, counts.large)
-        counts = Counts(counts.items + batch, counts.entries + batch, large)
-    _write_counts(plan.items, counts)
+        every = counts.items + batch
+        counts = Counts(every, counts.entries + batch, large, every, every)
+    write_counts(plan.items, counts)
 
     # What the step reads, and what it would read query by query, in tokens.
     which = tl.arange(0, 2 * BATCH)
@@ -299,9 +299,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     begin = tl.load(ranges.begin + which)
     end = tl.load(ranges.end + which)
     loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
-    place = tl.arange(0, BATCH)
-    context = tl.load(ranges.end + BATCH + place, mask=place < batch, other=0).to(tl.int64)
-    _count_plan(counters, total(context) // BLOCKS, total(loaded), TIMED)
+    count_plan(counters, ranges, total(loaded), batch, BATCH, BLOCKS, TIMED)
 
 
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
@@ -357,13 +355,13 @@ def write_plan(
         node_programs = tl.num_programs(0) - 1 - leaf_programs
         count = tl.load(chosen.count)
         if program - leaf_programs < count:
-            slots = _slots_of(results, batch, BATCH)
+            slots = slots_of(results, batch, BATCH)
             for number in range(program - leaf_programs, count, node_programs):
                 _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS)
     elif program >= 0:
-        slots = _slots_of(results, batch, BATCH)
+        slots = slots_of(results, batch, BATCH)
         place = program * LEAVES + tl.arange(0, LEAVES)
         _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS)
     else:
-        slots = _slots_of(results, batch, BATCH)
+        slots = slots_of(results, batch, BATCH)
         _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED)
