@@ -84,6 +84,7 @@ sglang.srt.managers.schedule_batch
     ScheduleBatch.{reqs tree_cache decoding_reqs} | read: the requests
     Req.last_node | read: the node of a request
     Req.{spec_verify_ct spec_num_correct_drafts} | read: accepted drafts
+    Req.{origin_input_ids tokenizer} | read: is it the host's own warm-up
     Req.seqlen | read: tokens of a batch that may share little
     Req.{req_pool_idx cache_protected_len} | <0.5.19 | read: row and tokens
     Req.kv | >=0.5.19 | read: row and tokens

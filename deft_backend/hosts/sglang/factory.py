@@ -45,7 +45,12 @@ from deft_backend.hosts.sglang.layers import (
 )
 from deft_backend.hosts.sglang.mixed import MixedSteps
 from deft_backend.hosts.sglang.prefixes import BatchObserver
-from deft_backend.hosts.sglang.report import AcceptedDrafts, start_reporting, state_of
+from deft_backend.hosts.sglang.report import (
+    AcceptedDrafts,
+    leave_out_warm_up,
+    start_reporting,
+    state_of,
+)
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
@@ -196,6 +201,8 @@ def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> 
 def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> TreeSteps:
     attention, verification, latent = layers.attention, None, isinstance(layers, LatentLayers)
     _ = attention.counters  # fail here, not in the first step
+    if not getattr(resolved(runner.server_args), "skip_server_warmup", False):
+        undo.callback(leave_out_warm_up(layers.state, runner))
     if attention.query_tokens > 1:
         drafts = AcceptedDrafts(runner)
         undo.callback(observe_batch.install(drafts.observe))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from deft_backend.hosts.common.limits import Division, LayerShape
@@ -12,6 +12,7 @@ from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DraftCounts
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState, report_counters
+from deft_patches.sglang import observe_batch
 
 
 def state_of(
@@ -53,6 +54,32 @@ def start_reporting(state: ServerState, runner: Any, settings: Settings) -> None
         log=DecodeLog(steps=max(1, args.decode_log_interval)) if place.attn_tp_rank == 0 else None,
         publishes=args.enable_metrics,
     )
+
+
+WARM_UP_TEXT, WARM_UP_IDS = "The capital city of France is", [10, 11, 12]
+"""Prompts of the request that the host sends itself when it starts; ids without a tokenizer."""
+
+_LONGEST = 64  # tokens of that text, with a tokenizer of bytes and its special tokens
+
+
+def leave_out_warm_up(state: ServerState, runner: Any) -> Callable[[], object]:
+    """Count from the first request on that is no warm-up of the host; returns what undoes it."""
+    state.serving = False
+
+    def observe(forward_batch: Any, batch: Any, observed: Any) -> None:
+        if observed is runner and not all(map(_warms_up, batch.reqs)):
+            undo()
+            state.begin_serving()
+
+    undo = observe_batch.install(observe)
+    return undo
+
+
+def _warms_up(request: Any) -> bool:
+    ids, tokenizer = list(request.origin_input_ids[:_LONGEST]), request.tokenizer
+    if tokenizer is None or len(ids) == _LONGEST:
+        return ids == WARM_UP_IDS
+    return bool(tokenizer.decode(ids, skip_special_tokens=True).strip() == WARM_UP_TEXT)
 
 
 class _Reading(NamedTuple):

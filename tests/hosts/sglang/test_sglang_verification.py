@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from counted_steps import host_step
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
@@ -13,6 +14,7 @@ from sglang_fakes import (
     fake_server,
     make_batch,
     make_layer,
+    make_state,
     mode,
     query,
     recording_backend,
@@ -260,6 +262,38 @@ def accept(requests, *accepted):
     for one, tokens in zip(requests, accepted, strict=True):
         one.spec_verify_ct += 1
         one.spec_num_correct_drafts += tokens
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
+    """Counting begins with the first other request, even if it asks while the warm-up decodes."""
+    from deft_backend.hosts.sglang import report
+    from deft_patches.sglang import observe_batch
+
+    monkeypatch.setattr(observe_batch, "_observers", {})
+    state, runner = make_state(), object()
+    report.leave_out_warm_up(state, runner)
+
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode() + " ")
+
+    def step(*prompts, whose=runner):
+        (observe,) = observe_batch._observers or (lambda *given: None,)
+        asked = [list(prompt) for prompt in prompts]
+        with_text = {"tokenizer": tokenizer if kind == "text" else None}
+        requests = [SimpleNamespace(origin_input_ids=ids, **with_text) for ids in asked]
+        observe(None, SimpleNamespace(reqs=requests), whose)
+        host_step(state, "small", tokens=5, rows=len(prompts))
+
+    text = report.WARM_UP_TEXT.encode()
+    own, other = (text, text[:-1]) if kind == "text" else (report.WARM_UP_IDS, [10, 11, 13])
+    for _ in range(7):
+        step(own)
+    step(own, other, whose=object())  # a draft model's runner
+    assert state.counters().decode_steps == 0
+    step(own, other)
+    assert not observe_batch._observers
+    step(own)
+    assert state.counters().total() == (2, 3, 10 * state.num_layers * state.token_bytes)
 
 
 def test_accepted_drafts_are_the_growth_of_the_hosts_counts(host):
