@@ -9,6 +9,7 @@ import time
 import pytest
 
 from counted_steps import host_step, tree_step
+from deft_backend.telemetry.counters import DECODE, MIXED
 from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from prometheus_server import DEPLOY, dashboard_queries, program, prometheus
@@ -25,8 +26,9 @@ def decode(folder, healthy, ended):
     writer = StateWriter(state, folder)
     while not ended.wait(0.1):
         if healthy:
-            tree_step(state, tokens=100, loaded=40)
-            state.planned[3] += 1_000_000  # nanoseconds of this plan
+            for kind in (DECODE, MIXED):
+                tree_step(state, tokens=100, loaded=40, kind=kind)
+                state.planned[3] += 1_000_000  # nanoseconds of this plan
             host_step(state, "batch smaller than DEFT_MIN_BATCH=2", tokens=1)
         else:
             host_step(state, "kernel failed", tokens=100)
@@ -75,7 +77,7 @@ def test_every_query_of_the_dashboard_has_data(scraped):
     while True:
         try:
             return _check_dashboard(*scraped)
-        except (AssertionError, KeyError):
+        except (AssertionError, ValueError):
             if time.monotonic() > end:
                 raise
             time.sleep(2)
@@ -85,17 +87,30 @@ def _check_dashboard(running, addresses):
     answers = running.wait(dashboard_queries())
     assert not [query for query, series in answers.items() if not series]
 
-    def value(panel, server):
-        found = {s["metric"]["instance"]: float(s["value"][1]) for s in answers[panel]}
-        return found[addresses[server]]
+    def value(panel, server, **labels):
+        (found,) = (
+            float(series["value"][1])
+            for series in answers[f"{panel} A"]
+            if {"instance": addresses[server], **labels}.items() <= series["metric"].items()
+        )
+        return found
 
-    assert value("Share of KV read A", HEALTHY) == pytest.approx(41 / 101, rel=0.1)
-    assert value("Share of KV read A", FAILED) == 1
-    assert value("Share of steps through tree attention A", HEALTHY) == pytest.approx(0.5, abs=0.1)
-    assert value("Share of steps through tree attention A", FAILED) == 0
-    assert value("Planning time A", HEALTHY) == pytest.approx(0.001, rel=0.1)
-    assert value("Acceptance length A", HEALTHY) == pytest.approx(2.3, rel=0.1)
-    assert value("Batch A", HEALTHY) == 3
+    assert value("Share of KV read", HEALTHY) == pytest.approx(81 / 201, rel=0.1)
+    assert value("Share of KV read", FAILED) == 1
+    assert value("Share of steps through tree attention", HEALTHY) == pytest.approx(2 / 3, abs=0.1)
+    assert value("Share of steps through tree attention", FAILED) == 0
+    steps, share = "Steps, by kind and kernel", "Share of decoding through tree attention, by kind"
+    pure, mixed = (value(steps, HEALTHY, kind=kind, kernel="tree") for kind in (DECODE, MIXED))
+    assert mixed == pytest.approx(pure, rel=0.1)
+    assert mixed > 0
+    assert value(steps, HEALTHY, kind=MIXED, kernel="host") == 0
+    assert value(steps, FAILED, kind=DECODE, kernel="host") > 0
+    assert value(share, HEALTHY, kind=DECODE) == pytest.approx(100 / 101, abs=0.005)
+    assert value(share, HEALTHY, kind=MIXED) == 1
+    assert value(share, FAILED, kind=DECODE) == 0
+    assert value("Planning time", HEALTHY) == pytest.approx(0.001, rel=0.1)
+    assert value("Acceptance length", HEALTHY) == pytest.approx(2.3, rel=0.1)
+    assert value("Batch", HEALTHY) == 3
 
 
 def test_alerts_fire_and_end(tmp_path):
