@@ -72,7 +72,7 @@ integration: $(VENV)/.test
 
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/hosts/vllm \
-		tests/hosts/common/test_contract.py
+		tests/hosts/common/test_contract.py tests/hosts/common/test_registration.py
 	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
 	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
 
