@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from examples.grpo.__main__ import main
@@ -12,6 +13,7 @@ from integration_tests.common.server import MODEL
 RATE = 1e-3
 
 
+@pytest.mark.rare
 def test_rollouts_have_the_trainers_log_probabilities_after_each_update(tmp_path):
     """In float32 only rounding differs, unless the server kept old weights or an old cache."""
     out = tmp_path / "rollout-trust.json"

@@ -1,0 +1,65 @@
+"""docs/how-it-works.md lists the files that a reader needs to follow a step."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_checks import tree_attention
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "deft_backend"
+
+
+def listed():
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    table = page.split("<!-- files of a step -->")[1].split("<!-- end -->")[0]
+    rows = re.findall(r"^\| \[.*?\]\(\.\./(\S+)\) \| (.+) \|$", table, re.M)
+    return [
+        ROOT / folder / f"{name}.py"
+        for folder, names in rows
+        for name in re.findall("`(.+?)`", names)
+    ]
+
+
+def run_by(step):
+    """The files of the package whose functions a call runs."""
+    found = set()
+
+    def note(frame, event, argument):
+        if event == "call":
+            found.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return {path for path in found if path.is_relative_to(PACKAGE)}
+
+
+def test_the_list_is_short_and_its_files_exist():
+    files = listed()
+    assert len(files) == len(set(files)) == 38
+    assert [file for file in files if not file.is_file()] == []
+
+
+@pytest.mark.parametrize("shared", [0, 64])
+def test_a_step_runs_no_other_file(shared):
+    """One request of 96 tokens alone, or three that share 64 of them."""
+    requests = 3 if shared else 1
+    table = torch.arange(6, dtype=torch.int32).repeat(requests, 1)
+    table[1:, shared // 16 :] += 6 * torch.arange(1, requests, dtype=torch.int32)[:, None]
+    lens = torch.full((requests,), 96, dtype=torch.int32)
+    attention = tree_attention(dtype=torch.float16, page_size=16, max_batch=4)
+    k, v = torch.randn(2, 24, 16, 2, 64).half()
+    q = torch.randn(requests, 4, 64).half()
+
+    def step():
+        attention.plan_on_device(table, lens)
+        attention.run(q, k, v, table, lens, static_launch=True)
+
+    step()  # the first step makes what later ones use
+    assert run_by(step) <= set(listed())
