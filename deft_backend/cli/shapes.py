@@ -96,7 +96,7 @@ def model_shape(model: ChosenModel) -> HeadShape:
     if isinstance(found, LatentHeads):
         raise fail(
             f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
-            "their own; a server with DEFT_MLA=1 checks it at its start, on the host's kernel"
+            "their own; a server checks it at its start, on the host's kernel"
         )
     return found
 

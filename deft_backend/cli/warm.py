@@ -25,6 +25,7 @@ from deft_backend.cli.shapes import (
     this_device,
 )
 from deft_backend.files.folders import create_private, kernels_directory
+from deft_backend.hosts.windows import TESTED
 from deft_backend.settings.policy_names import AUTO
 from deft_backend.shapes import ROPE_DIM, SHORT_DTYPES, VALUE_DIM
 
@@ -266,11 +267,9 @@ def _text(described: DescribedServer) -> str:
 def described_latent(
     latent: LatentHeads, settings: Settings, served: _Served
 ) -> DescribedLatentServer:
-    if not settings.mla:
-        raise fail(
-            "the model has latent attention (MLA), which a server leaves to the host unless "
-            "DEFT_MLA=1 is set; set it here, too"
-        )
+    left = TESTED[served.host].leaves_mla(settings)
+    if left is not None:
+        raise fail(f"{left}; set what the server has here, too")
     if settings.policy != AUTO:
         raise fail(f"DEFT_POLICY is {settings.policy}, and MLA takes plans of auto alone; unset it")
     if latent.sparse:

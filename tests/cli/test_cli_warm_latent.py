@@ -77,7 +77,7 @@ def test_a_server_finds_its_kernels_in_the_folder(
 @pytest.mark.parametrize(
     ("fields", "options", "settings", "said"),
     [
-        ({}, [], {}, "unless DEFT_MLA=1 is set; set it here, too"),
+        ({}, [], {"DEFT_MLA": "0"}, "DEFT_MLA=0 leaves MLA models to the host's backend; set what"),
         ({}, [], {**ON, "DEFT_POLICY": "fasttree"}, "DEFT_POLICY is fasttree, and MLA takes"),
         ({}, ["--heads", "16/16"], ON, "--heads and --model both set the shape"),
         ({}, ["--kv-cache-dtype", "fp8_e4m3"], ON, "--kv-cache-dtype is fp8_e4m3, and MLA reads"),

@@ -203,6 +203,7 @@ class TestedVersions:
     distributions: tuple[str, ...]  # names that it may be installed under; the first is its own
     lowest: str
     beyond: str
+    mla: str = "<0"  # versions of which records show no wrong token of MLA models
 
     def __str__(self) -> str:
         return f">={self.lowest}, <{self.beyond}"
@@ -236,6 +237,18 @@ class TestedVersions:
         return (
             f"tree attention was tested with {self.name} {self} and this is {version} "
             "(DEFT_UNTESTED_HOST=1 tries it)"
+        )
+
+    def leaves_mla(self, settings: Settings, device: str = "cuda") -> str | None:
+        """Why MLA models decode on the host's own backend, in one line, or None."""
+        if settings.mla is not None:
+            return None if settings.mla else "DEFT_MLA=0 leaves MLA models to the host's backend"
+        version = self.installed()
+        if device == "cuda" and version is not None and matches(version, self.mla):
+            return None
+        return (
+            f"no record shows MLA models with tree attention on {device} and {self.name} "
+            f"{version or '(not installed)'}; DEFT_MLA=1 tries it, which saves time behind long shared prefixes alone"
         )
 
 

@@ -22,11 +22,6 @@ Layer = TypeVar("Layer")
 
 HOPPER = (9, 0)  # the compute capability of H100 and H200
 
-MLA_IS_OFF = (
-    "MLA models decode on the host's backend; DEFT_MLA=1 tries tree attention for them, which "
-    "saves time behind long shared prefixes alone"
-)
-
 
 class LayerShape(NamedTuple):
     """Heads of a layer's attention on this rank."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deft_backend.hosts.common.limits import MLA_IS_OFF, other_policy
+from deft_backend.hosts.common.limits import other_policy
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.settings.config import LOG_LEVELS, Settings, SettingsError
@@ -121,7 +121,7 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
     if versions.uses_mla(server_args):
         if versions.deterministic(server_args):
             return "deterministic inference of MLA models is not supported"
-        return _refused_latent(server_args) or (None if settings.mla else MLA_IS_OFF)
+        return _refused_latent(server_args) or SGLANG.leaves_mla(settings, str(args.device))
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in (*_WIDE_DTYPES, *EIGHT_BIT_CACHES):
         return f"a KV cache of kind {kv_dtype} is not supported (kv_cache_dtype={kv_dtype})"

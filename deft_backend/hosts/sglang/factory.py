@@ -12,7 +12,6 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import (
-    MLA_IS_OFF,
     Unsupported,
     for_any_batch,
     planned_on_device,
@@ -55,6 +54,7 @@ from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
 from deft_backend.hosts.sglang.versions import (
+    SGLANG,
     attention_layers,
     backend_names,
     batch_slicer,
@@ -186,8 +186,7 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
 
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
-    if not settings.mla:
-        raise Unsupported(MLA_IS_OFF)
+    refuse_if(SGLANG.leaves_mla(settings, str(runner.device)))
     if settings.policy != AUTO:
         raise Unsupported("MLA takes plans of the policy auto; unset DEFT_POLICY")
     tokens = draft_tokens(runner.server_args)

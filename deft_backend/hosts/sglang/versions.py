@@ -14,7 +14,7 @@ from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
 if TYPE_CHECKING:
     import torch
 
-SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24")
+SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24", mla="<0.5.18")
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 

@@ -13,7 +13,6 @@ from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
 from deft_backend.hosts.common.limits import (
-    MLA_IS_OFF,
     LayerShape,
     Unsupported,
     refused,
@@ -23,6 +22,7 @@ from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, query_tokens_of
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
+from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import AUTO
 from deft_patches.vllm import observe_steps, tree_graphs
@@ -137,13 +137,11 @@ BACKEND = "FLASH_ATTN_MLA"
 def unsupported_latent(host: Any, settings: Settings) -> str | None:
     if host.is_sparse():
         return "sparse MLA is not supported"
-    if not settings.mla:
-        return MLA_IS_OFF
     if envs.VLLM_BATCH_INVARIANT:
         return "batch-invariant mode of MLA models is not supported"
     if host.get_name() != BACKEND:
         return f"MLA through {host.get_name()} is not supported ({BACKEND} is)"
-    return None
+    return VLLM.leaves_mla(settings)
 
 
 def latent_attention(

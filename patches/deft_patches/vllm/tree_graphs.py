@@ -87,7 +87,7 @@ def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: A
         alone = manager.vllm_config.parallel_config.tensor_parallel_size == 1
         logger.warning(
             "deft: a second set of graphs does not fit into memory; %s. Lower "
-            "--gpu-memory-utilization, capture fewer sizes, or unset DEFT_MLA",
+            "--gpu-memory-utilization, capture fewer sizes, or set DEFT_MLA=0",
             "the host's graphs decode" if alone else "this rank stops, as others may wait for it",
         )
         if not alone:

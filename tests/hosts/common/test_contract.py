@@ -7,8 +7,15 @@ from textwrap import dedent
 
 import pytest
 
-from deft_backend.hosts.common.contract import Member, check_contract, first_missing, matches
+from deft_backend.hosts.common.contract import (
+    Member,
+    TestedVersions,
+    check_contract,
+    first_missing,
+    matches,
+)
 from deft_backend.hosts.windows import TESTED
+from deft_backend.settings.config import Settings
 from tools.host_matrix.contracts import contract_of
 
 SOURCE = """
@@ -147,6 +154,23 @@ def test_members_of_other_versions_are_left_out(host):
 )
 def test_specifiers(version, specifier, expected):
     assert matches(version, specifier) is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "device", "left"),
+    [
+        (None, "0.5.17.post1", "cuda", None),
+        (None, "0.5.17", "cpu", "no record shows MLA models with tree attention on cpu and SGLang"),
+        (None, "0.5.23", "cuda", "cuda and SGLang 0.5.23; DEFT_MLA=1 tries it"),
+        (None, None, "cuda", "DEFT_MLA=1 tries it"),
+        (True, "0.5.23", "cpu", None),
+        (False, "0.5.17", "cuda", "DEFT_MLA=0 leaves MLA models to the host's backend"),
+    ],
+)
+def test_mla_is_on_in_versions_with_a_record(asked, version, device, left, monkeypatch):
+    monkeypatch.setattr(TestedVersions, "installed", lambda self: version)
+    reason = TESTED["sglang"].leaves_mla(Settings(mla=asked), device)
+    assert reason is None if left is None else left in str(reason)
 
 
 @pytest.mark.parametrize("host", sorted(TESTED))

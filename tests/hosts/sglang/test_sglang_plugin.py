@@ -183,7 +183,7 @@ def test_the_fallback_backend(arguments, monkeypatch):
         ({"dllm_algorithm": "LowConfidence"}, "diffusion decoding"),
         ({"dcp_size": 2}, "context parallelism"),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
-        (MLA, "DEFT_MLA=1 tries tree attention for them"),
+        (MLA, "no record shows MLA models with tree attention on cpu and SGLang"),
         ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
         ({**MLA, "kv_cache_dtype": "fp8_e4m3"}, "MLA over a KV cache of kind fp8_e4m3"),
         (

@@ -317,7 +317,7 @@ def test_a_check_at_start_decides(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("host", "asked", "reason"),
     [
-        (Mla, "0", "DEFT_MLA=1"),
+        (Mla, "0", "DEFT_MLA=0 leaves MLA models"),
         (FlashMla, "1", "MLA through FLASHMLA"),
         (Sparse, "1", "sparse MLA"),
     ],
