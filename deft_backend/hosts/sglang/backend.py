@@ -33,6 +33,7 @@ def _computing(name: str) -> Callable[..., Any]:
         call = LayerCall(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         if layers.has_planned(forward_batch):
             return layers.run(call)
+        layers.leave_split()
         return call.by(getattr(layers.host, name))
 
     return method

@@ -116,7 +116,9 @@ class MixedSteps:
                 "decodes in such steps."
             )
             return None, self.unsplit
-        inputs = StepInputs(forward_batch.seq_lens[-rows:], forward_batch.req_pool_indices[-rows:])
+        # Copies begin at multiples of 16 bytes, as the tensors that kernels were compiled for do.
+        lens, table_rows = forward_batch.seq_lens, forward_batch.req_pool_indices
+        inputs = StepInputs(lens[-rows:].clone(), table_rows[-rows:].clone())
         try:
             inputs.plan(layers.attention, layers.page_table)
         except Exception as error:

@@ -107,6 +107,14 @@ class StepLayers(ABC):
     def splits(self) -> bool:
         return self.step is not None and self.step.rest is not None
 
+    def leave_split(self) -> None:
+        """A layer runs on a batch that is unknown to the split step: give the step to the host,
+        whose metadata covers only a part of the batch.
+        """
+        if self.step is not None and self.splits:
+            self.log.warn("a layer of a mixed step runs on an unknown copy of its batch")
+            self.give_up(self.step, None)
+
     def run(self, call: LayerCall) -> Any:
         step = self.step
         assert step is not None

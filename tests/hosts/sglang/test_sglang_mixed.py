@@ -171,6 +171,17 @@ def test_decode_rows_go_through_the_tree_and_the_others_through_the_host(server)
     assert read.kv_bytes_read < 0.75 * read.kv_bytes_query_guided
 
 
+def test_tensors_of_decode_rows_are_aligned(server):
+    """As those of every other step: kernels for other addresses would compile under load."""
+    batch = server.batch()
+    server.run(batch)
+    inputs = server.steps.layers.step.inputs
+    ours, theirs = (inputs.seq_lens, inputs.table_rows), (batch.seq_lens, batch.req_pool_indices)
+    assert [part.data_ptr() % 16 for part in ours] == [0, 0]
+    assert [part[1:].data_ptr() % 16 for part in theirs] == [8, 8]
+    assert [part.tolist() for part in ours] == [part[1:].tolist() for part in theirs]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_chunks_of_every_size(host, seed):
     """Chunks of 1 to 64 tokens, behind a prefix or without one; requests come and go."""
@@ -195,6 +206,16 @@ def test_layers_in_a_prefill_graph_get_a_padded_copy(server):
     padded = SimpleNamespace(**vars(batch))
     server.check(server.run(batch, padded, padding=13), batch)
     assert server.calls == ["metadata of 1", "extend of 1"]
+
+
+def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
+    """Whose metadata covers the rest alone when the layer comes: it is made again for all rows."""
+    batch = server.batch()
+    copy = SimpleNamespace(**{**vars(batch), "extend_seq_lens_cpu": [*batch.extend_seq_lens_cpu]})
+    server.check(server.run(batch, copy, layers=2), batch)
+    assert server.calls == ["metadata of 1", "metadata of 4", "extend of 4", "extend of 4"]
+    assert caplog.text.count("an unknown copy of its batch") == 1
+    assert counted(server) == {(MIXED, "kernel failed"): 1}
 
 
 @pytest.mark.parametrize(
