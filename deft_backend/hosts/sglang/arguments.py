@@ -62,6 +62,10 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     decode = versions.backend_names(server_args)[1]
     if decode is None:  # placeholder model: the host resolves no backends for it
         return result
+    role = versions.disaggregation_role(server_args)
+    if role == "prefill":
+        logger.info("deft: a prefill server decodes nothing; the host's own backend runs it")
+        return result
     try:
         reason = unsupported(server_args, settings) or _sized_with_graphs(server_args, settings)
     except Exception as error:
@@ -71,6 +75,11 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: %s; all attention runs through the host's own backend (%s)", reason, decode
         )
         return result
+    if role == "decode without radix cache":
+        logger.warning(
+            "deft: this decode server has no radix cache, so its requests share no KV and tree "
+            "attention saves nothing. Give --disaggregation-decode-enable-radix-cache"
+        )
     _keep_or_disable_decode_graphs(server_args, settings)
     setattr(server_args, HOST_DECODE, decode)
     return result
@@ -181,7 +190,8 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
 
 
 _FEATURES = (
-    ("disaggregation_mode", "null", "prefill-decode disaggregation"),
+    ("enable_pd_role_switch", False, "switching between prefill and decode"),
+    ("disaggregation_decode_enable_offload_kvcache", False, "a decode server's KV offload"),
     ("enable_two_batch_overlap", False, "two-batch overlap"),
     ("enable_pdmux", False, "prefill-decode multiplexing"),
     ("enable_torch_compile", False, "torch.compile"),

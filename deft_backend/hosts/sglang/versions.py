@@ -200,6 +200,14 @@ def is_set(name: str) -> bool:
     return setting is not None and bool(setting.get())
 
 
+def disaggregation_role(server_args: Any) -> str:
+    """``null``, ``prefill``, ``decode``, or ``decode without radix cache``."""
+    args = resolved(server_args)
+    role = str(getattr(args, "disaggregation_mode", "null"))
+    cached = getattr(args, "disaggregation_decode_enable_radix_cache", False)
+    return role if role != "decode" or cached else "decode without radix cache"
+
+
 def deterministic(server_args: Any) -> bool:
     return bool(getattr(resolved(server_args), "enable_deterministic_inference", False))
 

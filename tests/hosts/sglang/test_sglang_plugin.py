@@ -17,6 +17,8 @@ SWITCHES = {
     "enable_streaming_session": "streaming session cache",
     "enable_unified_memory": "unified memory pool",
     "enable_page_major_kv_layout": "page-major KV layout",
+    "enable_pd_role_switch": "switching between prefill and decode",
+    "disaggregation_decode_enable_offload_kvcache": "a decode server's KV offload",
 }
 """Arguments of the host that exclude tree attention, and their messages."""
 
@@ -176,7 +178,6 @@ def test_the_fallback_backend(arguments, monkeypatch):
     [
         ({"device": "xpu"}, "device xpu"),
         ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
-        ({"disaggregation_mode": "decode"}, "disaggregation"),
         *(({name: True}, words) for name, words in SWITCHES.items()),
         ({**DETERMINISTIC, "enable_mixed_chunk": True}, "steps that also prefill"),
         ({**DETERMINISTIC, **MLA}, "deterministic inference of MLA models"),
@@ -214,6 +215,24 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(arguments, caplog, 
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+@pytest.mark.parametrize(
+    ("role", "cached", "served_by", "said"),
+    [
+        ("prefill", False, None, "deft: a prefill server decodes nothing; the host's own backend"),
+        ("decode", True, "torch_native", ""),
+        ("decode", False, "torch_native", "Give --disaggregation-decode-enable-radix-cache"),
+    ],
+)
+def test_servers_of_one_role(arguments, caplog, role, cached, served_by, said):
+    """A prefill server warns of nothing; a decode server is told what lets its requests share."""
+    caplog.set_level("INFO", logger="deft_backend")
+    roles = {"disaggregation_mode": role, "disaggregation_decode_enable_radix_cache": cached}
+    assert served(arguments, make_arguments(**roles)) == served_by
+    assert said in caplog.text
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (role == "decode" and not cached)
 
 
 @pytest.mark.parametrize("policy", ["", "auto", "invariant", "deft-node"])
