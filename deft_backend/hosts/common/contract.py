@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,7 +26,7 @@ class Member:
     parameters: tuple[str, ...] = ()
     # Versions that have the member, for example ``">=0.5.20,<0.5.23"``; empty for the whole window.
     versions: str = ""
-    use: str = ""  # what we do with it: "read", "called", "wrapped", "overridden", and for what
+    use: str = ""  # what we do with it, where its name does not tell
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}" if self.name else self.module
@@ -37,8 +36,8 @@ def members_of(table: str) -> tuple[Member, ...]:
     """Read a table of members.
 
     A line without indentation is a module, or a comment behind ``#``. Lines indented by four spaces
-    are its members: a name with parameters, the versions if only some have it, and the use, between
-    bars. Braces hold several names. A line indented by more continues the one before.
+    are its members: a name with parameters; behind bars, the versions if only some have it, and the
+    use. Braces hold several names. A line indented by more continues the one before.
 
     >>> members_of("host.kinds\\n    Batch.{ids rows} | >=1.2 | read")[1].name
     'Batch.rows'
@@ -48,12 +47,13 @@ def members_of(table: str) -> tuple[Member, ...]:
         if not line.startswith(" "):
             module = line
             continue
-        name, *versions, use = (part.strip() for part in line.split("|"))
+        name, *rest = (part.strip() for part in line.split("|"))
+        versions = rest.pop(0) if rest and rest[0].startswith((">", "<")) else ""
         owner, _, several = name.rstrip("}").partition("{")
         for each in several.split() or [""]:
             dotted, _, given = (owner + each).rstrip(")").partition("(")
             parameters = tuple(given.replace(",", " ").split())
-            found.append(Member(module, dotted, parameters, "".join(versions), use))
+            found.append(Member(module, dotted, parameters, versions, *rest))
     return tuple(found)
 
 
@@ -96,12 +96,9 @@ def _problems(member: Member) -> Iterator[Problem]:
         return
     parts = member.name.split(".") if member.name else []
     for depth, part in enumerate(parts):
-        owner, found = found, _member(found, part)
+        found = _member(found, part)
         if found is _ABSENT:
-            known = sorted(_names(owner))
-            near = get_close_matches(part, known, n=2, cutoff=0.7)
-            instead = f"{'.'.join(parts[:depth]) or member.module} has no {part!r}"
-            yield Problem(member, instead + (f"; nearest: {', '.join(near)}" if near else ""))
+            yield Problem(member, f"{'.'.join(parts[:depth]) or member.module} has no {part!r}")
             return
     if not member.parameters:
         return
@@ -246,9 +243,10 @@ class TestedVersions:
         version = self.installed()
         if device == "cuda" and version is not None and matches(version, self.mla):
             return None
+        host = f"{self.name} {version or '(not installed)'}"
         return (
-            f"no record shows MLA models with tree attention on {device} and {self.name} "
-            f"{version or '(not installed)'}; DEFT_MLA=1 tries it, which saves time behind long shared prefixes alone"
+            f"no record shows MLA models with tree attention on {device} and {host}; DEFT_MLA=1 "
+            "tries it, which saves time behind long shared prefixes alone"
         )
 
 

@@ -67,7 +67,12 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         logger.info("deft: a prefill server decodes nothing; the host's own backend runs it")
         return result
     try:
-        reason = unsupported(server_args, settings) or _sized_with_graphs(server_args, settings)
+        reason = unsupported(server_args, settings)
+        without_graphs = _without_graphs(server_args, settings)
+        sized = versions.is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
+        if reason is None and without_graphs is not None and sized:
+            # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
+            reason = f"{without_graphs}, and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING needs graphs"
     except Exception as error:
         reason = f"this SGLang is not supported ({error!r})"
     if reason is not None:
@@ -80,7 +85,13 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             "deft: this decode server has no radix cache, so its requests share no KV and tree "
             "attention saves nothing. Give --disaggregation-decode-enable-radix-cache"
         )
-    _keep_or_disable_decode_graphs(server_args, settings)
+    if without_graphs is not None:
+        logger.warning(
+            "deft: decode runs without CUDA graphs, which cannot hold tree attention here: %s",
+            without_graphs,
+        )
+    if without_graphs is not None or versions.resolved(server_args).device != "cuda":
+        versions.disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
 
@@ -216,37 +227,11 @@ def _check_fallback(name: str | None) -> None:
         )
 
 
-def _sized_with_graphs(server_args: Any, settings: Settings) -> str | None:
-    sized = versions.is_set("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
-    if not sized or versions.resolved(server_args).device != "cuda":
-        return None
+def _without_graphs(server_args: Any, settings: Settings) -> str | None:
+    """Why decode runs without CUDA graphs, which cannot hold tree attention here, or None."""
     kind = versions.decode_graphs(server_args)
-    if kind == "disabled" or _not_in_graphs(kind, settings) is None:
+    if kind == "disabled" or versions.resolved(server_args).device != "cuda":
         return None
-    # The host sizes its KV cache after the capture, so its memory plan needs the graphs.
-    return (
-        f"decode graphs of the kind {kind} are not supported with "
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
-    )
-
-
-def _keep_or_disable_decode_graphs(server_args: Any, settings: Settings) -> None:
-    kind = versions.decode_graphs(server_args)
-    if kind == "disabled":
-        return
-    if versions.resolved(server_args).device != "cuda":
-        versions.disable_decode_graphs(server_args)
-        return
-    reason = _not_in_graphs(kind, settings)
-    if reason is not None:
-        versions.disable_decode_graphs(server_args)
-        logger.warning(
-            "deft: decode runs without CUDA graphs, which cannot hold tree attention here: %s",
-            reason,
-        )
-
-
-def _not_in_graphs(kind: str, settings: Settings) -> str | None:
     if settings.verify:
         return "DEFT_VERIFY compares every step with the host's kernel"
     if versions.is_set("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):  # 0.5.19 on

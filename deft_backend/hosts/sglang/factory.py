@@ -262,31 +262,22 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
+    sinks, tokens, drafts = sinks_of_layers(runner.model), draft_tokens(runner.server_args), None
+    kinds = {
+        LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))
+        for layer in attention_layers(runner.model)
+        if layer.layer_id in layers
+    }
+    if tokens > 1:
+        drafts = Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
     return StepTensors(
         cache.keys,
         cache.values,
         [table.shape[1]],
         table_dtype=table.dtype,
-        drafts=_drafts(runner),
-        layers=_kinds(runner.model, layers),
+        drafts=drafts,
+        layers=sorted(kinds or {LayerKind()}, key=str),
     )
-
-
-def _drafts(runner: Any) -> Drafts | None:
-    tokens = draft_tokens(runner.server_args)
-    if tokens == 1:
-        return None
-    return Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
-
-
-def _kinds(model: Any, layers: Collection[int]) -> list[LayerKind]:
-    sinks = sinks_of_layers(model)
-    kinds = {
-        LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))
-        for layer in attention_layers(model)
-        if layer.layer_id in layers
-    }
-    return sorted(kinds or {LayerKind()}, key=str)
 
 
 def _compiler_of(

@@ -15,7 +15,7 @@ from deft_backend.hosts.common.latent import checked_latent_attention, gains_too
 from deft_backend.hosts.common.limits import Division, LayerShape, Unsupported
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.layers import device_of, unsupported_layer
-from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of
+from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Observed
 from deft_backend.hosts.sglang.tree_layers import LayerCall, StepLayers, TreeStep
 from deft_backend.settings.config import Settings
 
@@ -156,8 +156,6 @@ class LatentSharing:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="deft-costs")
     )
     _batch: Observed | None = None  # the last batch asked about
-    _keys: list[Key] | None = None  # of the batch that the thread was asked about last
-    _requests: list[Any] | None = None  # kept alive so that the ids in `_keys` stay unique
     _asked: Future[str | None] | None = None
     _waited: int = 0  # batches since the thread was asked
     _reason: str | None = "sharing not known yet"
@@ -180,10 +178,8 @@ class LatentSharing:
         if self._asked is not None and self._waited >= ANSWERED_AFTER:
             asked, self._asked = self._asked, None
             self._reason = asked.result()
-        keys = [key_of(request) for request in observed.requests]
-        if self._asked is not None or keys == self._keys:
+        if self._asked is not None or not self._tree.changed(observed.requests):
             return
-        self._keys, self._requests = keys, list(observed.requests)
         # The tree may change after this step, so only the costs are the thread's.
         tokens = self.attention.query_tokens
         lens = np.array([request.seqlen + tokens for request in observed.requests])

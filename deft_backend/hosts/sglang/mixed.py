@@ -8,7 +8,7 @@ from typing import Any
 
 from deft_backend.costs.cost_model import CostModel
 from deft_backend.hosts.common.limits import refused
-from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Key, Observed, key_of
+from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Observed
 from deft_backend.hosts.sglang.step_inputs import StepInputs
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
 from deft_backend.hosts.sglang.versions import BatchSlicer
@@ -39,8 +39,6 @@ class MixedSteps:
     _tree: CachedTree = field(
         default_factory=lambda: CachedTree("the host's kernel decodes in steps that also prefill")
     )
-    _keys: list[Key] | None = None  # of the decode rows that `_too_little` is about
-    _requests: list[Any] | None = None  # kept alive so that the ids in `_keys` stay unique
     _too_little: str | None = None
 
     def begin(self, forward_batch: Any) -> TreeStep | None:
@@ -81,10 +79,8 @@ class MixedSteps:
 
     def _shares_too_little(self, observed: Observed, seq_lens: Any) -> str | None:
         """Why the decode rows share too little; decided once for the same requests."""
-        requests = list(observed.requests[-observed.decoding :])
-        keys = [key_of(request) for request in requests]
-        if keys != self._keys:
-            self._keys, self._requests = keys, requests
+        requests = observed.requests[-observed.decoding :]
+        if self._tree.changed(requests):
             lens = seq_lens.numpy()[-observed.decoding :]
             forest = self._tree.forest(observed.tree_cache, requests, lens)
             if forest is None:

@@ -135,6 +135,16 @@ class CachedTree:
         self._otherwise, self._bigrams = otherwise, bigrams
         self._tree_cache: Any = None
         self._paths: TreePaths | None = None
+        self._keys: list[Key] | None = None
+        self._requests: list[Any] | None = None  # kept alive so that the ids in keys stay unique
+
+    def changed(self, requests: Sequence[Any]) -> bool:
+        """Whether these requests, or what they share, are not those of the last call."""
+        keys = [key_of(request) for request in requests]
+        if keys == self._keys:
+            return False
+        self._keys, self._requests = keys, list(requests)
+        return True
 
     def forest(
         self, tree_cache: Any, requests: Sequence[Any], seq_lens: npt.NDArray[np.integer]

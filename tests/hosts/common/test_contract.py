@@ -84,8 +84,8 @@ ABSENT = (
     (Member("madeup.gone"), "no such module"),
     (Member("elsewhere.gone"), "no such module"),
     (Member("madeup", "Walker"), "madeup has no 'Walker'"),
-    (Member("madeup", "Runner.pools"), "Runner has no 'pools'; nearest: pool"),
-    (Member("madeup", "Mode.DECODED"), "Mode has no 'DECODED'; nearest: DECODE"),
+    (Member("madeup", "Runner.pools"), "Runner has no 'pools'"),
+    (Member("madeup", "Mode.DECODED"), "Mode has no 'DECODED'"),
     (Member("madeup", "Batch", ("ids", "top")), "no parameter 'top'; it takes (ids, lengths)"),
     (Member("madeup", "Runner.step", ("batch", "async_op")), "no parameter 'async_op'; it takes"),
     (Member("madeup", "launch.port"), "launch has no 'port'"),
@@ -189,20 +189,14 @@ def test_tables_of_data_need_no_host(host):
 
 
 @pytest.mark.parametrize("host", sorted(TESTED))
-def test_each_member_says_what_we_do_with_it(host):
-    members = contract_of(host)
-    assert not [str(member) for member in members if not member.use]
-    stated = [(m.module, m.name, m.versions) for m in members]
-    assert len(set(stated)) == len(stated)
-
-
-@pytest.mark.parametrize("host", sorted(TESTED))
 def test_the_installed_host_holds_its_contract(host):
     """And lacks each of its members, and of their parameters, under another name."""
     version = TESTED[host].installed()
     if version is None:
         pytest.skip(f"{host} is not installed")
     members = [m for m in contract_of(host) if matches(version, m.versions)]
+    stated = [(m.module, m.name) for m in members]
+    assert len(set(stated)) == len(stated)
     problems = check_contract(members, version)
     assert not [str(problem) for problem in problems if problem.proven]
     hidden = {problem.member for problem in problems}

@@ -126,7 +126,7 @@ def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
         ("full", "POST_CAPTURE_KV_SIZING", "full", ""),
         ("full", "METADATA_GLUE_GRAPH", "disabled", "hides replays from the attention backend"),
         ("breakable", "", "disabled", "decode graphs are of the kind breakable"),
-        ("breakable", "POST_CAPTURE_KV_SIZING", None, "with SGLANG_ENABLE_POST"),
+        ("breakable", "POST_CAPTURE_KV_SIZING", None, "and SGLANG_ENABLE_POST"),
     ],
 )
 def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, setting, kept, said):
