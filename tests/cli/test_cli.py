@@ -14,6 +14,7 @@ from commands import run
 from deft_backend.attention import self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
+from deft_backend.cli.doctor import _next_step
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.telemetry import state_reader
@@ -51,6 +52,7 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config["max_position_embeddings"] = 8192
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
     return str(folder)
 
@@ -83,6 +85,14 @@ MODEL = "<model>"  # stands for the folder of a model
             "tree-of-thoughts, which is not selected",
         ),
         (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
+        (
+            ["ab", "--prefix-tokens", "16384", "--max-tokens", "92"],
+            "so nothing could be compared; pass --prefix-tokens 7816 or less",
+        ),
+        (["ab", "--", "--api-key", "K"], "set OPENAI_API_KEY to the same key"),
+        (["ab", "--urls", "127.0.0.1:9", "127.0.0.1:9"], "is it running? (Connection refused)"),
+        (["ab", "--", "--attention-backend", "triton"], "where it would replace the plugin"),
+        (["serve", "--model", MODEL, "--attention-backend", "deft"], "go behind '--'"),
         (["ab", "positional"], "unexpected argument 'positional'. Put options of the host server"),
         (["ab", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),
         (["serve", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),
@@ -300,10 +310,37 @@ def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
     assert len(shown) == 3
     assert ["3.0e-04" in shown[0], "row 3 is off" in shown[1], "not run" in shown[2]] == 3 * [True]
     assert "No GPU here: the check ran the interpreter's kernels" in out
+    assert "2 of 3 cases ran within 20 s; Triton's interpreter is slow on a busy machine" in out
     _, out, _ = run("doctor", "--check", "--json")
     content = json.loads(out)
     assert not content["works"]
     assert [entry["failure"] for entry in content["check"][:3]] == [None, "row 3 is off by 2", None]
+
+
+def test_doctor_without_a_case_that_ran_knows_nothing(monkeypatch):
+    monkeypatch.setattr(
+        self_check,
+        "check_shapes",
+        lambda shapes, *rest: [(shapes[0], Outcome(Case(on_device=False), None))],
+    )
+    code, out, _ = run("doctor", "--check", COLUMNS="200")
+    assert (code, "no case of --check ran" in out) == (1, True)
+
+
+def test_doctor_recommends_what_runs_here(monkeypatch):
+    """Outside a checkout there is no tiny model."""
+    assert _next_step() == "try deft ab --quick, or deft serve"
+    monkeypatch.setattr("deft_backend.cli.doctor.tiny_model", lambda: None)
+    assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
+def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
+    monkeypatch.setenv("DEFT_CACHE_DIR", folder)
+    found = {check.subject: check for check in checks.check_settings()}
+    state = found["state folder"] if "state folder" in found else found["DEFT_CACHE_DIR"]
+    assert state.status != "ok"
+    assert state.remedy is not None
 
 
 def test_doctor_finds_bad_settings():

@@ -1,7 +1,12 @@
 """The commands on other people's machines: other users, homes, file systems, broken packages."""
 
+import contextlib
 import json
 import os
+import pty
+import signal
+import subprocess
+import sys
 import tempfile
 from functools import partial
 
@@ -81,6 +86,82 @@ def test_without_a_home_another_users_folder_is_refused(tmp_path, monkeypatch):
     own.symlink_to(tmp_path)
     with pytest.raises(SettingsError, match=r"no home folder.*set DEFT_CACHE_DIR"):
         cache_directory()
+
+
+@pytest.mark.parametrize("module", ["numpy", "triton"])
+def test_doctor_imports_what_a_server_imports(module, tmp_path):
+    """A package that is there and cannot be imported; other commands say it in one line."""
+    broken = tmp_path / module
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libm.so.7 is missing')")
+
+    def deft(*words):
+        paths = os.pathsep.join([str(tmp_path), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-m", "deft_backend", *words],
+            env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    code, said, _ = deft("doctor", "--json")
+    imports = checks(said, "installed")["imports"]
+    assert (code, imports["status"]) == (1, "problem")
+    assert imports["state"].startswith(f"{module} is installed, but cannot be imported: ")
+    assert "libm.so.7 is missing" in imports["state"]
+    code, _, said = deft("explain", "--tree", "1,2 8,8")
+    if module == "numpy":
+        assert (code, said.splitlines()[-1]) == (
+            2,
+            "Error: libm.so.7 is missing; run 'deft doctor' for what is missing",
+        )
+
+
+def view(folder, number, *, terminal):
+    """What `deft top` prints until a signal ends it, and its exit code."""
+    leader, follower = pty.openpty() if terminal else os.pipe()
+    words = [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"]
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=follower,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "DEFT_CACHE_DIR": str(folder)},
+    )
+    os.close(follower)
+    said = b""
+    while said.count(b"deft top") < 2:  # it looks again
+        said += os.read(leader, 4096)
+    process.send_signal(number)
+    with contextlib.suppress(OSError):
+        while more := os.read(leader, 4096):
+            said += more
+    os.close(leader)
+    return said, process.wait(60)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_top_leaves_the_terminal_as_it_was(number, tmp_path):
+    before = signal.signal(number, signal.SIG_DFL)  # `nohup` ignores it
+    try:
+        said, code = view(tmp_path, number, terminal=True)
+    finally:
+        signal.signal(number, before)
+    assert code == 128 + number
+    for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
+        assert 0 <= said.rindex(on) < said.rindex(off)  # the other screen, the hidden cursor
+
+
+@pytest.mark.timeout(120)
+def test_top_prints_each_look_into_a_file(tmp_path):
+    said, code = view(tmp_path, signal.SIGTERM, terminal=False)
+    assert code == 128 + signal.SIGTERM
+    assert b"\x1b" not in said
 
 
 def test_a_collector_never_raises(tmp_path, monkeypatch):

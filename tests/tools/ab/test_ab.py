@@ -151,6 +151,14 @@ def test_each_fault_is_counted_under_its_name():
     assert "404" in found.outcomes[0].detail
 
 
+def test_a_run_that_compared_nothing_says_so(tmp_path):
+    """No request fits, and no server had told its context."""
+    with serving(Fake(context=99, shows_context=False)) as fake:
+        of = ("--urls", fake.url, fake.url, "--workload", "unshared")
+        _, printed = ab(tmp_path, *of, *SMALL, code=2)
+    assert "nothing was compared: no request was answered by both servers" in printed
+
+
 def test_a_server_that_dies_ends_the_run(tmp_path):
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
         of = (*workloads("few-shot", "unshared"), "--rate", "60", "--seed", "5", *SMALL)

@@ -1,13 +1,16 @@
 """The driver stand-in: compiled once, with one symbol, and never mistaken for a driver."""
 
 import ctypes
+import os
 import shutil
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from deft_backend.cli import checks
 from deft_backend.tools.servers import driver_stub
 from deft_backend.tools.servers.driver_stub import ensure_driver_stub
 
@@ -54,3 +57,26 @@ def test_it_is_compiled_once(cache, monkeypatch):
     folder = ensure_driver_stub()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert ensure_driver_stub() == folder
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("folder", "flag", "content", "said"),
+    [
+        ("a:b", 0, None, "mean something in LD_LIBRARY_PATH"),
+        ("plain", os.ST_NOEXEC, None, "mounted with noexec"),
+        ("plain", 0, b"no library", "the stand-in cannot be loaded: OSError: "),
+    ],
+)
+def test_doctor_says_why_the_stand_in_cannot_be_loaded(
+    folder, flag, content, said, cache, monkeypatch
+):
+    monkeypatch.setenv("DEFT_CACHE_DIR", str(cache / folder))
+    monkeypatch.setattr(driver_stub.os, "statvfs", lambda path: SimpleNamespace(f_flag=flag))
+    monkeypatch.setattr(checks, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(checks, "hosts_with_metadata", lambda: [checks.HOSTS[0]])
+    if content is not None:
+        (ensure_driver_stub() / driver_stub.SONAME).write_bytes(content)
+    (found,) = (check for check in checks.check_device() if check.subject == "driver")
+    assert (found.status, said in found.state) == ("problem", True), found.state
+    assert found.remedy.startswith("export DEFT_CACHE_DIR=")

@@ -105,7 +105,7 @@ def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
 
 
 def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions.end_session, "__defaults__", (0.5,))
+    monkeypatch.setattr(sessions, "PATIENCE", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
     with ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
         leader = server.pid
