@@ -37,24 +37,29 @@ from benchmarks.papers.workloads import (
     TOKEN_TREES,
     every_step,
 )
+from benchmarks.policy_gaps import target_on_hopper
 from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.files.provenance import provenance
+from deft_backend.planner import PlanCapacity, plan_grouping
+from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
+from deft_backend.policies import get_policy
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.traces.recorded_trees import TraceError
 
-STEPS, IO, COUNTERS, SERVERS = "deft-steps", "deft-io", "counters", "servers"
-PLACES = {STEPS: "DeFT, Figure 4, Tables 5 and 8", IO: "DeFT, Table 17"}
+STEPS, IO, WORK, COUNTERS, SERVERS = "deft-steps", "deft-io", "deft-work", "counters", "servers"
+TABLES = (STEPS, IO, WORK, COUNTERS, SERVERS)
+PLACES = {
+    STEPS: "DeFT, Figure 4, Tables 5 and 8",
+    IO: "DeFT, Table 17",
+    WORK: "DeFT, Tables 6, 12 and 16",
+}
 
 
 def papers(
-    table: Annotated[
-        str, typer.Option(help=f"{STEPS}, {IO}, {COUNTERS} or {SERVERS}; others: kernel --set.")
-    ],
+    table: Annotated[str, typer.Option(help=f"{', '.join(TABLES)}; others: kernel --set.")],
     host_args: HostArguments = None,
-    traces: Annotated[
-        Path | None, typer.Option(help="Folder of DeFT's recorded trees, for deft-io and servers.")
-    ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Folder of DeFT's recorded trees.")] = None,
     host: Annotated[str | None, typer.Option(help="Table servers: sglang or vllm.")] = None,
     sides: Annotated[
         str,
@@ -75,9 +80,9 @@ def papers(
     `kernel --set deft-splits` and the like measure the tables of kernels.
     """
     options = host_arguments(host_args)
-    if table not in (STEPS, IO, COUNTERS, SERVERS):
-        raise fail(f"--table is {table!r}; expected {STEPS}, {IO}, {COUNTERS} or {SERVERS}")
-    if table in (IO, SERVERS) and traces is None:
+    if table not in TABLES:
+        raise fail(f"--table is {table!r}; expected one of {', '.join(TABLES)}")
+    if table in (IO, WORK, SERVERS) and traces is None:
         raise fail(f"{table} needs DeFT's recorded trees; add --traces FOLDER")
     if options and table != SERVERS:
         raise fail("options of the host are for the table servers")
@@ -86,15 +91,19 @@ def papers(
             raise fail("the table servers runs a host; name it with --host sglang or --host vllm")
         _servers(host, listed(sides), traces, out, checkpoint, options, together=together)
         return
-    if table != IO and not torch.cuda.is_available():
+    if table not in (IO, WORK) and not torch.cuda.is_available():
         raise fail(f"{table} needs an NVIDIA GPU, and torch finds none")
     console = Console()
     rows: list[dict[str, Any]] = []
     header = {**provenance(), "table": table, "place": PLACES.get(table)}
     with reported(TraceError, NoCountersError):
-        for row in {STEPS: _steps, IO: lambda: counted_io(traces or Path()), COUNTERS: _counters}[
-            table
-        ]():
+        makers = {
+            STEPS: _steps,
+            IO: lambda: counted_io(traces or Path()),
+            WORK: lambda: counted_work(traces or Path()),
+            COUNTERS: _counters,
+        }
+        for row in makers[table]():
             rows.append(row)
             write_rows(out / f"papers-{table}.json", rows, header)
             say(console, str(row))
@@ -142,6 +151,43 @@ def counted_io(traces: Path) -> Any:
             "saved_percent": round(100 * (1 - stored / attended), 2),
             "node_std": round(spread / max(1, steps), 1),
         }
+
+
+def counted_work(traces: Path) -> Any:
+    """What the plans of each policy do on DeFT's workloads, summed over the steps.
+
+    - ``loaded``: tokens that items load, over tokens stored.
+    - ``products``: query vectors of the tiles times tokens, over those that attend.
+    - ``chunk_tokens``: mean tokens of an item; ``items`` and ``results`` are of a step.
+    """
+    _, workloads = read_set("deft-splits", traces)
+    target = target_on_hopper("32/8")
+    limits = PlanCapacity.for_batch(256, max(target.tile_programs)).limits
+    for name in dict.fromkeys(workload.set for workload in workloads):
+        forests = [workload.forest for workload in workloads if workload.set == name]
+        for policy in ("flash-decoding", "deft-node", "deft-node-chunk", "deft-flatten", "auto"):
+            loaded = products = items = results = 0
+            for forest in forests:
+                grouping = get_policy(policy).group(forest, target.within(limits))
+                plan = plan_grouping(grouping, forest, target)
+                lens = forest.seq_lens[plan.segment_request]
+                end = np.where(plan.segment_end == OPEN_END, lens, plan.segment_end)
+                parts = (end - plan.segment_start).astype(np.int64)
+                tokens = np.add.reduceat(parts, plan.item_segment_ptr[:-1])
+                height = np.array(target.tile_heights)[list(ITEM_ORDER)]
+                products += int(np.repeat(height, np.diff(plan.tile_ptr)) @ tokens)
+                loaded, items = loaded + int(tokens.sum()), items + plan.num_items
+                results += plan.num_partials
+            attended = sum(forest.tokens_attended for forest in forests)
+            yield {
+                "workload": name,
+                "policy": policy,
+                "items": round(items / len(forests), 1),
+                "results": round(results / len(forests), 1),
+                "chunk_tokens": round(loaded / items),
+                "loaded": round(loaded / sum(forest.tokens_stored for forest in forests), 3),
+                "products": round(products / (attended * target.query_vectors), 3),
+            }
 
 
 def _servers(

@@ -9,7 +9,7 @@ from benchmarks.__main__ import app_of
 from benchmarks.e2e.launch import HOSTS
 from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
-from benchmarks.papers.command import counted_io
+from benchmarks.papers.command import counted_io, counted_work
 from benchmarks.papers.steps import step_row
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
@@ -66,6 +66,19 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     tree = [(context + 4 * context + 1 + 1 + 2 - context, context + 3) for context in (11, 13)]
     assert rows[TOKEN_TREES[0]]["tokens_attended"] == sum(a for a, _ in tree)
     assert rows[TOKEN_TREES[0]]["tokens_stored"] == sum(s for _, s in tree)
+
+
+def test_work_of_plans_is_counted_item_by_item(tmp_path):
+    """20 queries on 4,000 tokens: two tiles of 16 queries; alone, a query fills half a tile of 2."""
+    dump_recordings(tmp_path)
+    rows = {(row["workload"], row["policy"]): row for row in counted_work(tmp_path)}
+    alone, node = rows["b=20", "flash-decoding"], rows["b=20", "deft-node"]
+    assert (alone["loaded"], alone["products"]) == (10.5, 2.0)
+    assert (node["items"], node["loaded"]) == (22, 1.5)
+    assert node["products"] == round((2 * 4000 * 16 + 20 * 200 * 2) / (20 * 4200), 3)
+    # The masked tile holds 16 queries, and no range has items of its own.
+    flat = rows["b=20", "deft-flatten"]
+    assert flat["products"] == round((2 * 4000 * 16 + 4000 * 16) / (20 * 4200), 3)
 
 
 def test_counters_are_summed_over_kernels():
