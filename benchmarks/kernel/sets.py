@@ -20,7 +20,7 @@ from benchmarks.kernel.tree_workloads import (
     quick,
 )
 from benchmarks.kernel.verified_workloads import verified_workloads
-from benchmarks.papers.workloads import few_shot, prompts, thoughts, token_trees
+from benchmarks.papers.workloads import drafted, few_shot, prompts, thoughts, token_trees
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 OWN = "own"
@@ -148,6 +148,8 @@ def _workloads(
         )
     if family == "recorded":
         return recorded_workloads(traces, spec.steps)
+    if family == "drafted":
+        return [replace(each, set=name) for each in drafted(thoughts(traces), **numbers)]
     if family == "thoughts":
         found = thoughts(traces, **numbers)
         return [replace(w, set=w.name) for w in found] if name == "deft-iterations" else found

@@ -82,7 +82,7 @@ def papers(
     options = host_arguments(host_args)
     if table not in TABLES:
         raise fail(f"--table is {table!r}; expected one of {', '.join(TABLES)}")
-    if table in (IO, WORK, SERVERS) and traces is None:
+    if table != COUNTERS and traces is None:
         raise fail(f"{table} needs DeFT's recorded trees; add --traces FOLDER")
     if options and table != SERVERS:
         raise fail("options of the host are for the table servers")
@@ -98,7 +98,7 @@ def papers(
     header = {**provenance(), "table": table, "place": PLACES.get(table)}
     with reported(TraceError, NoCountersError):
         makers = {
-            STEPS: _steps,
+            STEPS: lambda: _steps(traces or Path()),
             IO: lambda: counted_io(traces or Path()),
             WORK: lambda: counted_work(traces or Path()),
             COUNTERS: _counters,
@@ -109,10 +109,10 @@ def papers(
             say(console, str(row))
 
 
-def _steps() -> Any:
+def _steps(traces: Path) -> Any:
     """The parts of a step of whole models."""
     heads = ",".join(sorted({shape.heads for shape in MODELS.values()}))
-    spec, workloads = read_set("deft-architectures", None, [f"heads={heads}"])
+    spec, workloads = read_set("deft-architectures", traces, [f"heads={heads}"])
     setup = make_setup(spec, torch.device("cuda"), quick=False)
     shapes = [(shape.query_heads, shape.kv_heads) for shape in MODELS.values()]
     attention = averaged(list(measure(cases_of(workloads, sorted(set(shapes)), 0), setup)))

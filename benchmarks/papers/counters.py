@@ -16,11 +16,12 @@ from typing import Any
 
 METRICS = {
     "dram__bytes_read.sum": "dram_read_bytes",
+    "l1tex__m_xbar2l1tex_read_bytes.sum": "l2_read_bytes",  # from the L2 to the SMs
     "gpu__time_duration.sum": "time_ns",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm_percent",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
 }
-TREES = ("1,64 4000,1", "1,16 120000,512")
+TREES = ("1,64 4000,1", "1,2 120000,512", "1,16 120000,512", "1,64 120000,512")
 METHODS = ("flash-decoding", "deft-node", "deft-flatten", "flashforge", "auto")
 SECONDS = 120
 
@@ -64,10 +65,9 @@ def summed(lines: Sequence[str]) -> dict[str, Any]:
             value = float(row["Metric Value"].replace(",", ""))
             kernels.setdefault(row["ID"], {})[name] = value
     time = sum(kernel.get("time_ns", 0.0) for kernel in kernels.values())
-    found: dict[str, Any] = {
-        "kernels": len(kernels), "time_us": round(time / 1e3, 2),
-        "dram_read_bytes": int(sum(k.get("dram_read_bytes", 0.0) for k in kernels.values())),
-    }  # fmt: skip
+    found: dict[str, Any] = {"kernels": len(kernels), "time_us": round(time / 1e3, 2)}
+    for name in ("dram_read_bytes", "l2_read_bytes"):
+        found[name] = int(sum(kernel.get(name, 0.0) for kernel in kernels.values()))
     for name in ("sm_percent", "dram_percent"):
         weighted = sum(k.get(name, 0.0) * k.get("time_ns", 0.0) for k in kernels.values())
         found[name] = round(weighted / time, 2) if time else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.kernel.recorded_workloads import spread
 from benchmarks.kernel.tree_workloads import Workload, described
@@ -54,6 +56,26 @@ def thoughts(
             for at in spread(1, tree.last_iteration, samples)
         ]
     return made
+
+
+def drafted(workloads: Sequence[Workload], tokens: int) -> list[Workload]:
+    """The same steps with a binary draft tree of `tokens` query tokens behind each thought."""
+    parents = tuple((at - 1) // 2 for at in range(tokens))
+    return [
+        replace(
+            each,
+            describe=partial(_with_drafts, each.describe, tokens),
+            query_tokens=tokens,
+            parents=parents,
+        )
+        for each in workloads
+    ]
+
+
+def _with_drafts(describe: Callable[[], PrefixForest], tokens: int) -> PrefixForest:
+    forest = describe()
+    length = forest.length + np.int32(tokens) * forest.is_leaf
+    return replace(forest, length=length, seq_lens=forest.seq_lens + np.int32(tokens))
 
 
 def token_trees(traces: Path, samples: int = SAMPLES) -> list[Workload]:

@@ -17,12 +17,14 @@ from benchmarks.kernel.verified_workloads import (
     seen_by,
     verified_workloads,
 )
+from benchmarks.papers.workloads import drafted
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
 PARENTS = (-1, 0, 0, 1, 3)
 CASES = {
+    "drafts": drafted([Workload(VERIFY, "drafts", described("1,2,3 16,5,2").describe)], 5)[0],
     "chain": Workload(VERIFY, "chain", described("1,3 32,21").describe, 16, 5),
     "tree": Workload(VERIFY, "tree", described("1,3 32,21").describe, 16, 5, PARENTS),
 }
@@ -72,5 +74,7 @@ def test_results_are_checked(mask):
         unavailable={},
     )  # fmt: skip
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
-    assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, mask, {})
+    kind = "chain" if mask == "chain" else "tree"
+    assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})
+    assert row["error"]["deft"] < 1e-3
     assert row["repeatable"]

@@ -15,7 +15,7 @@ from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 from thought_tree_files import dump_thought_trees
 
-ON_A_GPU = {"fa3", "flashinfer", "cascade", "radix-attention"}
+ON_A_GPU = {"fasttree-artifact", "fa3", "flashinfer", "cascade", "radix-attention"}
 
 TREE = ThoughtTree(
     "a prompt", False, lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []})
@@ -38,7 +38,8 @@ def test_every_method_of_every_table_is_right(tmp_path):
     dump_recordings(tmp_path)
     given = [peer for name in set_names(papers=True) for peer in read_set(name, tmp_path)[0].peers]
     first = {peer.split("/")[0]: peer for peer in sorted(given, reverse=True)}
-    methods = sorted({*first.values(), "deft-flatten/32"} - ON_A_GPU)
+    others = {"deft-flatten/32", "fasttree/10", "fasttree/-10", "oracle"}
+    methods = sorted({*first.values(), *others} - ON_A_GPU)
     done = CliRunner().invoke(
         app_of([]),
         ["kernel", "--tree", "1,2,4 32,16,5", "--device", "cpu", "--quick", "--out", str(tmp_path),
@@ -69,7 +70,7 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
 
 
 def test_work_of_plans_is_counted_item_by_item(tmp_path):
-    """20 queries on 4,000 tokens: two tiles of 16 queries; alone, a query fills half a tile of 2."""
+    """20 queries on 4,000 tokens: two tiles of 16; alone, a query fills half a tile."""
     dump_recordings(tmp_path)
     rows = {(row["workload"], row["policy"]): row for row in counted_work(tmp_path)}
     alone, node = rows["b=20", "flash-decoding"], rows["b=20", "deft-node"]
@@ -84,13 +85,13 @@ def test_work_of_plans_is_counted_item_by_item(tmp_path):
 def test_counters_are_summed_over_kernels():
     """`ncu --csv`: a line a metric and kernel, behind the program's own output."""
     lines = ["something else", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
-    for kernel, values in (("0", (1000, 4000, 10, 50)), ("1", (500, 1000, 60, 20))):
+    for kernel, values in (("0", (1000, 7000, 4000, 10, 50)), ("1", (500, 900, 1000, 60, 20))):
         lines += [
             f'"{kernel}","k","{metric}","unit","{value:,}"'
             for metric, value in zip(counters.METRICS, values, strict=True)
         ]
     assert counters.summed(lines) == {
-        "kernels": 2, "time_us": 5.0, "dram_read_bytes": 1500,
+        "kernels": 2, "time_us": 5.0, "dram_read_bytes": 1500, "l2_read_bytes": 7900,
         "sm_percent": (10 * 4000 + 60 * 1000) / 5000, "dram_percent": (50 * 4 + 20) / 5,
     }  # fmt: skip
     assert counters.summed(["==ERROR== no permission"])["kernels"] == 0

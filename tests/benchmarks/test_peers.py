@@ -63,7 +63,7 @@ def authors():
         yield
 
 
-@pytest.mark.parametrize("name", ["fasttree-artifact", "deft-artifact"])
+@pytest.mark.parametrize("name", ["fasttree-artifact", "fasttree-artifact/10", "deft-artifact"])
 @pytest.mark.parametrize("forest", FORESTS)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)])
 def test_the_authors_kernels_are_called_as_they_expect(authors, name, forest, heads):

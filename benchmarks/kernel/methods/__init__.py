@@ -17,9 +17,11 @@ from benchmarks.kernel.methods.papers import (
     WholeContext,
 )
 from benchmarks.policy_gaps import Oracle
+from deft_backend.costs.cost_model import FastTreeCoefficients
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.deft_node import DeftNodeChunk
+from deft_backend.policies.fasttree import FastTree
 
 OURS = "deft"
 """Name of our method."""
@@ -42,7 +44,7 @@ _OTHERS: dict[str, Callable[[], Method]] = {
 
 METHODS = ("none", *_OTHERS, *POLICY_NAMES)
 """Methods that :data:`OURS` is compared with. A policy may have a parameter behind a slash:
-``deft-node-chunk/64``, ``deft-flatten/64``, ``fixed-division/4``."""
+``deft-node-chunk/64``, ``deft-flatten/64``, ``fixed-division/4``, ``fasttree/10`` (its gamma)."""
 
 
 def make_method(name: str) -> Method:
@@ -54,6 +56,10 @@ def make_method(name: str) -> Method:
         return Tuned(name, DeftNodeChunk(int(parameter)))
     if policy == "deft-flatten" and parameter:
         return Tuned(name, DeftFlatten(int(parameter), longer=1))
+    if policy == FastTree.name and parameter:  # every edge cut, or none
+        return Tuned(name, FastTree(FastTreeCoefficients(0, 0, float(parameter))))
+    if policy == FastTreeArtifact.name and parameter:
+        return FastTreeArtifact(float(parameter))
     if policy == FixedDivision.name:
         return Tuned(name, FixedDivision(int(parameter)))
     if name not in POLICY_NAMES:

@@ -34,7 +34,7 @@ Q_TILES = {1: (64, 16), 4: (16, 4), 16: (4, 1)}
 The values below are the defaults of its benchmark.py."""
 
 KV_TILES = (32, 32)
-KV_SPLITS = (1024, 128)
+KV_SPLITS, WHOLE = (1024, 128), (81920, 81920)
 FIRST_THRESHOLDS, SECOND_THRESHOLDS = (132, 528), (132, 132)
 ALPHA, BETA, GAMMA = 0.66, 0.33, 0.1
 
@@ -79,17 +79,28 @@ class ArtifactMethod(Method):
 
 
 class FastTreeArtifact(ArtifactMethod):
-    """FastTree's kernels, planned by its heuristic with the artifact's weights and thresholds."""
+    """FastTree's kernels, planned by its heuristic with the artifact's weights and thresholds.
+
+    - `gamma`: of the artifact's ablation, in which it decides alone and contexts stay whole if it
+      is positive.
+    """
 
     name = "fasttree-artifact"
     module = "fasttree"
+
+    def __init__(self, gamma: float | None = None) -> None:
+        self._weights, self._splits = (ALPHA, BETA, GAMMA), KV_SPLITS
+        if gamma is not None:
+            self.name = f"{self.name}/{gamma:g}"
+            self._weights = (0.0, 0.0, gamma)
+            self._splits = WHOLE if gamma > 0 else KV_SPLITS
 
     def plan(self, inputs: Inputs, tiles: tuple[int, int], tree: list[SimpleNamespace]) -> Prepared:
         if inputs.k_cache.numel() > 1 << 31:
             raise Refused("its offsets into the cache have 32 bits")
         theirs, kv_heads, dim = artifact_module(self.module), inputs.case.kv_heads, inputs.head_dim
         params = theirs.FastTreeParams()
-        params.set_values(ALPHA, BETA, GAMMA)
+        params.set_values(*self._weights)
         params.set_q_tile_sizes(list(tiles))
         params.set_kv_tile_sizes(list(KV_TILES))
         params.set_kv_group_num(inputs.case.query_heads // kv_heads)
@@ -97,7 +108,7 @@ class FastTreeArtifact(ArtifactMethod):
         with _quiet():
             (entries, *planned), _ = theirs.fasttree_preparation(
                 tree, tokens, inputs.batch, inputs.case.query_heads, kv_heads, dim,
-                KV_SPLITS, FIRST_THRESHOLDS, SECOND_THRESHOLDS, params,
+                self._splits, FIRST_THRESHOLDS, SECOND_THRESHOLDS, params,
             )  # fmt: skip
         entries = moved(entries, inputs.flattened_slots())
         keys, values = (cache.view(-1, kv_heads, dim) for cache in (inputs.k_cache, inputs.v_cache))
