@@ -1,6 +1,5 @@
 """Every policy covers every query's context exactly once, and follows its paper."""
 
-import itertools
 import json
 import re
 from collections import deque
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.policy_gaps import target_on_hopper
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import VIRTUAL_ROOT, build_forest, forest_from_page_tables
 from deft_backend.planner.reference import plan_grouping
@@ -28,6 +28,7 @@ from deft_backend.policies import (
 from deft_backend.policies.chunk_choice import makespan
 from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first
 from deft_backend.policies.policy import Rules, TwoRulePolicy
+from deft_backend.tools.traces.tree_forests import forest_from_levels
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
 PROGRAMS = {"num_programs": 16, "tile_programs": (16, 16, 16)}
@@ -220,33 +221,34 @@ def _published(parent, tokens, queries, tiles, group):
 PUBLISHED = json.loads((Path(__file__).parent / "fasttree_edges.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("tree", PUBLISHED["trees"], ids=lambda t: f"{t['nodes']} {t['tokens']}")
-def test_fasttree_decides_as_the_published_artifact(tree):
-    """Every edge of its 15 trees at three head shapes, with the artifact's constants."""
-    nodes, tokens = tree["nodes"], tree["tokens"]
-    leaves = np.arange(nodes[-1])
-    path = [leaves]
-    for below, above in itertools.pairwise(reversed(nodes)):
-        path.append(path[-1] * above // below)
-    shared = np.zeros(nodes[-1] - 1, dtype=np.int64)
-    for level, of_leaf in enumerate(reversed(path)):
-        shared += tokens[level] * (of_leaf[1:] == of_leaf[:-1])
-    forest = build_forest(leaves, shared, np.full(nodes[-1], sum(tokens)))
-    assert forest.num_nodes == sum(nodes)
-    end = np.cumsum(tokens)
-    level = np.searchsorted(end, forest.start + forest.length)
-    for heads, expected in tree["heads"].items():
-        query_heads, kv_heads = map(int, heads.split("/"))
-        group = query_heads // kv_heads
-        large, small = expected["query_tiles"]
-        target = replace(
-            MHA, num_query_heads=query_heads, num_kv_heads=kv_heads, tile_blocks=(32, 32, 32),
-            tile_heights=(small * group, large * group, large * group),
-        )  # fmt: skip
-        policy = FastTree(FastTreeCoefficients(*PUBLISHED["alpha_beta_gamma"]))
-        cut = policy.cut_edges(forest, target)
-        wanted = np.array([value == "0" for value in expected["concatenated"]])[level]
-        np.testing.assert_array_equal(cut, wanted, err_msg=heads)
+def test_fasttree_decides_as_the_published_artifact():
+    """Every edge of its 15 trees at three head shapes, with the artifact's constants and tiles.
+
+    With the shipped weights and the tiles of our kernels, 28 of the 45 assignments are the same.
+    """
+    as_shipped = 0
+    for tree in PUBLISHED["trees"]:
+        nodes, tokens = tree["nodes"], tree["tokens"]
+        forest = forest_from_levels(f"{','.join(map(str, nodes))} {','.join(map(str, tokens))}")
+        assert forest.num_nodes == sum(nodes)
+        level = np.searchsorted(np.cumsum(tokens), forest.start + forest.length)
+        for heads, expected in tree["heads"].items():
+            query_heads, kv_heads = map(int, heads.split("/"))
+            group = query_heads // kv_heads
+            large, small = (held * group for held in expected["query_tiles"])
+            target = Target(
+                query_heads,
+                kv_heads,
+                128,
+                tile_heights=(small, large, large),
+                tile_blocks=(32,) * 3,
+            )
+            policy = FastTree(FastTreeCoefficients(*PUBLISHED["alpha_beta_gamma"]))
+            wanted = np.array([value == "0" for value in expected["concatenated"]])[level]
+            np.testing.assert_array_equal(policy.cut_edges(forest, target), wanted, err_msg=heads)
+            shipped = FastTree().cut_edges(forest, target_on_hopper(heads))
+            as_shipped += np.array_equal(shipped, wanted)
+    assert as_shipped == 28
 
 
 @settings(max_examples=150)

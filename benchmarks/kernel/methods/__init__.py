@@ -12,6 +12,7 @@ from benchmarks.kernel.methods.forest_cascade import ForestCascade
 from benchmarks.kernel.methods.papers import (
     DenseMask,
     FixedDivision,
+    OneTile,
     RadixAttention,
     Tuned,
     WholeContext,
@@ -39,6 +40,7 @@ _OTHERS: dict[str, Callable[[], Method]] = {
     DenseMask.name: DenseMask,
     RadixAttention.name: RadixAttention,
     Oracle.name: lambda: Tuned(Oracle.name, Oracle()),
+    OneTile.name: lambda: Tuned(OneTile.name, OneTile()),
     WholeContext.name: lambda: Tuned(WholeContext.name, WholeContext()),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.planner.reference import PlanError, plan_grouping
 from deft_backend.policies import POLICY_NAMES, Grouping, Policy, PolicyError, Target
+from deft_backend.policies.deft_node import DeftNodeChunk
 from deft_backend.policies.edges import cut_ranges, grouped_ranges
 from deft_backend.settings.config import Settings
 
@@ -72,6 +73,18 @@ class WholeContext(Policy):
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         """As :meth:`deft_backend.policies.Policy.group`."""
         return _even(forest, 1, target, cut=False)
+
+
+@dataclass(frozen=True)
+class OneTile(Policy):
+    """DeFT-Node-Chunk in large tiles alone, as in a kernel of one tile shape."""
+
+    name: ClassVar[str] = "node-chunk-one-tile"
+
+    def group(self, forest: PrefixForest, target: Target) -> Grouping:
+        """As :meth:`deft_backend.policies.Policy.group`."""
+        found = DeftNodeChunk().group(forest, target)
+        return replace(found, least_shape=np.ones(found.num_groups, dtype=np.int64))
 
 
 def _even(forest: PrefixForest, chunks: int, target: Target, *, cut: bool) -> Grouping:
