@@ -11,7 +11,6 @@ from integration_tests.common.answers import PREFIX, TOPICS, check, on
 from integration_tests.common.control import (
     ask_to,
     changed_weights,
-    check_host_client,
     check_while_decoding,
     while_decoding,
 )
@@ -125,17 +124,3 @@ def test_every_engine_plans_for_its_requests(server, model):
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6, n=2) for t in TOPICS[:4]]
     check(server, model, asks)
     assert all(server.state(name)["steps_tree"] > 0 for name in ("tp0-dp0", "tp0-dp1"))
-
-
-@pytest.mark.rare
-@on("small-cache")
-def test_the_hosts_own_client_while_others_are_aborted(server, baseline, tmp_path):
-    """``sglang.bench_serving`` with evictions, pauses, flushes and aborts; both servers agree."""
-
-    def pause_and_flush():
-        assert ask_to(server, "pause_generation", {"mode": "retract"}) == 200
-        ask_to(server, "flush_cache")  # the host refuses where requests wait
-        assert ask_to(server, "continue_generation") == 200
-
-    ask = Ask(PREFIX, tokens=200)
-    check_host_client("sglang", (server, baseline), tmp_path, ask, pause_and_flush)

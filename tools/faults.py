@@ -1,7 +1,8 @@
 """``make faults``: sample mutants of the package and the patches, and see whether tests fail.
 
-Cosmic Ray, and a few operators for kernels' code, change one place of a copy of the checkout. The
-tests that lie nearest run there. The same seed and sources give the same mutants. Annotations,
+Cosmic Ray, and a few operators for kernels' code, change one place of a copy of the checkout. A run
+of all tests first notes the lines that each one reaches. A mutant then meets the tests that reach
+its statement, and their neighbours. The same seed and sources give the same mutants. Annotations,
 decorators, f-strings and log lines stay as they are.
 
 docs/results/faults.json gets the rate of each folder, and the mutants that no test caught. If such
@@ -19,7 +20,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -41,29 +41,14 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "results" / "faults.json"
 SOURCES = ("deft_backend", "patches/deft_patches")
 
-_IN_KERNELS = " ".join(
-    f"tests/kernels/test_{name}.py"
-    for name in ("kernel_launches", "kernels", "query_tokens", "eight_bits_and_sinks", "other_gpus")
-)
-_IN_GLUON = " ".join(
-    f"tests/kernels/test_{name}.py"
-    for name in ("gluon_kernels", "masked_tile", "program_numbers", "compiled_kernels")
-)
-NEAREST = {
-    "deft_backend/attention": "tests/attention tests/kernels/test_kernels.py",
-    "deft_backend/costs": "tests/costs tests/policies/test_range_choice.py",
-    "deft_backend/hosts/common": "tests/hosts/common tests/hosts/sglang",
-    "deft_backend/hosts/windows.py": "tests/project/test_host_matrix.py",
-    "deft_backend/kernels": _IN_KERNELS,
-    "deft_backend/kernels/hopper": _IN_GLUON,
-    "deft_backend/kernels/latent": "tests/attention/test_latent_attention.py",
-    "deft_backend/policies": "tests/policies tests/planner",
-    "deft_backend/shapes.py": "tests/kernels/test_query_tokens.py tests/planner",
-    "deft_backend/telemetry": "tests/telemetry tests/tools/watch",
-    "patches/deft_patches": "tests/hosts/sglang",
-    "patches/deft_patches/vllm": "tests/hosts/vllm",
+TESTS = {
+    "sglang": ("tests", "deft_backend", "tools/host_matrix"),
+    "vllm": ("tests/hosts/vllm", "deft_backend/hosts/vllm", "tests/hosts/common"),
 }
-"""Tests by how a path begins, the longest match first; others lie in the same folder of tests."""
+SECONDS = 90.0
+"""A mutant meets so many seconds of tests, or at least one test."""
+EACH = 5
+"""So many mutants of each folder come first; the others follow the lines of the folders."""
 
 UNUSED = ("core/NoOp", "core/VariableInserter", "core/VariableReplacer", "core/RemoveDecorator")
 
@@ -131,10 +116,17 @@ class Mutant:
     operator: str
     text: str  # of the changed file
     diff: str
+    lines: frozenset[int]  # of the changed statement; none outside functions
 
     @property
     def folder(self) -> str:
-        return Path(self.path).parent.as_posix()
+        return folder_of(self.path)
+
+
+def folder_of(path: str) -> str:
+    """A folder of the record: two levels, and three for hosts."""
+    folders = Path(path).parts[:-1]
+    return "/".join(folders[: 3 if "hosts" in folders else 2])
 
 
 def operators() -> dict[str, Operator]:
@@ -171,112 +163,160 @@ def places(source: str) -> dict[Any, list[tuple[str, int]]]:
     return found
 
 
-def tests_of(path: str) -> tuple[str, ...]:
-    """The tests nearest to a file; those named after it come first."""
-    known = [prefix for prefix in NEAREST if path.startswith(prefix)]
-    if known:
-        return tuple(NEAREST[max(known, key=len)].split())
-    folder = Path("tests", *Path(path).parts[1:-1])
-    while not (ROOT / folder).is_dir():
-        folder = folder.parent
-    named = ROOT / folder / f"test_{Path(path).stem}.py"
-    return (*([str(named.relative_to(ROOT))] if named.exists() else []), str(folder))
+def statement_lines(source: str, line: int) -> frozenset[int]:
+    """The lines of the innermost statement there, without its body; none outside functions."""
+    module, lines = ast.parse(source), frozenset[int]()
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    for function in (node for node in ast.walk(module) if isinstance(node, functions)):
+        for node in ast.walk(function):
+            if not isinstance(node, ast.stmt) or isinstance(node, functions):
+                continue
+            body = getattr(node, "body", None) or getattr(node, "cases", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or 0
+            own = frozenset(range(node.lineno, max(node.lineno, end) + 1))
+            if line in own and (not lines or len(own) < len(lines)):
+                lines = own
+    return lines
 
 
 def sampled(seed: int, wanted: str) -> Iterator[Mutant]:
-    """Mutants in random order: a folder by its lines, a place of it, and an operator there."""
+    """Mutants in random order: a folder, a file by its lines, a place of it, an operator there."""
     draw = random.Random(seed)
     files = [p for source in SOURCES for p in sorted((ROOT / source).rglob("*.py"))]
     texts = {str(p.relative_to(ROOT)): p.read_text() for p in files}
     texts = {path: text for path, text in texts.items() if path.startswith(wanted)}
-    weights = [text.count("\n") for text in texts.values()]
-    known: dict[str, dict[Any, list[tuple[str, int]]]] = {}
+    places_of = {path: places(text) for path, text in texts.items()}
+    folders: dict[str, list[str]] = {}
+    for path in texts:
+        if places_of[path]:
+            folders.setdefault(folder_of(path), []).append(path)
+    turns = [folder for _ in range(EACH) for folder in folders]
     while True:
-        (path,) = draw.choices(list(texts), weights)
-        if path not in known:
-            known[path] = places(texts[path])
-        if not known[path]:
-            continue
-        place = draw.choice(sorted(known[path]))
-        name, occurrence = draw.choice(known[path].pop(place))
-        text = mutate_code(texts[path], operators()[name], occurrence)
-        try:
-            same = text is None or ast.dump(ast.parse(text)) == ast.dump(ast.parse(texts[path]))
-        except SyntaxError:
-            continue
-        if not same:
-            lines = difflib.unified_diff(
-                texts[path].split("\n"), text.split("\n"), lineterm="", n=1
-            )
-            yield Mutant(path, name, text, "\n".join(list(lines)[2:]))
+        among = folders[turns.pop(0)] if turns else [p for each in folders.values() for p in each]
+        mutant = None
+        while mutant is None and any(places_of[path] for path in among):
+            (path,) = draw.choices(among, [texts[path].count("\n") for path in among])
+            if places_of[path]:
+                place = draw.choice(sorted(places_of[path]))
+                name, occurrence = draw.choice(places_of[path].pop(place))
+                mutant = changed(path, texts[path], place, name, occurrence)
+        if mutant is not None:
+            yield mutant
 
 
-class Copies:
-    """Copies of the checkout, one for each test process at a time."""
+def changed(path: str, text: str, place: Any, name: str, occurrence: int) -> Mutant | None:
+    """The mutant of an operator at a place, or None if it is no other program."""
+    other = mutate_code(text, operators()[name], occurrence)
+    try:
+        if other is None or ast.dump(ast.parse(other)) == ast.dump(ast.parse(text)):
+            return None
+    except SyntaxError:
+        return None
+    lines = difflib.unified_diff(text.split("\n"), other.split("\n"), lineterm="", n=1)
+    return Mutant(path, name, other, "\n".join(list(lines)[2:]), statement_lines(text, place[0][0]))
 
-    def __init__(self, folder: Path, count: int, pythons: dict[str, Path]) -> None:
-        self._pythons = pythons
+
+@dataclass(frozen=True)
+class Test:
+    """A test that passes, and what it reaches."""
+
+    name: str
+    seconds: float
+    lines: dict[str, list[int]]
+    modules: list[str]
+
+    @property
+    def file(self) -> str:
+        return self.name.split("::")[0]
+
+
+def chosen(tests: list[Test], mutant: Mutant) -> list[str]:
+    """Tests that reach the statement, the fastest first, then their neighbours."""
+    near = Path("tests", *Path(mutant.path).parts[1:-1])
+    while not (ROOT / near).is_dir():
+        near = near.parent
+    on_line = [test for test in tests if mutant.lines & set(test.lines.get(mutant.path, ()))]
+    files = {test.file for test in on_line}
+    files = files or {test.file for test in tests if mutant.path in test.lines}
+    others = [t for t in tests if t.file in files or t.name.startswith(f"{near}/")]
+    ordered = {test.name: test.seconds for test in sorted(on_line, key=lambda t: t.seconds)}
+    for test in sorted(others, key=lambda t: t.seconds):
+        ordered.setdefault(test.name, test.seconds)
+    ends = itertools.accumulate(ordered.values())
+    return [name for name, end in zip(ordered, ends, strict=True) if end <= SECONDS] or list(
+        ordered
+    )[:1]
+
+
+class Copy:
+    """A copy of the checkout, with a process of each host that forks for each run of tests."""
+
+    def __init__(self, folder: Path, pythons: dict[str, Path]) -> None:
         self._folder = folder
-        self._free: SimpleQueue[Path] = SimpleQueue()
-        self._seconds: dict[tuple[str, ...], int | None] = {}
         command = ["git", "ls-files", "-co", "--exclude-standard"]
         listed = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
-        for number in range(count):
-            copy = folder / str(number)
-            for name in filter(lambda name: (ROOT / name).is_file(), listed):
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
-            self._free.put(copy)
+        for name in filter(lambda name: (ROOT / name).is_file(), listed):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+        path = ":".join(str(folder / name) for name in ("", "patches", "tests/support"))
+        own = {"PYTHONPATH": path, "HOME": str(folder.parent), "OMP_NUM_THREADS": "1"}
+        self._processes = {
+            host: subprocess.Popen(
+                [str(python), "-m", "tools.test_forks"],
+                cwd=folder,
+                env={**os.environ, **own},
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for host, python in pythons.items()
+        }
+        self._tests: dict[str, list[Test]] = {}
 
-    def ready(self, tests: tuple[str, ...]) -> bool:
-        """Whether unchanged sources pass these tests; that run sets the limit for mutants."""
-        every = self._without_order(tests)
-        if every not in self._seconds:
-            began = time.monotonic()
-            failed = self._fails(tests, None, 3600.0)
-            self._seconds[every] = None if failed else round(time.monotonic() - began)
-            print(f"    {' '.join(tests)}: unchanged, {self._seconds[every]} s", flush=True)
-        return self._seconds[every] is not None
+    def _ask(self, host: str, **asked: Any) -> tuple[int, str]:
+        process = self._processes[host]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(asked), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline())
+        return answer["status"], answer["failed"]
 
-    def _without_order(self, tests: tuple[str, ...]) -> tuple[str, ...]:
-        """The same tests without those files that their folder runs as well."""
-        return tuple(name for name in tests if str(Path(name).parent) not in tests)
+    def trace(self, host: str, out: Path) -> None:
+        """Note what the tests of a host reach in unchanged sources; leave out those that fail."""
+        self._ask(host, tests=TESTS[host], seconds=3 * 3600, reached=str(out), sources=SOURCES)
 
-    def catch(self, mutant: Mutant) -> bool:
-        """Whether a test fails, or all take three times as long as without the mutant."""
-        tests = tests_of(mutant.path)
-        return self._fails(
-            tests, mutant, 3 * (self._seconds[self._without_order(tests)] or 0) + 60.0
-        )
+    def learn(self, host: str, reached: Path) -> None:
+        """Read what `trace` noted, and import what these tests import of other packages."""
+        rows = [json.loads(line) for line in reached.read_text().splitlines()]
+        self._tests[host] = [Test(r["test"], r["seconds"], r["lines"], r["modules"]) for r in rows]
+        modules = [name for test in self._tests[host] for name in test.modules]
+        self._ask(host, tests=["--version"], seconds=600, modules=modules)
 
-    def _fails(self, tests: tuple[str, ...], mutant: Mutant | None, seconds: float) -> bool:
-        copy = self._free.get()
-        python = self._pythons["vllm" if "hosts/vllm" in tests[0] else "sglang"]
-        path = ":".join(str(copy / name) for name in ("", "patches", "tests/support"))
-        own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(self._folder)}
-        options = ("-q", "-x", "-m", "not rare", "-p", "no:cacheprovider")
-        if mutant is not None:
-            original = (copy / mutant.path).read_text()
-            (copy / mutant.path).write_text(mutant.text)
-        tested = subprocess.Popen(
-            [str(python), "-m", "pytest", *options, *tests],
-            cwd=copy,
-            env={**os.environ, **own},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            return tested.wait(seconds) != 0
-        except subprocess.TimeoutExpired:
-            return True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(tested.pid, signal.SIGKILL)  # what the tests started, too
-            tested.wait()
-            if mutant is not None:
-                (copy / mutant.path).write_text(original)
-            self._free.put(copy)
+    def caught_by(self, mutant: Mutant) -> str:
+        """The test that fails, or the reason why none can run; empty if none fails."""
+        file = self._folder / mutant.path
+        for host, tests in self._tests.items():
+            names = chosen(tests, mutant)
+            seconds = 60.0 + 3 * sum(test.seconds for test in tests if test.name in names)
+            while names:
+                kept, times = file.read_text(), file.stat()
+                file.write_text(mutant.text)
+                status, failed = self._ask(host, tests=names, seconds=seconds)
+                file.write_text(kept)
+                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+                if status == 0:
+                    break
+                if not failed:
+                    return f"pytest ends with {status}"
+                if self._ask(host, tests=[failed], seconds=seconds)[0] == 0:
+                    return failed
+                names = [name for name in names if name != failed]  # fails by chance, it seems
+        return ""
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+            process.wait()
 
 
 def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> None:
@@ -311,26 +351,42 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--folder", default="", help="Only files whose paths begin so.")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--reached", type=Path, help="Keep there what the tests reach.")
     parser.add_argument("--python", type=Path, required=True, help="With SGLang and the tests.")
     parser.add_argument("--python-vllm", type=Path, required=True)
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
-    began, results = time.monotonic(), []
+    began = time.monotonic()
     mutants = itertools.islice(sampled(given.seed, given.folder), given.mutants)
-    with tempfile.TemporaryDirectory(prefix="deft-faults-") as folder:
-        pythons = {"sglang": given.python.absolute(), "vllm": given.python_vllm.absolute()}
-        copies = Copies(Path(folder), given.processes, pythons)
+    pythons = {"sglang": given.python.absolute(), "vllm": given.python_vllm.absolute()}
+    with (
+        tempfile.TemporaryDirectory(prefix="deft-faults-") as made,
+        contextlib.ExitStack() as stack,
+    ):
+        free: SimpleQueue[Copy] = SimpleQueue()
+        reached = {
+            host: (given.reached or Path(made)).absolute() / f"{host}.jsonl" for host in TESTS
+        }
+        for number in range(given.processes):
+            copy = Copy(Path(made, str(number)), pythons)
+            stack.callback(copy.close)
+            for host, path in reached.items():
+                if not path.exists():
+                    copy.trace(host, path)
+                copy.learn(host, path)
+            free.put(copy)
 
         def tried(mutant: Mutant) -> tuple[Mutant, bool] | None:
             if time.monotonic() - began > 60 * given.minutes:
                 return None
-            found = copies.catch(mutant)
-            print(f"{'caught' if found else 'SURVIVED'} {mutant.path}\n{mutant.diff}", flush=True)
-            return mutant, found
+            copy = free.get()
+            by = copy.caught_by(mutant)
+            free.put(copy)
+            print(f"{by or 'SURVIVED'} {mutant.operator} {mutant.path}\n{mutant.diff}", flush=True)
+            return mutant, bool(by)
 
         with ThreadPoolExecutor(given.processes) as pool:
-            chosen = [mutant for mutant in mutants if copies.ready(tests_of(mutant.path))]
-            results = [result for result in pool.map(tried, chosen) if result is not None]
+            results = [result for result in pool.map(tried, mutants) if result is not None]
     if not results:
         raise SystemExit("no mutant was tried: give it more minutes, or see which tests fail")
     record(given.seed, time.monotonic() - began, results)

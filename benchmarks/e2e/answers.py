@@ -7,7 +7,7 @@ tokens are almost equally likely: such tokens are ties.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from deft_backend.tools.harness.client import ServerClient
 
 Sample = tuple[tuple[int, ...], list[int]]
 """A prompt and the answer to it."""
+
+Question = tuple[tuple[int, ...], int]
+"""A prompt of the reference, and how many tokens it must answer."""
 
 TOLERANCE = {"float32": 0.0, "float16": 0.05, "bfloat16": 0.26}
 """Two tokens with log-probabilities closer than this are a tie that rounding decides. A logit of 16
@@ -84,25 +87,27 @@ async def check(
 
     async def one(number: int, prompt: tuple[int, ...], answer: list[int]) -> None:
         async with free:
-            await _check_answer(number, prompt, answer, client, tolerance, found)
+            asking = answer_check(number, prompt, answer, tolerance, found)
+            question = next_question(asking, None)
+            while question is not None:
+                context, tokens = question
+                (expected,) = await client.batch([context], tokens, likeliest=LIKELIEST)
+                question = next_question(asking, expected)
 
     await asyncio.gather(*(one(i, prompt, answer) for i, (prompt, answer) in enumerate(samples)))
     return found
 
 
-async def _check_answer(
-    number: int,
-    prompt: tuple[int, ...],
-    answer: list[int],
-    client: ServerClient,
-    tolerance: float,
-    found: Checked,
-) -> None:
+def answer_check(
+    number: int, prompt: tuple[int, ...], answer: list[int], tolerance: float, found: Checked
+) -> Generator[Question, Answer | None, None]:
+    """Check one answer: yields questions to the reference, and is sent their answers."""
     at, wrong = 0, 0
     found.answers += 1
     while at < len(answer) and wrong < MOST_WRONG:
         rest = answer[at:]
-        (expected,) = await client.batch([(*prompt, *answer[:at])], len(rest), likeliest=LIKELIEST)
+        expected = yield (*prompt, *answer[:at]), len(rest)
+        assert expected is not None
         differs = first_difference(expected.ids, rest)
         if differs is None:
             found.tokens += len(rest)
@@ -119,6 +124,16 @@ async def _check_answer(
                 f"{rest[differs]} instead of {expected.ids[differs]}, {less}"
             )
         at += differs + 1
+
+
+def next_question(
+    asking: Generator[Question, Answer | None, None], reply: Answer | None
+) -> Question | None:
+    """The next question of an answer's check, or None after the last; the first needs no reply."""
+    try:
+        return asking.send(reply)
+    except StopIteration:
+        return None
 
 
 def compare(reference: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Any]:

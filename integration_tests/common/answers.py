@@ -112,15 +112,8 @@ def check_joins_and_aborts(server, reference, *, kept, cut, later):
             begun = asyncio.Event()
 
             async def abandon(ask):
-                body = {**ask.body(), "max_tokens": 200, "stream": True}
-                stream = await client.completions.create(**body)
-                seen = 0
-                async for _ in stream:
-                    seen += 1
-                    begun.set()
-                    if seen == 4:
-                        break
-                await stream.close()
+                given = {"max_tokens": 200, "stream": True}
+                await complete(client, ask, begun=begun, leave_after=4, **given)
 
             async def join(ask):
                 await begun.wait()

@@ -3,16 +3,13 @@
 import asyncio
 import json
 import shutil
-import threading
 import urllib.error
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from integration_tests.common.answers import assert_same
-from integration_tests.common.host_client import texts_of
-from integration_tests.common.server import MODEL, complete
+from integration_tests.common.server import REQUEST_SECONDS, complete
 
 
 def while_decoding(server, asks, act):
@@ -23,14 +20,13 @@ def while_decoding(server, asks, act):
 
     async def traffic():
         async with server.client() as client:
-            body = {**asks[0].body(), "stream": True, "n": 1}
-            stream = await client.completions.create(**body)
+            begun = asyncio.Event()
+            seen = complete(client, asks[0], begun=begun, stream=True, n=1)
             answers = [asyncio.create_task(complete(client, ask)) for ask in asks]
-            acting = None
-            async for _ in stream:
-                acting = acting or asyncio.ensure_future(asyncio.to_thread(act))
-            assert acting is not None, "no token arrived"
-            await acting
+            streaming = asyncio.create_task(seen)
+            await asyncio.wait_for(begun.wait(), REQUEST_SECONDS)
+            await asyncio.to_thread(act)
+            await streaming
             return list(await asyncio.gather(*answers))
 
     return asyncio.run(traffic())
@@ -40,47 +36,6 @@ def check_while_decoding(server, reference, asks, act):
     """Check the answers of requests during which `act` is called."""
     assert_same(asks, while_decoding(server, asks, act), reference.answers(asks))
     assert not server.trouble()
-
-
-def check_host_client(host, servers, folder, ask, act):
-    """Check that a server answers the host's own client as the baseline does, though disturbed.
-
-    Until the client ends, other clients send `ask` and hang up, and `act` is called, in turns.
-    """
-    server, baseline = servers
-    expected = _answers_of(host, baseline, folder / "baseline")
-    found = _disturbed(server, ask, act, lambda: _answers_of(host, server, folder / "ours"))
-    assert found == expected
-    assert not server.trouble()
-
-
-def _disturbed(server, ask, act, work):
-    """The result of `work`; until it ends, clients hang up and `act` is called, in turns."""
-    done = threading.Event()
-
-    async def hang_up():
-        async with server.client() as client:
-            stream = await client.completions.create(**{**ask.body(), "stream": True})
-            async for _ in stream:
-                break
-            await stream.close()
-
-    def disturb():
-        turns = 0
-        while not done.is_set():
-            asyncio.run(hang_up())
-            act()
-            turns += 1
-        return turns
-
-    with ThreadPoolExecutor(1) as pool:
-        disturbing = pool.submit(disturb)
-        try:
-            result = work()
-        finally:
-            done.set()
-        assert disturbing.result() > 0
-    return result
 
 
 def ask_to(server, path, body=None):
@@ -107,11 +62,3 @@ def changed_weights(model, folder):
                 weights[name] = changed.to(weight.dtype)
         save_file(weights, str(file), metadata={"format": "pt"})
     return copy
-
-
-def _answers_of(host, server, folder):
-    """The answers that the host's own client gets, from prefixes that evict each other."""
-    with server.open("v1/models") as response:
-        name = json.loads(response.read())["data"][0]["id"]
-    environment = server.process.command.environment
-    return texts_of(host, server.process.url, MODEL, name, environment, folder)

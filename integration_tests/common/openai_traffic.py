@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import openai
 
 from integration_tests.common.answers import assert_same
-from integration_tests.common.openai_calls import Call, answer
-from integration_tests.common.server import REQUEST_SECONDS, Answer
+from integration_tests.common.server import REQUEST_SECONDS, Answer, complete
 
 _NOTE = (
     "The town of {town} stands on the river {river}. Its ruler is King {king}. "
@@ -44,6 +43,47 @@ _LEFT_LENGTH, _LEFT_AFTER = 60, 6
 
 _TIMES = 3
 """How often a round disturbs the server at most; each time costs the host work."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One greedy request: a completion or a chat completion, streamed or not, of `n` choices."""
+
+    prefix: str
+    """Text that other requests share: the prompt's beginning, or the chat's system message."""
+    question: str
+    tokens: int
+    n: int = 1
+    chat: bool = False
+    stream: bool = False
+
+    @property
+    def prompt(self):
+        return f"{self.prefix}\n\n{self.question}"
+
+    @property
+    def choices(self):
+        return self.n
+
+    def body(self):
+        """The request without the model's name.
+
+        vLLM refuses several choices at temperature 0. The likeliest token alone, sampled, is the
+        same answer. A completion has the requested length; a chat may end earlier, as usual.
+        """
+        extra = {"top_k": 1} if self.n > 1 else {}
+        body = {
+            "max_tokens": self.tokens, "n": self.n, "temperature": 1 if self.n > 1 else 0,
+            "stream": self.stream, "extra_body": extra,
+        }  # fmt: skip
+        if not self.chat:
+            extra["ignore_eos"] = True
+            return {**body, "prompt": self.prompt, "logprobs": 1}
+        messages = [
+            {"role": "system", "content": self.prefix},
+            {"role": "user", "content": self.question},
+        ]
+        return {**body, "messages": messages, "logprobs": True, "top_logprobs": 1}
 
 
 @dataclass(frozen=True)
@@ -127,7 +167,7 @@ def _left(number):
 async def _undisturbed(server, calls):
     async with server.client() as client:
         model = await _served(client)
-        return list(await asyncio.gather(*(answer(client, model, call) for call in calls)))
+        return list(await asyncio.gather(*(complete(client, call, model=model) for call in calls)))
 
 
 async def _disturbed(server, kept, left, each):
@@ -138,7 +178,9 @@ async def _disturbed(server, kept, left, each):
 
         async def sent(call, leave_after=None):
             try:
-                return await answer(client, model, call, begun=begun, leave_after=leave_after)
+                return await complete(
+                    client, call, begun=begun, leave_after=leave_after, model=model
+                )
             except openai.APIError:
                 # The host aborts running requests, and refuses waiting ones.
                 if not each.aborts:

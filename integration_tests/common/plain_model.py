@@ -39,12 +39,17 @@ class PlainModel:
             self._known[prompt, tokens] = self._decode(prompt, tokens)
         return self._known[prompt, tokens]
 
-    @torch.no_grad()
     def _decode(self, prompt, tokens):
-        ids = []
-        logprobs = []
-        rows = torch.tensor([self._tokenizer(prompt)["input_ids"]])
-        cache = None
+        ids, logprobs = self.greedy(self._tokenizer(prompt)["input_ids"], tokens)
+        texts = tuple(self._tokenizer.decode([token]) for token in ids)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=True))
+        return Answer(text, "length", texts, tuple(logprobs), likeliest)
+
+    @torch.inference_mode()
+    def greedy(self, prompt, tokens):
+        """Ids and log-probabilities of so many tokens after the ids of a prompt."""
+        ids, logprobs, rows, cache = [], [], torch.tensor([list(prompt)]), None
         for _ in range(tokens):
             out = self._model(rows, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -52,10 +57,7 @@ class PlainModel:
             ids.append(int(token))
             logprobs.append(float(logprob))
             rows = token.reshape(1, 1)
-        texts = tuple(self._tokenizer.decode([token]) for token in ids)
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=True))
-        return Answer(text, "length", texts, tuple(logprobs), likeliest)
+        return ids, logprobs
 
 
 def _stored_in(kv_dtype):

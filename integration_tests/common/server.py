@@ -9,13 +9,13 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
 
 from deft_backend.tools.servers.process import ServerProcess, get_page
-from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
+from integration_tests.common.plugins import HOST_CALLS, QUICK_INTERPRETER, ROOT, plugin_settings
 from integration_tests.common.result import StepTotal
 
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
@@ -153,22 +153,78 @@ class Server:
         return opener.open(request, timeout=30 if data is None else REQUEST_SECONDS)
 
 
-async def complete(client, ask):
-    """One completion, its choices in order."""
-    response = await client.completions.create(**ask.body())
-    found = []
-    for choice in sorted(response.choices, key=lambda choice: choice.index):
-        logs = choice.logprobs
-        found.append(
-            Answer(
-                choice.text,
-                choice.finish_reason,
-                tuple(logs.tokens) if logs else (),
-                tuple(logs.token_logprobs) if logs else (),
-                tuple(logs.top_logprobs or ()) if logs else (),
-            )
+@dataclass
+class _Choice:
+    """What has come of a choice so far."""
+
+    text: str = ""
+    finish: str | None = None
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    likeliest: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, part, chat):
+        """Add a choice of a response or of a stream's chunk."""
+        self.finish = part.finish_reason or self.finish
+        logs = part.logprobs
+        if chat:
+            message = part.delta if hasattr(part, "delta") else part.message
+            self.text += message.content or ""
+            for entry in (logs.content or ()) if logs else ():
+                self.tokens.append(entry.token)
+                self.logprobs.append(entry.logprob)
+                self.likeliest.append({each.token: each.logprob for each in entry.top_logprobs})
+        else:
+            self.text += part.text
+            if logs:
+                self.tokens += logs.tokens or ()
+                self.logprobs += logs.token_logprobs or ()
+                self.likeliest += logs.top_logprobs or ()
+
+    def answer(self):
+        return Answer(
+            self.text, self.finish, tuple(self.tokens), tuple(self.logprobs), tuple(self.likeliest)
         )
-    return found
+
+
+async def complete(client, ask, *, begun=None, leave_after=None, **changes):
+    """Send a request; returns its choices in order.
+
+    Parameters
+    ----------
+    client : openai.AsyncOpenAI
+    ask : Ask or Call
+    begun : asyncio.Event, optional
+        Set when the first piece of the answer is here.
+    leave_after : int, optional
+        Close the stream after so many chunks, which aborts the request. Its answer is then what
+        has come so far.
+    changes : dict
+        Fields of the request that replace those of `ask`.
+    """
+    body = {**ask.body(), **changes}
+    chat = "messages" in body
+    found = [_Choice() for _ in range(ask.choices)]
+
+    def add(response):
+        if begun is not None:
+            begun.set()
+        for part in response.choices:
+            found[part.index].add(part, chat)
+
+    create = client.chat.completions.create if chat else client.completions.create
+    response = await create(**body)
+    if body.get("stream"):
+        seen = 0
+        async for chunk in response:
+            add(chunk)
+            seen += 1
+            if seen == leave_after:
+                await response.close()
+                break
+    else:
+        add(response)
+    return [choice.answer() for choice in found]
 
 
 def _state_path(folder, command, rank):
@@ -200,12 +256,13 @@ def state_settings(backend, folder, *plugins):
     Each of its processes calls the functions that `plugins` name. The model is tiny: threads of an
     operation would wait for each other longer than they compute.
     """
+    watched = (HOST_CALLS,) if backend == "deft" else ()
     return {
         "OMP_NUM_THREADS": "1",
         "DEFT_CACHE_DIR": str(folder / "cache"),
         "DEFT_VERIFY": "1",
         "DEFT_LOG": "debug",
-        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
+        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *watched, *plugins),
     }
 
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import psutil
 
 from deft_backend.telemetry.counters import Place, StateName
-from integration_tests.faults.tested_server import Reference, draw_prompts, start
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.faults.tested_server import draw_prompts, start
 
 TOKENS = 12
 LONG_TOKENS = 100
@@ -38,7 +39,7 @@ class Harness:
         self.rows = []
         self._folder = folder
         self._model = model
-        self._reference = Reference(model)
+        self._reference = PlainModel(model)
         self._random = random.Random(seed)
         self._combinations = combinations
         self._say = say

@@ -41,29 +41,6 @@ def draw_prompts(seed, count, shared, own, vocabulary=256):
     return [prefix + draw(choose.randint(1, own)) for _ in range(count)]
 
 
-class Reference:
-    """Right answers: the tiny model in float32, run by transformers, without a server."""
-
-    def __init__(self, model):
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(1)  # a tiny model: threads wait for each other, and for the servers
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def answer(self, prompt, tokens):
-        """The greedy answer to a prompt, `tokens` long."""
-        ids, found, cache = self._torch.tensor([prompt]), [], None
-        with self._torch.inference_mode():
-            while len(found) < tokens:
-                result = self._model(ids, past_key_values=cache, use_cache=True)
-                cache = result.past_key_values
-                found.append(int(result.logits[0, -1].argmax()))
-                ids = self._torch.tensor([[found[-1]]])
-        return found
-
-
 @dataclass
 class Judged:
     """Answers compared with the reference.
@@ -133,7 +110,7 @@ class TestedServer:
 
     async def judged(self, prompts, tokens, during=None):
         """Send all prompts at once and judge the answers; `during` runs while they decode."""
-        expected = [self._reference.answer(prompt, tokens) for prompt in prompts]
+        expected = [self._reference.greedy(prompt, tokens)[0] for prompt in prompts]
         found = Judged()
 
         async def one(client, prompt, right):

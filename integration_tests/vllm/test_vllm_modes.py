@@ -9,7 +9,6 @@ from integration_tests.common.answers import PREFIX, TOPICS, check, on
 from integration_tests.common.control import (
     ask_to,
     changed_weights,
-    check_host_client,
     check_while_decoding,
     while_decoding,
 )
@@ -105,16 +104,3 @@ def load_weights(server, folder):
     assert ask_to(server, "collective_rpc", call) == 200
     assert ask_to(server, "reset_prefix_cache") == 200
     assert ask_to(server, "resume") == 200
-
-
-@on("default", "pressed")
-def test_the_hosts_own_client_while_others_hang_up(server, baseline, tmp_path):
-    """``vllm bench serve`` with preemption, pauses, flushes and aborts; both servers agree."""
-
-    def pause_and_flush():
-        assert ask_to(server, "pause?mode=keep") == 200
-        assert ask_to(server, "reset_prefix_cache?reset_running_requests=true") == 200
-        assert ask_to(server, "resume") == 200
-
-    ask = Ask(PREFIX, tokens=200)
-    check_host_client("vllm", (server, baseline), tmp_path, ask, pause_and_flush)

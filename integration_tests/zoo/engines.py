@@ -1,6 +1,6 @@
-"""Engines of the zoo, one after the other: each answers, or checks another engine's answers.
+"""Engines of the zoo, one after the other: ours answers, and the host's checks its answers.
 
-``python -m integration_tests.zoo.engines JOB...`` reads files of jobs and writes their results.
+``python -m integration_tests.zoo.engines JOB...`` reads files of jobs and writes their verdicts.
 Importing this module fills the models of SGLang: its processes import the main module again.
 """
 
@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import time
 import traceback
 import zlib
 from functools import cache
@@ -18,7 +17,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.e2e.answers import tolerance_of
 from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.servers.command import BACKEND_NAMES, free_port
 from integration_tests.zoo.requests import check, requests
 
 LIKELIEST = 5
@@ -132,6 +133,7 @@ class SGLang:
         common = {"load_format": "dummy", "skip_tokenizer_init": True, "log_level": "info"}
         self._engine = sglang.Engine(
             model_path=model,
+            port=free_port(),
             attention_backend=backend,
             sampling_backend="pytorch",
             **common,
@@ -199,41 +201,28 @@ class VLLM:
 
 
 def run(job):
-    """Make the engine and do the job; its output goes to the job's log."""
-    with open(job["log"], "w") as log:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(log.fileno(), stream.fileno())
+    """Let our backend answer and the host's own check; each has a log of its own."""
+    folder = Path(job["folder"])
     first, batch, tokens = requests(**job["shape"])
     make = SGLang if job["host"] == "sglang" else VLLM
-    engine = make(job["model"], job["backend"], {**job["options"], "dtype": job["dtype"]})
-    try:
-        engine.answer([first], [1])
-        if job["checked"] is None:
-            found = engine.answer(batch, [tokens] * len(batch))
-            _write(Path(job["answers"]), [answer.ids for answer in found])
-            return
-        answers = _read(Path(job["answers"]), job["wait"])
-        kv_dtype = job["options"].get("kv_cache_dtype")
-        _write(Path(job["checked"]), check(engine, batch, answers, job["dtype"], kv_dtype))
-    finally:
-        engine.close()
-
-
-def _read(path, seconds):
-    """The answers, as soon as the other engine has written them."""
-    end = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answers came within {seconds:.0f} s: {path}")
-        time.sleep(0.2)
-    return json.loads(path.read_text())
-
-
-def _write(path, content):
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, path)
+    answers = None
+    for log, backend in (("deft.log", BACKEND_NAMES[job["host"]]), ("host.log", None)):
+        with (folder / log).open("w") as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+                os.dup2(file.fileno(), stream.fileno())
+        engine = make(job["model"], backend, {**job["options"], "dtype": job["dtype"]})
+        try:
+            engine.answer([first], [1])
+            if answers is None:
+                found = engine.answer(batch, [tokens] * len(batch))
+                answers = [answer.ids for answer in found]
+            else:
+                tolerance = tolerance_of(job["dtype"], job["options"].get("kv_cache_dtype"))
+                verdict = check(engine, batch, answers, tolerance)
+                (folder / "verdict.json").write_text(json.dumps(verdict.to_dict(tolerance)))
+        finally:
+            engine.close()
 
 
 def main(paths):

@@ -2,8 +2,7 @@
 
 import random
 
-from benchmarks.e2e.answers import MOST_WRONG, gap_to, tolerance_of
-from deft_backend.tools.harness.answers import first_difference
+from benchmarks.e2e.answers import Checked, answer_check, next_question
 
 
 def requests(ids, prefix, branch, leaves, tokens):
@@ -23,38 +22,18 @@ def requests(ids, prefix, branch, leaves, tokens):
     return root, (*prompts, prompts[0], draw(prefix // 2)), tokens
 
 
-def check(engine, prompts, answers, dtype, kv_dtype=None):
-    """Compare with what `engine` answers: counts of tokens, ties and wrong tokens.
-
-    After a different token the engine continues from the checked answer, so the check covers every
-    token. A different token that the engine finds as likely, up to rounding in `dtype` and
-    in the KV cache's `kv_dtype`, is a tie.
-    """
-    found = {"tokens": 0, "wrong": 0, "ties": 0, "first_wrong": []}
-    tolerance = tolerance_of(dtype, kv_dtype)
-    at = dict.fromkeys(range(len(prompts)), 0)
-    wrong = dict.fromkeys(at, 0)
-    while at:
-        asked = [(*prompts[index], *answers[index][:begin]) for index, begin in at.items()]
-        lengths = [len(answers[index]) - begin for index, begin in at.items()]
-        replies = engine.answer(asked, lengths)
-        for (index, begin), expected in zip(list(at.items()), replies, strict=True):
-            rest = answers[index][begin:]
-            differs = first_difference(expected.ids, rest)
-            found["tokens"] += len(rest) if differs is None else differs + 1
-            if differs is not None:
-                gap = gap_to(expected, differs, rest[differs])
-                if gap is not None and gap <= tolerance:
-                    found["ties"] += 1
-                else:
-                    found["wrong"] += 1
-                    wrong[index] += 1
-                    less = "not among the likeliest" if gap is None else f"{gap:.3g} less likely"
-                    found["first_wrong"].append(
-                        f"answer {index}, token {begin + differs}: {rest[differs]} instead of "
-                        f"{expected.ids[differs]}, {less}"
-                    )
-                at[index] = begin + differs + 1
-            if differs is None or at[index] >= len(answers[index]) or wrong[index] >= MOST_WRONG:
-                del at[index]
+def check(engine, prompts, answers, tolerance):
+    """Compare with what `engine` answers, all answers in a batch; returns the counts."""
+    found = Checked()
+    asked = {
+        each: next_question(each, None)
+        for each in (
+            answer_check(number, prompt, answer, tolerance, found)
+            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        )
+    }
+    while asked := {each: question for each, question in asked.items() if question is not None}:
+        replies = engine.answer(*map(list, zip(*asked.values(), strict=True)))
+        pairs = zip(asked, replies, strict=True)
+        asked = {each: next_question(each, reply) for each, reply in pairs}
     return found

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deft_backend.settings.version import installed_version
-from deft_backend.tools.servers.command import BACKEND_NAMES, free_port
 from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +45,7 @@ class Architecture:
     tree: int  # layers that decode through tree attention
     cpu: list[str]  # hosts whose CPU engine runs it
     config: dict  # its ``config.json``
-    ci: list[str] = field(default_factory=list)  # hosts that run it in the integration tests
+    in_tests: bool = False  # whether the integration tests run it on vLLM
     dtype: str = "float32"  # on the CPU; GPUs run bfloat16
 
     @property
@@ -89,13 +88,11 @@ class Place:
         return {"ids": 1024, "prefix": 90, "branch": 30, "leaves": 2, "tokens": 8}
 
     def options(self):
-        """Arguments of an engine, which has a port of its own."""
+        """Arguments of an engine."""
         if self.host == "sglang":
-            own = {"port": free_port(), "device": "cpu", "max_total_tokens": 16384}
-            own["max_running_requests"] = 16
+            own = {"device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16}
             if self.gpu:
                 own = {
-                    "port": free_port(),
                     "mem_fraction_static": 0.8,
                     "max_total_tokens": 100_000,
                     "max_running_requests": 64,
@@ -149,31 +146,24 @@ class Run:
     def done(self):
         return (self.folder / "verdict.json").is_file()
 
-    def jobs(self, end):
-        """Write the model and the jobs of both engines: ours answers, the host's checks."""
+    def job(self):
+        """Write the model and the job of both engines: ours answers, the host's checks."""
         model = self.folder / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(self.architecture.config))
-        for old in ("answers.json", "verdict.json", "deft.log", "host.log"):
+        for old in ("verdict.json", "deft.log", "host.log"):
             (self.folder / old).unlink(missing_ok=True)
-        files = []
-        for role in ("deft", "host"):
-            ours = role == "deft"
-            job = {
-                "host": self.place.host,
-                "backend": BACKEND_NAMES[self.place.host] if ours else None,
-                "model": str(model),
-                "dtype": self.dtype,
-                "options": self.place.options(),
-                "shape": self.place.requests,
-                "answers": str(self.folder / "answers.json"),
-                "checked": None if ours else str(self.folder / "verdict.json"),
-                "log": str(self.folder / f"{role}.log"),
-                "wait": max(1.0, end - time.monotonic()),
-            }
-            files.append(self.folder / f"{role}.job.json")
-            files[-1].write_text(json.dumps(job))
-        return files
+        job = {
+            "host": self.place.host,
+            "model": str(model),
+            "dtype": self.dtype,
+            "options": self.place.options(),
+            "shape": self.place.requests,
+            "folder": str(self.folder),
+        }
+        file = self.folder / "job.json"
+        file.write_text(json.dumps(job))
+        return file
 
     def row(self, note=""):
         """The result, or a row with a note that tells why there is none."""
@@ -224,71 +214,34 @@ def run(names, place, folder, at_once, seconds):
     gpus = max(1, num_gpus()) if place.gpu else 1
     runs = [Run(name, place, folder / name, at % gpus) for at, name in enumerate(names)]
     end = time.monotonic() + seconds
-    if place.host == "vllm" and not place.gpu:
-        yield from _in_one_process(runs, place, folder, end)
-        return
+    # Importing vLLM takes longer than a small model on the CPU.
+    groups = [runs] if place.host == "vllm" and not place.gpu else [[run] for run in runs]
     with ThreadPoolExecutor(at_once) as threads:
-        running = [threads.submit(_in_two_processes, run, end) for run in runs]
-        for done in as_completed(running):
-            yield done.result()
+        for done in as_completed([threads.submit(_rows, group, end) for group in groups]):
+            yield from done.result()
 
 
-def _in_two_processes(run, end):
-    """Both engines in processes of their own; on the CPU one after the other, to save memory."""
-    jobs = run.jobs(end)
-    for group in [jobs] if run.place.gpu else [[job] for job in jobs]:
-        started = [_start([job], run.place, run.folder, run.gpu_index) for job in group]
-        note = _wait_for(started, end)
-        if note:
-            return run.row(note if note == TIME_UP else "")
-    return run.row()
-
-
-def _in_one_process(runs, place, folder, end):
-    """All engines one after the other: importing the host takes longer than a small model."""
-    process = _start([job for run in runs for job in run.jobs(end)], place, folder)
-    waiting = list(runs)
-    try:
-        while waiting and process.poll() is None and time.monotonic() < end:
-            begun = [run for run in waiting if (run.folder / "deft.log").is_file()]
-            for run in [run for run in waiting if run.done or run in begun[:-1]]:
-                waiting.remove(run)
-                yield run.row()
-            time.sleep(0.5)
-        note = TIME_UP if process.poll() is None else ""
-    finally:
-        _end(process)
-    for run in waiting:
-        yield run.row("" if run.done else note)
-
-
-def _start(jobs, place, folder, gpu_index=0):
-    with (folder / "worker.log").open("ab") as log:
+def _rows(runs, end):
+    """The rows of architectures whose engines run in one process, one after the other."""
+    first, jobs = runs[0], [str(run.job()) for run in runs]
+    with (first.folder / "worker.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "integration_tests.zoo.engines", *map(str, jobs)],
+            [sys.executable, "-m", "integration_tests.zoo.engines", *jobs],
             cwd=ROOT,
-            env=place.environment(gpu_index),
+            env=first.place.environment(first.gpu_index),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     _started.append(process)
-    return process
-
-
-def _wait_for(started, end):
-    """Wait for processes; end all of them if one fails or time is up. Returns what was wrong."""
+    note = ""
     try:
-        while any(process.poll() is None for process in started):
-            if any(process.poll() for process in started):
-                return "failed"
-            if time.monotonic() > end:
-                return TIME_UP
-            time.sleep(0.2)
-        return "failed" if any(process.returncode for process in started) else ""
+        process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        note = TIME_UP
     finally:
-        for process in started:
-            _end(process)
+        _end(process)
+    return [run.row(note) for run in runs]
 
 
 def end_all():
