@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import psutil
 
 from deft_backend.telemetry.counters import Place, StateName
+from integration_tests.common.control import ask_to
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.faults.tested_server import draw_prompts, start
 
@@ -145,22 +146,26 @@ class Harness:
     async def _under_load(self, server, name):
         """Inject a fault from outside; returns how often the server took it."""
         sglang = self.host == "sglang"
+
+        def asked(path, body=None):
+            return asyncio.to_thread(ask_to, server, path, body)
+
         if name == "aborts":
             await server.hang_up(self._prompts(12))
             return 12
         if name == "flush":
-            path = "/flush_cache" if sglang else "/reset_prefix_cache"
+            path = "flush_cache" if sglang else "reset_prefix_cache"
             # SGLang refuses while requests run; asking is part of the fault.
-            return sum([await server.post(path) in (200, 400) for _ in range(3)])
+            return sum([await asked(path) in (200, 400) for _ in range(3)])
         if name == "weights":
-            body = json.dumps({"model_path": str(self._model)}).encode()
-            return int(await server.post("/update_weights_from_disk", body) == 200)
-        pause, goes_on = "/pause?mode=keep", "/resume"
+            body = {"model_path": str(self._model)}
+            return int(await asked("update_weights_from_disk", body) == 200)
+        pause, body, goes_on = "pause?mode=keep", None, "resume"
         if sglang:
-            pause, goes_on = "/pause_generation", "/continue_generation"
-        paused = await server.post(pause, b'{"mode": "retract"}' if sglang else b"{}")
+            pause, body, goes_on = "pause_generation", {"mode": "retract"}, "continue_generation"
+        paused = await asked(pause, body)
         await asyncio.sleep(2)
-        return int(paused == 200 and await server.post(goes_on) == 200)
+        return int(paused == 200 and await asked(goes_on) == 200)
 
     def _end(self, name, server):
         """SIGTERM to the server, or SIGKILL to the process that decodes, under load."""

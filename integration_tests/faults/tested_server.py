@@ -6,8 +6,6 @@ import os
 import random
 import re
 import time
-import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.plugins import CPU_BACKEND, plugin_settings
+from integration_tests.common.server import Server
 
 INSIDE = Path(__file__).parent / "inside"
 SECONDS = 240.0
@@ -75,13 +74,13 @@ class Judged:
         return Judged(**{name: left[name] + right[name] for name in left})
 
 
-class TestedServer:
+class TestedServer(Server):
     """A server whose faults are armed by files."""
 
     __test__ = False
 
     def __init__(self, process, host, faults, reference):
-        self.process = process
+        super().__init__(process, faults.parent)
         self.host = host
         self.arriving = []
         self._faults = faults
@@ -102,8 +101,7 @@ class TestedServer:
 
     def new_log_lines(self, pattern):
         """Lines of the server's log that match, without those of an earlier call."""
-        text = self.process.log.read_text(errors="replace")
-        found = [line for line in text.splitlines() if re.search(pattern, line)]
+        found = [line for line in self.log.splitlines() if re.search(pattern, line)]
         new = [line for line in dict.fromkeys(found) if line not in self._told]
         self._told.update(new)
         return new
@@ -150,21 +148,6 @@ class TestedServer:
                 for number, prompt in enumerate(prompts)
             )
             await asyncio.gather(*leaving, return_exceptions=True)
-
-    async def post(self, path, body=b"{}"):
-        """Ask one of the host's endpoints; returns the status."""
-
-        def ask():
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{self.process.url}{path}", body, headers)
-            try:
-                with opener.open(request, timeout=SECONDS) as response:
-                    return response.status
-            except urllib.error.HTTPError as error:
-                return error.code
-
-        return await asyncio.to_thread(ask)
 
     def family(self):
         """All processes of the server."""
