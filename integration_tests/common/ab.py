@@ -22,20 +22,20 @@ def deft_ab(folder, *arguments, plugins=(), settings=None):
     settings : mapping, optional
         Further environment variables.
     """
-    command = [
-        sys.executable, "-c", "from deft_backend.cli.app import app; app()", "ab",
-        "--out", str(folder), *arguments,
-    ]  # fmt: skip
+    program = "from deft_backend.cli.app import app; app()"
+    command = [sys.executable, "-c", program, "ab", "--out", folder, *arguments]
     environment = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if name[:5] != "DEFT_" or name == "DEFT_UNTESTED_HOST"
-    }  # fmt: skip
+    }
     # Send even a lone request through the slow kernels. Otherwise a fast machine ends each of these
     # short requests before the next one arrives, and no two requests share a step.
     environment |= {
-        "DEFT_MIN_BATCH": "1", **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
+        "DEFT_MIN_BATCH": "1",
+        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
         **(settings or {}),
-    }  # fmt: skip
+    }
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )

@@ -29,8 +29,13 @@ def write_adapter(folder, model, seed=5):
     folder.mkdir(exist_ok=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK,
-        "target_modules": list(outputs), "lora_dropout": 0.0, "bias": "none",
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": list(outputs),
+        "lora_dropout": 0.0,
+        "bias": "none",
         "base_model_name_or_path": model.name,
-    }  # fmt: skip
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))

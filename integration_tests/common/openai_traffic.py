@@ -21,17 +21,26 @@ _NOTE = (
 _PREFIXES = tuple(
     _NOTE.format(town=town, river=river, king=king)
     for town, river, king in (
-        ("Belmora", "Isk", "Odo"), ("Elstow", "Brill", "Pell"), ("Ivarra", "Marl", "Bram")
+        ("Belmora", "Isk", "Odo"),
+        ("Elstow", "Brill", "Pell"),
+        ("Ivarra", "Marl", "Bram"),
     )
-)  # fmt: skip
+)
 """About 370 tokens each: together with the requests' own, more than the servers' caches hold."""
 
 _QUESTIONS = (
-    "Tell me a story about a fox.", "How do I make tea?", "Tell me a story about a goat.",
-    "Count from 10 to 18.", "Tell me a story about a lion.", "What is the code of EMBER?",
-    "Tell me a story about a hare.", "How do I bake bread?", "Tell me a story about a stork.",
-    "Which river runs by Belmora?", "Tell me a story about a wolf.",
-)  # fmt: skip
+    "Tell me a story about a fox.",
+    "How do I make tea?",
+    "Tell me a story about a goat.",
+    "Count from 10 to 18.",
+    "Tell me a story about a lion.",
+    "What is the code of EMBER?",
+    "Tell me a story about a hare.",
+    "How do I bake bread?",
+    "Tell me a story about a stork.",
+    "Which river runs by Belmora?",
+    "Tell me a story about a wolf.",
+)
 """What the tiny model knows: its answers are long, and clear of ties."""
 
 _LENGTHS = (6, 24, 10, 18, 13)
@@ -73,9 +82,12 @@ class Call:
         """
         extra = {"top_k": 1} if self.n > 1 else {}
         body = {
-            "max_tokens": self.tokens, "n": self.n, "temperature": 1 if self.n > 1 else 0,
-            "stream": self.stream, "extra_body": extra,
-        }  # fmt: skip
+            "max_tokens": self.tokens,
+            "n": self.n,
+            "temperature": 1 if self.n > 1 else 0,
+            "stream": self.stream,
+            "extra_body": extra,
+        }
         if not self.chat:
             extra["ignore_eos"] = True
             return {**body, "prompt": self.prompt, "logprobs": 1}

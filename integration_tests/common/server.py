@@ -105,9 +105,13 @@ class Server:
         """The JSON that ``deft explain --server`` prints about the last batch."""
         command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
         done = subprocess.run(
-            [*command, str(self.process.command.port)], capture_output=True, text=True, timeout=120,
-            env={**os.environ, "DEFT_CACHE_DIR": str(self._state_dir.parent)}, check=False,
-        )  # fmt: skip
+            [*command, str(self.process.command.port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "DEFT_CACHE_DIR": str(self._state_dir.parent)},
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         return found
@@ -127,9 +131,11 @@ class Server:
 
     def client(self):
         return openai.AsyncOpenAI(
-            base_url=f"{self.process.url}/v1", api_key="none", timeout=REQUEST_SECONDS,
+            base_url=f"{self.process.url}/v1",
+            api_key="none",
+            timeout=REQUEST_SECONDS,
             max_retries=0,
-        )  # fmt: skip
+        )
 
     def complete(self, asks):
         """Send all requests at once; returns the answers in order, each a list of choices."""

@@ -184,9 +184,8 @@ class Harness:
             await asyncio.to_thread(psutil.wait_procs, family, END_SECONDS)
             left = sum(map(_lives, family))
             after = round(time.monotonic() - struck[0], 1)
-            return {
-                "injected": 1, **judged.to_dict(), "processes_left": left, "ended_after": after,
-            }  # fmt: skip
+            ended = {"processes_left": left, "ended_after": after}
+            return {"injected": 1, **judged.to_dict(), **ended}
 
         self._record(name, server, work())
 

@@ -20,9 +20,9 @@ from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidi
 ROOT = Path(__file__).parents[2]
 
 KEYS = (
-    "host", "version", "architecture", "query_heads", "kv_heads", "head_dim", "kv_dtype",
-    "layers_tree", "layers_host", "tokens_checked", "tokens_wrong", "ties",
-)  # fmt: skip
+    *("host", "version", "architecture", "query_heads", "kv_heads", "head_dim", "kv_dtype"),
+    *("layers_tree", "layers_host", "tokens_checked", "tokens_wrong", "ties"),
+)
 """Keys of a row, besides ``device`` and ``note``."""
 
 TIME_UP = "time was up"
@@ -171,10 +171,8 @@ class Run:
         host, layers = self.place.host, self.architecture.layers
         version = installed_version(host) or installed_version(f"{host}-cpu") or "unknown"
         kv_dtype = self.place.asked.get("kv_cache_dtype") or self.dtype
-        row = dict(zip(
-            KEYS, (host, version, self.name, query, kv, dim, kv_dtype, 0, layers, 0, 0, 0),
-            strict=True,
-        ))  # fmt: skip
+        numbers = query, kv, dim, kv_dtype, 0, layers, 0, 0, 0
+        row = dict(zip(KEYS, (host, version, self.name, *numbers), strict=True))
         row["device"] = "gpu" if self.place.gpu else "cpu"
         if self.place.asked:
             row["options"] = self.place.asked

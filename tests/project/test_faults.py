@@ -11,19 +11,22 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "results" / "faults-cpu.json"
 PAGE = ROOT / "docs" / "reliability.md"
 
-GOOD = {
-    "fault": "poison", "host": "vllm", "injected": 3, "right": 6, "wrong": 0, "lost": 0,
-    "cut": 0, "after": {"right": 3, "wrong": 0, "lost": 0, "cut": 0},
-}  # fmt: skip
+COUNTS = {"right": 6, "wrong": 0, "lost": 0, "cut": 0}
+GOOD = {"fault": "poison", "host": "vllm", "injected": 3, **COUNTS, "after": COUNTS}
 
 
 def test_only_right_answers_to_a_fault_that_happened_are_as_promised():
     assert is_ok(GOOD)
     for change in (
-        {"injected": 0}, {"wrong": 1}, {"lost": 1}, {"processes_left": 1}, {"link_followed": True},
+        {"injected": 0},
+        {"wrong": 1},
+        {"lost": 1},
+        {"processes_left": 1},
+        {"link_followed": True},
         {"after": {"wrong": 1, "lost": 0, "cut": 0}},
-        {"cut": 1}, {"injected": {"poison": 1, "flush": 0}},
-    ):  # fmt: skip
+        {"cut": 1},
+        {"injected": {"poison": 1, "flush": 0}},
+    ):
         assert not is_ok({**GOOD, **change}), change
     assert is_ok({**GOOD, "fault": "sigkill", "lost": 6})
     assert not is_ok({**GOOD, "fault": "sigkill", "wrong": 1})

@@ -80,12 +80,12 @@ def test_the_plugin_counts_tests_and_the_servers_steps(processes, tmp_path):
     result = tmp_path / "result.json"
     subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result",
-            "--result", str(result), "--rootdir", str(tmp_path), "-c", "/dev/null", *processes,
-            str(tmp_path),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result"),
+            *("--result", result, "--rootdir", tmp_path, "-c", "/dev/null", *processes, tmp_path),
         ],
-        cwd=ROOT, check=False, capture_output=True,
-    )  # fmt: skip
-    assert json.loads(result.read_text()) == {
-        "passed": 2, "failed": 3, "tree_steps": 21, "device": "cpu"
-    }  # fmt: skip
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+    )
+    expected = {"passed": 2, "failed": 3, "tree_steps": 21, "device": "cpu"}
+    assert json.loads(result.read_text()) == expected

@@ -18,49 +18,45 @@ BASE = ("settings", "shapes", "files", "compile")  # every room above them may i
 
 # From bottom to top. A room may import those named here, rooms of BASE and itself.
 MAY_IMPORT = {
-    "settings": (),
-    "shapes": (),
-    "files": ("settings",),
-    "compile": ("settings", "files"),
-    "forest": (),
-    "costs": (),
-    "policies": ("forest", "costs"),
-    "planner": ("forest", "policies"),
-    "kernels": ("planner",),
-    "attention": ("forest", "costs", "policies", "planner", "kernels"),
-    "telemetry": ("forest",),
-    "hosts/common": ("forest", "policies", "planner", "attention"),
-    "hosts/sglang": (
-        "hosts/common", "telemetry", "forest", "costs", "policies", "planner",
-        "attention",
-    ),
-    "hosts/vllm": ("hosts/common", "telemetry", "forest", "attention"),
-    "hosts": ("hosts/sglang", "hosts/vllm"),  # the supported versions of both
-    "tools": (),
-    "tools/servers": ("hosts/vllm",),  # the name to start vLLM with
-    "tools/traces": ("forest",),
-    "tools/tuning": ("tools/traces", "forest", "costs", "policies", "planner", "attention"),
-    "tools/explain": (
-        "telemetry", "forest", "policies", "planner", "kernels", "attention",
-    ),
-    "tools/harness": ("tools/servers", "tools/traces", "telemetry"),
-    "tools/watch": ("telemetry", "forest"),
-    "tools/ab": ("tools/harness", "tools/servers", "tools/traces", "telemetry"),
+    "settings": "",
+    "shapes": "",
+    "files": "settings",
+    "compile": "settings files",
+    "forest": "",
+    "costs": "",
+    "policies": "forest costs",
+    "planner": "forest policies",
+    "kernels": "planner",
+    "attention": "forest costs policies planner kernels",
+    "telemetry": "forest",
+    "hosts/common": "forest policies planner attention",
+    "hosts/sglang": "hosts/common telemetry forest costs policies planner attention",
+    "hosts/vllm": "hosts/common telemetry forest attention",
+    "hosts": "hosts/sglang hosts/vllm",  # the supported versions of both
+    "tools": "",
+    "tools/servers": "hosts/vllm",  # the name to start vLLM with
+    "tools/traces": "forest",
+    "tools/tuning": "tools/traces forest costs policies planner attention",
+    "tools/explain": "telemetry forest policies planner kernels attention",
+    "tools/harness": "tools/servers tools/traces telemetry",
+    "tools/watch": "telemetry forest",
+    "tools/ab": "tools/harness tools/servers tools/traces telemetry",
     "cli": (
-        "tools/ab", "tools/explain", "tools/harness", "tools/servers", "tools/traces",
-        "tools/tuning", "tools/watch", "hosts", "hosts/common", "hosts/sglang",
-        "hosts/vllm", "telemetry", "forest", "costs", "policies", "kernels", "attention",
+        "tools/ab tools/explain tools/harness tools/servers tools/traces tools/tuning tools/watch "
+        "hosts hosts/common hosts/sglang hosts/vllm telemetry forest costs policies kernels "
+        "attention"
     ),
-    "__main__": ("cli",),
-    "": ("forest", "policies", "planner", "attention"),  # the library's names, on first use
-}  # fmt: skip
+    "__main__": "cli",
+    "": "forest policies planner attention",  # the library's names, on first use
+}
+MAY_IMPORT = {name: needs.split() for name, needs in MAY_IMPORT.items()}
 
 # Rooms whose modules load without torch: servers that do not ask for us, the process that measures
 # servers and commands that need no tensor would otherwise take seconds longer to start.
 WITHOUT_TORCH = (
-    "", "__main__", "cli", "settings", "files", "policies", "telemetry", "hosts",
-    "tools/ab", "tools/harness", "tools/servers", "tools/traces",
-)  # fmt: skip
+    *["", "__main__", "cli", "settings", "files", "policies", "telemetry", "hosts"],
+    *["tools/ab", "tools/harness", "tools/servers", "tools/traces"],
+)
 
 
 @cache

@@ -20,9 +20,13 @@ def test_the_version_is_read_without_the_package(tmp_path):
     (tmp_path / "version.py").write_text((ROOT / VERSION_FILE).read_text(encoding="utf-8"))
     script = "import sys, version; print(version.VERSION, len(sys.modules))"
     printed = subprocess.run(
-        [sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True,
-        check=True, timeout=60,
-    ).stdout.split()  # fmt: skip
+        [sys.executable, "-S", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split()
     assert re.fullmatch(r"\d+\.\d+\.\d+", printed[0])
     assert int(printed[1]) < 80, "the module imports more than the interpreter itself does"
 

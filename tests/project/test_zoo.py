@@ -42,13 +42,16 @@ def test_answers_are_checked_in_one_batch_and_on_after_a_wrong_token():
     [
         ("deft: decode goes through tree attention (policy auto)", 4),
         ("deft: decode of 4 layers goes through tree attention (policy auto)", 4),
-        ("deft: decode goes through tree attention\ndeft: 1 of 4 layers decode through tree "
-         "attention; 3 with a sliding window through the host's kernels", 1),
+        (
+            "deft: decode goes through tree attention\ndeft: 1 of 4 layers decode through tree "
+            "attention; 3 with a sliding window through the host's kernels",
+            1,
+        ),
         ("deft: decode goes through tree attention\ndeft: a kernel failed, the host's own", 0),
         ("deft: MLA models are not supported; all attention runs through the host's own", 0),
         ("nothing of ours", 0),
     ],
-)  # fmt: skip
+)
 def test_the_log_says_how_many_layers_it_decodes(log, tree):
     assert layers_of_tree(log, 4) == tree
 

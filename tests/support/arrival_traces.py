@@ -18,8 +18,10 @@ def arrival_lines(requests, *, documents=2, blocks=2, own=60, answer=6, gap_ms=2
         tokens = own * (1 + i % 3)
         ids += [10_000 + 100 * i + block for block in range(-(-tokens // BLOCK))]
         content = {
-            "timestamp": round(gap_ms * i), "input_length": (1 + blocks) * BLOCK + tokens,
-            "output_length": answer + i % 2, "hash_ids": ids,
-        }  # fmt: skip
+            "timestamp": round(gap_ms * i),
+            "input_length": (1 + blocks) * BLOCK + tokens,
+            "output_length": answer + i % 2,
+            "hash_ids": ids,
+        }
         lines.append(json.dumps(content))
     return lines

@@ -101,11 +101,17 @@ def check(
         v_cache = (v_cache / scales["v_scale"]).to(kv_dtype)
     sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
     attention = TreeAttention(
-        num_query_heads=query_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
-        kv_dtype=kv_dtype, device=device, page_size=page_size, max_batch=max(1, requests) + room,
+        num_query_heads=query_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        page_size=page_size,
+        max_batch=max(1, requests) + room,
         query_tokens=query_tokens if most is None else most,
         policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
-    )  # fmt: skip
+    )
     prepare(attention)
     table = torch.nn.functional.pad(batch.page_table, (0, wider)).to(device)
     lens = (batch.seq_lens + grow).to(device)
@@ -123,10 +129,11 @@ def check(
             plan = plan_grouping(group(forest, target), forest, target)
             attention.use(plan, forest, query_tokens=query_tokens)
     given = {
-        "logit_cap": logit_cap, "sm_scale": sm_scale,
+        "logit_cap": logit_cap,
+        "sm_scale": sm_scale,
         "ancestors": None if tree is None else tree.to(device),
         "sinks": None if sink is None or sinks is None else sink.to(device, sinks),
-    }  # fmt: skip
+    }
     if counts is not None:
         starts = [0, *np.cumsum(counts).tolist()]
         given["query_start"] = torch.tensor(starts, dtype=torch.int32, device=device)
@@ -138,9 +145,17 @@ def check(
     out = torch.full_like(q, float("nan"))
     on_gpu = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
     attention.run(
-        q, k_cache, v_cache, held, lens, table_rows=rows, out=out, static_launch=static_launch,
-        **given, **(on_gpu if scales_on_device else scales),
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        held,
+        lens,
+        table_rows=rows,
+        out=out,
+        static_launch=static_launch,
+        **given,
+        **(on_gpu if scales_on_device else scales),
+    )
     expected = reference_attention(q, k_cache, v_cache, table, lens, **given, **scales)
     assert out.isfinite().all()
     assert relative_error(out, expected) <= TOLERANCE[dtype]

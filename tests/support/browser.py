@@ -16,15 +16,19 @@ DRIVER = shutil.which("chromedriver")
 MISSING = "no Chromium with chromedriver is installed (Debian: apt-get install chromium-driver)"
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-dev-shm-usage", "--window-size=1360,1000",
-)  # fmt: skip
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--window-size=1360,1000"),
+)
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {
-    "right": "\ue014", "left": "\ue012", "up": "\ue013", "down": "\ue015", "escape": "\ue00c",
+    "right": "\ue014",
+    "left": "\ue012",
+    "up": "\ue013",
+    "down": "\ue015",
+    "escape": "\ue00c",
     "enter": "\ue007",
-}  # fmt: skip
+}
 
 
 class Browser:
@@ -89,8 +93,9 @@ def browser(folder):
     log = folder / "chromedriver.log"
     driver = subprocess.Popen(
         [DRIVER, "--port=0", f"--log-path={folder / 'driver.log'}"],
-        stdout=log.open("wb"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+    )
     try:
         base = f"http://127.0.0.1:{_port(driver, log)}"
         options = {"args": [*_FLAGS, f"--user-data-dir={folder / 'profile'}"], "binary": CHROMIUM}

@@ -121,9 +121,10 @@ class Fake:
                 # The second choice is far away where the salt does not change the answer.
                 gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
                 choice["logprobs"] = {
-                    "tokens": list(text), "token_logprobs": [-0.1] * len(text),
+                    "tokens": list(text),
+                    "token_logprobs": [-0.1] * len(text),
                     "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
-                }  # fmt: skip
+                }
             await self._piece(response, {"choices": [choice]})
             times.append(time.perf_counter())
         if extra:

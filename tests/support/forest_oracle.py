@@ -41,10 +41,8 @@ def oracle_of_paths(paths, lens):
 def oracle_of_neighbours(order, shared, lens):
     """From a batch order and the neighbours' shared tokens, with lists of open and closed nodes."""
     batch = len(order)
-    found = {
-        "order": list(order), "seq_lens": list(lens), "parent": [], "request": [], "start": [],
-        "length": [], "query_begin": [], "query_end": [], "leaf": [],
-    }  # fmt: skip
+    names = ("parent", "request", "start", "length", "query_begin", "query_end", "leaf")
+    found = {"order": list(order), "seq_lens": list(lens), **{name: [] for name in names}}
     lcp = [0, *shared, 0]
     opening = [[] for _ in range(batch)]
     stack = []
@@ -64,9 +62,13 @@ def oracle_of_neighbours(order, shared, lens):
         start = end[above] if path else 0
         end.append(until)
         for name, value in (
-            ("parent", above), ("request", order[position]), ("start", start),
-            ("length", until - start), ("query_begin", position), ("query_end", stop),
-        ):  # fmt: skip
+            ("parent", above),
+            ("request", order[position]),
+            ("start", start),
+            ("length", until - start),
+            ("query_begin", position),
+            ("query_end", stop),
+        ):
             found[name].append(value)
         return len(end) - 1
 

@@ -16,18 +16,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHEAP = (
-    "tests/forest", "tests/policies", "tests/planner/test_planner.py", "tests/files",
-    "tests/tools/explain", "tests/tools/traces",
-)  # fmt: skip
+    *["tests/forest", "tests/policies", "tests/planner/test_planner.py", "tests/files"],
+    *["tests/tools/explain", "tests/tools/traces"],
+)
 
 
 def run(arguments):
     """Print a command and run it; leave with its exit code if it fails."""
     print(f"+ DEFT_RANDOM_TESTS=1 {shlex.join(['python', *arguments])}", flush=True)
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "DEFT_RANDOM_TESTS": "1"},
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "DEFT_RANDOM_TESTS": "1"},
         check=False,
-    )  # fmt: skip
+    )
     if done.returncode != 0:
         sys.exit(f"new draws failed; the command above draws them again (code {done.returncode})")
 
@@ -41,10 +43,8 @@ def main():
         seed = secrets.randbelow(1 << 32)
         run(["-m", "pytest", "-q", "-m", "hypothesis", f"--hypothesis-seed={seed}", *CHEAP])
     with tempfile.TemporaryDirectory() as folder:
-        run([
-            "-m", "benchmarks", "fuzz", "--seconds", f"{max(0.1, seconds / 4):g}", "--seed",
-            str(secrets.randbelow(1 << 20)), "--out", f"{folder}/fuzz.json",
-        ])  # fmt: skip
+        limits = f"--seconds {max(0.1, seconds / 4):g} --seed {secrets.randbelow(1 << 20)}"
+        run(["-m", "benchmarks", "fuzz", *limits.split(), "--out", f"{folder}/fuzz.json"])
 
 
 if __name__ == "__main__":

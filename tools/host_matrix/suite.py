@@ -50,10 +50,10 @@ def run_suite(
         result = Path(folder) / "result.json"
         shared = ("-n", str(processes), "--dist", "loadgroup") if processes > 1 else ()
         command = [
-            str(python_of(environment)), "-m", "pytest", "-q", "-p",
-            "integration_tests.common.result", "--result", str(result), *_MARKS[suite], *shared,
-            *_TESTS[host],
-        ]  # fmt: skip
+            *(python_of(environment), "-m", "pytest", "-q"),
+            *("-p", "integration_tests.common.result", "--result", result),
+            *(*_MARKS[suite], *shared, *_TESTS[host]),
+        ]
         done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
         if not result.exists():
             return Outcome(done.returncode or 1, 0, 0, 0, "")

@@ -124,10 +124,7 @@ def test_rows_beyond_the_requests_query_tokens(server, caplog):
     for spec, parents in ((CHAIN, chain(2)), (n_grams, PARENTS)):
         batch = server.batch(spec)
         server.backend.init_forward_metadata(batch)
-        padding = torch.full((1, 64), float("nan"))
-        q, k, v = (
-            torch.cat([part, padding.repeat(1, part.shape[1] // 64)]) for part in query(2 * N)
-        )
+        q, k, v = (torch.cat([x, torch.full_like(x[:1], float("nan"))]) for x in query(2 * N))
         out = server.backend.forward(q, k, v, make_layer(), batch, False)
         assert server.calls == []
         assert out.shape == (2 * N + 1, 4 * 64)
