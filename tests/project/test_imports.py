@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "telemetry": "forest",
     "hosts/common": "forest policies planner attention",
     "hosts/sglang": "hosts/common telemetry forest costs policies planner attention",
-    "hosts/vllm": "hosts/common telemetry forest attention",
+    "hosts/vllm": "hosts/common telemetry forest planner attention",
     "hosts": "hosts/sglang hosts/vllm",  # the supported versions of both
     "tools": "",
     "tools/servers": "hosts/vllm",  # the name to start vLLM with
