@@ -125,7 +125,8 @@ class AttentionFuzzer:
             )  # fmt: skip
             plan = attention.plan(forest, query_tokens=step.query_tokens)
             where = (batch.contents, batch.rows, step.seq_lens, batch.page_size)
-            if fault := fault_of(plan, *where, attention.target, self._drafted):
+            private = step.query_tokens if step.query_tokens > 1 else 0
+            if fault := fault_of(plan, *where, attention.target, private):
                 self._faults[seed] = fault
             static = seed % 3 == 0
         attention.poison_workspace()
