@@ -110,14 +110,13 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _endings() -> tuple[int, ...]:
-    """SIGTERM, and SIGHUP unless ``nohup`` ignores it; Windows has no SIGHUP."""
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [int(getattr(signal, name)) for name in names]
-    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
+def _endings() -> list[int]:
+    """SIGTERM, and SIGHUP unless ``nohup`` ignores it."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _handled(numbers: tuple[int, ...], handler: Any) -> dict[int, Any]:
+def _handled(numbers: Sequence[int], handler: Any) -> dict[int, Any]:
     return {number: signal.signal(number, handler) for number in numbers}
 
 

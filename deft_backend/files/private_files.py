@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -13,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from deft_backend.files.folders import create_private
-
-with contextlib.suppress(ImportError):  # not on Windows
-    import fcntl
 
 MOST_BYTES = 1 << 28  # largest file that is read: 256 MiB
 
@@ -150,7 +148,7 @@ def _acquired(handle: int, seconds: float) -> bool:
             if time.monotonic() >= end:
                 return False
             time.sleep(POLL_SECONDS)
-        except (OSError, NameError):  # a file system, or a system, without locks
+        except OSError:  # a file system without locks
             return True
         else:
             return True

@@ -57,15 +57,17 @@ def _one_of(names: Iterable[str]) -> Reader:
     return parse, "one of " + ", ".join(known)
 
 
-def _number(kind: type[int] | type[float], least: int, most: int | None = None) -> Reader:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value < float("inf") or (most is not None and value > most):
+def _integer(least: int, most: int | None = None) -> Reader:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
             raise ValueError
         return value
 
-    noun = "an integer" if kind is int else "a number"
-    return parse, f"{noun} of {least} or more" if most is None else f"{noun} from {least} to {most}"
+    return (
+        parse,
+        f"an integer {f'of {least} or more' if most is None else f'from {least} to {most}'}",
+    )
 
 
 def _switch(text: str) -> bool:
@@ -104,12 +106,12 @@ class Settings:
     policy: str = _setting(AUTO, _one_of(POLICY_NAMES), "The rule that groups queries and KV.")
     min_batch: int = _setting(
         2,
-        _number(int, 1),
+        _integer(1),
         "Smallest batch, in requests, for tree attention. The host's kernel decodes smaller ones.",
     )
     max_batch: int = _setting(
         2048,
-        _number(int, 1, 4096),
+        _integer(1, 4096),
         "Largest batch, in requests, for tree attention. It sizes the plan and the workspace. "
         "The host's kernel decodes larger batches.",
     )

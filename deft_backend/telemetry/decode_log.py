@@ -46,7 +46,7 @@ def describe(stretch: Counters) -> str:
         steps.append(f"{tree} {noun} through tree attention")
     if host:
         noun = "" if tree else " step" if stretch.decode_steps == 1 else " steps"
-        steps.append(f"{host}{noun} on the host's kernel ({_reasons(stretch.steps_host)})")
+        steps.append(f"{host}{noun} on the host's kernel ({_why(stretch.steps_host)})")
     parts = [", ".join(steps)] if steps else []
     if tree and host and stretch.tree_share is not None:
         parts.append(f"tree attention did {100 * stretch.tree_share:.0f} % of the decoding")
@@ -72,11 +72,17 @@ def _by_kind(stretch: Counters, *, tree: bool) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def _reasons(steps: Mapping[str, int]) -> str:
-    if len(steps) == 1:
-        return next(iter(steps))
+def _why(steps: Mapping[str, int]) -> str:
+    return next(iter(steps)) if len(steps) == 1 else reasons(steps)
+
+
+def reasons(steps: Mapping[str, int], most: int | None = None) -> str:
+    """The steps of each reason, the commonest first; `most`: reasons that are shown."""
     ordered = sorted(steps.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered)
+    parts = [f"{count:,} × {reason}" for reason, count in ordered[:most]]
+    if rest := [count for _, count in ordered[len(parts) :]]:
+        parts.append(f"{sum(rest):,} × {len(rest)} others")
+    return ", ".join(parts)
 
 
 def time_of_a_plan(counters: Counters) -> str:
@@ -96,7 +102,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def size(count: float) -> str:
+def size(count: float, digits: int = 1) -> str:
     """Bytes in decimal units.
 
     >>> size(310), size(1_500_000), size(41.2e9)
@@ -104,5 +110,5 @@ def size(count: float) -> str:
     """
     for unit, length in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= length:
-            return f"{count / length:,.1f} {unit}"
+            return f"{count / length:,.{digits}f} {unit}"
     return f"{count:.0f} B"

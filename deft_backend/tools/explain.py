@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.tree import Tree
 
@@ -17,7 +16,7 @@ from deft_backend.planner.encoding import OPEN_END, SPAN_SHIFT
 from deft_backend.planner.plan import Plan
 from deft_backend.policies import Grouping, Target
 from deft_backend.policies.grouping import estimated_ms, kv_bytes, partial_result_bytes
-from deft_backend.telemetry.decode_log import counted
+from deft_backend.telemetry.decode_log import counted, size
 from deft_backend.telemetry.state_reader import StateReading
 
 _H100_PROGRAMS = 264  # of one launch: two on each of its 132 SMs
@@ -269,13 +268,13 @@ def _totals(explanation: Explanation) -> Table:
         ("share F_s (attended / stored)", f"{e.share:.2f}"),
         ("groups", f"{len(e.groups):,}"),
         ("items (group × query tile)", f"{e.num_items:,}"),
-        ("KV read, each group once", decimal(e.kv_bytes)),
-        ("KV read as issued by the tiles", decimal(e.kv_bytes_issued)),
-        ("KV read, query by query", decimal(e.kv_bytes_flash_decoding)),
+        ("KV read, each group once", size(e.kv_bytes)),
+        ("KV read as issued by the tiles", size(e.kv_bytes_issued)),
+        ("KV read, query by query", size(e.kv_bytes_flash_decoding)),
         ("KV reduction", f"{e.kv_reduction_percent:.2f} %"),
-        ("queries read", decimal(e.query_bytes)),
-        ("masks read", decimal(e.mask_bytes)),
-        ("partial results, written and read", decimal(e.partial_bytes)),
+        ("queries read", size(e.query_bytes)),
+        ("masks read", size(e.mask_bytes)),
+        ("partial results, written and read", size(e.partial_bytes)),
         ("estimated time, one layer", f"{e.estimated_ms:.3f} ms"),
     ):
         table.add_row(name, value)

@@ -70,7 +70,8 @@ def notes(result: AbResult) -> Iterator[str]:
             if figures.late_p95 is not None and figures.late_p95 > _LATE:
                 yield (
                     f"{w.name}, {name}: the client itself sent 5 % of the requests more than "
-                    f"{milliseconds(figures.late_p95)} late. Use a faster machine or a lower rate."
+                    f"{milliseconds(1e3 * figures.late_p95)} late. Use a faster machine or a "
+                    "lower rate."
                 )
             too_long = figures.lost.get("too long", 0)
             if too_long:
@@ -213,7 +214,7 @@ def _times(result: AbResult, tokens: str) -> str:
 
 def _figure(w: ComparedWorkload, known: dict[str, tuple[float, float, float]]) -> str:
     change = known[w.name][0]
-    first, second = (f.tpot for f in w.figures)
+    first, second = (f.tpot and f.tpot.p50 for f in w.figures)
     return (
         f"{w.name}: a token takes {abs(change):.0%} {'less' if change <= 0 else 'more'} time "
         f"({milliseconds(first)} → {milliseconds(second)})"

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from deft_backend.telemetry.counters import Counters
+from deft_backend.telemetry.decode_log import size
 from deft_backend.tools.ab.agreement import Agreement
 from deft_backend.tools.harness.answers import ANSWERED, TOO_LONG, Answer
 from deft_backend.tools.harness.client import Offers
-from deft_backend.tools.harness.open_loop import Goodput, Seen
+from deft_backend.tools.harness.open_loop import Goodput, Seen, Spread
 from deft_backend.tools.harness.workload import Outcome, Replayed, Workload
 
 
@@ -44,15 +45,15 @@ class KvRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians and tails of one side of a workload, in seconds; None without an answer."""
+    """One side of a workload; times are None without an answer."""
 
     answered: int
     lost: Mapping[str, int]
-    ttft: float | None
-    tpot: float | None
-    tpot_p95: float | None
+    ttft: Spread | None  # time to the first token
+    tpot: Spread | None  # time per later token, of each answer
+    gap: Spread | None  # time between two pieces of a stream
     tokens_a_second: float | None
-    late_p95: float | None
+    late_p95: float | None  # seconds by which the client sent requests late
 
     @property
     def requests(self) -> int:
@@ -60,24 +61,17 @@ class Figures:
 
     @classmethod
     def of(cls, run: Replayed) -> Figures:
-        answers = [o.answer for o in run.outcomes if o.answer is not None]
-        ttft = [answer.ttft for answer in answers]
-        tpot = sorted(gap for answer in answers if (gap := answer.tpot) is not None)
+        seen = Seen.of(run)
         late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
-        tokens = sum(len(answer.arrivals) for answer in answers)
         return cls(
-            answered=len(answers),
-            lost=dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
-            ttft=statistics.median(ttft) if ttft else None,
-            tpot=statistics.median(tpot) if tpot else None,
-            tpot_p95=_tail(tpot),
-            tokens_a_second=tokens / run.seconds if run.seconds else None,
-            late_p95=_tail(late),
+            len(seen.firsts),
+            dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
+            Spread.of(seen.firsts),
+            Spread.of(seen.per_token),
+            Spread.of(seen.gaps),
+            tokens_a_second=seen.tokens / run.seconds if run.seconds else None,
+            late_p95=late[round(0.95 * (len(late) - 1))] if late else None,
         )
-
-
-def _tail(ordered: Sequence[float]) -> float | None:
-    return ordered[round(0.95 * (len(ordered) - 1))] if ordered else None
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,7 @@ class AbResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "schema": 4,
+            "schema": 5,
             "same": self.same,
             "exact": self.exact,
             "interrupted": self.interrupted,
@@ -207,8 +201,7 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
         "workload": w.name,
         "description": w.description,
         "arrivals": w.arrivals,
-        "figures": [asdict(f) for f in w.figures],
-        "load": [Seen.of(run).to_json() for run in w.runs],
+        "figures": [_figures_json(f) for f in w.figures],
         "goodput": [g and asdict(g) for g in w.goodputs],
         "counters": [None if c is None else c.as_json() for c in w.counters],
         "kv_bytes_a_step": [r and r._asdict() for r in reads],
@@ -216,6 +209,17 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
         "agreement": asdict(w.agreement),
         "died": [run.died for run in w.runs],
         "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],
+    }
+
+
+def _figures_json(f: Figures) -> dict[str, Any]:
+    spreads = {f"{name}_ms": getattr(f, name) for name in ("ttft", "tpot", "gap")}
+    return {
+        "answered": f.answered,
+        "lost": f.lost,
+        **{name: spread and spread._asdict() for name, spread in spreads.items()},
+        "tokens_a_second": f.tokens_a_second,
+        "late_p95": f.late_p95,
     }
 
 
@@ -261,18 +265,13 @@ MISSING = "–"
 
 
 def megabytes(value: float | None) -> str:
-    if value is None:
-        return MISSING
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"
+    return MISSING if value is None else size(value, digits=2)
 
 
-def milliseconds(value: float | None) -> str:
-    if value is None:
+def milliseconds(ms: float | None) -> str:
+    if ms is None:
         return MISSING
-    return f"{value * 1e3:,.0f} ms" if value >= 0.1 else f"{value * 1e3:.2f} ms"
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.2f} ms"
 
 
 def percent(value: float | None) -> str:

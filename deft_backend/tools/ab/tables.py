@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from deft_backend.telemetry.decode_log import reasons
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS
 from deft_backend.tools.ab.result import (
     MISSING,
@@ -13,7 +14,6 @@ from deft_backend.tools.ab.result import (
     percent,
 )
 from deft_backend.tools.harness.answers import ANSWERED
-from deft_backend.tools.harness.open_loop import Seen, Spread
 
 _DETAILS = 5  # requests without an answer that the report shows for each server and workload
 
@@ -149,7 +149,7 @@ def _times(result: AbResult) -> Table:
     for w in result.workloads:
         change = paired_change(w)
         for side, f in enumerate(w.figures):
-            times = (f.ttft, f.tpot, f.tpot_p95)
+            times = (f.ttft and f.ttft.p50, f.tpot and f.tpot.p50, f.tpot and f.tpot.p95)
             rows.append(
                 [
                     "" if side else w.name,
@@ -173,10 +173,9 @@ def _load(result: AbResult) -> Table:
     rows = []
     for w in result.workloads:
         if any(outcome.at for run in w.runs for outcome in run.outcomes):
-            for side, seen in enumerate(map(Seen.of, w.runs)):
-                first, gaps = Spread.of(seen.firsts), Spread.of(seen.gaps)
-                times = (*(first[2:] if first else (None,) * 2), *(gaps or (None,) * 4))
-                figures = (MISSING if time is None else f"{time:,.1f}" for time in times)
+            for side, f in enumerate(w.figures):
+                times = (*(f.ttft[2:] if f.ttft else (None,) * 2), *(f.gap or (None,) * 4))
+                figures = map(_milliseconds, times)
                 rows.append(["" if side else w.name, result.names[side], *figures])
     note = "TTFT: time to the first token. gap: time between two pieces of a stream."
     columns = ("workload", "server", "TTFT 95 %", "99 %", "gap mean", "50 %", "95 %", "99 %")
@@ -198,10 +197,10 @@ def _goodput(result: AbResult) -> Table:
     return Table(f"Goodput: 99 % of gaps below {bound:g} ms", columns, rows, note)
 
 
-def _milliseconds(seconds: float | None) -> str:
-    if seconds is None:
+def _milliseconds(ms: float | None) -> str:
+    if ms is None:
         return MISSING
-    return f"{1e3 * seconds:,.1f}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+    return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
 
 
 def _change(part: float) -> str:
@@ -221,8 +220,7 @@ def _host_steps(result: AbResult) -> Iterator[list[str]]:
     for w in result.workloads:
         for name, counters in zip(result.names, w.counters, strict=True):
             if counters and counters.steps_tree and counters.steps_host:
-                reasons = (f"{reason}: {n:,}" for reason, n in counters.steps_host.items())
-                yield [w.name, name, "; ".join(reasons)]
+                yield [w.name, name, reasons(counters.steps_host)]
 
 
 def _lost(result: AbResult) -> Iterator[list[str]]:

@@ -220,7 +220,7 @@ def measure_tile_costs(
                 work = Work(rounds * programs, queries, tokens, resident=True)
                 features.append((1.0, rounds, rounds * tokens))
                 times.append(time_us(work) * 1e3)
-        (_, item, token), errors[TILE_NAMES[shape]] = fit_times(features, times)
+        (_, item, token), errors[TILE_NAMES[shape]] = fit(features, times)
         fitted[shape] = (_positive(item), _positive(token))
     # An unused shape needs values, but nothing reads them.
     shapes = [fitted.get(shape, fitted[min(fitted)]) for shape in range(max(fitted) + 1)]
@@ -231,7 +231,7 @@ def measure_tile_costs(
         features.append((1.0, parts.results))
         more.append(together - alone)
         scale.append(together)
-    (reduce, partial), errors["partial results"] = fit_differences(features, more, scale)
+    (reduce, partial), errors["partial results"] = fit(features, more, scale)
     item_ns, token_ns = zip(*shapes, strict=True)
     costs = TileCosts(item_ns, token_ns, _positive(partial), _positive(reduce))
     return costs, errors
@@ -254,29 +254,22 @@ def _positive(value: float) -> float:
     return max(SMALLEST_NS, float(f"{value:.4g}"))
 
 
-def fit_times(features: npt.ArrayLike, times: npt.ArrayLike) -> tuple[FloatArray, float]:
+def fit(
+    features: npt.ArrayLike, times: npt.ArrayLike, scale: npt.ArrayLike | None = None
+) -> tuple[FloatArray, float]:
     """Coefficients of 0 or more that bring ``features @ coefficients`` closest to `times`.
 
     The fit weighs relative errors: a launch of 10 µs counts as much as one of 1 ms.
 
-    - `features` [M, N], `times` [M] above 0
+    - `features` [M, N], `times` [M]
+    - `scale` [M] above 0: what errors are relative to; default: `times`
 
     Returns the coefficients [N] float64, 0 for a term that the measurements contradict, and the
     root of the mean squared relative error.
     """
-    measured = np.asarray(times, dtype=np.float64)
-    matrix = np.asarray(features, dtype=np.float64) / measured[:, None]
-    ones = np.ones(len(measured))
-    return _non_negative(matrix, ones)
-
-
-def fit_differences(
-    features: npt.ArrayLike, differences: npt.ArrayLike, scale: npt.ArrayLike
-) -> tuple[FloatArray, float]:
-    """Like :func:`fit_times`, for differences of times; `scale` holds the times themselves."""
-    of = np.asarray(scale, dtype=np.float64)
+    of = np.asarray(times if scale is None else scale, dtype=np.float64)
     matrix = np.asarray(features, dtype=np.float64) / of[:, None]
-    return _non_negative(matrix, np.asarray(differences, dtype=np.float64) / of)
+    return _non_negative(matrix, np.asarray(times, dtype=np.float64) / of)
 
 
 def _non_negative(matrix: FloatArray, goal: FloatArray) -> tuple[FloatArray, float]:

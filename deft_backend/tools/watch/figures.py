@@ -4,7 +4,7 @@ first: one for each engine, at any width from 80 columns on."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich import box
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from deft_backend.forest import PrefixForest
 from deft_backend.telemetry.counters import DECODE, KINDS, MIXED, VERIFICATION, Counters
-from deft_backend.telemetry.decode_log import counted, size, time_of_a_plan
+from deft_backend.telemetry.decode_log import counted, reasons, size, time_of_a_plan
 from deft_backend.tools.watch.engines import (
     DECODING,
     ENDED,
@@ -98,7 +98,7 @@ def lines(row: Row) -> Iterator[Line]:
     if any(counters.total(kind).steps for kind in KINDS if kind != DECODE):
         yield Line("of these", ((_kinds(counters), PLAIN),))
     if counters.steps_host:
-        yield Line("by the host", ((_reasons(counters.steps_host), PLAIN),))
+        yield Line("by the host", ((reasons(counters.steps_host, REASONS), PLAIN),))
     yield Line("KV read", _reads(counters, row.now))
     yield Line("batch", (_batch(row.batch),))
     if each := time_of_a_plan(counters):
@@ -155,14 +155,6 @@ def _verified(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
     if now is not None and now.counters.acceptance_length is not None:
         parts.append((f" · now {now.counters.acceptance_length:.2f}", NOW))
     return tuple(parts)
-
-
-def _reasons(steps: Mapping[str, int]) -> str:
-    ordered = sorted(steps.items(), key=lambda item: -item[1])
-    parts = [f"{count:,} × {reason}" for reason, count in ordered[:REASONS]]
-    if len(ordered) > REASONS:
-        parts.append(f"{sum(n for _, n in ordered[REASONS:]):,} × {len(ordered) - REASONS} others")
-    return "; ".join(parts)
 
 
 def _batch(batch: ShownBatch) -> Part:

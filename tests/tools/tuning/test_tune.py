@@ -30,7 +30,7 @@ from deft_backend.tools.tuning.machine import Machine, Trials, Work
 from deft_backend.tools.tuning.measure import (
     Grid,
     SearchResult,
-    fit_times,
+    fit,
     measure,
     measure_tile_costs,
     search,
@@ -62,12 +62,12 @@ def _forgotten_warnings():
 def test_least_squares_finds_exact_coefficients_and_no_negative_ones():
     rng = np.random.default_rng(0)
     features = rng.uniform(0.5, 2.0, (30, 3))
-    found, error = fit_times(features, features @ [3.0, 0.0, 0.25])
+    found, error = fit(features, features @ [3.0, 0.0, 0.25])
     np.testing.assert_allclose(found, [3.0, 0.0, 0.25], atol=1e-9)
     assert error < 1e-9
     # The unconstrained optimum of these has a negative second coefficient.
     line = np.stack([np.ones(20), np.arange(20.0)], axis=1)
-    found, error = fit_times(line, 100.0 - np.arange(20.0))
+    found, error = fit(line, 100.0 - np.arange(20.0))
     assert found[1] == 0.0
     # A constant c alone: relative errors c / t - 1 are least for c = sum(1/t) / sum(1/t²).
     times = 100.0 - np.arange(20.0)
