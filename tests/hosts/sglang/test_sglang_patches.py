@@ -157,14 +157,20 @@ def test_a_patch_is_there_whatever_other_plugins_hooked():
         registry._patched.discard(target)
 
 
-def test_an_observer_that_fails_is_dropped(caplog, monkeypatch):
+def test_observers_see_each_new_batch_and_one_that_fails_is_dropped(caplog, monkeypatch):
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     from deft_patches.sglang import observe_batch
 
+    monkeypatch.setattr(observe_batch, "_observers", {})
+    made = classmethod(lambda cls, batch, runner: (cls, batch))
+    monkeypatch.setattr(ForwardBatch, "init_new", made)
     seen = []
-    observers = [raising(ValueError("unknown batch")), lambda *given: seen.append(given)]
-    monkeypatch.setattr(observe_batch, "_observers", dict.fromkeys(observers))
+    observers = raising(ValueError("unknown batch")), lambda *given: seen.append(given)
+    removes = [observe_batch.install(observer) for observer in observers]
     for _ in range(2):
-        made = observe_batch._observe(lambda cls, batch, runner: batch, None, "batch", "runner")
-        assert made == "batch"
-    assert seen == [("batch", "batch", "runner")] * 2
+        assert ForwardBatch.init_new("batch", "runner") == (ForwardBatch, "batch")
+    removes[1]()
+    ForwardBatch.init_new("batch", "runner")
+    assert seen == [((ForwardBatch, "batch"), "batch", "runner")] * 2
     assert caplog.text.count("unknown batch") == 1

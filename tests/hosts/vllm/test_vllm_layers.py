@@ -11,11 +11,13 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts
+from deft_backend.hosts.vllm import versions
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, kv_views, layer_of
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
 from deft_backend.hosts.vllm.server import data_rank
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
+from failure_lines import raising
 from vllm_cpu_backend import original_backend
 from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating, tree_layers
 
@@ -170,6 +172,18 @@ def test_a_cache_of_an_unknown_kind_is_refused():
     for name in ("num_head_slots", "state_content_bytes", "tokens_per_state"):
         if name in {field.name for field in fields(make_spec())}:
             assert name in unsupported_spec(make_spec(**{name: 4}))
+
+
+def test_backends_that_state_their_caches_shape(monkeypatch):
+    """As in vLLM to 0.28: only one order of heads and tokens, with K and V side by side."""
+    monkeypatch.setattr(versions, "_backends_state_shapes", lambda: True)
+    for shape, standard in (
+        (lambda blocks, tokens, heads, dim: (blocks, heads, tokens, 2 * dim), True),
+        (lambda blocks, tokens, heads, dim: (blocks, tokens, heads, 2 * dim), False),
+        (lambda blocks, tokens, heads, dim: (2, blocks, tokens, heads, dim), False),
+        (raising(ValueError("no such shape")), False),
+    ):
+        assert has_standard_cache(SimpleNamespace(get_kv_cache_shape=shape)) == standard
 
 
 @pytest.mark.skipif(
