@@ -90,9 +90,14 @@ class TreeDecode:
     """
 
     def __init__(
-        self, config: LlamaConfig, cache: PagedCache, max_batch: int, table_columns: int,
-        state: ServerState, settings: Settings,
-    ) -> None:  # fmt: skip
+        self,
+        config: LlamaConfig,
+        cache: PagedCache,
+        max_batch: int,
+        table_columns: int,
+        state: ServerState,
+        settings: Settings,
+    ) -> None:
         self._cache, self._state, self._settings = cache, state, settings
         self._attention = TreeAttention(
             num_query_heads=config.num_query_heads,
@@ -133,9 +138,14 @@ class TreeDecode:
             Under ``DEFT_VERIFY``, if torch's attention gives another result.
         """
         out = self._attention.run(
-            q, self._cache.k[layer], self._cache.v[layer], batch.page_table, batch.seq_lens,
-            table_rows=batch.table_rows, static_launch=True,
-        )  # fmt: skip
+            q,
+            self._cache.k[layer],
+            self._cache.v[layer],
+            batch.page_table,
+            batch.seq_lens,
+            table_rows=batch.table_rows,
+            static_launch=True,
+        )
         if self._settings.verify:
             expected = torch_attention.decode(q, self._cache, layer, batch)
             error = relative_error(out, expected)

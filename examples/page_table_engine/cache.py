@@ -88,15 +88,22 @@ class PagedCache:
     """Keys and values of all layers: ``k[layer]`` is [pages, page_size, Hkv, D], as is ``v``."""
 
     def __init__(
-        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         shape = (2, num_layers, num_pages, page_size, num_kv_heads, head_dim)
         self.k, self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
-    def slots(self, table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor,
-              valid: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    def slots(
+        self, table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
         """Slot [T] of the token at `positions` [T] of each row; in the padding page if not
         `valid`."""
         page = table[rows, positions // self.page_size].long()

@@ -34,9 +34,13 @@ class DecodeStep:
     """
 
     def __init__(
-        self, model: Llama, cache: PagedCache, page_table: torch.Tensor,
-        tree: TreeDecode | None, state: ServerState,
-    ) -> None:  # fmt: skip
+        self,
+        model: Llama,
+        cache: PagedCache,
+        page_table: torch.Tensor,
+        tree: TreeDecode | None,
+        state: ServerState,
+    ) -> None:
         self._model, self._cache, self._tree, self._state = model, cache, tree, state
         self._page_table = page_table
         max_batch = len(page_table)

@@ -53,9 +53,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Llama, *, num_pages: int = 512, page_size: int = 16, max_batch: int = 16,
+        self,
+        model: Llama,
+        *,
+        num_pages: int = 512,
+        page_size: int = 16,
+        max_batch: int = 16,
         attention: str = "tree",
-    ) -> None:  # fmt: skip
+    ) -> None:
         if attention not in ATTENTIONS:
             raise ValueError(f"attention is {attention!r}; expected one of {', '.join(ATTENTIONS)}")
         if num_pages < 2 or page_size < 1 or max_batch < 1:
@@ -67,9 +72,14 @@ class Engine:
         self.model, self.pool = model, PagePool(num_pages)
         self._largest = min(config.max_tokens, (num_pages - 1) * page_size)
         self._cache = PagedCache(
-            config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim,
-            model.dtype, model.device,
-        )  # fmt: skip
+            config.num_layers,
+            num_pages,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            model.dtype,
+            model.device,
+        )
         self.page_table = torch.zeros(
             (max_batch, -(-self._largest // page_size)), dtype=torch.int32, device=model.device
         )

@@ -150,9 +150,11 @@ def test_graph_replays_read_the_static_buffers(model, monkeypatch):
         graph.size, graph.out = calls[-1]
 
     for name, stand_in in (
-        ("graph_pool_handle", object), ("synchronize", lambda: None), ("CUDAGraph", Graph),
+        ("graph_pool_handle", object),
+        ("synchronize", lambda: None),
+        ("CUDAGraph", Graph),
         ("graph", capture),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(decode, "_forward", recorded)
     decode._capture(decode._tree)
