@@ -256,10 +256,6 @@ class TileCosts:
                 if not math.isfinite(value) or value <= 0:
                     raise ValueError(f"{name} holds {value}; expected numbers above 0")
 
-    def as_array(self) -> npt.NDArray[np.float64]:
-        """item_ns, token_ns, partial_ns and reduce_ns in one array, for compiled code."""
-        return np.array([*self.item_ns, *self.token_ns, self.partial_ns, self.reduce_ns])
-
 
 # MLA by the host's kernel: the times are those of the whole GPU, for FlashAttention-3 in bfloat16
 # on an H100 (docs/results/mla-h100.json). A tile takes the same time for any number of query

@@ -46,8 +46,7 @@ class Machine(NamedTuple):
     tile_queries: Int64Array  # [T]: queries that each tile shape holds
     programs: Int64Array  # [T]: programs of each shape that run at once for each KV head
     sms: float  # SMs of the GPU for each KV head
-    costs: FloatArray
-    """[2 T + 2]: :meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`."""
+    costs: FloatArray  # [2 T + 2]: `Target.tile_costs`
     transfer_ns: float  # nanoseconds in which the GPU's memory delivers one token of all KV heads
     block: int  # tokens of a KV block
     knots: FloatArray  # [K]: profiled KV lengths of ``C_est``

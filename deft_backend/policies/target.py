@@ -99,11 +99,18 @@ class Target:
         return self.query_tokens * self.costs.tiles.partial_ns
 
     def tile_costs(self) -> npt.NDArray[np.float64]:
-        """:meth:`TileCosts.as_array() <deft_backend.costs.TileCosts.as_array>`, with `partial_ns`
-        as it is for this target."""
-        costs = self.costs.tiles.as_array()
-        costs[-2] = self.partial_ns
-        return costs
+        """[2 T + 2] nanoseconds: `item_ns` and `token_ns` of each single-segment tile shape, then
+        `partial_ns` and `reduce_ns` (:class:`~deft_backend.costs.TileCosts`).
+
+        Raises PolicyError for a cost table of other tile shapes.
+        """
+        costs, shapes = self.costs.tiles, len(self.single_range_tiles)
+        if len(costs.item_ns) != shapes:
+            raise PolicyError(
+                f"the cost table holds {len(costs.item_ns)} tile shapes; expected {shapes}: "
+                f"measure this version's kernels with `deft tune` (table: {self.costs.source})"
+            )
+        return np.array([*costs.item_ns, *costs.token_ns, self.partial_ns, costs.reduce_ns])
 
     @cached_property
     def transfer_ns(self) -> float:

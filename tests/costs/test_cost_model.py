@@ -97,7 +97,8 @@ def _replaced(**changes):
 
 
 def test_the_costs_of_tiles_in_one_array():
-    assert _replaced().tiles.as_array().tolist() == [9, 8, 6, 5, 3, 2]
+    target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
+    assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
 
 
 @pytest.mark.parametrize("path", [DEFAULT_TABLE, FLASHFORGE_TABLE])

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from deft_backend import TreeAttention
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.forest import build_forest
-from deft_backend.planner import PlanCapacity, PlanError, plan_forest, plan_grouping, reference
+from deft_backend.planner import (
+    DevicePlan,
+    PlanCapacity,
+    PlanError,
+    plan_forest,
+    plan_grouping,
+    reference,
+)
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
+from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.planner.plan import WORKSPACE_LIMIT
 from deft_backend.policies import (
     POLICY_NAMES,
@@ -215,11 +223,15 @@ def test_what_does_not_fit_is_read_request_by_request(caplog, monkeypatch):
     ]
 
 
-def test_a_bad_cost_table_is_an_error_and_no_batch_that_does_not_fit():
+@pytest.mark.parametrize("policy", ["auto", "flashforge", "flash-decoding"])
+def test_a_bad_cost_table_is_an_error_and_no_batch_that_does_not_fit(policy):
     model = default_cost_model()
     three = replace(model, tiles=TileCosts((1.0,) * 3, (1.0,) * 3, 1.0, 1.0))
-    forest = regular_forest([1, 3], [100, 10])
-    with pytest.raises(PolicyError, match="the cost table holds 3 tile shapes; expected 2"):
-        plan_forest(
-            forest, get_policy("auto"), replace(GQA, cost_model=three), PlanCapacity.for_batch(3)
-        )
+    forest, target = regular_forest([1, 3], [100, 10]), replace(GQA, cost_model=three)
+    capacity = PlanCapacity.for_batch(3)
+    expected = "the cost table holds 3 tile shapes; expected 2"
+    with pytest.raises(PolicyError, match=f"{expected}: measure .* `deft tune` .table: "):
+        plan_forest(forest, get_policy(policy), target, capacity)
+    plan, cpu = DevicePlan(capacity, torch.device("cpu")), torch.device("cpu")
+    with pytest.raises(PolicyError, match=expected):
+        DevicePlanner(target, get_policy(policy), plan, cpu, 1, overlapped=False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.policies import PolicyError, Target
+from deft_backend.policies import Target
 from deft_backend.policies.chunk_choice import NUM_CHUNKS
 
 SIZES = (64, 256, 1024, 2048)
@@ -128,23 +128,16 @@ class Numbers:
     @classmethod
     def of(cls, target: Target) -> Numbers:
         """The numbers of a target. Raises PolicyError for a cost table of other tile shapes."""
-        model = target.costs
-        tiles = target.single_range_tiles
-        if len(tiles) != 2 or len(model.tiles.item_ns) != 2:
-            raise PolicyError(
-                f"{len(tiles)} tile shapes for one KV range and costs of "
-                f"{len(model.tiles.item_ns)}; expected 2 of both: measure this version's kernels "
-                "with `deft tune`"
-            )
-        item_ns, token_ns = (map(float, ns) for ns in (model.tiles.item_ns, model.tiles.token_ns))
+        *times, partial_ns, reduce_ns = target.tile_costs().tolist()
+        small, large = target.single_range_tiles
         return cls(
             target=target,
-            tiles=(tiles[0], tiles[1]),
-            per_item=tuple(zip(item_ns, token_ns, strict=True)),
-            partial_ns=float(target.partial_ns),
-            reduce_ns=float(model.tiles.reduce_ns),
+            tiles=(small, large),
+            per_item=((times[0], times[2]), (times[1], times[3])),
+            partial_ns=partial_ns,
+            reduce_ns=reduce_ns,
             sms=target.num_sms / target.num_kv_heads,
-            estimate=_estimate(model.tokens, target.estimates()),
+            estimate=_estimate(target.costs.tokens, target.estimates()),
         )
 
 
