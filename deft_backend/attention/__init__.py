@@ -2,10 +2,9 @@
 
 from deft_backend.attention.current_plan import PlannedAttention
 from deft_backend.attention.latent_attention import LatentAttention
-from deft_backend.attention.repeatable_run import LayerAddresses, layer_addresses
 from deft_backend.attention.run_inputs import AttentionError
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.kernels import HEAD_DIMS, Gpu
+from deft_backend.kernels import HEAD_DIMS, Gpu, LayerAddresses, layer_addresses
 from deft_backend.kernels.latent import LatentCall, LatentKernel, plain_latent_attention
 from deft_backend.planner import PlanError
 

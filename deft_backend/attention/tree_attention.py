@@ -11,11 +11,11 @@ import torch
 from deft_backend.attention.current_plan import (
     CurrentPlan,
     PlannedAttention,
+    PlannedBatch,
     device_as_current,
     numbered,
 )
 from deft_backend.attention.device_target import QueryShape, QueryShapes
-from deft_backend.attention.repeatable_run import LayerAddresses, RepeatableRun, layer_addresses
 from deft_backend.attention.run_inputs import (
     AttentionError,
     RunInputs,
@@ -27,7 +27,15 @@ from deft_backend.attention.run_inputs import (
 )
 from deft_backend.costs.table_lookup import shipped_on
 from deft_backend.forest import PrefixForest
-from deft_backend.kernels import Gpu, Step, run_plan, unsupported
+from deft_backend.kernels import (
+    Gpu,
+    LayerAddresses,
+    LayerLaunches,
+    Step,
+    layer_addresses,
+    run_plan,
+    unsupported,
+)
 from deft_backend.planner import Plan, PlanCapacity
 from deft_backend.policies import Grouping, Invariant, Target, get_policy
 from deft_backend.policies.grouping import partial_result_bytes
@@ -181,7 +189,8 @@ class TreeAttention(PlannedAttention):
             self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
         )
         self._inputs = RunInputs(shape, self.capacity.max_batch)
-        self._repeatable: RepeatableRun | None = None
+        # The last run's batch, the layout of its layer, and what repeats it for other layers.
+        self._repeatable: tuple[PlannedBatch, tuple[object, ...], LayerLaunches] | None = None
 
     @property
     def _shape(self) -> QueryShape:
@@ -461,7 +470,7 @@ class TreeAttention(PlannedAttention):
                 v_scale=v_scale,
                 sinks=sinks,
             )
-            self._repeatable = RepeatableRun(planned, launches, layer, q, out, rows)
+            self._repeatable = (planned, layer.layout, launches)
         return out
 
     def repeat(self, layer: LayerAddresses, q: torch.Tensor, out: torch.Tensor) -> bool:
@@ -480,8 +489,10 @@ class TreeAttention(PlannedAttention):
             False, and nothing was launched, if the layer differs in more than addresses, or if
             another plan was made since.
         """
-        held = self._repeatable
-        return held is not None and held.batch is self._current.batch and held.run(layer, q, out)
+        if self._repeatable is None:
+            return False
+        batch, layout, launches = self._repeatable
+        return batch is self._current.batch and launches.run(layout, layer, q, out)
 
     def _shape_of(self, query_tokens: int) -> QueryShape:
         """How a batch of so many query tokens a request is planned and run."""

@@ -11,7 +11,7 @@ from deft_backend.kernels.configurations import (
     unsupported,
 )
 from deft_backend.kernels.gpu import Gpu
-from deft_backend.kernels.layer_launches import LayerLaunches
+from deft_backend.kernels.layer_launches import LayerAddresses, LayerLaunches, layer_addresses
 
 __all__ = [
     "DTYPES",
@@ -19,10 +19,12 @@ __all__ = [
     "HEAD_DIMS",
     "Gpu",
     "KernelConfiguration",
+    "LayerAddresses",
     "LayerLaunches",
     "Partials",
     "Step",
     "kernel_configuration",
+    "layer_addresses",
     "run_plan",
     "unsupported",
 ]
