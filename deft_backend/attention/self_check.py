@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,10 +20,8 @@ import triton
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.attention.tree_attention import TreeAttention
-from deft_backend.compile.in_processes import compiled_in_processes
-from deft_backend.compile.variants import ForArchitecture, recorded
+from deft_backend.compile.variants import Variant, compiled_meanwhile, recorded
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.kernels import Gpu
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest relative error of a row, by the dtype of queries; rounding makes a quarter of it."""
@@ -159,19 +158,25 @@ def check_shapes(
     attentions = {shape: shape.attention(device) for shape in shapes}
     cases = [(shape, case) for shape in shapes for case in _cases(shape == shapes[0])]
     cases.sort(key=lambda each: not each[1].on_device)
-    kernels: dict[tuple[CheckedShape, Case], list[ForArchitecture]] = {}
+    kernels: dict[tuple[CheckedShape, Case], list[Variant]] = {}
     for shape, case in cases:
         # A failure here is the case's, which runs later.
         with recorded() as variants, suppress(Exception):
             attention = attentions[shape]
             _largest_error(attention, case, HostTensors.plain(attention), 0, compare=False)
-        arch = Gpu.at(device).arch if variants else 0
-        kernels[shape, case] = [ForArchitecture(variant, arch) for variant in variants]
-    with compiled_in_processes(dict.fromkeys(chain(*kernels.values()))) as ready:
+        kernels[shape, case] = list(variants)
+
+    def prepare() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    with compiled_meanwhile(dict.fromkeys(chain(*kernels.values())), prepare) as compiling:
         for shape, case in cases:
-            if not ready(kernels[shape, case], until) or time.monotonic() > until:
+            needed = [compiling[variant] for variant in kernels[shape, case]]
+            _, late = wait(needed, max(0.0, until - time.monotonic()))
+            if late or time.monotonic() > until:
                 yield shape, Outcome(case, None)
-            else:
+            else:  # a kernel that did not compile raises its error in the launch
                 yield shape, checked(attentions[shape], case)
 
 

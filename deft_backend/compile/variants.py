@@ -9,12 +9,15 @@ cache. `compiling_for` needs no GPU.
 
 import gc
 import logging
+import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -23,7 +26,6 @@ from triton.runtime import driver
 
 from deft_backend.compile.clock import COMPILING
 from deft_backend.compile.kernel_folder import SharedCache
-from deft_backend.compile.usable_cpus import usable_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -66,22 +68,6 @@ class Variant:
     @property
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
-
-
-@dataclass(frozen=True)
-class ForArchitecture:
-    """A variant for NVIDIA GPUs of an architecture, such as 90."""
-
-    variant: Variant
-    arch: int
-
-    def compile(self) -> None:
-        """Compile it and its launcher into Triton's cache, without a GPU."""
-        from triton.backends.nvidia.driver import CudaLauncher
-
-        with compiling_for(self.arch):
-            kernel = self.variant.compile()
-            CudaLauncher(kernel.src, kernel.metadata)  # Triton 3.6 compiles this as well, from C
 
 
 @contextmanager
@@ -162,12 +148,8 @@ def compile_all(
     Raises the first exception that a compilation raised.
     """
     wanted = list(variants)
-    threads = max(1, min(threads or usable_cpus(), MOST_THREADS, len(wanted)))
+    threads = _threads_for(wanted, threads)
     began = time.perf_counter()
-    if wanted:
-        device = driver.active.get_current_device()
-        for variant in wanted:  # made by the first use, which must not be two threads' at once
-            _ = variant.kernel.device_caches[device]
 
     def make(variant: Variant, *, wait: bool) -> Any:
         turn = nullcontext(True) if shared is None else shared.lock(repr(variant), wait=wait)
@@ -193,6 +175,31 @@ def compile_all(
         _give_own_launchers(kernels)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
+
+
+@contextmanager
+def compiled_meanwhile(
+    variants: Iterable[Variant], prepare: Callable[[], None]
+) -> Iterator[dict[Variant, Future[Any]]]:
+    """Compile kernels on threads while the ``with`` block runs; those first in order begin first.
+
+    `prepare` is as for :func:`compile_all`. A compilation that has not begun at the end never does.
+    """
+    wanted = list(variants)
+    with ThreadPoolExecutor(_threads_for(wanted), initializer=prepare) as pool:
+        try:
+            yield {variant: pool.submit(_compiled, variant) for variant in wanted}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _threads_for(variants: Sequence[Variant], threads: int | None = None) -> int:
+    """How many threads compile variants; makes what two of them must not make at once."""
+    if variants:
+        device = driver.active.get_current_device()
+        for variant in variants:
+            _ = variant.kernel.device_caches[device]
+    return max(1, min(threads or usable_cpus(), MOST_THREADS, len(variants)))
 
 
 @contextmanager
@@ -302,3 +309,41 @@ def reported_late(kernel: Any) -> Iterator[None]:
             kernel.fn.__name__,
             time.perf_counter() - began,
         )
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs that this process may keep busy: at least 1, and a part of a CPU counts as one.
+
+    `root` holds ``proc`` and ``sys``. A file that cannot be read sets no limit. Source: cgroups(7).
+    """
+    cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    return max(1, math.ceil(min([cpus, *_quotas(root)])))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The CPUs that each control group of this process may use, for groups of both versions."""
+    groups = []
+    with suppress(OSError):
+        # A group's name may be any bytes.
+        groups = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
+    for group in groups:
+        _, controllers, path = [*group.split(":", 2), "", ""][:3]
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        # In a container the mount may be the process's own group, while `path` is the machine's.
+        folder = mount / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                quota, period = (
+                    int(word) for name in names for word in (each / name).read_text().split()
+                )
+                if quota > 0:  # -1: no quota
+                    yield quota / period
+            if each == mount:
+                break

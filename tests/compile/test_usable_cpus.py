@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from deft_backend.compile.usable_cpus import usable_cpus
+from deft_backend.compile.variants import usable_cpus
 
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 POD = "/kubepods/pod7"

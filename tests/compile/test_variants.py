@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -345,3 +346,23 @@ def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
         knobs.cache.dir = str(tmp_path)
         with pytest.raises(KeyError, match="no_such_option"):
             compile_all([bad])
+
+
+def test_kernels_are_compiled_while_others_run(tmp_path):
+    """One that does not compile keeps nobody waiting; the end cancels those that have not begun."""
+    good = reductions(2)
+    bad = Variant(good[0].kernel, good[0].arguments, good[0].constants, (("no_such_option", 1),))
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path)
+        with variants.compiled_meanwhile([bad, *good], lambda: None) as compiling:
+            assert isinstance(compiling[bad].exception(60), KeyError)
+            assert not wait([compiling[each] for each in good], 60).not_done
+        assert compile_all(good).cached == 2
+        begun, go = threading.Event(), threading.Event()
+        many = [Variant(good[0].kernel, (), (), (("number", n),)) for n in range(64)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Variant, "compile", lambda self: (begun.set(), go.wait(60)))
+            with variants.compiled_meanwhile(many, lambda: None) as compiling:
+                assert begun.wait(60)
+                threading.Timer(0.1, go.set).start()
+        assert any(each.cancelled() for each in compiling.values())
