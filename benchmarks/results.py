@@ -20,9 +20,14 @@ OURS = ("deft", "DEFT", "CUSTOM")
 """Backends of servers that decode with this plugin."""
 
 POLICIES = (
-    "auto", "fasttree", "flashforge", "deft-node-chunk", "deft-flatten", "flash-decoding",
+    "auto",
+    "fasttree",
+    "flashforge",
+    "deft-node-chunk",
+    "deft-flatten",
+    "flash-decoding",
     "deft-node",
-)  # fmt: skip
+)
 
 HEAD = """# Tables of the records
 

@@ -141,9 +141,14 @@ class Recorder:
 
 
 def record(
-    sides: Sequence[Side], jobs: Sequence[Job], recorder: Recorder, logs: Path, say: Say,
-    *, together: bool,
-) -> list[Row]:  # fmt: skip
+    sides: Sequence[Side],
+    jobs: Sequence[Job],
+    recorder: Recorder,
+    logs: Path,
+    say: Say,
+    *,
+    together: bool,
+) -> list[Row]:
     """Run every job on every side; returns all rows of the file.
 
     A failure becomes the ``error`` of a row. A server that does not start fails all its jobs; a

@@ -72,9 +72,13 @@ class AttentionFuzzer:
         """The batch of a seed, and its step."""
         random = np.random.default_rng([seed, 2])
         batch = draw_batch(
-            random, self.setting.page_size, self.limits, grown=planner != DEVICE, twins=True,
+            random,
+            self.setting.page_size,
+            self.limits,
+            grown=planner != DEVICE,
+            twins=True,
             drafted=self._drafted if seed % 2 else 0,
-        )  # fmt: skip
+        )
         return batch, draw_step(np.random.default_rng([seed, 3]), self.setting, batch)
 
     def run(self, seeds: Sequence[int], planner: str) -> AttentionCounts:
@@ -95,9 +99,7 @@ class AttentionFuzzer:
         passed = [error for error in errors if error <= limit]
         return AttentionCounts(failures, max(passed, default=0.0), kinds)
 
-    def error(
-        self, batch: RandomBatch, step: RandomStep, seed: int, planner: str
-    ) -> torch.Tensor:  # fmt: skip
+    def error(self, batch: RandomBatch, step: RandomStep, seed: int, planner: str) -> torch.Tensor:
         """[] float: the largest error of a query head's output; infinite for NaN, and for a written
         row that belongs to no request."""
         setting = self.setting
@@ -115,14 +117,14 @@ class AttentionFuzzer:
         attention = self._attention_of(planner)
         static = planner == DEVICE
         if planner == DEVICE:
-            attention.plan_on_device(
-                table, lens, table_rows=listed, query_tokens=step.query_tokens
-            )  # fmt: skip
+            attention.plan_on_device(table, lens, table_rows=listed, query_tokens=step.query_tokens)
         else:
             forest = forest_from_page_tables(
-                np.ascontiguousarray(batch.page_table[batch.rows]), batch.planned_lens,
-                batch.page_size, check=batch.monotone,
-            )  # fmt: skip
+                np.ascontiguousarray(batch.page_table[batch.rows]),
+                batch.planned_lens,
+                batch.page_size,
+                check=batch.monotone,
+            )
             plan = attention.plan(forest, query_tokens=step.query_tokens)
             where = (batch.contents, batch.rows, step.seq_lens, batch.page_size)
             private = step.query_tokens if step.query_tokens > 1 else 0
@@ -132,9 +134,16 @@ class AttentionFuzzer:
         attention.poison_workspace()
         k_cache, v_cache = self._cache.filled
         attention.run(
-            q, k_cache, v_cache, table, lens, table_rows=listed, out=out, static_launch=static,
+            q,
+            k_cache,
+            v_cache,
+            table,
+            lens,
+            table_rows=listed,
+            out=out,
+            static_launch=static,
             **self._options(step, seed),
-        )  # fmt: skip
+        )
         return _largest_error(out, self._expected(step, q, contents))
 
     def _queries(self, step: RandomStep, seed: int) -> torch.Tensor:
@@ -152,8 +161,10 @@ class AttentionFuzzer:
         """What a run gets besides tensors that every run has."""
         setting, device = self.setting, self._device
         options: dict[str, Any] = {
-            "logit_cap": setting.soft_cap, "k_scale": step.k_scale, "v_scale": step.v_scale,
-        }  # fmt: skip
+            "logit_cap": setting.soft_cap,
+            "k_scale": step.k_scale,
+            "v_scale": step.v_scale,
+        }
         if setting.tensor_scales:  # one of both is enough for the kernels to read tensors
             for name in (("k_scale", "v_scale"), ("k_scale",), ("v_scale",))[seed % 3]:
                 options[name] = torch.full((), options[name], dtype=torch.float32, device=device)
@@ -181,21 +192,34 @@ class AttentionFuzzer:
         )
         used = len(q) if starts is None else int(starts[-1])
         return reference_attention(
-            q[:used], k_cache, v_cache, contents, torch.from_numpy(step.seq_lens),
-            logit_cap=self.setting.soft_cap, k_scale=step.k_scale, v_scale=step.v_scale,
-            sinks=self._sinks(step), query_start=starts, ancestors=bits,
-        )  # fmt: skip
+            q[:used],
+            k_cache,
+            v_cache,
+            contents,
+            torch.from_numpy(step.seq_lens),
+            logit_cap=self.setting.soft_cap,
+            k_scale=step.k_scale,
+            v_scale=step.v_scale,
+            sinks=self._sinks(step),
+            query_start=starts,
+            ancestors=bits,
+        )
 
     def _attention_of(self, planner: str) -> TreeAttention:
         if planner not in self._attention:
             setting = self.setting
             self._attention[planner] = TreeAttention(
-                num_query_heads=setting.query_heads, num_kv_heads=setting.kv_heads,
-                head_dim=setting.head_dim, dtype=self._dtype, device=self._device,
+                num_query_heads=setting.query_heads,
+                num_kv_heads=setting.kv_heads,
+                head_dim=setting.head_dim,
+                dtype=self._dtype,
+                device=self._device,
                 kv_dtype=getattr(torch, setting.kv_dtype) if setting.eight_bits else None,
-                page_size=setting.page_size, max_batch=self.limits.requests,
-                query_tokens=setting.query_tokens, policy=AUTO if planner == DEVICE else planner,
-            )  # fmt: skip
+                page_size=setting.page_size,
+                max_batch=self.limits.requests,
+                query_tokens=setting.query_tokens,
+                policy=AUTO if planner == DEVICE else planner,
+            )
         return self._attention[planner]
 
 

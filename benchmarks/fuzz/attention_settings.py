@@ -28,9 +28,14 @@ follows from the dtype of queries and output alone. A cache of 8 bits adds no er
 reference reads the same bytes, and this dtype holds each of their numbers."""
 
 QUERIES = (
-    (1, False, False), (4, False, False), (7, False, True), (3, True, False), (1, False, False),
-    (5, True, True), (70, False, True),
-)  # fmt: skip
+    (1, False, False),
+    (4, False, False),
+    (7, False, True),
+    (3, True, False),
+    (1, False, False),
+    (5, True, True),
+    (70, False, True),
+)
 """Query tokens of a request, whether their number differs, and whether they form a tree."""
 
 KV_DTYPES = ("", "float8_e4m3fn", "", "float8_e5m2", "")
@@ -103,14 +108,21 @@ def attention_settings(dtypes: tuple[str, ...], *, large: bool) -> list[Attentio
         kv_dtype = KV_DTYPES[number % len(KV_DTYPES)]
         found.append(
             AttentionSetting(
-                query_heads // fewer, kv_heads // fewer, int(random.choice(HEAD_DIMS)),
-                int(random.choice(PAGE_SIZES)), dtypes[number % len(dtypes)],
+                query_heads // fewer,
+                kv_heads // fewer,
+                int(random.choice(HEAD_DIMS)),
+                int(random.choice(PAGE_SIZES)),
+                dtypes[number % len(dtypes)],
                 str(random.choice(("int32", "int32", "int64"))),
-                float(random.choice((0.0, 0.0, 30.0))), kv_dtype,
+                float(random.choice((0.0, 0.0, 30.0))),
+                kv_dtype,
                 tensor_scales=bool(kv_dtype and number % 2 == 0),
                 sinks=str(random.choice(("", "", "", "float32", "bfloat16"))),
-                query_tokens=query_tokens, ragged=ragged, tree=tree,
-                layout=str(random.choice(LAYOUTS)), own_rows=bool(random.integers(4) == 0),
+                query_tokens=query_tokens,
+                ragged=ragged,
+                tree=tree,
+                layout=str(random.choice(LAYOUTS)),
+                own_rows=bool(random.integers(4) == 0),
             )
-        )  # fmt: skip
+        )
     return found

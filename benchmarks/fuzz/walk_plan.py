@@ -22,55 +22,30 @@ from deft_backend.planner.encoding import (
 from deft_backend.policies import Target
 from deft_backend.shapes import MAX_MERGED
 
-FAULTS = (
-    "",
-    "the items of the tile shapes are not in order",
-    "an item holds no query, or more than its tile",
-    "an item holds no range, or more than its tile",
-    "an item's span is impossible",
-    "a query attends beyond its context",
-    "a query attends to another's tokens",
-    "a query does not attend to each of its tokens once",
-    "a slot is written twice, or lies outside the workspace",
-    "an item merges an impossible number of results",
-    "a result is merged by another query, or before it is written",
-    "an output is not written just once",
-    "a partial result is never merged",
-    "a range or a query has an impossible number",
-    "several queries share query tokens",
-)
-"""What :func:`fault_of` may find; the first: nothing."""
-
 
 def fault_of(
     plan: Plan,
     table: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int32],
-    seq_lens: npt.NDArray[np.int32],
+    rows: Any,
+    seq_lens: Any,
     page_size: int,
     target: Target,
     private_tokens: int = 0,
 ) -> str:
     """The first mistake of a plan, in words; empty if every query gets its own attention.
 
-    - `table, rows, seq_lens`: the batch as it runs; requests may have grown since the plan.
+    - `table, rows, seq_lens`: the batch as it runs, int32 arrays; requests may have grown since the
+      plan.
     - `target`: its tile shapes bound the items. It says how many queries a request has.
     - `private_tokens`: last tokens of each request that no two queries may read together.
     """
-    arrays = [array.tolist() for array in plan.arrays().values()]
-    batch = (rows.tolist(), seq_lens.tolist(), page_size, target.query_blocks, private_tokens)
-    arguments: Any = (*arrays, table, *batch, target.tile_queries, target.tile_segments, ITEM_ORDER)
-    code, at = _walk(*arguments)
-    return f"{FAULTS[code]} ({at})" if code else ""
-
-
-def _walk(
-    tile_ptr: Any, item_segment_ptr: Any, item_query_ptr: Any, segment_request: Any,
-    segment_start: Any, segment_end: Any, segment_span: Any, entry_query: Any, entry_slot: Any,
-    reduce_query: Any, reduce_ptr: Any, table: Any, rows: Any, seq_lens: Any, page_size: int,
-    blocks: int, private: int, tile_queries: Any, tile_segments: Any, order: Any,
-) -> tuple[int, int]:  # fmt: skip
-    """The number of a fault in :data:`FAULTS`, and the item or query that shows it."""
+    tile_ptr, item_segment_ptr, item_query_ptr, *arrays = (
+        array.tolist() for array in plan.arrays().values()
+    )
+    segment_request, segment_start, segment_end, segment_span, *arrays = arrays
+    entry_query, entry_slot, reduce_query, reduce_ptr = arrays
+    rows, seq_lens, blocks = rows.tolist(), seq_lens.tolist(), target.query_blocks
+    tile_queries, tile_segments = target.tile_queries, target.tile_segments
     requests = len(seq_lens)
     batch = requests * blocks
     lens = [length for length in seq_lens for _ in range(blocks)]  # of each query
@@ -81,112 +56,110 @@ def _walk(
     slot_query, slot_place, merged_slot = [-1] * capacity, [-1] * capacity, [0] * capacity
     outputs = [0] * batch
     if tile_ptr[0] != 0 or tile_ptr[len(tile_ptr) - 1] != items:
-        return 1, 0
-    for place in range(len(order)):
+        return f"the items of the tile shapes are not in order ({0})"
+    for place in range(len(ITEM_ORDER)):
         if tile_ptr[place + 1] < tile_ptr[place]:
-            return 1, place
-        shape = order[place]
+            return f"the items of the tile shapes are not in order ({place})"
+        shape = ITEM_ORDER[place]
         for item in range(tile_ptr[place], tile_ptr[place + 1]):
             first, stop = item_query_ptr[item], item_query_ptr[item + 1]
             held = stop - first
             if held < 1 or held > tile_queries[shape]:
-                return 2, item
+                return f"an item holds no query, or more than its tile ({item})"
             begin, end = item_segment_ptr[item], item_segment_ptr[item + 1]
             if end - begin < 1 or end - begin > tile_segments[shape]:
-                return 3, item
+                return f"an item holds no range, or more than its tile ({item})"
             for entry in range(first, stop):
                 if entry_query[entry] < 0 or entry_query[entry] >= batch:
-                    return 13, item
+                    return f"a range or a query has an impossible number ({item})"
             merged = 0
             for segment in range(begin, end):
                 request = segment_request[segment]
                 if request < 0 or request >= requests:
-                    return 13, item
+                    return f"a range or a query has an impossible number ({item})"
                 start, last = segment_start[segment], segment_end[segment]
                 if last == OPEN_END:
                     last = seq_lens[request]
                 low, high = 0, held
                 if shape == 0:
                     if begin != item:
-                        return 4, item
+                        return f"an item's span is impossible ({item})"
                     merged = segment_span[segment]
                 else:
                     low = segment_span[segment] & SPAN_MASK
                     high = segment_span[segment] >> SPAN_SHIFT
                     if low < 0 or low >= high or high > held:
-                        return 4, item
+                        return f"an item's span is impossible ({item})"
                     if tile_segments[shape] == 1 and (low != 0 or high != held):
-                        return 4, item
+                        return f"an item's span is impossible ({item})"
                 if start < 0 or last < start or last > seq_lens[request]:
-                    return 13, item
+                    return f"a range or a query has an impossible number ({item})"
                 for entry in range(first + low, first + high):
                     query = entry_query[entry]
                     if last > lens[query]:
-                        return 5, query
-                    if high - low > 1 and last > start and last > lens[query] - private:
-                        return 14, query
+                        return f"a query attends beyond its context ({query})"
+                    if high - low > 1 and last > start and last > lens[query] - private_tokens:
+                        return f"several queries share query tokens ({query})"
                     if last > start:
                         pages = slice(start // page_size, (last - 1) // page_size + 1)
                         other = table[rows[request], pages]
                         if not np.array_equal(table[rows[query // blocks], pages], other):
-                            return 6, query
+                            return f"a query attends to another's tokens ({query})"
                     change[query, start] += 1
                     change[query, last] -= 1
             for entry in range(first, stop):
                 query, slot = entry_query[entry], entry_slot[entry]
                 if slot >= 0:
                     if slot >= capacity or slot_query[slot] >= 0:
-                        return 8, item
+                        return f"a slot is written twice, or lies outside the workspace ({item})"
                     slot_query[slot], slot_place[slot] = query, place
                     continue
                 outputs[query] += 1
                 if slot == DIRECT:
                     if merged != 0:
-                        return 9, item
+                        return f"an item merges an impossible number of results ({item})"
                     continue
                 if held != 1 or merged < 1 or merged > MAX_MERGED:
-                    return 9, item
+                    return f"an item merges an impossible number of results ({item})"
                 from_slot = MERGES - slot
                 for at in range(from_slot, from_slot + merged):
                     # Earlier launches have written it: places are in the order of `order`, and
                     # launches go from the masked and the large tile to the small tile.
                     if at >= capacity or (slot_query[at] != query and slot_query[at] >= 0):
-                        return 10, item
+                        return f"a result is merged by another query, or too early ({item})"
                     merged_slot[at] += 1
     for query in range(batch):
         if (change[query, : lens[query]].cumsum() != 1).any():
-            return 7, query
+            return f"a query does not attend to each of its tokens once ({query})"
     if len(reduce_ptr) != len(reduce_query) + 1 or reduce_ptr[0] != 0:
-        return 11, -1
+        return f"an output is not written just once ({-1})"
     for place in range(len(reduce_query)):
         query = reduce_query[place]
         if query < 0 or query >= batch:
-            return 13, query
+            return f"a range or a query has an impossible number ({query})"
         outputs[query] += 1
         first, stop = reduce_ptr[place], reduce_ptr[place + 1]
         if stop - first < 2:
-            return 11, query
+            return f"an output is not written just once ({query})"
         for at in range(first, stop):
             if at >= capacity or slot_query[at] != query:
-                return 10, query
+                return f"a result is merged by another query, or too early ({query})"
             merged_slot[at] += 1
     for query in range(batch):
         if outputs[query] != 1:
-            return 11, query
+            return f"an output is not written just once ({query})"
     for at in range(capacity):
         written = 1 if slot_query[at] >= 0 else 0
         if merged_slot[at] != written:
-            return 12, at
+            return f"a partial result is never merged ({at})"
     # A small tile that merges reads results of large and masked tiles alone.
-    small = 0
-    for place in range(len(order)):
-        if order[place] == 0:
-            small = place
+    small = ITEM_ORDER.index(0)
     for item in range(tile_ptr[small], tile_ptr[small + 1]):
         entry = item_query_ptr[item]
         if entry_slot[entry] <= MERGES:
             from_slot = MERGES - entry_slot[entry]
             for at in range(from_slot, from_slot + segment_span[item_segment_ptr[item]]):
-                if slot_query[at] != entry_query[entry] or slot_place[at] == small:
-                    return 10, entry_query[entry]
-    return 0, 0
+                query = entry_query[entry]
+                if slot_query[at] != query or slot_place[at] == small:
+                    return f"a result is merged by another query, or too early ({query})"
+    return ""

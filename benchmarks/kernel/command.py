@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.e2e.command import listed, typed_command
 from benchmarks.kernel.kernel_rows import Row, averaged, merged, read_rows
-from benchmarks.kernel.kernel_tables import means_table, row_line, rows_table
+from benchmarks.kernel.kernel_tables import means_table, row_line
 from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure
 from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
@@ -153,12 +153,14 @@ def record(
 def make_setup(spec: Spec, device: torch.device, *, quick: bool) -> Setup:
     """The settings of a set's cases; measures the device's ceilings."""
     for key, value, known in (
-        ("dtype", spec.dtype, tuple(DTYPES)), ("kv_dtype", spec.kv_dtype, tuple(KV_DTYPES)),
-        ("layout", spec.layout, ("shuffled", "contiguous")), ("planner", spec.planner, PLANNERS),
+        ("dtype", spec.dtype, tuple(DTYPES)),
+        ("kv_dtype", spec.kv_dtype, tuple(KV_DTYPES)),
+        ("layout", spec.layout, ("shuffled", "contiguous")),
+        ("planner", spec.planner, PLANNERS),
         ("head_dim", str(spec.head_dim), tuple(map(str, HEAD_DIMS))),
         ("kernels_of", spec.kernels_of or "sm_80", tuple(set(Gpu.names()) - {"sm_90"})),
         *(("peers", peer, METHODS) for peer in spec.peers if "/" not in peer),
-    ):  # fmt: skip
+    ):
         if value not in known:
             raise fail(f"{key} is {value!r}; expected one of {', '.join(known)}")
     peers = [make_method(name) for name in spec.peers if name != "none"]
@@ -262,10 +264,9 @@ def _gpu(device: torch.device) -> str:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the rows and their geometric means."""
+    """Print the geometric means."""
     wide = console if console.is_terminal else Console(width=160)
-    for table in (rows_table(rows), means_table(rows)):
-        wide.print(table)
+    wide.print(means_table(rows))
 
 
 def kernel_merge(

@@ -52,12 +52,10 @@ class Row(_EveryRow, total=False):
     plan_us: float | None
 
 
-def key_of(row: Row) -> tuple[str, str, str, str, str, int, int, str, str]:
+def key_of(row: Row) -> tuple[object, ...]:
     """The fields that identify a row."""
-    return (
-        row["set"], row["workload"], row["heads"], row["dtype"], kv_dtype(row), row["head_dim"],
-        row["page_size"], row["layout"], row["policy"],
-    )  # fmt: skip
+    names = ("set", "workload", "heads", "dtype", "head_dim", "page_size", "layout", "policy")
+    return (kv_dtype(row), *(row[name] for name in names))  # type: ignore[literal-required]
 
 
 def kv_dtype(row: Row) -> str:

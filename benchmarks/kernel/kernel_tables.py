@@ -19,41 +19,6 @@ from benchmarks.kernel.methods import OURS
 from deft_backend.tools.ab.result import MISSING
 
 
-def rows_table(rows: Sequence[Row]) -> Table:
-    """One line for each case: the roof, deft, the fastest peer, and their ratios.
-
-    The table names the KV cache's dtype if a case has another one than its queries'.
-    """
-    table = Table(title="Microseconds, median", title_justify="left")
-    caches = _other_caches(rows)
-    for name in ("set", "workload", "heads", *(["KV cache"] if caches else [])):
-        table.add_column(name, no_wrap=name != "workload")
-    for name in ("batch", "share", "roof", OURS):
-        table.add_column(name, justify="right")
-    table.add_column("best peer")
-    for name in ("its time", "faster", "of roof", "error"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        peer = best_peer(row)
-        skipped = row["skipped"].get(OURS)
-        table.add_row(
-            row["set"],
-            row["workload"],
-            row["heads"],
-            *([kv_dtype(row)] if caches else []),
-            str(row["batch"]),
-            f"{row['share']:.1f}",
-            _number(row["roof_us"]),
-            Text("wrong or failed", style="bold red") if skipped else _number(row["us"][OURS]),
-            peer[0] if peer else MISSING,
-            _number(peer[1] if peer else None),
-            _ratio(speed_up(row)),
-            _number(of_roof(row), 2),
-            _error(row["error"].get(OURS)),
-        )
-    return table
-
-
 def means_table(rows: Sequence[Row]) -> Table:
     """Geometric means for each set, head shape and dtype of the KV cache."""
     table = Table(title="Geometric means", title_justify="left")

@@ -73,14 +73,23 @@ def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
 def measure_case(case: Case, setup: Setup) -> Row:
     """Check and time every method on one case."""
     inputs = make_inputs(
-        case, setup.head_dim, DTYPES[setup.dtype], setup.device, setup.layout, setup.seed,
+        case,
+        setup.head_dim,
+        DTYPES[setup.dtype],
+        setup.device,
+        setup.layout,
+        setup.seed,
         KV_DTYPES[setup.kv_dtype],
-    )  # fmt: skip
+    )
     several = inputs.query_tokens > 1
     reference = batched_reference(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.page_table,
+        inputs.seq_lens,
         torch.from_numpy(inputs.seen) if several else None,
-    )  # fmt: skip
+    )
     row = Row(
         set=case.workload.set,
         workload=case.workload.name,

@@ -138,8 +138,11 @@ def _workloads(
     if family == "prompts":
         return prompts(*numbers)
     if family == "trees_of":
-        return [replace(w, set=w.name) for w in read_set(numbers[0], traces)[1]
-                if len(numbers) == 1 or w.name in numbers[1:]]  # fmt: skip
+        return [
+            replace(w, set=w.name)
+            for w in read_set(numbers[0], traces)[1]
+            if len(numbers) == 1 or w.name in numbers[1:]
+        ]
     if family == "chains":
         return verified_workloads(traces)
     if traces is None:

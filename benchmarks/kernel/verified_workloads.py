@@ -70,15 +70,19 @@ def _trees(path: Path) -> list[Workload]:
         )
     return [
         Workload(
-            VERIFY, f"{name}: {requests} on {context}", partial(_shared, context, requests, tokens),
-            16, tokens, parents,
+            VERIFY,
+            f"{name}: {requests} on {context}",
+            partial(_shared, context, requests, tokens),
+            16,
+            tokens,
+            parents,
         )
         for requests in TREE_REQUESTS
         for context in CONTEXTS
         for name, tree in sorted(trees, key=lambda found: len(found[1].paths))
         for parents in [tree.parents]
         for tokens in [len(parents)]
-    ]  # fmt: skip
+    ]
 
 
 def _shared(context: int, requests: int, tokens: int) -> PrefixForest:

@@ -19,26 +19,28 @@ from deft_backend.cli.errors import fail
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.tuning.launch_clock import Budget
 
-FLASHINFER, NONE = "flashinfer", "none"
-
 
 def mla(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
     page_size: Annotated[list[int], typer.Option(help="Tokens of a page.")] = [64],  # noqa: B006
     rep_ms: Annotated[int, typer.Option(min=5, help="Milliseconds of repetitions.")] = 30,
-    peers: Annotated[
-        str | None,
-        typer.Option(help="flashinfer or none. By default flashinfer, if it is installed."),
-    ] = None,
 ) -> None:
     """Time the host's MLA kernel request by request, and over a plan: one row for each case.
 
-    FlashInfer's MLA kernel is timed request by request.
+    FlashInfer's MLA kernel is timed request by request, if it is installed.
     """
     if not torch.cuda.is_available():
         raise fail("mla times FlashAttention-3, which needs a Hopper GPU")
     device = torch.device("cuda")
-    others, origins = chosen_peers(peers, device)
+    others: Mapping[str, Peer] = {}
+    origins = {}
+    if reason := flashinfer_unavailable(device):
+        typer.echo(f"without FlashInfer: {reason}", err=True)
+    else:
+        others, origins = (
+            {"flashinfer": flashinfer_decode},
+            {"flashinfer": flashinfer_latent_origin()},
+        )
     rows = []
     try:
         make_folder(out)
@@ -50,23 +52,3 @@ def mla(
         raise fail(str(error)) from None
     finally:
         write_rows(out, rows, {**provenance(), "kernel": hosts_kernel()[0], "peers": origins})
-
-
-def chosen_peers(
-    asked: str | None, device: torch.device
-) -> tuple[Mapping[str, Peer], Mapping[str, str]]:
-    """The peers, and the package and build of each. Without FlashInfer, one line says so.
-
-    It is an error to ask for FlashInfer where it cannot run.
-    """
-    if asked not in (None, FLASHINFER, NONE):
-        raise fail(f"--peers is {asked!r}; expected {FLASHINFER} or {NONE}")
-    if asked == NONE:
-        return {}, {}
-    reason = flashinfer_unavailable(device)
-    if reason is None:
-        return {FLASHINFER: flashinfer_decode}, {FLASHINFER: flashinfer_latent_origin()}
-    if asked is not None:
-        raise fail(f"--peers {asked}: {reason}")
-    typer.echo(f"without {FLASHINFER}: {reason}", err=True)
-    return {}, {}

@@ -26,25 +26,38 @@ def flashinfer_decode(inputs: LatentInputs) -> Callable[[], torch.Tensor]:
     requests, pages = inputs.page_table.shape
     numbers = torch.arange(requests + 1, dtype=torch.int32, device=device)
     where = {
-        "qo_indptr": numbers * case.query_tokens, "kv_indptr": numbers * pages,
-        "kv_indices": inputs.page_table.flatten(), "kv_len_arr": inputs.seq_lens,
-    }  # fmt: skip
+        "qo_indptr": numbers * case.query_tokens,
+        "kv_indptr": numbers * pages,
+        "kv_indices": inputs.page_table.flatten(),
+        "kv_len_arr": inputs.seq_lens,
+    }
     wrapper = flashinfer().mla.BatchMLAPagedAttentionWrapper(
-        float_workspace(device), use_cuda_graph=True, backend=_BACKEND,
+        float_workspace(device),
+        use_cuda_graph=True,
+        backend=_BACKEND,
         **{name: torch.empty_like(values) for name, values in where.items()},
-    )  # fmt: skip
+    )
     wrapper.plan(
-        **where, num_heads=case.heads, head_dim_ckv=VALUE_DIM, head_dim_kpe=ROPE_DIM,
-        page_size=case.page_size, causal=case.query_tokens > 1, sm_scale=SCALE,
-        q_data_type=inputs.q_nope.dtype, kv_data_type=inputs.cache.dtype,
-    )  # fmt: skip
+        **where,
+        num_heads=case.heads,
+        head_dim_ckv=VALUE_DIM,
+        head_dim_kpe=ROPE_DIM,
+        page_size=case.page_size,
+        causal=case.query_tokens > 1,
+        sm_scale=SCALE,
+        q_data_type=inputs.q_nope.dtype,
+        kv_data_type=inputs.cache.dtype,
+    )
     cache, out = inputs.cache.squeeze(2), torch.empty_like(inputs.q_nope)
 
     def launch() -> torch.Tensor:
         wrapper.run(
-            q_nope=inputs.q_nope, q_pe=inputs.q_rope, ckv_cache=cache[..., :VALUE_DIM],
-            kpe_cache=cache[..., VALUE_DIM:], out=out,
-        )  # fmt: skip
+            q_nope=inputs.q_nope,
+            q_pe=inputs.q_rope,
+            ckv_cache=cache[..., :VALUE_DIM],
+            kpe_cache=cache[..., VALUE_DIM:],
+            out=out,
+        )
         return out
 
     return launch

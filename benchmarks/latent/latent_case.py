@@ -57,9 +57,16 @@ class LatentInputs:
         rows = torch.arange(case.requests, dtype=torch.int32, device=device)
         batch = KernelBatch(starts * case.query_tokens, rows, torch.zeros_like(rows), self.seq_lens)
         return LatentCall(
-            self.q_nope, self.q_rope, self.cache, self.page_table, batch, case.query_tokens, SCALE,
-            causal=True, most_splits=0,
-        )  # fmt: skip
+            self.q_nope,
+            self.q_rope,
+            self.cache,
+            self.page_table,
+            batch,
+            case.query_tokens,
+            SCALE,
+            causal=True,
+            most_splits=0,
+        )
 
     def reference(self) -> torch.Tensor:
         """[T, H, VALUE_DIM] float64, request by request."""
@@ -99,20 +106,34 @@ def hosts_kernel() -> tuple[str, LatentKernel, Callable[[LatentCall], torch.Tens
 def _sglang_decode(call: LatentCall) -> torch.Tensor:
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
     out: torch.Tensor = attend(
-        q=call.q_rope, k_cache=call.cache[..., VALUE_DIM:], v_cache=call.cache[..., :VALUE_DIM],
-        qv=call.q_nope, page_table=call.page_table, cache_seqlens=call.batch.end,
-        cu_seqlens_q=call.batch.query_start, max_seqlen_q=call.max_query_tokens,
-        softmax_scale=call.sm_scale, causal=True,
-    )  # fmt: skip
+        q=call.q_rope,
+        k_cache=call.cache[..., VALUE_DIM:],
+        v_cache=call.cache[..., :VALUE_DIM],
+        qv=call.q_nope,
+        page_table=call.page_table,
+        cache_seqlens=call.batch.end,
+        cu_seqlens_q=call.batch.query_start,
+        max_seqlen_q=call.max_query_tokens,
+        softmax_scale=call.sm_scale,
+        causal=True,
+    )
     return out
 
 
 def _vllm_decode(call: LatentCall) -> torch.Tensor:
     attend = import_module("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
     out: torch.Tensor = attend(
-        q=call.q_rope, k=call.cache[..., VALUE_DIM:], v=call.cache[..., :VALUE_DIM],
-        q_v=call.q_nope, max_seqlen_q=call.max_query_tokens, cu_seqlens_q=call.batch.query_start,
-        max_seqlen_k=call.page_table.shape[1] * call.cache.shape[1], seqused_k=call.batch.end,
-        block_table=call.page_table, softmax_scale=call.sm_scale, causal=True, fa_version=3,
-    )  # fmt: skip
+        q=call.q_rope,
+        k=call.cache[..., VALUE_DIM:],
+        v=call.cache[..., :VALUE_DIM],
+        q_v=call.q_nope,
+        max_seqlen_q=call.max_query_tokens,
+        cu_seqlens_q=call.batch.query_start,
+        max_seqlen_k=call.page_table.shape[1] * call.cache.shape[1],
+        seqused_k=call.batch.end,
+        block_table=call.page_table,
+        softmax_scale=call.sm_scale,
+        causal=True,
+        fa_version=3,
+    )
     return out

@@ -15,9 +15,14 @@ from deft_backend.shapes import gains_nothing
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 
 TREES = (
-    (64, 16384, 256), (32, 65536, 256), (128, 4096, 256), (20, 63936, 4096), (16, 4096, 256),
-    (64, 1024, 256), (32, 0, 2048),
-)  # fmt: skip
+    (64, 16384, 256),
+    (32, 65536, 256),
+    (128, 4096, 256),
+    (20, 63936, 4096),
+    (16, 4096, 256),
+    (64, 1024, 256),
+    (32, 0, 2048),
+)
 """Requests, shared tokens and own tokens: those of the first measurement, and two more."""
 
 HEADS = ((8, 1), (16, 1), (32, 1), (8, 4), (64, 1))
@@ -64,24 +69,37 @@ def measure(
         reason = gains_nothing(case.heads, case.query_tokens)
         if reason is None:
             attention = LatentAttention(
-                num_query_heads=case.heads, dtype=torch.bfloat16, device=device, kernel=kernel,
-                page_size=case.page_size, max_batch=case.requests, query_tokens=case.query_tokens,
-            )  # fmt: skip
+                num_query_heads=case.heads,
+                dtype=torch.bfloat16,
+                device=device,
+                kernel=kernel,
+                page_size=case.page_size,
+                max_batch=case.requests,
+                query_tokens=case.query_tokens,
+            )
             for name, launch in (("plan", _planned), ("lay_out", _laid_out)):
                 replay, _ = captured(partial(launch, attention, inputs))
                 us[name] = launch_us(replay, budget)
             layer = partial(
-                attention.run, inputs.q_nope, inputs.q_rope, inputs.cache, inputs.page_table,
+                attention.run,
+                inputs.q_nope,
+                inputs.q_rope,
+                inputs.cache,
+                inputs.page_table,
                 sm_scale=SCALE,
-            )  # fmt: skip
+            )
             us["deft"], error["deft"] = _timed(layer, want, budget, "deft", case)
         yield {
-            "requests": case.requests, "shared": case.shared, "own": case.own, "heads": case.heads,
-            "query_tokens": case.query_tokens, "page_size": case.page_size,
+            "requests": case.requests,
+            "shared": case.shared,
+            "own": case.own,
+            "heads": case.heads,
+            "query_tokens": case.query_tokens,
+            "page_size": case.page_size,
             "us": {name: round(value, 2) for name, value in us.items()},
             "error": {name: round(value, 5) for name, value in error.items()},
             **({} if reason is None else {"refused": reason}),
-        }  # fmt: skip
+        }
 
 
 def _planned(attention: LatentAttention, inputs: LatentInputs) -> torch.Tensor:
@@ -95,9 +113,12 @@ def _laid_out(attention: LatentAttention, inputs: LatentInputs) -> torch.Tensor:
 
 
 def _timed(
-    launch: Callable[[], torch.Tensor], want: torch.Tensor, budget: Budget, name: str,
+    launch: Callable[[], torch.Tensor],
+    want: torch.Tensor,
+    budget: Budget,
+    name: str,
     case: LatentCase,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Microseconds, and the relative error of a result that a replay wrote over NaN."""
     replay, out = captured(launch)
     out.fill_(float("nan"))

@@ -41,11 +41,9 @@ def counted(method: str, tree: str, heads: str) -> dict[str, Any]:
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not on the PATH; it comes with CUDA's toolkit")
-    command = [
-        tool, "--csv", "--print-units", "base", "--profile-from-start", "off",
-        "--clock-control", "none", "--metrics", ",".join(METRICS),
-        sys.executable, "-m", "benchmarks.papers.one_launch", method, tree, heads,
-    ]  # fmt: skip
+    options = "--csv --print-units base --profile-from-start off --clock-control none --metrics"
+    program = [sys.executable, "-m", "benchmarks.papers.one_launch", method, tree, heads]
+    command = [tool, *options.split(), ",".join(METRICS), *program]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, env=dict(os.environ), check=False
     )

@@ -79,10 +79,13 @@ def step_row(
     step = {name: (dense + us) / 1e3 for name, us in attention.items()}
     slowest = step.get(baseline)
     return {
-        "model": model, "workload": row["workload"], "heads": row["heads"], "batch": row["batch"],
+        "model": model,
+        "workload": row["workload"],
+        "heads": row["heads"],
+        "batch": row["batch"],
         "without_attention_ms": round(dense / 1e3, 3),
         "step_ms": {name: round(ms, 3) for name, ms in step.items()},
         "attention_to_rest": {name: round(us / dense, 3) for name, us in attention.items()},
         "speedup": {name: round(slowest / ms, 3) for name, ms in step.items()} if slowest else {},
         "speedup_limit": round(slowest / dense * 1e3, 3) if slowest else None,
-    }  # fmt: skip
+    }

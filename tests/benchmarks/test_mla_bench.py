@@ -10,8 +10,10 @@ from deft_backend.tools.tuning.launch_clock import Budget
 
 CPU = torch.device("cpu")
 CASES = [
-    LatentCase(3, 32, 20, 8, 1, 16), LatentCase(2, 16, 5, 4, 3, 1), LatentCase(2, 16, 8, 64, 1, 8),
-]  # fmt: skip
+    LatentCase(3, 32, 20, 8, 1, 16),
+    LatentCase(2, 16, 5, 4, 3, 1),
+    LatentCase(2, 16, 8, 64, 1, 8),
+]
 
 
 @pytest.fixture

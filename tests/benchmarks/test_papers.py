@@ -1,6 +1,7 @@
 """The papers' tables without a GPU: every method is right on a small tree, and counts are right."""
 
 import json
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -27,10 +28,9 @@ def dump_recordings(folder):
     for name in THOUGHTS:
         dump_thought_trees([TREE], folder / f"{name}.json")
     for name in TOKEN_TREES:
-        (folder / f"{name}.json").write_text(json.dumps({
-            "Tree_Structure": [[0], [1], [0, 0]],
-            "Records": [{"prompt": "x" * 40, "Accept_length": [2, 1]}],
-        }))  # fmt: skip
+        records = [{"prompt": "x" * 40, "Accept_length": [2, 1]}]
+        content = {"Tree_Structure": [[0], [1], [0, 0]], "Records": records}
+        (folder / f"{name}.json").write_text(json.dumps(content))
 
 
 def test_every_method_of_every_table_is_right(tmp_path):
@@ -40,12 +40,9 @@ def test_every_method_of_every_table_is_right(tmp_path):
     first = {peer.split("/")[0]: peer for peer in sorted(given, reverse=True)}
     others = {"deft-flatten/32", "fasttree/10", "fasttree/-10", "oracle"}
     methods = sorted({*first.values(), *others} - ON_A_GPU)
-    done = CliRunner().invoke(
-        app_of([]),
-        ["kernel", "--tree", "1,2,4 32,16,5", "--device", "cpu", "--quick", "--out", str(tmp_path),
-         "--with", "heads=4/2", "--with", "dtype=bf16", "--with", f"peers={','.join(methods)}"],
-        catch_exceptions=False,
-    )  # fmt: skip
+    words = f"kernel --tree '1,2,4 32,16,5' --device cpu --quick --out {tmp_path}"
+    words += f" --with heads=4/2 --with dtype=bf16 --with peers={','.join(methods)}"
+    done = CliRunner().invoke(app_of([]), shlex.split(words), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     (row,) = json.loads((tmp_path / "kernel-cpu.json").read_text())["rows"]
     assert row["skipped"] == {}
@@ -91,9 +88,13 @@ def test_counters_are_summed_over_kernels():
             for metric, value in zip(counters.METRICS, values, strict=True)
         ]
     assert counters.summed(lines) == {
-        "kernels": 2, "time_us": 5.0, "dram_read_bytes": 1500, "l2_read_bytes": 7900,
-        "sm_percent": (10 * 4000 + 60 * 1000) / 5000, "dram_percent": (50 * 4 + 20) / 5,
-    }  # fmt: skip
+        "kernels": 2,
+        "time_us": 5.0,
+        "dram_read_bytes": 1500,
+        "l2_read_bytes": 7900,
+        "sm_percent": (10 * 4000 + 60 * 1000) / 5000,
+        "dram_percent": (50 * 4 + 20) / 5,
+    }
     assert counters.summed(["==ERROR== no permission"])["kernels"] == 0
 
 
@@ -125,11 +126,9 @@ def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path,
     monkeypatch.setattr("benchmarks.e2e.launch.find_spec", lambda name: object())
     monkeypatch.setattr("benchmarks.e2e.command.record", record)
     dump_thought_trees([TREE], tmp_path / "keywordToT.json")
-    done = CliRunner().invoke(app_of([]), [
-        "papers", "--table", "servers", "--host", host, "--sides", "auto,triton,deft-flatten",
-        "--traces", str(tmp_path), "--out", str(tmp_path), "--checkpoint", str(tmp_path / "model"),
-        *together, "--", "--seed", "3",
-    ])  # fmt: skip
+    words = f"papers --table servers --host {host} --sides auto,triton,deft-flatten"
+    words += f" --traces {tmp_path} --out {tmp_path} --checkpoint {tmp_path / 'model'}"
+    done = CliRunner().invoke(app_of([]), [*words.split(), *together, "--", "--seed", "3"])
     assert done.exit_code == 0, done.output
     ((sides, jobs, name, at_once),) = ran
     assert name == f"papers-servers-{host}.json"

@@ -71,9 +71,17 @@ def test_the_authors_kernels_are_called_as_they_expect(authors, name, forest, he
 
 
 def plain_flash_attention(
-    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, causal,
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q,
+    max_seqlen_q,
+    causal,
     return_softmax_lse,
-):  # fmt: skip
+):
     """FlashAttention-3's call for groups of queries, in float64."""
     assert not causal
     assert return_softmax_lse

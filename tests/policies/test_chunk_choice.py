@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deft_backend.planner.on_device.planner import PRICE_CHUNKS
 from deft_backend.planner.on_device.price_chunks import Weights
 from deft_backend.policies.chunk_choice import NUM_CHUNKS, Machine, choose_chunks, chunk_of
-from deft_backend.policies.measured_chunks import ROUNDING, Cut, ShapeCosts, cut_cost, cut_into
+from deft_backend.policies.measured_chunks import Cut, ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits
 
 TILES = (2, 16)
@@ -46,10 +46,17 @@ def reference_price(found, shape, num_chunks, costs):
     chunk = chunk_of(int(tokens.max(initial=0)), num_chunks, costs["block"])
     cut = cut_into(queries, tokens, tiles, chunk)
     shape_costs = ShapeCosts(
-        shape == 1, costs["programs"][shape], costs["sms"], costs["item_ns"][shape],
-        costs["token_ns"][shape], costs["partial_ns"], costs["reduce_ns"], costs["transfer_ns"],
-        beside, even,
-    )  # fmt: skip
+        shape == 1,
+        costs["programs"][shape],
+        costs["sms"],
+        costs["item_ns"][shape],
+        costs["token_ns"][shape],
+        costs["partial_ns"],
+        costs["reduce_ns"],
+        costs["transfer_ns"],
+        beside,
+        even,
+    )
     return cut_cost(cut, shape_costs), chunk
 
 
@@ -62,25 +69,41 @@ def device_prices(found, num_chunks, costs):
     price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
     chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
     constants = {
-        "BATCH": batch, "CANDIDATES": len(num_chunks), "CHUNKS": "measured", "WEIGHTS": Weights(),
+        "BATCH": batch,
+        "CANDIDATES": len(num_chunks),
+        "CHUNKS": "measured",
+        "WEIGHTS": Weights(),
         "OVERLAPPED": False,
-    }  # fmt: skip
+    }
     room = 1 << 28  # every candidate fits the plan's arrays
     PRICE_CHUNKS.launch(
         (len(num_chunks), 2),
         (
-            tuple(lanes), (torch.tensor(num_chunks, dtype=torch.int32), price, chunk), *TILES, room,
-            room, *costs["programs"], costs["sms"],
+            tuple(lanes),
+            (torch.tensor(num_chunks, dtype=torch.int32), price, chunk),
+            *TILES,
+            room,
+            room,
+            *costs["programs"],
+            costs["sms"],
             (
-                costs["item_ns"][0], costs["token_ns"][0], costs["item_ns"][1],
-                costs["token_ns"][1], costs["partial_ns"],
+                costs["item_ns"][0],
+                costs["token_ns"][0],
+                costs["item_ns"][1],
+                costs["token_ns"][1],
+                costs["partial_ns"],
             ),
-            costs["reduce_ns"], costs["transfer_ns"], costs["block"], 0,
+            costs["reduce_ns"],
+            costs["transfer_ns"],
+            costs["block"],
+            0,
             ((1.0,), (1.0, 1.0, 0.0), (1.0, 1.0, 0.0)),
         ),
         {name: constants[name] for name in PRICE_CHUNKS.constants},
-        variant=None, aligned=False, interpreted=True,
-    )  # fmt: skip
+        variant=None,
+        aligned=False,
+        interpreted=True,
+    )
     return price.numpy(), chunk.numpy()
 
 
@@ -97,30 +120,28 @@ def test_both_planners_price_every_candidate_alike(found, costs):
             assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize(("gpu_sms", "kv_heads"), [(114, 10), (78, 15), (148, 34), (132, 8)])
-def test_a_full_round_of_sms_is_even_in_both_precisions(gpu_sms, kv_heads):
-    """Whole items per SM: without care, float32 or float64 rounds the quotient up to one more."""
-    for items in range(1, 4 * gpu_sms + 1):
-        fullest = -(-items * kv_heads // gpu_sms)
-        sms = gpu_sms / kv_heads
-        assert np.ceil(items / sms - ROUNDING) == fullest
-        in_float32 = np.float32(items) / np.float32(sms) - np.float32(ROUNDING)
-        assert np.ceil(in_float32) == fullest
-
-
 @settings(max_examples=50, deadline=None)
 @given(found=ranges, costs=costs_of_tiles)
 def test_the_cheapest_candidate_is_chosen(found, costs):
     """The reference: a search over all candidates that fit the limits."""
     machine = Machine(
-        np.array(TILES, dtype=np.int64), np.array(costs["programs"], dtype=np.int64), costs["sms"],
+        np.array(TILES, dtype=np.int64),
+        np.array(costs["programs"], dtype=np.int64),
+        costs["sms"],
         np.array([*costs["item_ns"], *costs["token_ns"], costs["partial_ns"], costs["reduce_ns"]]),
-        costs["transfer_ns"], costs["block"], np.ones(2), np.ones((2, 2)),
-    )  # fmt: skip
+        costs["transfer_ns"],
+        costs["block"],
+        np.ones(2),
+        np.ones((2, 2)),
+    )
     chosen = choose_chunks(
-        "measured", 0, np.array([q for q, _ in found], dtype=np.int64),
-        np.array([n for _, n in found], dtype=np.int64), machine, Limits(1 << 28, 1 << 28, 1 << 28),
-    )  # fmt: skip
+        "measured",
+        0,
+        np.array([q for q, _ in found], dtype=np.int64),
+        np.array([n for _, n in found], dtype=np.int64),
+        machine,
+        Limits(1 << 28, 1 << 28, 1 << 28),
+    )
     for shape in {int(q > TILES[0]) for q, _ in found}:
         priced = [reference_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
         least = min(price for price, _ in priced)
@@ -136,19 +157,3 @@ def test_a_cut_counts_items_tokens_and_results():
     assert cut_into(queries, tokens, tiles, np.array(64)) == Cut(
         chunk=64, longest=100, items=5, read=230, stored=130, results=40, cut_queries=20, most=2
     )
-
-
-@pytest.mark.parametrize(("queries", "added"), [(20, 20), (2, 4)])
-def test_a_whole_range_of_a_large_tile_leaves_results_too(queries, added):
-    """Two chunks leave two results a query; a whole range of a small tile leaves none."""
-    costs = {
-        "item_ns": (5000, 1000), "token_ns": (50, 20), "reduce_ns": 5000, "transfer_ns": 1,
-        "programs": (100, 100), "sms": 16, "block": 64,
-    }  # fmt: skip
-    free, priced = (
-        reference_price(
-            [(queries, 128)], int(queries > TILES[0]), 2, {**costs, "partial_ns": partial}
-        )
-        for partial in (0.0, 3.0)
-    )
-    assert priced[0] - free[0] == pytest.approx(3.0 * added)

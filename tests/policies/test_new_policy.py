@@ -12,7 +12,7 @@ import torch
 import deft_backend
 from attention_checks import tree_attention
 from deft_backend import PolicyError
-from deft_backend.policies import POLICIES, POLICY_NAMES, FlashDecoding, Policy, Rules
+from deft_backend.policies import POLICIES, FlashDecoding, Policy, Rules
 
 PACKAGE = Path(deft_backend.__file__).parent
 
@@ -127,13 +127,3 @@ def test_the_library_follows_a_policy_without_rules(monkeypatch):
     attention = tree_attention(policy=policy.name, max_batch=2)
     attention.plan_batch(torch.tensor([[0, 1], [0, 2]]).int(), torch.tensor([2, 2]))
     assert attention.last_plan.loaded_tokens(torch.tensor([2, 2]).numpy()) == 4
-
-
-def test_a_policy_must_group():
-    with pytest.raises(TypeError, match=r"abstract method '?group"):
-        type("Nothing", (Policy,), {"name": "nothing"})()
-
-
-def test_every_policy_is_registered_by_its_name():
-    assert tuple(POLICIES) == POLICY_NAMES
-    assert all(policy.name == name for name, policy in POLICIES.items())

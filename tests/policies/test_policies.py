@@ -256,9 +256,12 @@ def test_fasttree_decides_as_the_published_artifact():
 def test_fasttree_is_the_published_search(batch, small, group):
     forest = batch.forest()
     expected = _published(
-        forest.parent.tolist(), forest.length.tolist(), forest.num_queries.tolist(),
-        [4 * small, small], group,
-    )  # fmt: skip
+        forest.parent.tolist(),
+        forest.length.tolist(),
+        forest.num_queries.tolist(),
+        [4 * small, small],
+        group,
+    )
     heights = (small * group, 4 * small * group, 4 * small * group)
     target = replace(
         MHA, num_query_heads=8 * group, num_kv_heads=8, tile_heights=heights, tile_blocks=(32,) * 3

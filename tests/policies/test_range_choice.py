@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
-from deft_backend.forest import build_forest
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import choose_chunks, machine_of, tiles_of
+from deft_backend.policies.chunk_choice import tiles_of
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import EXPOSED
-from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -41,16 +39,6 @@ def ranges_of(forest, target, costs):
     return found.node, found.begin, found.end
 
 
-def chunks_of(queries, tokens, target, costs, transfer_ns):
-    """Longest chunk of each tile shape."""
-    machine = machine_of(with_costs(target, costs), 1 << 20)._replace(transfer_ns=transfer_ns)
-    found = choose_chunks(
-        "measured", 0, np.array(queries, dtype=np.int64),
-        np.array(tokens, dtype=np.int64), machine, Limits(1 << 28, 1 << 28, 1 << 28),
-    ).tolist()  # fmt: skip
-    return found
-
-
 def parts_of(grouping):
     """Number of groups of each query."""
     return np.bincount(grouping.queries)
@@ -66,20 +54,6 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     assert not grouping.several_ranges.any()
 
 
-@given(
-    lens=st.lists(st.integers(0, 5000), min_size=1, max_size=40), target=targets, costs=tile_costs
-)
-def test_an_unshared_batch_has_one_range_a_query(lens, target, costs):
-    forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
-    node, begin, end = ranges_of(forest, target, costs)
-    assert forest.request[node].tolist() == list(range(len(lens)))
-    assert not begin.any()
-    assert end.tolist() == lens
-    # With or without cuts, each chunk belongs to one query.
-    grouping = AUTO.group(forest, with_costs(target, costs))
-    assert set(grouping.num_queries().tolist()) == {1}
-
-
 @settings(max_examples=100)
 @given(batch=batches(), target=targets, costs=tile_costs)
 def test_ranges_of_shared_nodes_are_continued_by_leaves(batch, target, costs):
@@ -90,93 +64,6 @@ def test_ranges_of_shared_nodes_are_continued_by_leaves(batch, target, costs):
     assert (end[~leaf] > begin[~leaf]).all()
     assert (end[~leaf] == forest.end[node[~leaf]]).all()
     assert (end[leaf] == forest.end[node[leaf]]).all()
-
-
-@settings(max_examples=150)
-@given(batch=batches(), target=targets, costs=tile_costs, factor=st.floats(1, 1e4))
-def test_dearer_partial_results_are_never_more(batch, target, costs, factor):
-    forest = batch.forest()
-    dearer = replace(costs, partial_ns=costs.partial_ns * factor)
-
-    def ranges_a_query(costs):
-        count = np.zeros(forest.batch_size, dtype=np.int64)
-        for node in ranges_of(forest, target, costs)[0]:
-            count[forest.query_begin[node] : forest.query_end[node]] += 1
-        return count
-
-    assert (ranges_a_query(dearer) <= ranges_a_query(costs)).all()
-
-
-@settings(max_examples=150)
-@given(
-    ranges=st.lists(
-        st.tuples(st.integers(1, 200), st.integers(0, 20_000)), min_size=1, max_size=20
-    ),
-    target=targets,
-    costs=tile_costs,
-    factor=st.floats(1, 1e4),
-    transfer_ns=st.floats(0.01, 100),
-)
-def test_chunks_are_whole_blocks_and_fewer_where_they_cost_more(
-    ranges, target, costs, factor, transfer_ns
-):
-    queries, tokens = [q for q, _ in ranges], [n for _, n in ranges]
-    block = target.block_tokens
-    longest = -(-max(tokens) // block) * block
-    chunks = chunks_of(queries, tokens, target, costs, transfer_ns)
-    assert all(chunk % block == 0 and block <= chunk <= max(block, longest) for chunk in chunks)
-
-    def results(chunks):
-        """Partial results of cut ranges, by tile shape."""
-        total = 0
-        for count, length in ranges:
-            fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
-            parts = -(-length // chunks[fitting[0] if fitting else -1])
-            total += count * parts if parts > 1 else 0
-        return total
-
-    dearer = replace(costs, partial_ns=costs.partial_ns * factor)
-    assert results(chunks_of(queries, tokens, target, dearer, transfer_ns)) <= results(chunks)
-
-
-def test_few_items_of_a_shared_node_leave_room_for_leaves():
-    """The leaves take much longer than the node takes on half of the programs."""
-    costs = TileCosts((1000.0, 1000.0), (10.0, 10.0), 0.001, 1.0)
-    target = replace(GQA, tile_programs=(128, 32, 32))
-
-    def num_chunks(leaves):
-        queries, tokens = [16] + [1] * leaves, [4096] + [500] * leaves
-        return -(-4096 // chunks_of(queries, tokens, target, costs, 0.5)[1])
-
-    assert 2 * num_chunks(0) > 32
-    assert 2 * num_chunks(10) <= 32
-    assert num_chunks(1) > num_chunks(40)  # hiding behind a short time needs more programs
-
-
-@settings(max_examples=60)
-@given(batch=batches(), target=targets, costs=tile_costs)
-def test_groups_are_even_chunks_within_the_chosen_length(batch, target, costs):
-    forest = batch.forest()
-    own = with_costs(target, costs)
-    target = replace(target, tile_programs=target.programs_for(forest.batch_size))
-    node, begin, end = ranges_of(forest, target, costs)
-    queries = forest.num_queries[node].tolist()
-    token_bytes = 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads
-    transfer_ns = default_cost_model().transfer_ms(token_bytes) * 1e6
-    chunks = chunks_of(queries, (end - begin).tolist(), target, costs, transfer_ns)
-    grouping = AUTO.group(forest, own)
-    at = 0
-    for count, first, stop in zip(queries, begin.tolist(), end.tolist(), strict=True):
-        fitting = [n for n, held in enumerate(target.single_range_tiles) if held >= count]
-        limit = chunks[fitting[0] if fitting else -1]
-        num_chunks = max(1, -(-(stop - first) // limit))
-        lengths = grouping.num_tokens()[at : at + num_chunks]
-        assert grouping.start[at] == first
-        assert grouping.end[at + num_chunks - 1] == stop
-        assert lengths.max() <= limit
-        assert lengths.max() - lengths.min() <= 2 * target.block_tokens
-        at += num_chunks
-    assert at == grouping.num_groups
 
 
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])

@@ -107,9 +107,17 @@ class FastTreeArtifact(ArtifactMethod):
         tokens = np.append(0, np.cumsum([node.seqlen for node in tree])).tolist()
         with _quiet():
             (entries, *planned), _ = theirs.fasttree_preparation(
-                tree, tokens, inputs.batch, inputs.case.query_heads, kv_heads, dim,
-                self._splits, FIRST_THRESHOLDS, SECOND_THRESHOLDS, params,
-            )  # fmt: skip
+                tree,
+                tokens,
+                inputs.batch,
+                inputs.case.query_heads,
+                kv_heads,
+                dim,
+                self._splits,
+                FIRST_THRESHOLDS,
+                SECOND_THRESHOLDS,
+                params,
+            )
         entries = moved(entries, inputs.flattened_slots())
         keys, values = (cache.view(-1, kv_heads, dim) for cache in (inputs.k_cache, inputs.v_cache))
         out = torch.empty_like(inputs.q)
@@ -146,9 +154,17 @@ class DeftArtifact(ArtifactMethod):
 
         def launch() -> torch.Tensor:
             theirs.DeFT_decode(
-                inputs.q, keys, values, out, entries, *planned, tiles[0], KV_TILES[0], dim**-0.5,
+                inputs.q,
+                keys,
+                values,
+                out,
+                entries,
+                *planned,
+                tiles[0],
+                KV_TILES[0],
+                dim**-0.5,
                 MASK_BITS,
-            )  # fmt: skip
+            )
             return out
 
         return Prepared(launch, facts={"items": len(planned[0])})

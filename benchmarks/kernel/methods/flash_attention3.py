@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,69 @@ TOLERANCE_IN_8_BITS = 0.1
 """Relative error above which a product of operands of 8 bits is wrong."""
 
 
+class Call(NamedTuple):
+    """Groups of queries, each with KV of its own; G is the number of groups."""
+
+    q: torch.Tensor  # [T, Hq, D]
+    keys: torch.Tensor
+    values: torch.Tensor  # [pages, page size, Hkv, D]
+    starts: torch.Tensor  # [G + 1] int32: first query of each group
+    most: int  # queries of the largest group
+    pages: torch.Tensor  # [G, P] int32
+    tokens: torch.Tensor  # [G] int32: KV of each group
+    longest: int  # tokens of the longest group
+    causal: bool = True  # whether a group's queries are its last tokens
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Call:
+        """Each request alone. FlashAttention-3 reads caches of 8 bits with queries of 8 bits."""
+        most = inputs.query_tokens
+        starts = torch.arange(inputs.batch + 1, dtype=torch.int32, device=inputs.device) * most
+        q, longest = inputs.q.to(inputs.k_cache.dtype), int(inputs.tables.seq_lens.max())
+        where = (starts, most, inputs.page_table, inputs.seq_lens, longest)
+        return cls(q, inputs.k_cache, inputs.v_cache, *where)
+
+    def run_vllm(self, module: ModuleType, version: int, **options: Any) -> Any:
+        """The call of vLLM's backend."""
+        return module.flash_attn_varlen_func(
+            self.q,
+            self.keys,
+            self.values,
+            max_seqlen_q=self.most,
+            cu_seqlens_q=self.starts,
+            max_seqlen_k=self.longest,
+            seqused_k=self.tokens,
+            block_table=self.pages,
+            causal=self.causal,
+            fa_version=version,
+            **options,
+        )
+
+    def run_sglang(self, module: ModuleType, **options: Any) -> Any:
+        """The call of SGLang's backend."""
+        return module.flash_attn_with_kvcache(
+            self.q,
+            self.keys,
+            self.values,
+            cache_seqlens=self.tokens,
+            page_table=self.pages,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=self.most,
+            causal=self.causal,
+            **options,
+        )
+
+    def run(self, **options: Any) -> Any:
+        """FlashAttention-3 of the package that is installed."""
+        module, name = _package()
+        assert module is not None, name
+        return (
+            self.run_vllm(module, 3, **options)
+            if name == _VLLM
+            else self.run_sglang(module, **options)
+        )
+
+
 class FlashAttention3(Method):
     """Each request alone with its whole KV, split by FlashAttention's own heuristic.
 
@@ -65,16 +128,16 @@ class FlashAttention3(Method):
     def prepare(self, inputs: Inputs) -> Prepared:
         if inputs.ancestors is not None:
             raise Refused("FlashAttention-3 has no mask for token trees")
-        module, name = _package()
-        assert module is not None, name
         if inputs.k_cache.dtype == torch.float8_e5m2:
             raise Refused("FlashAttention-3 takes e4m3 alone among caches of 8 bits")
-        out = torch.empty_like(inputs.q)
-        make = _vllm_launch if name == _VLLM else _sglang_launch
+        out, call, options = torch.empty_like(inputs.q), Call.of(inputs), _options(inputs)
+
+        def launch() -> torch.Tensor:
+            call.run(out=out, **options)
+            return out
+
         in_8_bits = inputs.k_cache.itemsize == 1
-        return Prepared(
-            make(module, inputs, out), tolerance=TOLERANCE_IN_8_BITS if in_8_bits else None
-        )
+        return Prepared(launch, tolerance=TOLERANCE_IN_8_BITS if in_8_bits else None)
 
     def origin(self) -> str:
         name = _package()[1]
@@ -106,16 +169,10 @@ class FlashAttention2(Method):
             raise Refused("FlashAttention-2 reads no cache of 8 bits")
         if inputs.case.page_size % 16:
             raise Refused("FlashAttention-2 takes pages of multiples of 16 tokens")
-        out, module = torch.empty_like(inputs.q), import_module(_VLLM)
-        tokens, longest = inputs.query_tokens, int(inputs.tables.seq_lens.max())
-        starts = torch.arange(inputs.batch + 1, dtype=torch.int32, device=inputs.device) * tokens
+        out, call, module = torch.empty_like(inputs.q), Call.of(inputs), import_module(_VLLM)
 
         def launch() -> torch.Tensor:
-            module.flash_attn_varlen_func(
-                inputs.q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
-                max_seqlen_k=longest, seqused_k=inputs.seq_lens, block_table=inputs.page_table,
-                causal=True, out=out, fa_version=2,
-            )  # fmt: skip
+            call.run_vllm(module, 2, out=out)
             return out
 
         return Prepared(launch)
@@ -124,100 +181,27 @@ class FlashAttention2(Method):
         return f"{_VLLM} (vllm {installed_version('vllm')}), version 2"
 
 
-def _vllm_launch(
-    module: ModuleType, inputs: Inputs, out: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """The call of vLLM's backend; the scheduler's metadata is prepared before the clock starts."""
-    batch, longest = inputs.batch, int(inputs.tables.seq_lens.max())
-    tokens = inputs.query_tokens
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.device) * tokens
-    metadata = module.get_scheduler_metadata(
-        batch_size=batch,
-        max_seqlen_q=tokens,
-        max_seqlen_k=longest,
-        num_heads_q=inputs.case.query_heads,
-        num_heads_kv=inputs.case.kv_heads,
-        headdim=inputs.head_dim,
-        cache_seqlens=inputs.seq_lens,
-        qkv_dtype=inputs.k_cache.dtype,
-        cu_seqlens_q=starts,
-        page_size=inputs.case.page_size,
-        causal=True,
-        num_splits=0,
-    )
-
-    q, scales = inputs.q.to(inputs.k_cache.dtype), _scales(inputs)
-
-    def launch() -> torch.Tensor:
-        module.flash_attn_varlen_func(
-            q, inputs.k_cache, inputs.v_cache, max_seqlen_q=tokens, cu_seqlens_q=starts,
-            max_seqlen_k=longest, seqused_k=inputs.seq_lens, block_table=inputs.page_table,
-            causal=True, out=out, scheduler_metadata=metadata, num_splits=0, fa_version=3, **scales,
-        )  # fmt: skip
-        return out
-
-    return launch
-
-
-def _sglang_launch(
-    module: ModuleType, inputs: Inputs, out: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """The call of SGLang's backend."""
-    shape = (inputs.batch, inputs.query_tokens, *out.shape[1:])
-    q, result = inputs.q.to(inputs.k_cache.dtype).view(shape), out.view(shape)
-    scales = _scales(inputs)
-
-    def launch() -> torch.Tensor:
-        module.flash_attn_with_kvcache(
-            q, inputs.k_cache, inputs.v_cache, cache_seqlens=inputs.seq_lens,
-            page_table=inputs.page_table, causal=True, out=result, **scales,
-        )  # fmt: skip
-        return out
-
-    return launch
-
-
-def with_lse(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    starts: torch.Tensor,
-    most: int,
-    pages: torch.Tensor,
-    tokens: torch.Tensor,
-    longest: int,
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A call for groups of queries, each of which attends to all of its group's KV.
-
-    It returns the output like `q` [T, Hq, D], and the log-sum-exp [Hq, T].
-
-    - `starts`: [G + 1] int32, first query of each group; `most` is the largest group's queries.
-    - `pages`: [G, P] int32; `tokens`: [G] int32, at most `longest`.
-    """
+def _options(inputs: Inputs) -> dict[str, Any]:
+    """Scales of 1 for 8 bits, and the metadata of vLLM's scheduler; no clock counts them."""
+    options: dict[str, Any] = {}
+    if inputs.k_cache.itemsize == 1:
+        one = torch.ones(inputs.batch, inputs.case.kv_heads, device=inputs.device)
+        options = {f"{name}_descale": one for name in "qkv"}
     module, name = _package()
-    assert module is not None, name
-
-    def of_vllm() -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = module.flash_attn_varlen_func(
-            q, k_cache, v_cache, max_seqlen_q=most, cu_seqlens_q=starts, max_seqlen_k=longest,
-            seqused_k=tokens, block_table=pages, causal=False, return_softmax_lse=True,
-            fa_version=3,
-        )  # fmt: skip
-        return out, lse
-
-    def of_sglang() -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = module.flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=tokens, page_table=pages, cu_seqlens_q=starts,
-            max_seqlen_q=most, causal=False, return_softmax_lse=True,
-        )  # fmt: skip
-        return out, lse
-
-    return of_vllm if name == _VLLM else of_sglang
-
-
-def _scales(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Scales of 1 for each request and KV head, which FlashAttention-3 wants in 8 bits."""
-    if inputs.k_cache.itemsize > 1:
-        return {}
-    one = torch.ones(inputs.batch, inputs.case.kv_heads, device=inputs.device)
-    return {f"{name}_descale": one for name in "qkv"}
+    if module is not None and name == _VLLM:
+        call = Call.of(inputs)
+        options["scheduler_metadata"] = module.get_scheduler_metadata(
+            batch_size=inputs.batch,
+            max_seqlen_q=call.most,
+            max_seqlen_k=call.longest,
+            num_heads_q=inputs.case.query_heads,
+            num_heads_kv=inputs.case.kv_heads,
+            headdim=inputs.head_dim,
+            cache_seqlens=call.tokens,
+            qkv_dtype=inputs.k_cache.dtype,
+            cu_seqlens_q=call.starts,
+            page_size=inputs.case.page_size,
+            causal=True,
+            num_splits=0,
+        )
+    return options

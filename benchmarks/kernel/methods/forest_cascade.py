@@ -6,7 +6,7 @@ them is read request by request. ``O = sum_i exp(lse_i - lse) O_i``, ``lse = log
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,15 @@ from benchmarks.kernel.methods.base import Prepared, Refused
 Int32 = npt.NDArray[np.int32]
 
 
-class Call(NamedTuple):
-    """One call of FlashAttention-3: groups of queries, each with KV of its own."""
+class Groups(NamedTuple):
+    """Groups of queries, each with KV of its own."""
 
     starts: Int32  # [G + 1]: first query of each group
     pages: Int32  # [G, P]
     tokens: Int32  # [G]
 
 
-def two_calls(inputs: Inputs) -> tuple[npt.NDArray[np.int64], Call, Call]:
+def two_calls(inputs: Inputs) -> tuple[npt.NDArray[np.int64], Groups, Groups]:
     """The order of the queries, the call for shared roots, and the call for the rest.
 
     Queries with a shared root come first, root by root. The last token of a request is never part
@@ -60,8 +60,8 @@ def two_calls(inputs: Inputs) -> tuple[npt.NDArray[np.int64], Call, Call]:
     alone = np.arange(inputs.batch + 1, dtype=np.int32)
     return (
         rows,
-        Call(starts, tops, pages * size),
-        Call(alone, below, (lens - first * size)[rows]),
+        Groups(starts, tops, pages * size),
+        Groups(alone, below, (lens - first * size)[rows]),
     )
 
 
@@ -76,36 +76,49 @@ class ForestCascade(flash_attention3.FlashAttention3):
         rows, top, rest = two_calls(inputs)
         on_device = torch.from_numpy(rows).to(inputs.device)
         q, out = inputs.q[on_device].contiguous(), torch.empty_like(inputs.q)
-        read_top, read_rest = (
-            _prepared(inputs, q[: top.starts[-1]], top),
-            _prepared(inputs, q, rest),
-        )
+        calls = _call(inputs, q[: top.starts[-1]], top), _call(inputs, q, rest)
         heads, dim = q.shape[1:]
 
         def launch() -> torch.Tensor:
-            (of_top, top_lse), (of_rest, rest_lse) = read_top(), read_rest()
+            found = [call.run(return_softmax_lse=True)[:2] for call in calls]
+            (of_top, top_lse), (of_rest, rest_lse) = found
             merge[(len(q), heads)](
-                of_top, top_lse, of_rest, rest_lse, out, len(of_top), top_lse.stride(0),
-                rest_lse.stride(0), heads, dim,
-            )  # fmt: skip
+                of_top,
+                top_lse,
+                of_rest,
+                rest_lse,
+                out,
+                len(of_top),
+                top_lse.stride(0),
+                rest_lse.stride(0),
+                heads,
+                dim,
+            )
             return out
 
         return Prepared(launch, rows=on_device, facts={"roots": len(top.tokens)})
 
 
-def _prepared(inputs: Inputs, q: torch.Tensor, call: Call) -> Any:
-    starts, pages, tokens = (torch.from_numpy(np.ascontiguousarray(x)).to(q.device) for x in call)
-    most = int(np.diff(call.starts).max())
-    return flash_attention3.with_lse(
-        q, inputs.k_cache, inputs.v_cache, starts, most, pages, tokens, int(call.tokens.max())
-    )
+def _call(inputs: Inputs, q: torch.Tensor, groups: Groups) -> flash_attention3.Call:
+    starts, pages, tokens = (torch.from_numpy(x.copy()).to(q.device) for x in groups)
+    most, longest = int(np.diff(groups.starts).max()), int(groups.tokens.max())
+    where = (starts, most, pages, tokens, longest)
+    return flash_attention3.Call(q, inputs.k_cache, inputs.v_cache, *where, causal=False)
 
 
 @triton.jit
 def merge(
-    of_top, top_lse, of_rest, rest_lse, out, with_top, top_stride, rest_stride, HEADS: tl.constexpr,
+    of_top,
+    top_lse,
+    of_rest,
+    rest_lse,
+    out,
+    with_top,
+    top_stride,
+    rest_stride,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
-):  # fmt: skip
+):
     """One query and head: the outputs [T, Hq, D] by their log-sum-exp [Hq, T]."""
     query, head = tl.program_id(0), tl.program_id(1)
     place = (query * HEADS + head) * DIM + tl.arange(0, DIM)

@@ -108,8 +108,13 @@ def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tens
 
     def launch() -> torch.Tensor:
         return attention.run(
-            inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens,
-            ancestors=inputs.ancestors, out=out,
-        )  # fmt: skip
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.page_table,
+            inputs.seq_lens,
+            ancestors=inputs.ancestors,
+            out=out,
+        )
 
     return launch

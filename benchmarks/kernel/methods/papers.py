@@ -153,11 +153,11 @@ class RadixAttention(Method):
     """
 
     name = "radix-attention"
+    _LAYERS = "sglang.srt.layers.attention"
     _PLACES = (
         ("sglang.kernels.ops.attention.decode_attention", "sglang.kernels.ops.attention.metadata"),
-        ("sglang.srt.layers.attention.triton_ops.decode_attention",
-         "sglang.srt.layers.attention.triton_backend"),
-    )  # fmt: skip
+        (f"{_LAYERS}.triton_ops.decode_attention", f"{_LAYERS}.triton_backend"),
+    )
     _SPLITS = 8
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -188,10 +188,9 @@ class RadixAttention(Method):
         ends = ends.to(inputs.device)
         splits = torch.empty(batch, dtype=torch.int32, device=inputs.device)
         sms = torch.cuda.get_device_properties(inputs.device).multi_processor_count
-        count_splits[(1,)](
-            splits, inputs.seq_lens, batch, 1, heads, inputs.case.kv_heads, self._SPLITS, sms,
-            MAX_NUM_SEQ=max(256, 1 << (batch - 1).bit_length()),
-        )  # fmt: skip
+        sizes = (batch, 1, heads, inputs.case.kv_heads, self._SPLITS, sms)
+        most = max(256, 1 << (batch - 1).bit_length())
+        count_splits[(1,)](splits, inputs.seq_lens, *sizes, MAX_NUM_SEQ=most)
         logits = torch.empty(
             batch, heads, self._SPLITS, inputs.head_dim, dtype=torch.float32, device=inputs.device
         )
@@ -203,11 +202,11 @@ class RadixAttention(Method):
         if "k_scale" not in kernel.__code__.co_varnames:
             scales = {}
 
+        where = (ends, slots, logits, lse, splits)
+
         def launch() -> torch.Tensor:
-            kernel(
-                inputs.q, keys, values, out, ends, slots, logits, lse, splits, self._SPLITS,
-                inputs.head_dim**-0.5, **scales,
-            )  # fmt: skip
+            scale = inputs.head_dim**-0.5
+            kernel(inputs.q, keys, values, out, *where, self._SPLITS, scale, **scales)
             return out
 
         return Prepared(launch)
