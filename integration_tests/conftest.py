@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
 
 from integration_tests.common.fixtures import model, model_exists, servers_end_with_the_tests  # noqa: F401
-from integration_tests.cpu_speculation.plugin import unusable
+from integration_tests.cpu_speculation import unusable
 from integration_tests.sglang_server import GROUPS, Group, running
 
 

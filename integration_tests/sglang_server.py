@@ -14,7 +14,7 @@ from integration_tests.common.server import (
     started,
     state_settings,
 )
-from integration_tests.cpu_speculation.plugin import REGISTER
+from integration_tests.cpu_speculation import REGISTER
 
 
 @dataclass(frozen=True)
