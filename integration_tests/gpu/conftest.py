@@ -1,6 +1,5 @@
 """A small model with random weights, and a server for every variant that this machine can run."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,7 @@ from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.server import Server
-from integration_tests.gpu.variants import ADAPTERS, running
-
-if find_spec("sglang") is not None:
-    from integration_tests.gpu.sglang_variants import FLEET
-
-    collect_ignore_glob = ["test_vllm_*.py"]
-else:
-    from integration_tests.gpu.vllm_variants import FLEET
-
-    collect_ignore_glob = ["test_sglang_*.py"]
+from integration_tests.gpu.variants import ADAPTERS, FLEET, running
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,11 @@ def requests(ids, seed):
         tokens = choose.randint(16, 72)
         leaves = choose.random() < 0.15
         return Asked(
-            prompt, tokens, choose.randint(2, tokens - 1) if leaves else None,
+            prompt,
+            tokens,
+            choose.randint(2, tokens - 1) if leaves else None,
             choose.random() < 0.25,
-        )  # fmt: skip
+        )
 
     root, other = draw(3001), draw(1500)
     middles = [root + draw(choose.randint(1, 900)) for _ in range(3)]

@@ -31,9 +31,13 @@ def failure(monkeypatch):
 
     def check(head_dim=128):
         attention = TreeAttention(
-            num_query_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=torch.bfloat16,
-            device="cuda", max_batch=256,
-        )  # fmt: skip
+            num_query_heads=32,
+            num_kv_heads=8,
+            head_dim=head_dim,
+            dtype=torch.bfloat16,
+            device="cuda",
+            max_batch=256,
+        )
         cache = torch.zeros(2, 8, head_dim, dtype=torch.bfloat16, device="cuda")
         tensors = StepTensors(cache, cache, [131072])
         warm_up_attention(attention, tensors)
@@ -56,9 +60,10 @@ def test_doctor_checks_every_case(caches, tmp_path_factory):
     content = json.loads(done.stdout)
     rows = content["check"]
     report(
-        "self-check", f"doctor, {caches} caches",
+        "self-check",
+        f"doctor, {caches} caches",
         {"seconds": round(time.perf_counter() - began, 2), "rows": rows},
-    )  # fmt: skip
+    )
     assert len(rows) == 21
     assert not [row for row in rows if row["failure"]]
     if caches == "full":

@@ -1,10 +1,12 @@
 """Servers on GPUs with different dtypes, pages, ranks and modes, all started at once."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
@@ -29,7 +31,6 @@ PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE)
 ADAPTERS = ("adapted", "adapted-2")
 """Names of the adapters on servers with LoRA, and of their folders."""
 
-
 _LORA = {
     "sglang": ("--max-loras-per-batch", "3", "--lora-paths"),  # the base counts
     "vllm": ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"),
@@ -41,7 +42,7 @@ class Variant:
     """A server."""
 
     backend: str  # ``deft``, or the host's own backend for the reference answers
-    flags: tuple[str, ...] = ()
+    flags: str = ""  # as on a command line
     settings: Mapping[str, str] = field(default_factory=dict)
     against: str = "host"  # the variant that checks its answers
     ranks: int = 1  # one GPU each
@@ -55,13 +56,100 @@ class Fleet:
     """A host's servers."""
 
     host: str
-    common: tuple[str, ...]  # flags of every server
+    common: str  # flags of every server
     references: Mapping[str, Variant]  # with the host's own backend, by name
     variants: Mapping[str, Variant]  # with tree attention, by name
 
     @property
     def servers(self):
         return {**self.references, **self.variants}
+
+
+_TWO = {"against": "default", "ranks": 2}
+_APART = {**_TWO, "in_step": False}
+_POLICIES = {f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS}
+
+# Each server gets a share of the GPU, although it measures free memory while others start.
+
+_SGLANG = Fleet(
+    "sglang",
+    "--sampling-backend pytorch --cuda-graph-backend-prefill=disabled "
+    "--cuda-graph-bs-decode 1 8 32 64 --mem-fraction-static 0.5 --max-total-tokens 100000",
+    {
+        "host": Variant("fa3"),
+        "host-float16": Variant("fa3", "--dtype float16"),
+        "host-lora": Variant("fa3", lora=True),
+    },
+    {
+        "default": Variant("deft"),
+        **_POLICIES,
+        "float16": Variant("deft", "--dtype float16", against="host-float16"),
+        "pages-of-16": Variant("deft", "--page-size 16 --chunked-prefill-size 512"),
+        "mixed": Variant("deft", "--enable-mixed-chunk --chunked-prefill-size 256"),
+        "mixed-in-graphs": Variant(
+            "deft",
+            "--enable-mixed-chunk --chunked-prefill-size 256 --page-size 16 "
+            "--cuda-graph-backend-prefill=breakable",
+        ),
+        "lora": Variant("deft", against="host-lora", lora=True),
+        "memory-saver": Variant("deft", "--enable-memory-saver"),
+        "hierarchical": Variant("deft", "--enable-hierarchical-cache --hicache-ratio 2"),
+        "two-ranks": Variant("deft", "--tp-size 2", **_TWO, states=("tp0", "tp1")),
+        "two-stages": Variant("deft", "--pp-size 2", **_APART, states=("tp0-pp0", "tp0-pp1")),
+        "data-parallel": Variant(
+            "deft",
+            "--tp-size 2 --dp-size 2 --enable-dp-attention",
+            **_APART,
+            states=("tp0-dp0", "tp1-dp1"),
+        ),
+    },
+)
+
+_CHUNKS = "--max-num-batched-tokens 512"
+
+_DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Without it, vLLM has no endpoints that let a server sleep or change its weights."""
+
+_VLLM = Fleet(
+    "vllm",
+    "--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 2000000000 --max-model-len 16384",
+    {
+        "host": Variant("FLASH_ATTN"),
+        "host-lora": Variant("FLASH_ATTN", lora=True),
+        "host-sleeping": Variant("FLASH_ATTN", "--enable-sleep-mode", _DEVELOPMENT),
+    },
+    {
+        "default": Variant("deft"),
+        **_POLICIES,
+        # Prompts come in chunks, so that most steps with prefills also decode.
+        "chunks": Variant("deft", f"{_CHUNKS} --long-prefill-token-threshold 64"),
+        "chunks-lookup": Variant(
+            "deft",
+            f"{_CHUNKS} --speculative-config "
+            """'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'""",
+        ),
+        "lora": Variant("deft", against="host-lora", lora=True),
+        "sleeping": Variant("deft", "--enable-sleep-mode", _DEVELOPMENT, "host-sleeping"),
+        # For machines whose GPUs may not use NVLink multicast: vLLM's own all-reduces may use it.
+        "two-ranks": Variant(
+            "deft",
+            "--tensor-parallel-size 2 --disable-custom-all-reduce --compilation-config "
+            """'{"pass_config": {"fuse_allreduce_rms": false}}'""",
+            {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
+            **_TWO,
+            states=("tp0", "tp1"),
+        ),
+        "two-stages": Variant(
+            "deft", "--pipeline-parallel-size 2", **_APART, states=("tp0-pp0", "tp0-pp1")
+        ),
+        "two-engines": Variant(
+            "deft", "--data-parallel-size 2", **_APART, states=("tp0", "tp0-dp1")
+        ),
+    },
+)
+
+FLEET = _VLLM if find_spec("sglang") is None else _SGLANG
+"""The servers of the host that is installed here."""
 
 
 @contextmanager
@@ -88,16 +176,18 @@ def running(fleet, names, gpus, model, adapters, folder):
 
 def _start(fleet, name, gpus, model, adapters, folder, stack):
     variant = fleet.servers[name]
-    flags = [*fleet.common, *variant.flags]
+    flags = shlex.split(f"{fleet.common} {variant.flags}")
     if variant.lora:
         flags += [*_LORA[fleet.host], *(f"{name}={adapters / name}" for name in ADAPTERS)]
     command = server_command(
-        model.path, free_port(), host=fleet.host, backend=variant.backend, host_arguments=flags,
+        model.path,
+        free_port(),
+        host=fleet.host,
+        backend=variant.backend,
+        host_arguments=flags,
         gpu=True,
-        environment={
-            "CUDA_VISIBLE_DEVICES": gpus, **variant.settings,
-        },
-    )  # fmt: skip
+        environment={"CUDA_VISIBLE_DEVICES": gpus, **variant.settings},
+    )
     process = ServerProcess(command, folder / name / "server.log", timeout=START_SECONDS)
     stack.enter_context(process)
     return Server(process, state_directory(Settings.from_env()))

@@ -1,6 +1,6 @@
 """On GPUs: every token of every variant equals the host's own, or is a tie that rounding decides.
 
-Servers run with the overlap scheduler and CUDA graphs. If the environment names a folder in
+Servers run with asynchronous scheduling and CUDA graphs. If the environment names a folder in
 ``GPU_REPORT``, the comparisons are written there.
 """
 
@@ -22,43 +22,76 @@ from integration_tests.gpu.checked_variants import (
     tolerance,
 )
 from integration_tests.gpu.forest_traffic import requests
-from integration_tests.gpu.sglang_variants import FLEET, VARIANTS
-from integration_tests.gpu.variants import ADAPTERS
+from integration_tests.gpu.variants import ADAPTERS, FLEET
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
 
-on_each = pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+
+def on(*names):
+    """For those of these variants that the installed host has; for all of its own, if none."""
+    mine = [name for name in names or FLEET.variants if name in FLEET.variants]
+    return pytest.mark.parametrize("variant", mine, indirect=True)
 
 
-@on_each
+only_sglang = pytest.mark.skipif(FLEET.host != "sglang", reason="of SGLang's API alone")
+
+
+@on()
 def test_every_token_is_the_hosts(variant, pair, model):
     """Two rounds of a forest whose requests join, end and hang up."""
-    adapters = (None, *ADAPTERS) if VARIANTS[variant].lora else (None,)
-    check_every_token(FLEET, variant, pair, model, *adapters)
+    alone = FLEET.host == "sglang" and FLEET.variants[variant].lora
+    check_every_token(FLEET, variant, pair, model, *((None, *ADAPTERS) if alone else (None,)))
 
 
-@pytest.mark.parametrize("variant", ["lora"], indirect=True)
+@on("lora")
 def test_adapters_beside_their_base(variant, pair, model):
     check_adapters(FLEET, variant, pair, model)
 
 
-@pytest.mark.parametrize("variant", ["memory-saver"], indirect=True)
+@on("memory-saver")
 def test_memory_is_released_and_weights_change(variant, pair, model, tmp_path):
     """As an RL trainer does after each step: release, resume, new weights, samples."""
-    other = changed_weights(Path(model.path), tmp_path)
     ours, _ = pair
-    found = {}
-    for name, path in (("new weights", other), ("old weights", Path(model.path))):
+
+    def renew(path):
         assert ask_to(ours, "release_memory_occupation") == 200
         assert ask_to(ours, "resume_memory_occupation") == 200
         for server in pair:
             assert ask_to(server, "update_weights_from_disk", {"model_path": str(path)}) == 200
+
+    check_weights(variant, pair, model, tmp_path, "released", renew)
+
+
+@on("sleeping")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_sleeps_and_its_weights_change(variant, level, pair, model, tmp_path):
+    """At level 2 the server forgets its weights. So it gets them before its KV cache is back."""
+
+    def renew(path):
+        for server in pair:
+            assert ask_to(server, f"sleep?level={level}") == 200
+            assert ask_to(server, "wake_up?tags=weights") == 200
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            assert ask_to(server, "collective_rpc", reload) == 200
+            assert ask_to(server, "wake_up?tags=kv_cache") == 200
+            assert ask_to(server, "reset_prefix_cache") == 200
+
+    check_weights(variant, pair, model, tmp_path, f"slept at level {level}", renew)
+
+
+def check_weights(variant, pair, model, folder, what, renew):
+    """`renew` gives both servers the weights at a path: other ones, then the model's again."""
+    found, other = {}, changed_weights(Path(model.path), folder)
+    for name, path in (("new weights", other), ("old weights", Path(model.path))):
+        renew(path)
         found[name] = asyncio.run(checked(FLEET, pair, model, None, tolerance(variant)))
-    report(variant, "released", found)
+    report(variant, what, found)
     assert not any(result["wrong"] for result in found.values()), found
+    assert not pair[0].trouble()
 
 
-@on_each
+@only_sglang
+@on()
 def test_several_answers_to_one_prompt(variant, pair, model):
     """``n`` = 4: four answers that fork from one prompt."""
     ours, theirs = pair
@@ -80,7 +113,8 @@ def test_several_answers_to_one_prompt(variant, pair, model):
     assert not found["wrong"], found["first_wrong"]
 
 
-@on_each
+@only_sglang
+@on()
 def test_logprobs(variant, pair, model):
     """All log-probabilities before the first tie are close."""
     prompts = [asked.prompt for asked in requests(model.ids, 12)]
@@ -99,6 +133,14 @@ def test_logprobs(variant, pair, model):
     assert not found["parted_outside_top"]
 
 
-@on_each
+@on()
 def test_trees_were_decoded(variant, pair):
     check_steps(FLEET, variant, pair[0])
+
+
+@on("chunks", "chunks-lookup", "mixed", "mixed-in-graphs")
+def test_mixed_steps_went_through_tree_attention(variant, pair):
+    """The report has the steps by what they contain."""
+    steps = pair[0].state()["steps"]
+    report(variant, "steps", {f"{row['kind']}: {row['reason']}": row["steps"] for row in steps})
+    assert any(row["kind"] == "mixed" and row["reason"] is None for row in steps)
