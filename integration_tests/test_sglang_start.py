@@ -6,6 +6,7 @@ import pytest
 
 from deft_backend.tools.servers.command import StartError
 from integration_tests.common.answers import process_of
+from integration_tests.common.server import EAGER
 from integration_tests.sglang_server import Ask, Group, running
 
 
@@ -40,6 +41,27 @@ def test_an_installed_plugin_changes_nothing_that_anybody_sees(tmp_path):
     assert settings == settings_without
     for installed, without in zip(traits, traits_without, strict=True):
         assert installed ^ without == set()
+
+
+@pytest.mark.rare
+def test_a_decode_server_of_a_pair(tmp_path):
+    """The host's stand-in for transfers leaves the prompts' KV blank: the host's kernel is the
+    reference, in every layer.
+    """
+    flags = "--disaggregation-mode decode --disaggregation-transfer-backend fake"
+    backup = "--disaggregation-decode-retraction-backup none"  # the default needs a GPU
+    group = Group((*flags.split(), *backup.split()), {**EAGER, "DEFT_VERIFY": "1"})
+    with running("deft", group, tmp_path) as server:
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        body = {"sampling_params": sampling, "bootstrap_host": "2.2.2.2"}
+        for tokens in (40, 41):
+            found = server.post("generate", {**body, "input_ids": list(range(5, tokens))})
+            assert len(found["output_ids"]) == 12
+        assert not server.trouble()
+        assert "Give --disaggregation-decode-enable-radix-cache" in server.log
+        state = server.state()
+        assert state["steps_tree"] > 20
+        assert not state["steps_host"]
 
 
 VOLATILE = ("port", "nccl_port", "random_seed", "internal_states", "launch_command", "startup_time")

@@ -1,10 +1,14 @@
 """``--attention-backend deft``: the host's arguments, and the registration."""
 
+import inspect
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from deft_backend.hosts.sglang import layers
 from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
@@ -215,6 +219,19 @@ def test_servers_that_are_not_supported_run_on_the_hosts_own(arguments, caplog, 
     (record,) = caplog.records
     assert reason in record.message
     assert "torch_native" in record.message
+
+
+def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
+    page = (Path(__file__).parents[3] / "docs" / "hosts-sglang.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Refused, and why\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 6 and row[3].strip() and row[4].strip() for row in rows)
+    stated = {name for row in rows for name in re.findall("`(.*?)`", row[1])}
+    refused = {name for name, _, _ in arguments._FEATURES}
+    assert refused <= stated
+    source = inspect.getsource(arguments) + inspect.getsource(layers)
+    stated.remove("SGLANG_USE_HND_KVCACHE")  # seen in the pool: `use_hnd`
+    assert not {name for name in stated if name not in source}
 
 
 @pytest.mark.parametrize(
