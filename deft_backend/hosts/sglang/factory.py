@@ -26,6 +26,7 @@ from deft_backend.hosts.common.warm_up import (
     ranks_cache,
     warm_up_attention,
 )
+from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.backend import OWN_STATE, surround
 from deft_backend.hosts.sglang.latent import (
@@ -53,21 +54,6 @@ from deft_backend.hosts.sglang.report import (
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
-from deft_backend.hosts.sglang.versions import (
-    SGLANG,
-    attention_layers,
-    backend_names,
-    batch_slicer,
-    decode_graphs,
-    decodes_per_rank,
-    deterministic,
-    draft_tokens,
-    drafts_trees,
-    read_end,
-    resolved,
-    sinks_of_layers,
-    tensor_parallel_group,
-)
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
 from deft_backend.settings.policy_names import AUTO
 from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
@@ -86,7 +72,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
         made = None
         try:
             settings = for_any_batch(
-                Settings.from_env(), equal_bits=deterministic(runner.server_args)
+                Settings.from_env(), equal_bits=versions.deterministic(runner.server_args)
             )
             logger.setLevel(LOG_LEVELS[settings.log])
             warn_unknown()
@@ -99,7 +85,7 @@ def wrap_backend(runner: Any, name: str, host: Any) -> Any:
             logger.debug("deft: set-up failed", exc_info=True)
         try:
             mine = None if made is None else _decided(made.deft, settings)
-            agreed = same_on_all_ranks(tensor_parallel_group(runner), mine)
+            agreed = same_on_all_ranks(versions.tensor_parallel_group(runner), mine)
             if agreed is False:
                 reason = (
                     "its ranks would decode in different ways (DEFT_POLICY, DEFT_MIN_BATCH or "
@@ -158,10 +144,10 @@ def _create(runner: Any, host: Any, settings: Settings, undo: ExitStack) -> Any:
 def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
     refuse_if(unsupported_model(runner))
     division, shape = divided(runner)
-    query_tokens = draft_tokens(runner.server_args)
+    query_tokens = versions.draft_tokens(runner.server_args)
     planned = planned_on_device(largest, query_tokens, shape.gqa_group)
     rows = runner.req_to_token_pool.size
-    if deterministic(runner.server_args) and planned < rows:
+    if versions.deterministic(runner.server_args) and planned < rows:
         raise Unsupported(
             f"deterministic inference needs plans for all of the server's {rows} requests, and "
             f"they hold {planned}: give --max-running-requests {planned}"
@@ -186,10 +172,10 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
 
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
-    refuse_if(SGLANG.leaves_mla(settings, str(runner.device)))
+    refuse_if(versions.SGLANG.leaves_mla(settings, str(runner.device)))
     if settings.policy != AUTO:
         raise Unsupported("MLA takes plans of the policy auto; unset DEFT_POLICY")
-    tokens = draft_tokens(runner.server_args)
+    tokens = versions.draft_tokens(runner.server_args)
     largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)
     state = state_of(runner, division, NAME, settings.policy, values_apart=False)
@@ -200,7 +186,7 @@ def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> 
 def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> TreeSteps:
     attention, verification, latent = layers.attention, None, isinstance(layers, LatentLayers)
     _ = attention.counters  # fail here, not in the first step
-    if not getattr(resolved(runner.server_args), "skip_server_warmup", False):
+    if not getattr(versions.resolved(runner.server_args), "skip_server_warmup", False):
         undo.callback(leave_out_warm_up(layers.state, runner))
     if attention.query_tokens > 1:
         drafts = AcceptedDrafts(runner)
@@ -212,10 +198,10 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
         settings,
         verification=verification,
         # The thread that shows batches must not read a sleeping server's memory.
-        shows=not getattr(resolved(runner.server_args), "enable_memory_saver", False),
+        shows=not getattr(versions.resolved(runner.server_args), "enable_memory_saver", False),
         decodes=not latent or verification is None,
     )
-    has_graphs = decode_graphs(runner.server_args) != "disabled"
+    has_graphs = versions.decode_graphs(runner.server_args) != "disabled"
     if isinstance(layers, LatentLayers):  # its kernels are compiled before the check at start
         observer = BatchObserver(runner)
         undo.callback(observe_batch.install(observer.observe))
@@ -226,16 +212,18 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
             undo.callback(tree_graphs.install(runner, steps))
     elif isinstance(attention, TreeAttention):
         steps.compile_for = _compiler_of(attention, runner, settings, layers.division.tree)
-    if getattr(resolved(runner.server_args), "enable_mixed_chunk", False):
+    if getattr(versions.resolved(runner.server_args), "enable_mixed_chunk", False):
         steps.mixed = _mixed(runner, layers, settings, undo)
-    if read_end() is None and has_graphs:  # the host does not ask until when tables are read
+    if (
+        versions.read_end() is None and has_graphs
+    ):  # the host does not ask until when tables are read
         undo.callback(page_table_fence.install(runner, steps.replayed_tree))
     return steps
 
 
 def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> MixedSteps:
     """Steps that decode and prefill; the log says why the host computes them whole."""
-    slicer, (prefill, decode) = batch_slicer(), backend_names(runner.server_args)
+    prefill, decode = versions.backend_names(runner.server_args)
     unsplit = None
     if not isinstance(layers, TreeLayers):
         unsplit = "MLA prefills through other layers"
@@ -245,15 +233,13 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
         unsplit = "some layers read the host's metadata of whole batches"
     elif prefill != decode:
         unsplit = f"prefills go to another backend ({prefill})"
-    elif decodes_per_rank(runner.server_args):
+    elif versions.decodes_per_rank(runner.server_args):
         unsplit = "DP attention pads batches"
-    elif slicer is None:
-        unsplit = "this SGLang does not slice batches"
     if unsplit is not None:
         logger.info("deft: the host's kernel decodes in steps that also prefill: %s", unsplit)
     observer = BatchObserver(runner)
     undo.callback(observe_batch.install(observer.observe))
-    steps = MixedSteps(layers, settings, observer, slicer, unsplit)
+    steps = MixedSteps(layers, settings, observer, unsplit=unsplit)
     if isinstance(layers.attention, TreeAttention) and layers.attention.device.type == "cuda":
         steps.costs = layers.attention.target.costs
     return steps
@@ -262,14 +248,18 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
-    sinks, tokens, drafts = sinks_of_layers(runner.model), draft_tokens(runner.server_args), None
+    sinks, tokens, drafts = (
+        versions.sinks_of_layers(runner.model),
+        versions.draft_tokens(runner.server_args),
+        None,
+    )
     kinds = {
         LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))
-        for layer in attention_layers(runner.model)
+        for layer in versions.attention_layers(runner.model)
         if layer.layer_id in layers
     }
     if tokens > 1:
-        drafts = Drafts(tokens, trees=drafts_trees(runner.server_args), always=True)
+        drafts = Drafts(tokens, trees=versions.drafts_trees(runner.server_args), always=True)
     return StepTensors(
         cache.keys,
         cache.values,

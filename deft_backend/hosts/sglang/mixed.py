@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Observed
 from deft_backend.hosts.sglang.step_inputs import StepInputs
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
-from deft_backend.hosts.sglang.versions import BatchSlicer
+from deft_backend.hosts.sglang.versions import first_rows
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Decoded
 
@@ -33,7 +34,7 @@ class MixedSteps:
     layers: StepLayers
     settings: Settings
     observer: BatchObserver
-    slice_batch: BatchSlicer | None
+    slice_batch: Callable[[Any, int, int], Any] = first_rows
     unsplit: str | None = None
     costs: CostModel | None = None  # of the GPU; None on the CPU, where whatever is shared pays
     _tree: CachedTree = field(
@@ -101,7 +102,6 @@ class MixedSteps:
     def _split(self, forward_batch: Any, decoded: Decoded) -> tuple[TreeStep | None, str | None]:
         layers, rows = self.layers, decoded.rows
         first = sum(forward_batch.extend_seq_lens_cpu[:-rows])
-        assert self.slice_batch is not None
         try:
             rest = self.slice_batch(forward_batch, first, forward_batch.batch_size - rows)
             layers.host.init_forward_metadata(rest)

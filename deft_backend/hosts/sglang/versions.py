@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deft_backend.hosts.common.contract import TestedVersions, first_missing
@@ -156,33 +154,18 @@ def sinks_of_layers(model: Any) -> dict[int, torch.Tensor]:
     }
 
 
-BatchSlicer = Callable[[Any, int, int], Any]
-"""From a forward batch to that of its first tokens and requests: their numbers."""
+def first_rows(forward_batch: Any, tokens: int, requests: int) -> Any:
+    """The host's slice of a batch, made for its overlap of two halves; raises for some batches."""
+    from sglang.srt.batch_overlap.two_batch_overlap import TboForwardBatchPreparer
 
-
-def batch_slicer() -> BatchSlicer | None:
-    """How the host slices a batch, for its overlap of two halves; None if it has no such code."""
-    try:
-        from sglang.srt.batch_overlap.two_batch_overlap import TboForwardBatchPreparer
-
-        taken = inspect.signature(TboForwardBatchPreparer.filter_batch).parameters
-    except (ImportError, AttributeError):
-        return None
-    ranges = ("start_token_index", "end_token_index", "start_seq_index", "end_seq_index")
-    if not {"batch", *ranges, "out_num_token_non_padded"} <= taken.keys():
-        return None
-
-    def first_rows(forward_batch: Any, tokens: int, requests: int) -> Any:
-        return TboForwardBatchPreparer.filter_batch(
-            forward_batch,
-            start_token_index=0,
-            end_token_index=tokens,
-            start_seq_index=0,
-            end_seq_index=requests,
-            out_num_token_non_padded=None,
-        )
-
-    return first_rows
+    return TboForwardBatchPreparer.filter_batch(
+        forward_batch,
+        start_token_index=0,
+        end_token_index=tokens,
+        start_seq_index=0,
+        end_seq_index=requests,
+        out_num_token_non_padded=None,
+    )
 
 
 @functools.cache

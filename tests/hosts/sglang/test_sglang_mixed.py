@@ -223,7 +223,7 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
     [
         ({"prompts": [PROMPTS[0], [1, 2], [3, 4]]}, "shares too little to be split"),
         ({"prompts": PROMPTS[:2]}, "batch smaller than DEFT_MIN_BATCH=2"),
-        ({"unsplit": "this SGLang does not slice batches"}, "this SGLang does not slice batches"),
+        ({"unsplit": "DP attention pads batches"}, "DP attention pads batches"),
         ({"mm_inputs": [object()]}, "mixed batch of another form"),
         ({"seq_lens_cpu": None}, "mixed batch of another form"),
         ({"tree": object()}, "unreadable prefix cache"),
