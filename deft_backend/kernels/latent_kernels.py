@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton.language as tl
 from triton import jit
 
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays, Pointer, ReduceArrays
 
 
@@ -65,8 +65,8 @@ def lay_out(
     order of requests, and their entries in `batch` are empty: query tokens see one another there,
     and those of nodes do not.
     """
-    DIRECT: tl.constexpr = encoding_constants.DIRECT.value
-    OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
+    DIRECT: tl.constexpr = encoding.DIRECT
+    OPEN_END: tl.constexpr = encoding.OPEN_END
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_items = tl.load(items.tile_ptr + 3)
     num_entries = tl.load(items.item_query_ptr + num_items)

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.kernels.arguments import Partials
 from deft_backend.kernels.plain.parts import block_of, rows_of, sink_weight
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ReduceArrays
 
 
@@ -39,7 +39,7 @@ def reduce_partials(
 
     With SPREAD, the counters of programs become 0 again, for the next attention over this plan.
     """
-    COUNTERS: tl.constexpr = encoding_constants.ARRIVALS.value
+    COUNTERS: tl.constexpr = encoding.ARRIVALS
     NUM_HEADS: tl.constexpr = HEADS.num_kv * HEADS.vectors  # of all tokens of a query block
     HEAD_DIM: tl.constexpr = HEADS.dim
     HEAD_DIM_PADDED: tl.constexpr = HEADS.padded_dim

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.e2e.served_model import SHAPES
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import LatentAttention
-from deft_backend.attention.latent_check import failed_latent_check
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.attention.self_check import failed_latent_check
 from deft_backend.costs.cost_model import STEP_NS
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.tools.tuning.launch_clock import captured

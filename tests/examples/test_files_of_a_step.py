@@ -42,7 +42,7 @@ def run_by(step):
 
 def test_the_list_is_short_and_its_files_exist():
     files = listed()
-    assert len(files) == len(set(files)) == 38
+    assert len(files) == len(set(files)) == 35
     assert [file for file in files if not file.is_file()] == []
 
 

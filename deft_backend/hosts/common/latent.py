@@ -12,7 +12,7 @@ from deft_backend.attention import (
     LatentKernel,
     plain_latent_attention,
 )
-from deft_backend.attention.latent_check import failed_latent_check
+from deft_backend.attention.self_check import failed_latent_check
 from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.limits import HOPPER, Unsupported, capability_of, refuse_if
 from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants, ranks_cache

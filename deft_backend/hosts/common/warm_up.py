@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.attention import Gpu, LatentAttention, TreeAttention
-from deft_backend.attention.latent_check import failed_latent_check
-from deft_backend.attention.self_check import Case, HostTensors, first_failure, unrecorded
+from deft_backend.attention.self_check import (
+    Case,
+    HostTensors,
+    failed_latent_check,
+    first_failure,
+    unrecorded,
+)
 from deft_backend.compile.kernel_folder import (
     KernelFolderError,
     Origin,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from deft_backend.kernels.hopper.parts import plus
 from deft_backend.kernels.hopper.versions import constexpr_function, gl, jit
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 
 
 class Item(NamedTuple):
@@ -183,8 +183,8 @@ def locate(place, segments, tensors, strides, HEADS, CACHE):
 @jit
 def in_span(query, span):
     """[M, N]: whether queries [M] of the item attend to tokens of spans [N]."""
-    MASK: gl.constexpr = encoding_constants.SPAN_MASK.value
-    SHIFT: gl.constexpr = encoding_constants.SPAN_SHIFT.value
+    MASK: gl.constexpr = encoding.SPAN_MASK
+    SHIFT: gl.constexpr = encoding.SPAN_SHIFT
     begin = span & MASK
     tall = (span >> SHIFT) - begin
     ahead = gl.expand_dims(query, 1) - gl.expand_dims(begin, 0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from deft_backend.kernels.hopper.eight_bits import keys_of, values_of
 from deft_backend.kernels.hopper.parts import capped, larger, places_of, plus, sees, sink_weight
 from deft_backend.kernels.hopper.versions import gl, jit, mma_v2, reinterpret
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 
 
 class Online(NamedTuple):
@@ -215,7 +215,7 @@ def merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, M
     HEAD_DIM: gl.constexpr = HEADS.dim
     TILES: gl.constexpr = TILE.height // ROWS
     RESULT: gl.constexpr = LAYOUT.result
-    MERGES: gl.constexpr = encoding_constants.MERGES.value
+    MERGES: gl.constexpr = encoding.MERGES
     tiles = reinterpret(place, gl.float32, [TILES, ROWS, HEAD_DIM], RESULT)
     result = tiles.index(0).load(LAYOUT.copy)
     first_slot, merged = MERGES - own.slot, own.merged

@@ -52,7 +52,7 @@ from deft_backend.kernels.plain.parts import (
     with_device_scales,
     write_results,
 )
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays
 
 
@@ -136,7 +136,7 @@ def _first_segment(item, tensors, plan, strides, CACHE, TILE):
     table = tensors.page_table + table_row * strides.table
     length = tl.maximum(stop - start, 0)
     if TILE.block_segments > 1:
-        SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+        SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
         if tl.load(plan.segment_span + item.first_segment) != item.queries << SPAN_SHIFT:
             length = 0
     return Segment(table, start, length)
@@ -185,8 +185,8 @@ def _attend_whole(online, inputs, segment, clear, tensors, scaling, HEADS, CACHE
 @jit
 def _attend_rest(online, inputs, rest, tensors, plan, scaling, strides, HEADS, CACHE, TILE, MODE):
     """The softmax with an item's remaining tokens, each for the queries in its segment's span."""
-    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
-    SPAN_MASK: tl.constexpr = encoding_constants.SPAN_MASK.value
+    SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
+    SPAN_MASK: tl.constexpr = encoding.SPAN_MASK
     offs_n = tl.arange(0, TILE.block_tokens)
     offs_d = tl.arange(0, HEADS.padded_dim)[None, :]
     in_head = offs_d < HEADS.dim

@@ -40,7 +40,7 @@ from deft_backend.kernels.plain.parts import (
     with_device_scales,
     write_results,
 )
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays
 
 
@@ -184,7 +184,7 @@ def small_tile_attention(
     TILE: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    MERGES: tl.constexpr = encoding_constants.MERGES.value
+    MERGES: tl.constexpr = encoding.MERGES
     if MODE.overlapped:
         gdc_launch_dependents()
 

@@ -2,7 +2,7 @@
 
 Every array is int32 unless its entry says otherwise. A request here is a query of the plan: one of
 the request's query blocks. B is the number of them that the kernels are compiled for. Nodes stand
-at the place of their leading cut (``find_nodes.py``); place 0 stands for the virtual root. Ranges
+at the place of their leading cut (``find_nodes``); place 0 stands for the virtual root. Ranges
 [2 B] are those of nodes, then those of the leaf of the request at each place.
 """
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device.arrays import CANDIDATES, Counters, Flat
 from deft_backend.planner.on_device.tiles import total
@@ -405,8 +405,8 @@ def measure_tiles(
 @jit
 def _write_entries(place, slots, choice, flat, items, batch, COLUMNS, RULE):
     """Write the entries of the queries at places, in the order of the context."""
-    DIRECT: tl.constexpr = encoding_constants.DIRECT.value
-    MERGES: tl.constexpr = encoding_constants.MERGES.value
+    DIRECT: tl.constexpr = encoding.DIRECT
+    MERGES: tl.constexpr = encoding.MERGES
     inside, tiles = place < batch, flat.tiles
     query = tl.load(flat.order + place, mask=inside, other=0)[:, None]
     parts = tl.load(flat.results.parts + place, mask=inside, other=0)[:, None]
@@ -436,8 +436,8 @@ def _write_entries(place, slots, choice, flat, items, batch, COLUMNS, RULE):
 @jit
 def _write_tile(tile, choice, flat, table_rows, segment_table, items, BLOCKS, COLUMNS, RULE):
     """Write the items and the segments of a tile."""
-    OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
-    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    OPEN_END: tl.constexpr = encoding.OPEN_END
+    SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
     groups, tiles = flat.groups, flat.tiles
     number = tl.load(tiles.group + tile)
     element = tl.load(groups.element + number)

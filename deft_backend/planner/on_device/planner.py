@@ -12,7 +12,6 @@ from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     assign_edges,
     choose_ranges,
-    find_nodes,
     flatten,
     measure_ranges,
     order_rows,
@@ -30,7 +29,7 @@ from deft_backend.shapes import MAX_MERGED
 
 COMPARE_ROWS = Kernel(order_rows, "compare_rows")
 SORT_ROWS = Kernel(order_rows, "sort_rows")
-FIND_NODES = Kernel(find_nodes, "find_nodes")
+FIND_NODES = Kernel(order_rows, "find_nodes")
 CHOOSE_RANGES = Kernel(choose_ranges, "choose_ranges")
 ASSIGN_EDGES = Kernel(assign_edges, "assign_edges")
 PRICE_CHUNKS = Kernel(price_chunks, "price_chunks")

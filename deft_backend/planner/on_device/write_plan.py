@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import jit
 from triton.language.extra.cuda import gdc_wait, globaltimer
 
-from deft_backend.planner import encoding_constants
+from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device.arrays import Chosen, Counters, Places, Ranges, Results
 from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin, tiles_of, total
@@ -134,7 +134,7 @@ def _write_items(plan, item, entry, request, table_row, start, stop, span, there
 @jit
 def _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS):
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
-    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
     chosen, items = plan.chosen, plan.items
     node = tl.load(chosen.place + number)
     first = tl.load(chosen.first + number)
@@ -176,10 +176,10 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
 
     By the rule ``absolute`` the last chunks' items lie behind those of all other chunks.
     """
-    DIRECT: tl.constexpr = encoding_constants.DIRECT.value
-    MERGES: tl.constexpr = encoding_constants.MERGES.value
-    OPEN_END: tl.constexpr = encoding_constants.OPEN_END.value
-    SPAN_SHIFT: tl.constexpr = encoding_constants.SPAN_SHIFT.value
+    DIRECT: tl.constexpr = encoding.DIRECT
+    MERGES: tl.constexpr = encoding.MERGES
+    OPEN_END: tl.constexpr = encoding.OPEN_END
+    SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
     items, block = plan.items, plan.block
     is_leaf = place < plan.batch
     query = tl.load(plan.order + place, mask=is_leaf, other=0)
@@ -248,7 +248,7 @@ def _count_items(plan, small_tile, BATCH):
 def write_counts(items, counts):
     """Write how many items each tile shape has, and the ends of the last item; programs of stage 1
     count from 0 on."""
-    ARRIVALS: tl.constexpr = encoding_constants.ARRIVALS.value
+    ARRIVALS: tl.constexpr = encoding.ARRIVALS
     tl.store(items.tile_ptr, 0)
     tl.store(items.tile_ptr + 1, counts.large)
     tl.store(items.tile_ptr + 2, counts.single)

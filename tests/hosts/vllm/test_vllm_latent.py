@@ -305,9 +305,9 @@ def test_a_kernel_that_fails_leaves_decode_to_the_host(monkeypatch, failures):
 
 
 def test_a_check_at_start_decides(monkeypatch, caplog):
-    from deft_backend.attention import latent_check
+    from deft_backend.attention import self_check
 
-    monkeypatch.setattr(latent_check, "TOLERANCE", 0.0)
+    monkeypatch.setattr(self_check, "LATENT_TOLERANCE", 0.0)
     step = Step(Batch(DECODE, shared=2))
     assert step.builder.deft_group is None
     assert "computes other results than float64" in caplog.text
