@@ -9,7 +9,7 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     forest_of_blocks,
 )
-from deft_backend.forest.radix_tree import forest_from_paths, forest_from_tree
+from deft_backend.forest.radix_tree import forest_from_paths
 
 __all__ = [
     "VIRTUAL_ROOT",
@@ -19,6 +19,5 @@ __all__ = [
     "build_forest",
     "forest_from_page_tables",
     "forest_from_paths",
-    "forest_from_tree",
     "forest_of_blocks",
 ]

@@ -8,7 +8,6 @@ import numpy.typing as npt
 from deft_backend.forest.page_tables import PrefixTree, order_of_tree
 from deft_backend.forest.prefix_forest import (
     ForestError,
-    Int32Array,
     PrefixForest,
     build_forest,
     int32,
@@ -60,62 +59,12 @@ def forest_from_paths(
                 depth.append(depth[node] + tokens)
             node = child
         holder.append(node)
-    return forest_from_tree(parent, depth, holder, seq_lens, page_size)
-
-
-def forest_from_tree(
-    parent: Sequence[int] | Int32Array,
-    depth: Sequence[int] | Int32Array,
-    holder: Sequence[int] | Int32Array,
-    seq_lens: Sequence[int] | npt.NDArray[np.integer],
-    page_size: int = 1,
-) -> PrefixForest:
-    """Group requests by the nodes of one tree; :func:`forest_from_paths` without the paths.
-
-    - `parent` [T] int: of each tree node, which it precedes. Node 0 is the root and its own parent.
-    - `depth` [T] int: tokens from the root to the end of each node; the root's is 0.
-    - `holder` [B] int: tree node at the end of what each request holds of the tree.
-
-    Raises ForestError if lengths do not match, a node does not come after its parent or is not
-    deeper, or a request holds no node of the tree, or a node deeper than the request is long.
-    """
-    parent_, depth_ = int32(parent, "parent"), int32(depth, "depth")
-    holder_, lens = int32(holder, "holder"), int32(seq_lens, "seq_lens")
-    if len(parent_) != len(depth_) or len(holder_) != len(lens) or not len(parent_):
-        raise ForestError(
-            f"{len(parent_)} parents, {len(depth_)} depths, {len(holder_)} holders and {len(lens)} "
-            "sequence lengths; expected a parent and a depth a node, and a holder and a length a "
-            "request"
-        )
-    _check_tree(parent_, depth_, holder_, lens)
-    tree = PrefixTree(parent_.tolist(), depth_.tolist(), holder_.tolist())
-    order, shared = order_of_tree(tree)
-    return build_forest(order, shared, lens, page_size)
-
-
-def _check_tree(
-    parent: Int32Array, depth: Int32Array, holder: Int32Array, lens: Int32Array
-) -> None:
-    nodes = np.arange(len(parent))
-    above = np.clip(parent, 0, len(parent) - 1)
-    misplaced = (parent < 0) | (parent >= nodes) | (depth <= depth[above])
-    misplaced[0] = parent[0] != 0 or depth[0] != 0
-    if misplaced.any():
-        node = int(misplaced.argmax())
-        raise ForestError(
-            f"tree node {node} has parent {parent[node]} and ends at token {depth[node]}; "
-            "expected a parent before it that ends before it (the root: node 0 at token 0)"
-        )
-    unknown = (holder < 0) | (holder >= len(parent))
-    held = depth[np.where(unknown, 0, holder)]
-    if (wrong := unknown | (held > lens)).any():
-        request = int(wrong.argmax())
-        if unknown[request]:
+    lens = int32(seq_lens, "seq_lens")
+    for request, node in enumerate(holder):
+        if depth[node] > lens[request]:
             raise ForestError(
-                f"request {request} ends at tree node {holder[request]}; expected one of 0 to "
-                f"{len(parent) - 1}"
+                f"request {request} holds {lens[request]} tokens but its path in the radix tree "
+                f"holds {depth[node]}; expected a path no longer than the request"
             )
-        raise ForestError(
-            f"request {request} holds {lens[request]} tokens but its path in the radix tree "
-            f"holds {held[request]}; expected a path no longer than the request"
-        )
+    order, shared = order_of_tree(PrefixTree(parent, depth, holder))
+    return build_forest(order, shared, lens, page_size)

@@ -14,7 +14,6 @@ from deft_backend.forest import (
     build_forest,
     forest_from_page_tables,
     forest_from_paths,
-    forest_from_tree,
     forest_of_blocks,
 )
 from deft_backend.forest.page_tables import insert_rows
@@ -24,16 +23,6 @@ FIELDS = (
     *("order", "seq_lens", "parent", "request", "start", "length"),
     *("query_begin", "query_end", "leaf"),
 )
-    "order",
-    "seq_lens",
-    "parent",
-    "request",
-    "start",
-    "length",
-    "query_begin",
-    "query_end",
-    "leaf",
-]
 
 
 def check_invariants(forest):
@@ -193,7 +182,6 @@ def test_all_sources_give_what_plain_python_finds(seed, requests, twigs):
     assert_is(forest_from_page_tables(tables_of(paths, lens), lens), expected)
     assert_is(forest_from_paths(paths, lens), expected)
     assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
-    assert_is(forest_from_tree(parent, depth, holder, lens), expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -230,15 +218,13 @@ def test_forests_keep_nothing_of_their_arguments():
     """Hosts increment their sequence lengths in place."""
     lens, order = np.array([2, 2], dtype=np.int32), np.array([1, 0], dtype=np.int32)
     tables, shared = np.array([[1, 2], [1, 3]], dtype=np.int32), np.array([1], dtype=np.int32)
-    tree = [np.array(values, dtype=np.int32) for values in ([0, 0], [0, 1], [1, 1])]
     forests = [
         forest_from_page_tables(tables, lens),
         build_forest(order, shared, lens),
-        forest_from_tree(*tree, lens),
         forest_from_paths([[("a", 1)]] * 2, lens),
     ]
     before = [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
-    for array in (lens, order, tables, shared, *tree):
+    for array in (lens, order, tables, shared):
         array += 7
     assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
 
@@ -292,7 +278,7 @@ def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens, message):
     with pytest.raises(ForestError, match=message):
         build_forest([0, 1], [0], lens)
     with pytest.raises(ForestError, match=message):
-        forest_from_tree([0], [0], [0, 0], lens)
+        forest_from_paths([[], []], lens)
 
 
 @pytest.mark.parametrize(
@@ -327,26 +313,6 @@ def test_impossible_sharing_is_refused(order, shared, lens, page_size, message):
 def test_impossible_paths_are_refused(paths, lens, message):
     with pytest.raises(ForestError, match=message):
         forest_from_paths(paths, lens)
-
-
-@pytest.mark.parametrize(
-    ("parent", "depth", "holder", "lens", "message"),
-    [
-        ([0, 2, 0], [0, 1, 1], [1], [1], "tree node 1 has parent 2"),
-        ([0, -1], [0, 1], [1], [1], "tree node 1 has parent -1"),
-        ([0, 0], [0, 0], [1], [1], "tree node 1 has parent 0 and ends at token 0"),
-        ([0, 0], [1, 2], [1], [3], "tree node 0 has parent 0 and ends at token 1"),
-        ([0, 0], [0, 3], [1], [2], "request 0 holds 2 tokens but its path.*holds 3"),
-        ([0, 0], [0, 3], [0, 2], [2, 9], "request 1 ends at tree node 2; expected one of 0 to 1"),
-        ([0, 0], [0, 3], [-1], [2], "request 0 ends at tree node -1"),
-        ([0, 0], [0], [0], [2], "2 parents, 1 depths"),
-        ([0], [0], [0], [2, 2], "1 holders and 2 sequence lengths"),
-        ([], [], [], [], "0 parents"),
-    ],
-)
-def test_impossible_trees_are_refused(parent, depth, holder, lens, message):
-    with pytest.raises(ForestError, match=message):
-        forest_from_tree(parent, depth, holder, lens)
 
 
 def test_forest_of_blocks():

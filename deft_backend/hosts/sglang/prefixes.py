@@ -6,14 +6,14 @@ from the whole node.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest import PrefixForest, forest_from_tree
+from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.hosts.sglang.versions import place_of
 
 logger = logging.getLogger("deft_backend")
@@ -65,23 +65,19 @@ def forest_of_paths(
     held = [_held(*pair) for pair in zip(requests, seq_lens.tolist(), strict=True)]
     ends = list({node: None for node, _ in held if node is not None})
     paths = dict(zip(ends, paths_of(ends) if ends else (), strict=True))
-    parent, depth = [0], [0]  # of the root
-    index: dict[tuple[Any, int], int] = {}
-    holder = []
+    cut = []
     for end, shared in held:
-        node = 0
+        path: list[tuple[Hashable, int]] = []
+        start = 0
         for part in paths[end] if shared > 0 else ():
             if part.path_start >= shared:
                 break
-            _check(part, depth[node])
+            _check(part, start)
             until = min(part.path_end, shared)
-            below = index.setdefault((part.node_id, until), len(parent))
-            if below == len(parent):
-                parent.append(node)
-                depth.append(until)
-            node = below
-        holder.append(node)
-    return forest_from_tree(parent, depth, holder, seq_lens)
+            path.append(((part.node_id, until), until - start))
+            start = until
+        cut.append(path)
+    return forest_from_paths(cut, seq_lens)
 
 
 def _held(request: Any, length: int) -> tuple[Any, int]:
