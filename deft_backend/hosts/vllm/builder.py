@@ -18,7 +18,6 @@ from deft_backend.hosts.vllm.content import (
 from deft_backend.hosts.vllm.factory import LayerGroup, create_group, log, unsupported_server
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
-from deft_backend.hosts.vllm.versions import host_cascades
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
 
@@ -136,7 +135,9 @@ class TreeBuilder:
         fits = group is not None and 1 <= longest <= group.query_tokens
         if group is not None and fits and group.refuses(len(query_lens), longest) is None:
             return False
-        return host_cascades(self._host(), common_prefix_len, query_lens, *args, **kwargs)
+        return bool(
+            self._host().use_cascade_attention(common_prefix_len, query_lens, *args, **kwargs)
+        )
 
     def _tree_step(
         self, group: GroupAttention, content: Content, common: Any, *args: Any, **kwargs: Any
@@ -179,8 +180,6 @@ class TreeBuilder:
             reason = "cascade attention"
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
-        if reason is None and getattr(common, "dcp_local_seq_lens", None) is not None:
-            reason = "attention over another range of tokens"
         # A single token of a document has no later ones in the cache, and a draft follows its
         # request's prompt.
         if reason is None and content.kind == VERIFICATION and sees_later_tokens(common):

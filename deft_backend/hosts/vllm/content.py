@@ -101,19 +101,12 @@ class RestBuilder:
         return self.builder.build(0, rest, **options)
 
 
-_UNSLICED = ("logits_indices_padded", "encoder_seq_lens", "dcp_local_seq_lens")
-"""Fields of the host's metadata that a part of a batch would lack."""
-
-
 def unsplit(content: Content, common: Any) -> str | None:
     """Why the host's code cannot slice what follows the decode rows of a mixed step, or None."""
     if content.scattered:
         return "decode rows behind prefills"
     if sees_later_tokens(common):
         return DOCUMENTS
-    for name in _UNSLICED:
-        if getattr(common, name, None) is not None:
-            return f"a step with prefills and {name}"
     padded = common.query_start_loc_cpu[common.num_reqs] != common.num_actual_tokens
     if padded or common.seq_lens_cpu_upper_bound is None:
         return "prefills of unknown lengths"

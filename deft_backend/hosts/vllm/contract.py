@@ -53,7 +53,7 @@ vllm.v1.attention.backend
         overridden
     AttentionCGSupport.{UNIFORM_BATCH NEVER} | read
     CommonAttentionMetadata.{num_reqs num_actual_tokens max_query_len causal is_prefilling
-        mm_req_doc_ranges dcp_local_seq_lens} | read: whether tree attention computes the batch
+        mm_req_doc_ranges} | read: whether tree attention computes the batch
     CommonAttentionMetadata.{seq_lens block_table_tensor query_start_loc} | read: planned from, on
         the device
     CommonAttentionMetadata.{query_start_loc_cpu seq_lens_cpu_upper_bound} | read: verified
@@ -64,8 +64,6 @@ vllm.v1.worker.ubatch_utils
     UBatchSlice(request_slice, token_slice) | made: a part of a batch
     _make_metadata_with_slice(ubatch_slice, attn_metadata) | called, for the rest of a mixed step
 vllm.v1.attention.backend
-    CommonAttentionMetadata.{logits_indices_padded encoder_seq_lens} | read: such a batch is not
-        split
     AttentionMetadataBuilder.reorder_batch_threshold | set, so that model runner V1 puts decode
         rows first
 vllm.v1.attention.backends.flashinfer

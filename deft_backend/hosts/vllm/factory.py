@@ -32,7 +32,7 @@ from deft_backend.hosts.vllm.latent import (
     latent_attention,
 )
 from deft_backend.hosts.vllm.layers import Layer, divide_layers, drafts, kv_views, query_tokens_of
-from deft_backend.hosts.vllm.server import Counted, server_of, untold
+from deft_backend.hosts.vllm.server import server_of, untold
 from deft_backend.hosts.vllm.versions import blank_cache, unknown_cache
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
@@ -125,11 +125,12 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
 
     sleeps = can_sleep(vllm_config)
     attention = outside_memory_pools(set_up, device) if sleeps else set_up()
-    counted = Counted(
-        shape,
+    counters = server.counters_of(
+        settings,
         layer.kv_dtype or dtype,
-        device,
-        alike,
+        **shape._asdict(),
+        device=device.type,
+        num_layers=alike,
         values_apart=layer.value_dim is None,
         chunk_tokens=getattr(attention, "chunk_tokens", 0),
     )
@@ -146,7 +147,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         made = partial(TreeGroup, attention, prefixes=server.prefixes)
     group = made(
         settings,
-        server.count_in(counted, settings),
+        counters,
         tree_layers=alike,
         counts=not server.groups,  # the first one
         shows_batch=not sleeps,

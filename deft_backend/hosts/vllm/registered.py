@@ -75,11 +75,9 @@ class Custom(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        return _chosen().get_impl_cls()
+        raise RuntimeError("vLLM asked for the plugin's classes before it configured any layer")
 
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return _chosen().get_builder_cls()
+    get_builder_cls = get_impl_cls
 
 
 def apply_model_defaults(vllm_config: Any) -> AttentionBackendEnum | None:
@@ -119,12 +117,6 @@ def _around(host: Any) -> tuple[Any, str | None]:
     surrounded = tree_backend(host)
     _made[surrounded.__qualname__] = surrounded
     return surrounded, None
-
-
-def _chosen() -> Any:
-    if Custom._chosen is None:
-        raise RuntimeError("vLLM asked for the plugin's classes before it configured any layer")
-    return Custom._chosen
 
 
 def _fallback(name: str) -> AttentionBackendEnum:

@@ -6,11 +6,11 @@ import logging
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.hosts.common.limits import Division
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer
 from deft_backend.hosts.vllm.plugin import port_of
@@ -65,15 +65,6 @@ class AcceptedDrafts:
         return self._counts
 
 
-class Counted(NamedTuple):
-    shape: LayerShape
-    dtype: torch.dtype  # of their KV cache
-    device: torch.device
-    num_layers: int  # layers of the whole model with this shape and cache
-    values_apart: bool = True  # whether their cache holds values besides keys; not with MLA
-    chunk_tokens: int = 0  # of the policy, as in `ServerDescription`
-
-
 @dataclass
 class Server:
     """This process's tree attention and counters; builders that a host makes twice get the same."""
@@ -92,9 +83,10 @@ class Server:
             logger.log(logging.INFO if division.tree else logging.WARNING, "deft: %s", line)
         self.divided = line
 
-    def count_in(self, counted: Counted, settings: Settings) -> ServerState:
+    def counters_of(self, settings: Settings, dtype: torch.dtype, **layers: Any) -> ServerState:
+        """The counters, made for these layers of the whole model, whose cache has this dtype."""
         if self.state is None:
-            state = _state_of(self.config, counted, settings)
+            state = _state_of(self.config, settings, dtype, layers)
             self.drafts = _count_drafts(state, self.config)
             if untold(self.config) is None:
                 state.serving = False
@@ -123,7 +115,9 @@ def server_of(vllm_config: Any) -> Server:
     return _current
 
 
-def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerState:
+def _state_of(
+    vllm_config: Any, settings: Settings, dtype: torch.dtype, layers: dict[str, Any]
+) -> ServerState:
     from vllm.distributed import parallel_state
 
     try:
@@ -137,13 +131,9 @@ def _state_of(vllm_config: Any, counted: Counted, settings: Settings) -> ServerS
         host_version=VLLM.installed() or "unknown",
         backend=asked_name(vllm_config),
         policy=settings.policy,
-        chunk_tokens=counted.chunk_tokens,
-        device=counted.device.type,
-        dtype=str(counted.dtype).removeprefix("torch."),
-        num_layers=counted.num_layers,
-        **counted.shape._asdict(),
-        dtype_bytes=counted.dtype.itemsize,
-        values_apart=counted.values_apart,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_bytes=dtype.itemsize,
+        **layers,
     )
 
 

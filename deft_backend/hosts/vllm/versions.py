@@ -4,8 +4,8 @@
 - 0.29: a server resolves one KV cache layout; backends have no ``get_kv_cache_shape``. See
   :func:`has_standard_cache`, :func:`blank_cache`.
 - 0.31: ``get_supported_kernel_block_sizes`` takes a cache's specification. Ours takes it always.
-- 0.32: plugins may add backend names; cascade attention is gone. See :func:`register`,
-  :func:`backend_name`, :func:`host_cascades`.
+- 0.32: plugins may add backend names. See :func:`register`, :func:`backend_name`. Cascade
+  attention is gone: nobody calls a builder's ``use_cascade_attention``.
 
 Functions import vLLM and torch: commands read this module where neither is installed.
 """
@@ -170,12 +170,3 @@ def _backends_state_shapes() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 
     return hasattr(AttentionBackend, "get_kv_cache_shape")
-
-
-# Cascade attention
-
-
-def host_cascades(host_builder: Any, *args: Any, **kwargs: Any) -> bool:
-    """The answer of the host's builder to ``use_cascade_attention``; vLLM asks to 0.31."""
-    ask = getattr(host_builder, "use_cascade_attention", None)
-    return ask is not None and bool(ask(*args, **kwargs))

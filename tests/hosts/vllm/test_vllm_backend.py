@@ -252,12 +252,10 @@ def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch
 
 
 def test_cascade_is_for_what_tree_attention_leaves(monkeypatch):
-    """Versions from 0.32 on have no such method and never call it."""
+    """Versions from 0.32 on never ask."""
     host = PlainCpuBackend.get_builder_cls()
     builder = tree_layers().builder(make_spec())
     group, builder.deft_group = builder.deft_group, None
-    if not hasattr(host, "use_cascade_attention"):
-        assert not builder.use_cascade_attention(64, np.array([1, 5, 1]), 4, 2)
     monkeypatch.setattr(
         host, "use_cascade_attention", lambda self, *args, **kwargs: True, raising=False
     )
@@ -317,7 +315,6 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
     [
         ({}, 32, "cascade attention"),
         ({"causal": False}, 0, "attention that is not causal"),
-        ({"dcp_local_seq_lens": torch.ones(5)}, 0, "attention over another range of tokens"),
     ],
 )
 def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):

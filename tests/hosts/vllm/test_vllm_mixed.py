@@ -276,8 +276,6 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
         ([1, 1, 30, 1, 5], {"is_prefilling": torch.tensor([0, 0, 1, 0, 1]).bool()}, "behind"),
         ([30, 1, 1, 1, 1], {"is_prefilling": None}, "batch smaller than DEFT_MIN_BATCH=2"),
         (MIXED, {"mm_req_doc_ranges": {3: [(20, 30)]}}, "documents"),
-        (MIXED, {"logits_indices_padded": torch.zeros(5)}, "logits_indices_padded"),
-        (MIXED, {"dcp_local_seq_lens": torch.ones(5)}, "dcp_local_seq_lens"),
         (MIXED, {"causal": False}, "attention that is not causal"),
         (MIXED, {"seq_lens_cpu_upper_bound": None}, "prefills of unknown lengths"),
         ([1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
