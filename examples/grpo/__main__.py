@@ -54,16 +54,17 @@ def main(words: Sequence[str] | None = None) -> None:
         trainer = Trainer(model, dtype, given.learning_rate, given.rows)
         flags = [*given.flags]
         if on_gpu:
-            flags = ["--mem-fraction-static", "0.5", *flags]
+            flags = ["--dtype", "bfloat16", "--mem-fraction-static", "0.5", *flags]
             flags += ["--enable-deterministic-inference"] * MODES[name].deterministic
         try:
-            rows.append({"mode": name, **_run(name, model, trainer, prompts, given, flags)})
+            found = _run(name, model, trainer, prompts, given, flags)
         except StartError as error:
             raise SystemExit(str(error)) from None
-        sizes = {name: getattr(given, name) for name in ("steps", "samples", "tokens")}
+        rows.append({"mode": name, "flags": flags, **found})
+        sizes = {size: getattr(given, size) for size in ("steps", "samples", "tokens")}
         header = {**provenance(), **sizes, "prompt_tokens": given.prompt_tokens}
-        write_rows(given.out, rows, {**header, "model": model.name, "flags": flags})
-        del trainer
+        write_rows(given.out, rows, {**header, "model": model.name})
+        del trainer  # before the next one takes its memory
     Console().print(_table(rows))
 
 
