@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes import Observed
 from deft_backend.settings.config import Settings
@@ -187,18 +188,34 @@ def small_attention(**arguments):
 
 
 def decode_attention(pool, table, rows, lens, q, scale=0.125, sinks=None):
-    """[B, 256]: decode attention in float64, request by request, over the page table."""
-    out = torch.empty(len(q), 4, 64, dtype=torch.float64)
-    for request, (row, length) in enumerate(zip(rows, lens, strict=True)):
-        slots = torch.from_numpy(table[row, :length]).long()
-        for head in range(4):
-            keys = pool.k[slots, head // 2].double()
-            scores = keys @ q.view(-1, 4, 64)[request, head].double() * scale
-            if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
-            weights = scores.softmax(0)[:length]
-            out[request, head] = weights @ pool.v[slots, head // 2].double()
-    return out.view(len(q), -1)
+    """[B, 256] float64: decode attention, request by request, over the page table."""
+    caches = (part.unsqueeze(1) for part in (pool.k, pool.v))
+    tables, lens = torch.from_numpy(table[list(rows)]), torch.tensor(lens)
+    given = (q.view(-1, 4, 64), *caches, tables, lens)
+    return reference_attention(*given, sm_scale=scale, sinks=sinks).view(len(q), -1)
+
+
+def eight_bit_pool(slots):
+    """The host's own pool of random keys and values of 8 bits, in one layer."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=slots,
+        page_size=1,
+        dtype=torch.float8_e4m3fn,
+        head_num=2,
+        head_dim=64,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    for cache in (*pool.k_buffer, *pool.v_buffer):
+        cache.copy_(
+            torch.randn(cache.shape, generator=torch.Generator().manual_seed(2))
+            .to(torch.float8_e4m3fn)
+            .view(cache.dtype)
+        )
+    return pool
 
 
 def recording_backend(host, pool, table, calls):

@@ -11,6 +11,7 @@ from sglang_fakes import (
     FakePool,
     Tree,
     decode_attention,
+    eight_bit_pool,
     fake_server,
     make_batch,
     make_layer,
@@ -199,18 +200,7 @@ def test_verifications_of_another_form_are_the_hosts(server):
 
 def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeypatch, failures):
     """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    pool = MHATokenToKVPool(
-        size=400,
-        page_size=1,
-        dtype=torch.float8_e4m3fn,
-        head_num=2,
-        head_dim=64,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    pool = eight_bit_pool(400)
     attention = small_attention(
         dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=2, query_tokens=N
     )
