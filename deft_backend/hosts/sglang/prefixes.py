@@ -18,13 +18,6 @@ from deft_backend.hosts.sglang.versions import place_of
 
 logger = logging.getLogger("deft_backend")
 
-Key = tuple[Any, ...]
-"""Id of a request, its row of the page table, its tree node, and its tokens that the tree owns.
-
-If the keys are equal and in the same order, the batch has the same requests and shares no less than
-before. Ids are unique among live requests only, so code that keeps keys must also keep the
-requests."""
-
 
 class TreeError(ValueError):
     """A radix tree with an unexpected structure."""
@@ -131,12 +124,12 @@ class CachedTree:
         self._otherwise, self._bigrams = otherwise, bigrams
         self._tree_cache: Any = None
         self._paths: TreePaths | None = None
-        self._keys: list[Key] | None = None
-        self._requests: list[Any] | None = None  # kept alive so that the ids in keys stay unique
+        self._keys: list[Any] | None = None
+        self._requests: list[Any] | None = None  # ids are unique among live requests only
 
     def changed(self, requests: Sequence[Any]) -> bool:
-        """Whether these requests, or what they share, are not those of the last call."""
-        keys = [key_of(request) for request in requests]
+        """Whether these requests are others than in the last call, or share less."""
+        keys = [(id(request), request.last_node, *place_of(request)) for request in requests]
         if keys == self._keys:
             return False
         self._keys, self._requests = keys, list(requests)
@@ -168,11 +161,6 @@ class CachedTree:
                 self._otherwise,
             )
             return None
-
-
-def key_of(request: Any) -> Key:
-    row, owned = place_of(request)
-    return (id(request), row, request.last_node, owned)
 
 
 @dataclass(frozen=True, eq=False)
