@@ -338,10 +338,7 @@ def failed_latent_check(attention: LatentAttention) -> str | None:
         return torch.randn(*dims, generator=generator).to(device, shape.dtype)
 
     heads, dim = shape.num_query_heads, shape.latent_dim
-    q, cache = (
-        normal(every * tokens, heads, dim),
-        normal(shared + requests * own, size, dim),
-    )
+    q, cache = (normal(every * tokens, heads, dim), normal(shared + requests * own, size, dim))
     forest = forest_from_page_tables(table, lens[:requests].numpy(), size)
     attention.plan(forest, policy=get_policy(DEFT_NODE))
     rows = torch.arange(every, device=device).clamp(max=requests - 1)

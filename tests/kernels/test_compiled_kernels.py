@@ -275,13 +275,7 @@ def test_the_device_planner_on_hopper(policy, batch):
         # numbers there that the search of edges does not need, or reads once in a round.
         packs = {
             "3.9": ("find_nodes", "flatten_forest", "measure_tiles"),
-            "3.6": (
-                "choose_ranges",
-                "assign_edges",
-                "sort_rows",
-                "cut_groups",
-                "write_flattened",
-            ),
+            "3.6": ("choose_ranges", "assign_edges", "sort_rows", "cut_groups", "write_flattened"),
         }
         few = packs.get(triton.__version__[:3], ())
         assert taken.stack <= (16 if variant.name in few else 0), (variant.name, taken)

@@ -71,13 +71,7 @@ from deft_backend.kernels.hopper.parts import (
     tail_of,
     with_device_scales,
 )
-from deft_backend.kernels.hopper.versions import (
-    barrier,
-    gl,
-    jit,
-    wait_group,
-    warpgroup_mma_wait,
-)
+from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group, warpgroup_mma_wait
 from deft_backend.planner.device_plan import ItemArrays
 
 

@@ -54,19 +54,8 @@ from deft_backend.kernels.hopper.masked_tile_segments import (
     list_segments,
     read_item,
 )
-from deft_backend.kernels.hopper.parts import (
-    ask_plan,
-    capped,
-    next_slot,
-    plus,
-    with_device_scales,
-)
-from deft_backend.kernels.hopper.versions import (
-    gl,
-    jit,
-    wait_group,
-    warpgroup_mma_wait,
-)
+from deft_backend.kernels.hopper.parts import ask_plan, capped, next_slot, plus, with_device_scales
+from deft_backend.kernels.hopper.versions import gl, jit, wait_group, warpgroup_mma_wait
 from deft_backend.planner.device_plan import ItemArrays
 
 
