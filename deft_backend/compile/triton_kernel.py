@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, get_type_hints
 
+import torch
 from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
@@ -30,6 +31,27 @@ def named(structure: Any, value: Any) -> Any:
 check_overflow = False
 """Whether the interpreter checks integers for overflow. The check slows down every operation, so
 only tests switch it on."""
+
+
+Runner = Callable[..., None]
+"""Launches a compiled kernel for its grid: ``runner(*arguments, *constants, stream=stream)``.
+
+An argument may be an address instead of a tensor. Triton asks a tensor for its address and the
+driver what it points to, which takes most of a launch's time."""
+
+
+def addresses_of(arguments: Any) -> Any:
+    """Arguments of a launch with the address of each tensor in its place."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.data_ptr()
+    if isinstance(arguments, tuple):
+        return tuple(addresses_of(each) for each in arguments)
+    return arguments
+
+
+def _grid(programs: int | tuple[int, ...]) -> tuple[int, ...]:
+    sizes = (programs,) if isinstance(programs, int) else programs
+    return (*sizes, 1, 1)[:3]
 
 
 class Kernel:
@@ -81,8 +103,7 @@ class Kernel:
         - `aligned`: whether every pointer is a multiple of 16 bytes.
         - `options`: ``num_warps``, ``num_stages``, ``launch_pdl``.
         """
-        sizes = (programs,) if isinstance(programs, int) else programs
-        grid = (*sizes, 1, 1)[:3]
+        grid = _grid(programs)
         if variants.recorder is not None:
             if not interpreted:
                 variants.recorder(self._compiled, self.named(arguments), constants, options)
@@ -101,15 +122,10 @@ class Kernel:
         if aligned:
             self._variants[variant] = compiled
 
-    def runner(
-        self, programs: int, constants: Mapping[str, Any], *, variant: Hashable
-    ) -> Callable[..., None] | None:
-        """What launches a known variant for aligned arguments; None for an unknown one.
-
-        ``runner(*arguments, *constants, stream=stream)`` takes an address for a tensor, too.
-        """
+    def runner(self, programs: int | tuple[int, ...], *, variant: Hashable) -> Runner | None:
+        """What launches a known variant for aligned arguments; None for an unknown one."""
         known = self._variants.get(variant)
-        return None if known is None or variants.recorder else known[(programs, 1, 1)]
+        return None if known is None or variants.recorder else known[_grid(programs)]
 
     def named(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments of a launch, with the structures that the kernel's parameters are."""

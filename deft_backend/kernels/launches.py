@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.compile.triton_kernel import Kernel, Runner
 from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import (
     HOPPER_LARGE_TILE,
@@ -113,9 +112,9 @@ class Launch:
             **self.options,
         )
 
-    def runner(self, programs: int, types: tuple[Any, ...]) -> Callable[..., None] | None:
+    def runner(self, programs: int, types: tuple[Any, ...]) -> Runner | None:
         """What repeats an aligned launch for other addresses; None if Triton has to look at it."""
-        return self.kernel.runner(programs, self.constants, variant=(self, types))
+        return self.kernel.runner(programs, variant=(self, types))
 
 
 class Launches(NamedTuple):

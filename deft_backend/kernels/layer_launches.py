@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import driver
 
-Runner = Callable[..., None]
-"""Launches a compiled kernel for its grid: ``runner(*arguments, stream=stream)``."""
+from deft_backend.compile.triton_kernel import Runner, addresses_of
 
 
 class LayerAddresses(NamedTuple):
@@ -60,9 +59,6 @@ def _layout(value: Any) -> Any:
 
 class LayerLaunches:
     """Launches of both stages over one plan, for layers that differ in seven addresses alone.
-
-    A launch takes an address for each tensor. Triton asks a tensor for its address and the driver
-    what it points to, which takes most of a launch's time. Numbers it takes as they are.
 
     - `tensors`: what the kernels take, as in :class:`~deft_backend.kernels.arguments.Tensors`.
     - `stage1`: for each tile shape a runner, and its arguments behind the tensors.
@@ -118,12 +114,3 @@ def _rows_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """All but the address and the number of rows."""
     _, heads, dim = tensor.shape
     return tensor.stride(), heads, dim, tensor.dtype, tensor.device
-
-
-def addresses_of(arguments: Any) -> Any:
-    """Arguments of a launch with the address of each tensor in its place."""
-    if isinstance(arguments, torch.Tensor):
-        return arguments.data_ptr()
-    if isinstance(arguments, tuple):
-        return tuple(addresses_of(each) for each in arguments)
-    return arguments

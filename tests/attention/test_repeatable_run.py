@@ -7,9 +7,8 @@ import torch
 
 from deft_backend.attention import Gpu, TreeAttention, layer_addresses
 from deft_backend.attention.current_plan import PlannedBatch
-from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.kernels import layer_launches
-from deft_backend.kernels.layer_launches import addresses_of
 from deft_backend.shapes import QueryBlocks
 
 HEADS, KV_HEADS, DIM, PAGE, BATCH = 8, 2, 64, 16, 6
@@ -23,7 +22,7 @@ def launched(monkeypatch):
     def launch(self, programs, arguments, constants, **options):
         found.append((self._name, programs, addresses_of((*arguments, *constants.values()))))
 
-    def runner(self, programs, constants, *, variant):
+    def runner(self, programs, *, variant):
         def run(*arguments, stream):
             assert stream == 7
             found.append((self._name, programs, arguments))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from attention_checks import tree_attention
 from deft_backend.attention import AttentionError
-from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import build_forest
 from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
+from deft_backend.planner.on_device import planner as planner_module
 from deft_backend.planner.on_device.launch_numbers import ProgramWork
 from deft_backend.policies import POLICIES, Auto, DeftFlatten, FastTree, PolicyError, Target
 from deft_backend.policies.grouping import longest_first
@@ -570,3 +572,47 @@ def test_a_compiled_variant_belongs_to_one_policy_and_a_plan_takes_few_launches(
             attention.plan_on_device(table, lens)
     others = {"invariant": 6, "deft-flatten": 9}
     assert launches == {name: 2 * others.get(name, 7) for name in ON_DEVICE}
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
+    """From the third plan on, with addresses for tensors: exactly what a full plan launches."""
+    launched, repeated, unknown = [], [], set()
+
+    def launch(kernel, programs, arguments, constants, **options):
+        arguments = addresses_of((*arguments, *constants.values()))
+        launched.append((kernel._name, programs, arguments))
+
+    def runner(kernel, programs, *, variant):
+        def run(*arguments, stream):
+            assert stream == 7
+            repeated.append((kernel._name, programs, arguments))
+
+        return None if kernel._name in unknown else run
+
+    active = SimpleNamespace(get_current_stream=lambda device: 7, get_current_device=lambda: 0)
+    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(Kernel, "runner", runner)
+    monkeypatch.setattr(planner_module, "driver", SimpleNamespace(active=active))
+    tables, rows = torch.zeros((8, 64), dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+    lens = torch.full((2, 8), 5, dtype=torch.int32)
+    planner, _ = planner_for(TARGET, 8, 1, policy=POLICIES[name])
+
+    def plan(lens, **changes):
+        launched.clear(), repeated.clear()
+        planner.plan(tables, rows[: len(lens)], lens, **changes)
+        return [*launched], [*repeated]
+
+    for each in (lens[0], lens[1]):  # hosts may take turns with their tensors
+        (first, none), (second, still) = plan(each), plan(each)
+        assert first == second
+        assert not none + still
+        assert plan(each) == ([], first)
+        assert plan(each[:4])[0] != first
+    assert plan(lens[0])[1]
+    assert plan(lens[0], target=replace(TARGET, num_sms=7))[0]
+    assert plan(lens[0], private_tokens=3)[0]
+    unaligned = lens.flatten()[1:5]
+    assert all(plan(unaligned)[0] for _ in range(3))
+    unknown.add(first[-1][0])  # whatever Triton has not compiled makes the whole plan anew
+    assert all(len(plan(lens[0][:5])[0]) == len(first) for _ in range(3))

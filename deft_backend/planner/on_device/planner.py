@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime import driver
 
-from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.compile import variants
+from deft_backend.compile.triton_kernel import Kernel, Runner, addresses_of
 from deft_backend.planner.device_plan import DevicePlan
 from deft_backend.planner.on_device import (
     assign_edges,
@@ -40,6 +42,10 @@ FIND_GROUPS = Kernel(flatten, "find_groups")
 CUT_GROUPS = Kernel(flatten, "cut_groups")
 MEASURE_TILES = Kernel(flatten, "measure_tiles")
 WRITE_FLATTENED = Kernel(flatten, "write_flattened")
+
+_Launches = list[tuple[Runner, tuple[Any, ...]]]
+
+_MOST_REPEATED = 16  # batches whose launches a planner keeps: hosts take turns with few tensors
 
 _NO_BOUNDS = ((1 << 31) - 1, (1 << 31) - 1)
 
@@ -117,6 +123,9 @@ class DevicePlanner:
         most_tiles = capacity.max_items if policy.rules.edges == FLATTENED else 0
         chunks = self._work(size).num_chunks()
         self._scratch = Scratch.allocate(size, chunks, most_tiles, self.counters, device)
+        # The launches of plans by all that their arguments depend on; None: not kept.
+        self._repeated: dict[tuple[Any, ...], _Launches | None] = {}
+        self._kept: _Launches | None = None  # where `_launch` adds those of the current plan
 
     @property
     def num_bytes(self) -> int:
@@ -150,8 +159,12 @@ class DevicePlanner:
         dtypes = (page_table.dtype, table_rows.dtype, seq_lens.dtype)
         rule = self._constants_of_rule(numbers)
         self._kind = (self._fixed, size, dtypes, blocks, vectors, rule)
-        pointers = page_table.data_ptr() | table_rows.data_ptr() | seq_lens.data_ptr()
-        self._aligned = pointers % 16 == 0
+        pointers = addresses_of(tuple(tables))
+        self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
+        shape = (batch, columns, page_table.stride(0), private_tokens)
+        key = (self._kind, id(numbers), pointers, shape, limits)
+        if self._repeat(key):
+            return
         self._constants: dict[str, Any] = {
             "BATCH": size,
             "BLOCKS": blocks,
@@ -160,8 +173,7 @@ class DevicePlanner:
         self._constants |= {"COSTS": rule, "RULE": rule}
         if self._rules.chunks == ABSOLUTE:
             self._check_room(batch, columns)
-            private_tokens = max(private_tokens, 1)  # a request's last chunk is its own
-        shape = (batch, columns, page_table.stride(0), private_tokens)
+            shape = (*shape[:3], max(private_tokens, 1))  # a request's last chunk is its own
         began, cut, below = scratch.counters[-1], scratch.nodes[0], scratch.nodes[-1]
 
         row_tiles = -(-batch // (2 * work.rows))
@@ -176,6 +188,25 @@ class DevicePlanner:
         self._launch(FIND_NODES, work.warps.find_nodes, programs, arguments, BLOCK=work.nodes)
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
         self._plan_ranges(numbers, tables, work, limits or room.limits)
+        self._repeated[key], self._kept = self._kept, None
+
+    def _repeat(self, key: tuple[Any, ...]) -> bool:
+        """Launch again what planned the same tensors before, at a fraction of the CPU's time.
+
+        False if it is unknown. Steps without a CUDA graph plan the same tensors many times, so the
+        second plan keeps its launches.
+        """
+        known = self._repeated.get(key)
+        if known is not None and variants.recorder is None:
+            stream = driver.active.get_current_stream(driver.active.get_current_device())
+            for runner, arguments in known:
+                runner(*arguments, stream=stream)
+            return True
+        if len(self._repeated) >= _MOST_REPEATED:
+            self._repeated.clear()
+        self._kept = [] if key in self._repeated and self._aligned else None
+        self._repeated.setdefault(key, None)
+        return False
 
     def _plan_ranges(
         self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits
@@ -291,15 +322,22 @@ class DevicePlanner:
         if kernel is WRITE_PLAN and constants["BATCH"] == 1024:
             # Without a limit, the assembler of Triton 3.8 takes 48 registers and spills a pointer.
             options["maxnreg"] = 64
+        chosen = {name: constants[name] for name in kernel.constants}
         kernel.launch(
             programs,
             arguments,
-            {name: constants[name] for name in kernel.constants},
+            chosen,
             variant=self._kind,
             aligned=self._aligned,
             interpreted=self._interpreted,
             **options,
         )
+        if self._kept is not None:
+            runner = kernel.runner(programs, variant=self._kind)
+            if runner is None:  # all launches of a plan are repeated, or none
+                self._kept = None
+            else:
+                self._kept.append((runner, (*addresses_of(arguments), *chosen.values())))
 
     def _numbers_of(self, target: Target) -> Numbers:
         """Computed once for each target. Each step asks, and comparing targets takes time."""
