@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deft_backend"
 
 
+PAGE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+
+
 def listed():
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    table = page.split("<!-- files of a step -->")[1].split("<!-- end -->")[0]
+    table = PAGE.split("<!-- files of a step -->")[1].split("<!-- end -->")[0]
     rows = re.findall(r"^\| \[.*?\]\(\.\./(\S+)\) \| (.+) \|$", table, re.M)
     return [
         ROOT / folder / f"{name}.py"
@@ -42,7 +44,8 @@ def run_by(step):
 
 def test_the_list_is_short_and_its_files_exist():
     files = listed()
-    assert len(files) == len(set(files)) == 35
+    assert f"read these {len(set(files))} files" in PAGE
+    assert len(files) == len(set(files)) <= 40
     assert [file for file in files if not file.is_file()] == []
 
 
