@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deft_backend.files.private_files import read_private_json
-from deft_backend.telemetry.counters import KINDS, SCHEMA, Counters, Place, StateName
+from deft_backend.telemetry.counters import KINDS, Counters, Place, StateName
+from deft_backend.telemetry.state_reader import (
+    SILENT_SECONDS,
+    StateError,
+    read_state,
+    state_files,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -171,10 +178,7 @@ class StateCollector:
     def collect(self) -> list[CounterMetricFamily]:
         """A family for each metric; never raises, which would cost the host its page."""
         families = _families()
-        for name, path in _files(self._directory, self._port):
-            counters = _living(name, path)
-            if counters is None:
-                continue
+        for name, counters in _living(self._directory, self._port):
             for metric, values, value in samples(counters):
                 labels = {**dict(zip(metric.labels, values, strict=True)), **name.labels}
                 families[metric].add_sample(metric.series, labels, value)
@@ -188,7 +192,6 @@ def register_states(directory: Path, port: int, registry: CollectorRegistry | No
     if page_of_files():
         return
     try:
-        import psutil  # noqa: F401  # if it is missing, say so now and not at a scrape
         from prometheus_client import REGISTRY
 
         (registry or REGISTRY).register(StateCollector(directory, port))
@@ -203,29 +206,13 @@ def _families() -> dict[Metric, CounterMetricFamily]:
     return {metric: CounterMetricFamily(metric.name, metric.meaning) for metric in metrics}
 
 
-def _files(folder: Path, port: int) -> list[tuple[StateName, Path]]:
-    try:
-        names = [StateName.parse(name) for name in sorted(os.listdir(folder))]
-    except OSError:
-        return []
-    own = [n for n in names if n is not None and (n.port, n.place) == (port, Place.here())]
-    return [(name, folder / name.file_name) for name in own]
-
-
-def _living(name: StateName, path: Path) -> Counters | None:
-    try:
-        content: dict[str, Any] = read_private_json(path)
-        if content["schema"] != SCHEMA or not _wrote(name.pid, content["updated"]):
-            return None
-        return Counters.from_json(content)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-def _wrote(pid: int, updated: float) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).create_time() <= updated + 1.0)
-    except psutil.Error:
-        return False
+def _living(folder: Path, port: int) -> Iterator[tuple[StateName, Counters]]:
+    """Of this machine's processes whose writers show a sign of life: a file that an earlier server
+    left has none, even if another program has its process id.
+    """
+    with suppress(StateError):  # a folder that cannot be read
+        for file in state_files(folder, port):
+            recent = time.time() - file.seen < SILENT_SECONDS
+            if recent and file.lives and file.name.place == Place.here():
+                with suppress(StateError):
+                    yield file.name, read_state(file.path).counters

@@ -170,5 +170,5 @@ def test_a_collector_never_raises(tmp_path, monkeypatch):
     collector = StateCollector(tmp_path / "missing", 1)
     assert collector.collect() == []
     refused = raising(PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("deft_backend.telemetry.metrics.os.listdir", refused)
+    monkeypatch.setattr("deft_backend.telemetry.state_reader.os.listdir", refused)
     assert StateCollector(tmp_path, 1).collect() == []

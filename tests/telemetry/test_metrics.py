@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 from deft_backend.telemetry.decode_log import DecodeLog, describe
 from deft_backend.telemetry.metrics import publisher, register_states
 from deft_backend.telemetry.state import StateWriter
+from deft_backend.telemetry.state_reader import SILENT_SECONDS
 from sglang_fakes import make_state
 from state_files import state_path
 
@@ -176,7 +179,8 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     write(tmp_path / "states", 2, pid=ended.pid)
-    write(tmp_path / "states", 3, updated=1.0)  # at that time, an earlier process had the id
+    earlier = write(tmp_path / "states", 3)  # another program has the process id by now
+    os.utime(earlier.path, (0, time.time() - SILENT_SECONDS - 1))
     write(tmp_path / "states", 4, schema=1)
     write(tmp_path / "states", 5, steps=None)
     state_path(tmp_path / "states", tp=6).write_text("{")

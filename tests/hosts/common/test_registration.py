@@ -46,4 +46,4 @@ def test_registration_takes_no_second_and_loads_no_kernel(host, tmp_path):
     ours = [name for name in found["added"] if name.split(".")[0] == "deft_backend"]
     assert 5 <= len(ours) <= 40
     rooms = {name.split(".")[1] for name in ours if "." in name}
-    assert rooms <= {"files", "hosts", "settings", "shapes", "telemetry"}
+    assert rooms <= {"files", "forest", "hosts", "settings", "shapes", "telemetry"}
