@@ -68,6 +68,13 @@ class PrefixForest:
         return self.query_end - self.query_begin
 
     @cached_property
+    def shared(self) -> Int32Array:
+        """[B - 1] tokens that neighbours in forest order share: the node behind a query's leaf
+        begins where the next query's tokens begin to differ.
+        """
+        return self.start[self.leaf[:-1] + 1]
+
+    @cached_property
     def is_leaf(self) -> npt.NDArray[np.bool_]:
         """[N] whether the node is some query's leaf (private and open-ended)."""
         mask = np.zeros(self.num_nodes, dtype=bool)
@@ -199,10 +206,7 @@ def forest_of_blocks(forest: PrefixForest, blocks: int, private_tokens: int) -> 
         return forest
     order, lens, page_size = forest.order, forest.seq_lens, forest.page_size
     limit = np.maximum(lens - private_tokens, 0)[order] // page_size * page_size
-    # In depth-first order, the node behind a query's leaf begins where the next query's tokens
-    # begin to differ.
-    shared = forest.start[forest.leaf[:-1] + 1]
-    shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
+    shared = np.minimum(forest.shared, np.minimum(limit[:-1], limit[1:]))
     among_blocks = np.repeat(limit[:, None], blocks - 1, axis=1)
     behind = np.append(shared, 0)[: len(order)]
     neighbours = np.concatenate((among_blocks, behind[:, None]), axis=1).reshape(-1)

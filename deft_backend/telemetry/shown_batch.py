@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from deft_backend.files.json_fields import FieldError, whole, whole_numbers
-from deft_backend.forest import PrefixForest, build_forest, forest_from_page_tables
+from deft_backend.forest import (
+    ForestError,
+    PrefixForest,
+    build_forest,
+    forest_from_page_tables,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +101,7 @@ def _forest(batch: Batch) -> PrefixForest:
     return forest_from_page_tables(table, lens[shown], batch.page_size, check=False)
 
 
-_NODES = ("parent", "request", "start", "length", "query_begin", "query_end", "leaf")
-_ARRAYS = ("order", "seq_lens", *_NODES)
+_ARRAYS = ("order", "shared", "seq_lens")  # they describe a forest: its nodes follow from them
 
 
 def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
@@ -106,25 +110,10 @@ def forest_as_json(forest: PrefixForest) -> dict[str, Any]:
 
 
 def forest_from_json(content: Mapping[str, Any]) -> PrefixForest:
-    """The forest, whose indices fit each other; raises ValueError with the field's name."""
-    arrays = {name: whole_numbers(content, name) for name in _ARRAYS}
-    order, seq_lens = arrays["order"], arrays["seq_lens"]
-    nodes = len(arrays["parent"])
-    for name in _NODES[:-1]:
-        if len(arrays[name]) != nodes or nodes > 2 * len(order):
-            raise FieldError(
-                f"{name} has {len(arrays[name])} nodes; expected {nodes}, at most two a request"
-            )
-    # Neighbours share the tokens up to the end of the smallest node that holds both of them.
-    shared = np.zeros(max(0, len(order) - 1), dtype=np.int64)
-    ends = arrays["start"].astype(np.int64) + arrays["length"]
-    for first, stop, end in zip(arrays["query_begin"], arrays["query_end"], ends, strict=True):
-        both = shared[max(first, 0) : max(int(stop) - 1, 0)]
-        np.maximum(both, end, out=both)
+    """Raises ValueError if a field is wrong, or the fields do not fit each other."""
+    order, shared, seq_lens = (whole_numbers(content, name) for name in _ARRAYS)
     page_size = whole(content, "page_size", least=1, most=(1 << 31) - 1)
-    shared = np.clip(shared, 0, (1 << 31) - 1)
-    forest = build_forest(order, shared.astype(np.int32), seq_lens, page_size)
-    for name in _NODES:
-        if not np.array_equal(arrays[name], getattr(forest, name)):
-            raise FieldError(f"{name} does not fit order and seq_lens")
-    return forest
+    try:
+        return build_forest(order, shared, seq_lens, page_size)
+    except ForestError:  # its message may hold the whole array
+        raise FieldError(f"{', '.join(_ARRAYS)} describe no forest") from None
