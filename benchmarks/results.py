@@ -304,6 +304,12 @@ def _invariant_lines(run: Run) -> Iterator[Line]:
         yield shape, f"{compared:,}", str(differ), str(len(times)), over
 
 
+def _trust_lines(run: Run) -> Iterator[Line]:
+    for row in run.rows:
+        numbers = (row["mean_difference"], row["largest_difference"], row["kl"])
+        yield (row["mode"], *(f"{number:.1e}" for number in numbers), f"{row['generation_s']:.2f}")
+
+
 def _paper_lines(run: Run) -> Iterator[Line]:
     """Methods over `auto`, or over the first method where `auto` was not timed."""
     place = str(run.header.get("place", "–"))
@@ -442,6 +448,12 @@ SECTIONS = (
         "invariant-.*",
         "shape|requests compared|differ|trees|time over `auto`: mean (range)",
         _invariant_lines,
+    ),
+    Section(
+        "Log-probabilities of rollouts, against the trainer's",
+        "rollout-trust-.*",
+        "mode|mean difference|largest|KL|s a step",
+        _trust_lines,
     ),
     Section(
         "The papers' tables",
