@@ -45,7 +45,7 @@ TESTS = {
     "sglang": ("tests", "deft_backend", "tools/host_matrix"),
     "vllm": ("tests/hosts/vllm", "deft_backend/hosts/vllm", "tests/hosts/common"),
 }
-SECONDS = 90.0
+SECONDS = 60.0
 """A mutant meets so many seconds of tests, or at least one test."""
 FIRST = 20
 """So many tests run before the others."""
@@ -309,9 +309,10 @@ class Copy:
     def _caught_by(self, host: str, names: list[str], mutant: Mutant) -> str:
         file = self._folder / mutant.path
         kept, times = file.read_text(), file.stat()
+        seconds = 60.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
         while names:
             file.write_text(mutant.text)
-            status, failed = self._ask(host, tests=names, seconds=60.0 + 3 * SECONDS)
+            status, failed = self._ask(host, tests=names, seconds=seconds)
             file.write_text(kept)
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
             if status == 0:
