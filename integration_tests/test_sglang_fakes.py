@@ -1,8 +1,6 @@
 """The fake server of SGLang's unit tests calls the adapter as the host does."""
 
-from pathlib import Path
-
-from host_calls import calls_in, noted_calls, unlike
+from host_calls import calls_of, noted_calls, unlike
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.sglang_server import Ask
 from sglang_fakes import (
@@ -29,5 +27,5 @@ def test_the_fake_server_calls_as_the_host_does(server):
         for kind in ("extend", "decode"):
             fake.step(make_batch(kind, table, [1, 2], lens), make_layer(), make_layer(layer_id=1))
     assert len(calls) == 6
-    real = calls_in(Path(server.process.command.environment["DEFT_CACHE_DIR"]))
+    real = calls_of(server.process.command.environment["DEFT_CACHE_DIR"])
     assert unlike(calls, real) == []

@@ -1,8 +1,6 @@
 """The fakes of vLLM's unit tests call the adapter as the host does."""
 
-from pathlib import Path
-
-from host_calls import calls_in, noted_calls, unlike
+from host_calls import calls_of, noted_calls, unlike
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.vllm.vllm_server import Ask, together
 
@@ -27,4 +25,4 @@ def test_the_fakes_call_as_the_host_does(server, monkeypatch, tmp_path):
             for implementation in layers.impls:
                 run(implementation, batch, cache, metadata)
     assert len(calls) >= 7
-    assert unlike(calls, calls_in(Path(server.process.command.environment["DEFT_CACHE_DIR"]))) == []
+    assert unlike(calls, calls_of(server.process.command.environment["DEFT_CACHE_DIR"])) == []

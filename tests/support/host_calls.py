@@ -30,9 +30,9 @@ MOST = 500
 
 
 def install():
-    """Append the distinct calls of this process to a file in the server's cache folder."""
+    """Append the distinct calls of this process to a file beside the server's cache folder."""
     host = "sglang" if find_spec("sglang") else "vllm"
-    path, told = path_in(Path(os.environ["DEFT_CACHE_DIR"])), set()
+    path, told = path_of(os.environ["DEFT_CACHE_DIR"]), set()
 
     def tell(row):
         line = json.dumps(row)
@@ -44,13 +44,13 @@ def install():
     _wrap(host, tell, setattr)
 
 
-def path_in(folder):
-    return folder / "host_calls.jsonl"
+def path_of(cache_folder):
+    return Path(cache_folder).parent / "host_calls.jsonl"
 
 
-def calls_in(folder):
+def calls_of(cache_folder):
     """The rows of a server with this cache folder."""
-    return [json.loads(line) for line in path_in(folder).read_text().splitlines()]
+    return [json.loads(line) for line in path_of(cache_folder).read_text().splitlines()]
 
 
 @contextmanager
