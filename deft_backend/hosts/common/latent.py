@@ -14,7 +14,7 @@ from deft_backend.attention import (
 )
 from deft_backend.attention.self_check import failed_latent_check
 from deft_backend.forest import PrefixForest
-from deft_backend.hosts.common.limits import HOPPER, Unsupported, capability_of, refuse_if
+from deft_backend.hosts.common.limits import HOPPER, Unsupported, refuse_if
 from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants, ranks_cache
 from deft_backend.settings.config import Settings
 from deft_backend.shapes import ROPE_DIM, VALUE_DIM
@@ -34,7 +34,7 @@ def checked_latent_attention(
     """MLA by the host's `kernel`, or a stand-in on the CPU; raises Unsupported if its check here
     fails. `sizes` are those of :class:`LatentAttention`: page, batch and query tokens.
     """
-    if device.type == "cuda" and capability_of(device) != HOPPER:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER:
         raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
     if device.type == "cuda" and dims != (VALUE_DIM, ROPE_DIM):
         raise Unsupported(

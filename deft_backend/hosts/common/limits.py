@@ -7,13 +7,10 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import AUTO, INVARIANT
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger("deft_backend")
 
@@ -87,12 +84,6 @@ def for_any_batch(settings: Settings, *, equal_bits: bool) -> Settings:
     if equal_bits:
         settings = replace(settings, policy=INVARIANT)
     return replace(settings, min_batch=1) if settings.policy == INVARIANT else settings
-
-
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    import torch
-
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
