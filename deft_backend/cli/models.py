@@ -184,6 +184,12 @@ def served_model(
     return ChosenModel(chosen.name, revision or passed), arguments
 
 
+def text_config(path: Path) -> dict[str, Any]:
+    """A ``config.json``, with what it says of the language model in place of the whole."""
+    content: dict[str, Any] = parsed(path.read_bytes())
+    return {**content, **content.get("text_config", {})}
+
+
 def served_context(model: ChosenModel, host_arguments: Sequence[str]) -> int | None:
     """Tokens of prompt and answer that a server takes; None if only the server can tell."""
     for option in ("--context-length", "--max-model-len"):
@@ -192,8 +198,7 @@ def served_context(model: ChosenModel, host_arguments: Sequence[str]) -> int | N
             return int(given) if given.isdecimal() else None
     with suppress(OSError, ValueError, AttributeError, TypeError, ModelFilesError):
         path = model.file("config.json")
-        content: dict[str, Any] = {} if path is None else parsed(path.read_bytes())
-        config = content | content.get("text_config", {})
+        config = {} if path is None else text_config(path)
         longest = config.get("max_position_embeddings")
         if isinstance(longest, int) and not config.get("rope_scaling"):  # which may stretch it
             return longest

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported
-from deft_backend.cli.models import ChosenModel, ModelFilesError, chosen_model
-from deft_backend.files.private_files import parsed
+from deft_backend.cli.models import ChosenModel, ModelFilesError, chosen_model, text_config
 from deft_backend.shapes import SHORT_DTYPES
 
 if TYPE_CHECKING:
@@ -164,8 +163,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _text_config(path: Path) -> Mapping[str, Any]:
     """The part of a ``config.json`` about the language model."""
-    content = parsed(path.read_text())
-    config: Mapping[str, Any] = {**content, **content.get("text_config", {})}
+    config = text_config(path)
     if "num_attention_heads" in config:
         return config
     try:

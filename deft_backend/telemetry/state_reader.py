@@ -132,7 +132,13 @@ def read_state(path: Path) -> StateReading:
             "of deft-backend in the server and here"
         )
     try:
-        return _state(path, content, written)
+        return StateReading(
+            path=path,
+            **read_description(content),
+            counters=Counters.from_json(content),
+            updated=number(content, "updated"),
+            sign_of_life=written,
+        )
     except ValueError as error:
         raise StateError(f"{path}: {error}") from error
 
@@ -210,13 +216,3 @@ def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
                 f"{path}: the counters still change {timeout:.0f} s after the last answer"
             )
         before = now
-
-
-def _state(path: Path, content: dict[str, Any], written: float) -> StateReading:
-    return StateReading(
-        path=path,
-        **read_description(content),
-        counters=Counters.from_json(content),
-        updated=number(content, "updated"),
-        sign_of_life=written,
-    )

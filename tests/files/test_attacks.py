@@ -235,7 +235,7 @@ def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path):
     [
         (b"GET http://[ HTTP/1.1", b"400"),
         (b"GET /../../etc/passwd HTTP/1.1", b"404"),
-        (b"GET /state.json?engine=99999999999999999999&known=-5 HTTP/1.1", b"200"),
+        (b"GET /state.json?engine=99999999999999999999 HTTP/1.1", b"200"),
         (b"GET " + b"/" * 70_000 + b" HTTP/1.1", b"414"),
         (b"nonsense", b"400"),
     ],
@@ -243,7 +243,7 @@ def test_a_link_to_another_folder_gives_no_kernels_of_others(tmp_path):
 def test_the_page_server_answers_bad_requests(request_line, status):
     import threading
 
-    with PageServer(0, lambda engine, known: {"engine": engine}) as server:
+    with PageServer(0, lambda engine: {"engine": engine}) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with socket.create_connection(server.server_address[:2], timeout=20) as client:
             client.sendall(request_line + b"\r\nHost: localhost\r\n\r\n")

@@ -140,5 +140,5 @@ def test_nothing_listens_beyond_loopback():
         )
     ]
     assert set(servers) <= {"tools/watch/page_server.py", "tools/servers/command.py"}
-    with closing(PageServer(0, lambda engine, known: {}).socket) as opened:
+    with closing(PageServer(0, lambda engine: {}).socket) as opened:
         assert opened.getsockname()[0] == "127.0.0.1"

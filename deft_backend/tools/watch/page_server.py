@@ -18,17 +18,16 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.tools.watch import figures
-from deft_backend.tools.watch.engines import Engine, Follower, find_engines
+from deft_backend.tools.watch.engines import Follower, find_engines
 
 _IDLE_SECONDS = 20.0  # close a connection that sends nothing for this long
 
-State = Callable[[int, int], Mapping[str, Any]]
+State = Callable[[int], Mapping[str, Any]]
 
 
 class PageServer(ThreadingHTTPServer):
     """An HTTP server on 127.0.0.1 with two documents: ``/`` and ``/state.json``. `state` gives the
-    data for the number of an engine and the serial number of a known batch. Raises OSError if it
-    cannot listen.
+    data for the number of an engine. Raises OSError if it cannot listen.
     """
 
     daemon_threads = True
@@ -116,8 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         if parts.path == "/":
             self._send(200, page(), "text/html; charset=utf-8")
         elif parts.path == "/state.json":
-            asked = parse_qs(parts.query)
-            content = self.server.state(_number(asked, "engine", 0), _number(asked, "known", -1))
+            engine = parse_qs(parts.query).get("engine", [""])[0]
+            known = re.fullmatch(r"[0-9]{1,9}", engine) is not None
+            content = self.server.state(int(engine) if known else 0)
             self._send(200, json.dumps(content).encode(), "application/json")
         else:
             self._send(404, b"not found; there are / and /state.json\n")
@@ -140,11 +140,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _number(asked: Mapping[str, list[str]], name: str, default: int) -> int:
-    text = asked.get(name, [""])[0]
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else default
-
-
 _ASK_SECONDS = 2.0  # between two questions for the batch of a server with the device planner
 
 _PREFIXES = 8  # shared prefixes that the page lists
@@ -157,10 +152,10 @@ class Inspector:
         self._folder = folder
         self._port = port
         self._lock = threading.Lock()
-        self._engines: dict[Path, _Followed] = {}
+        self._followers: dict[Path, Follower] = {}
 
-    def state(self, engine: int = 0, known: int = -1) -> dict[str, Any]:
-        """The data of one engine, without the batch with the serial number `known`."""
+    def state(self, number: int = 0) -> dict[str, Any]:
+        """The data of one engine."""
         with self._lock:
             present = find_engines(self._folder, self._port)
             names = [each.name for each in present]
@@ -169,45 +164,23 @@ class Inspector:
                 said = "no server has written a state file for this port"
                 gone = {"status": "missing", "said": said, "title": "", "problem": said}
                 return {**base, **gone, "lines": [], "batch": None}
-            chosen = present[min(max(engine, 0), len(names) - 1)]
-            followed = self._engines.setdefault(chosen.path, _Followed())
-            return {**base, **followed.state(chosen, known)}
+            engine = present[min(max(number, 0), len(names) - 1)]
+            row = self._followers.setdefault(engine.path, Follower(_ASK_SECONDS)).look(engine)
+            forest = row.batch.forest
+            return {
+                **base,
+                "status": engine.status,
+                "said": figures.status(engine),
+                "title": figures.title(engine),
+                "problem": engine.problem or row.batch.problem,
+                "lines": [] if engine.reading is None else list(figures.lines(row)),
+                "batch": None if forest is None else batch_json(forest),
+            }
 
     def close(self) -> None:
         with self._lock:
-            for followed in self._engines.values():
-                followed.close()
-
-
-class _Followed(Follower):
-    def __init__(self) -> None:
-        super().__init__(_ASK_SECONDS)
-        self._serial = 0
-        self._batch: dict[str, Any] | None = None
-
-    def state(self, engine: Engine, known: int) -> dict[str, Any]:
-        row = self.look(engine)
-        content: dict[str, Any] = {
-            "status": engine.status,
-            "said": figures.status(engine),
-            "title": figures.title(engine),
-            "problem": engine.problem or row.batch.problem,
-            "lines": [],
-            "batch": None,
-        }
-        if engine.reading is None:
-            return content
-        content["lines"] = list(figures.lines(row))
-        if row.batch.forest is None:
-            self._batch = None
-            return content
-        batch = batch_json(row.batch.forest)
-        if batch != self._batch:
-            self._batch = batch
-            self._serial += 1
-        news = {} if known == self._serial else batch
-        content["batch"] = {"serial": self._serial, **news}
-        return content
+            for follower in self._followers.values():
+                follower.close()
 
 
 def batch_json(forest: PrefixForest) -> dict[str, Any]:

@@ -1,39 +1,23 @@
 """The tokens that the verifications of a server give, as its pages tell them."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from deft_backend.tools.harness import server_counters
 from deft_backend.tools.harness.server_counters import acceptance_length
-
-PAGES = {}
 
 
 @pytest.fixture
-def url():
-    """A server of `PAGES`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path in PAGES else 404)
-            self.end_headers()
-            self.wfile.write(PAGES.get(self.path, "").encode())
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    PAGES.clear()
+def pages(monkeypatch):
+    """What the server answers, by path."""
+    found = {}
+    monkeypatch.setattr(server_counters, "get_page", lambda url: found.get(url.removeprefix("U")))
+    return found
 
 
-def test_acceptance_of_vllm_is_summed_over_its_engines(url):
-    assert acceptance_length(url) is None
+def test_acceptance_of_vllm_is_summed_over_its_engines(pages):
+    assert acceptance_length("U") is None
     lines = ["# HELP vllm:spec_decode_num_drafts_total Drafts"]
     for engine, drafts, accepted in ((0, "10.0", "15.0"), (1, "30.0", "5.0")):
         lines.append(f'vllm:spec_decode_num_drafts_total{{engine="{engine}"}} {drafts}')
@@ -42,10 +26,10 @@ def test_acceptance_of_vllm_is_summed_over_its_engines(url):
         lines.append(
             f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}"}} 99.0'
         )
-    PAGES["/metrics"] = "\n".join(lines)
-    assert acceptance_length(url) == 1.5
-    PAGES["/metrics"] = "vllm:spec_decode_num_drafts_total 0.0"
-    assert acceptance_length(url) is None
+    pages["/metrics"] = "\n".join(lines)
+    assert acceptance_length("U") == 1.5
+    pages["/metrics"] = "vllm:spec_decode_num_drafts_total 0.0"
+    assert acceptance_length("U") is None
 
 
 @pytest.mark.parametrize(
@@ -56,11 +40,11 @@ def test_acceptance_of_vllm_is_summed_over_its_engines(url):
         ([{}], None),
     ],
 )
-def test_acceptance_of_sglang_is_its_engines_average(url, states, expected):
-    PAGES["/server_info"] = json.dumps({"internal_states": states})
-    assert acceptance_length(url) == expected
-    PAGES["/server_info"] = "not JSON"
-    assert acceptance_length(url) is None
+def test_acceptance_of_sglang_is_its_engines_average(pages, states, expected):
+    pages["/server_info"] = json.dumps({"internal_states": states})
+    assert acceptance_length("U") == expected
+    pages["/server_info"] = "not JSON"
+    assert acceptance_length("U") is None
 
 
 def test_a_server_that_does_not_answer_has_no_acceptance():

@@ -1,4 +1,4 @@
-"""The manifests fit each other, allow the longer first start, and Prometheus finds them."""
+"""Manifests fit each other and allow a long first start; Prometheus and the router find them."""
 
 import re
 from pathlib import Path
@@ -52,3 +52,20 @@ def test_prometheus_finds_the_pods(path):
         assert source in known
         if rule.get("action") == "keep":
             assert re.fullmatch(rule["regex"], known[source])
+
+
+def test_the_router_knows_every_replica():
+    services = yaml.safe_load((DEPLOY / "compose" / "sglang-router.yml").read_text())["services"]
+    (command,) = services["router"]["command"]
+    replicas = {name for name in services if name != "router"}
+    assert set(re.findall(r"http://([\w-]+):30000", command)) == replicas
+    assert set(services["router"]["depends_on"]) == replicas
+    assert "--policy cache_aware" in command
+    devices = [
+        services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name in replicas
+    ]
+    assert len({tuple(ids) for ids in devices}) == len(replicas), "two replicas share a GPU"
+    for name in replicas:
+        assert (DEPLOY / "docker" / "sglang.Dockerfile").is_file()
+        assert services[name]["image"].startswith("deft-sglang:")
