@@ -87,9 +87,8 @@ class Pool:
         forest = mixed_forest(seed, requests)
         workload = Workload("own", shape.name, lambda: forest)
         case = Case(workload, *parse_heads(shape.heads), 16)
-        inputs = make_inputs(
-            case, shape.head_dim, shape.dtype, device, "shuffled", seed, shape.kv_dtype
-        )
+        dtypes = shape.dtype, shape.kv_dtype
+        inputs = make_inputs(case, shape.head_dim, *dtypes, device, seed=seed)
         draw = torch.Generator(device).manual_seed(seed)
         tokens, (_, heads, dim) = shape.query_tokens, inputs.q.shape
         self.q = torch.randn(

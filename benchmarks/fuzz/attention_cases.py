@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from benchmarks.fuzz.attention_settings import DEVICE, LAYOUT_AXES, TOLERANCE, AttentionSetting
 from benchmarks.fuzz.forests import Limits, RandomBatch, draw_batch
-from benchmarks.fuzz.outcome import Failure
 from benchmarks.fuzz.poisoned_cache import PoisonedCache
 from benchmarks.fuzz.random_steps import RandomStep, draw_step
 from benchmarks.fuzz.walk_plan import fault_of
@@ -30,16 +28,12 @@ _POOL_TOKENS = 32768
 _POOL_ELEMENTS = 1 << 26
 
 
-class AttentionCounts(NamedTuple):
-    """What a chunk of attention cases came to.
+class Failure(NamedTuple):
+    """A seed that fails, and why, in words."""
 
-    - `largest_error`: of the seeds that pass.
-    - `kinds`: cases of each kind; a case is of several.
-    """
-
-    failures: list[Failure]
-    largest_error: float
-    kinds: Counter[str]
+    seed: int
+    planner: str  # ``device``, or the policy of the reference
+    why: str
 
 
 class AttentionFuzzer:
@@ -81,11 +75,10 @@ class AttentionFuzzer:
         )
         return batch, draw_step(np.random.default_rng([seed, 3]), self.setting, batch)
 
-    def run(self, seeds: Sequence[int], planner: str) -> AttentionCounts:
-        """Run a case for each seed."""
+    def run(self, seeds: Sequence[int], planner: str) -> tuple[list[Failure], float]:
+        """Run a case for each seed; returns failures, and the largest error of the others."""
         drawn = [self.draw(seed, planner) for seed in seeds]
         self._faults = {}
-        kinds = Counter(kind for one in drawn for kind in kinds_of(self.setting, *one))
         errors = torch.stack(
             [self.error(*one, seed, planner) for seed, one in zip(seeds, drawn, strict=True)]
         ).tolist()
@@ -97,7 +90,7 @@ class AttentionFuzzer:
         ]
         failures += [Failure(seed, planner, fault) for seed, fault in self._faults.items()]
         passed = [error for error in errors if error <= limit]
-        return AttentionCounts(failures, max(passed, default=0.0), kinds)
+        return failures, max(passed, default=0.0)
 
     def error(self, batch: RandomBatch, step: RandomStep, seed: int, planner: str) -> torch.Tensor:
         """[] float: the largest error of a query head's output; infinite for NaN, and for a written
@@ -231,24 +224,3 @@ def _largest_error(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     error = (difference / expected.norm(dim=-1).clamp(min=least)).flatten()
     written = torch.where(out[len(expected) :].isnan().all(), 0.0, math.inf)
     return torch.nan_to_num(torch.cat([error, written.double()[None]]), nan=math.inf).amax()
-
-
-def kinds_of(setting: AttentionSetting, batch: RandomBatch, step: RandomStep) -> Iterator[str]:
-    """What a run counts a case as."""
-    if setting.tree:
-        yield "tree"
-    else:
-        yield "chain" if step.query_tokens > 1 else "one query token"
-    found = {
-        "ragged": setting.ragged,
-        "several query blocks": setting.blocks.blocks > 1,
-        "grown": (step.seq_lens > batch.planned_lens).any(),
-        "pages in two copies": not batch.monotone,
-        "sinks": setting.sinks,
-        "soft cap": setting.soft_cap,
-        "scales as tensors": setting.tensor_scales,
-        "own rows": setting.own_rows,
-        setting.kv_dtype: setting.eight_bits,
-    }
-    yield from (name for name, holds in found.items() if holds)
-    yield f"layout {setting.layout}"

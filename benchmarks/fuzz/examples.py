@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from benchmarks.fuzz.attention_cases import AttentionFuzzer
+from benchmarks.fuzz.attention_cases import AttentionFuzzer, Failure
 from benchmarks.fuzz.attention_settings import PLANNERS, AttentionSetting, attention_settings
-from benchmarks.fuzz.outcome import Failure
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Counts:
     plans: int = 0
     skipped: int = 0
     by_planner: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
     largest_error: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
@@ -70,7 +68,6 @@ class Counts:
         for name in ("plans", "skipped", "failures"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.by_planner.update(other.by_planner)
-        self.kinds.update(other.kinds)
         for dtype, error in other.largest_error.items():
             self.largest_error[dtype] = max(error, self.largest_error.get(dtype, 0.0))
 
@@ -91,22 +88,17 @@ class Runner:
         fuzzer, counts = self._fuzzers[key], self.counts
         seeds = range(example.seed, example.seed + example.seeds)
         try:
-            found = fuzzer.run(seeds, example.planner)
+            failures, largest = fuzzer.run(seeds, example.planner)
         except torch.OutOfMemoryError:
             del self._fuzzers[key]
             torch.cuda.empty_cache()
             counts.skipped += example.seeds
             return []
-        counts.kinds += found.kinds
         counts.plans += example.seeds
         counts.by_planner[example.planner] += example.seeds
         dtype = example.setting.dtype
-        error = max(found.largest_error, counts.largest_error.get(dtype, 0.0))
-        counts.largest_error[dtype] = error
-        failed = [
-            {**example.to_dict(), "seed": each.seed, "seeds": 1, "why": each.why}
-            | {"planner": each.planner}
-            for each in found.failures
+        counts.largest_error[dtype] = max(largest, counts.largest_error.get(dtype, 0.0))
+        counts.failures += [
+            {**example.to_dict(), "seeds": 1, **each._asdict()} for each in failures
         ]
-        counts.failures += failed
-        return found.failures
+        return failures

@@ -74,6 +74,13 @@ class Inputs:
     ancestors: torch.Tensor | None = None
 
     @property
+    def attended(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values, page table and lengths."""
+        return self.q, self.k_cache, self.v_cache, self.page_table, self.seq_lens
+
+    @property
     def query_tokens(self) -> int:
         """Query tokens of each request."""
         return self.case.workload.query_tokens
@@ -171,10 +178,10 @@ def make_inputs(
     case: Case,
     head_dim: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     device: torch.device,
-    layout: str,
-    seed: int,
-    kv_dtype: torch.dtype | None = None,
+    layout: str = "shuffled",
+    seed: int = 0,
 ) -> Inputs:
     """New random data for a case. Pages, queries and cache depend on the seed and the case.
 

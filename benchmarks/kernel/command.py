@@ -165,20 +165,14 @@ def make_setup(spec: Spec, device: torch.device, *, quick: bool) -> Setup:
             raise fail(f"{key} is {value!r}; expected one of {', '.join(known)}")
     peers = [make_method(name) for name in spec.peers if name != "none"]
     reasons = {method.name: method.unavailable(device) for method in peers}
-    on_gpu = device.type == "cuda"
     return Setup(
-        ours=Ours(OURS, spec.policy, spec.planner, spec.kernels_of or None),
-        peers=[method for method in peers if reasons[method.name] is None],
-        head_dim=spec.head_dim,
-        dtype=spec.dtype,
-        device=device,
-        layout=spec.layout,
-        seed=spec.seed,
-        graph=on_gpu,
-        budget=QUICK if quick else Budget(),
-        ceilings=measure_ceilings(DTYPES[spec.dtype]) if on_gpu else None,
-        unavailable={name: reason for name, reason in reasons.items() if reason is not None},
-        kv_dtype=spec.kv_dtype,
+        spec,
+        Ours(OURS, spec.policy, spec.planner, spec.kernels_of or None),
+        [method for method in peers if reasons[method.name] is None],
+        device,
+        QUICK if quick else Budget(),
+        measure_ceilings(DTYPES[spec.dtype]) if device.type == "cuda" else None,
+        {name: reason for name, reason in reasons.items() if reason is not None},
     )
 
 

@@ -13,6 +13,7 @@ from benchmarks.kernel.case_inputs import Inputs, make_inputs
 from benchmarks.kernel.kernel_rows import Row
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.tools.tuning.launch_clock import Budget, Ceilings, captured, launch_us
@@ -35,28 +36,20 @@ class DeviceLost(RuntimeError):
 class Setup:
     """The settings of all cases.
 
+    - `spec`: of the set.
     - `ours`: our method; `peers` are the methods that it is compared with.
-    - `dtype`: one of :data:`DTYPES`.
     - `device`: a GPU, or the CPU. On the CPU, results are checked and nothing is timed.
-    - `layout`: one of :data:`~benchmarks.kernel.case_inputs.LAYOUTS`.
-    - `graph`: time CUDA graphs, as servers replay them, instead of launches from Python.
     - `ceilings`: ceilings of the device; None on the CPU.
     - `unavailable`: why a peer cannot run on this machine, by name; every row repeats it.
-    - `kv_dtype`: one of :data:`KV_DTYPES`.
     """
 
+    spec: Spec
     ours: Ours
     peers: Sequence[Method]
-    head_dim: int
-    dtype: str
     device: torch.device
-    layout: str
-    seed: int
-    graph: bool
     budget: Budget
     ceilings: Ceilings | None
     unavailable: dict[str, str]
-    kv_dtype: str = SAME
 
 
 def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
@@ -72,32 +65,19 @@ def measure(cases: Sequence[Case], setup: Setup) -> Iterator[Row]:
 
 def measure_case(case: Case, setup: Setup) -> Row:
     """Check and time every method on one case."""
-    inputs = make_inputs(
-        case,
-        setup.head_dim,
-        DTYPES[setup.dtype],
-        setup.device,
-        setup.layout,
-        setup.seed,
-        KV_DTYPES[setup.kv_dtype],
-    )
-    several = inputs.query_tokens > 1
-    reference = batched_reference(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.page_table,
-        inputs.seq_lens,
-        torch.from_numpy(inputs.seen) if several else None,
-    )
+    spec = setup.spec
+    dtypes = DTYPES[spec.dtype], KV_DTYPES[spec.kv_dtype]
+    inputs = make_inputs(case, spec.head_dim, *dtypes, setup.device, spec.layout, spec.seed)
+    seen = torch.from_numpy(inputs.seen) if inputs.query_tokens > 1 else None
+    reference = batched_reference(*inputs.attended, seen)
     row = Row(
         set=case.workload.set,
         workload=case.workload.name,
         heads=case.heads,
-        head_dim=setup.head_dim,
-        dtype=setup.dtype,
+        head_dim=spec.head_dim,
+        dtype=spec.dtype,
         page_size=case.page_size,
-        layout=setup.layout,
+        layout=spec.layout,
         batch=inputs.batch,
         tokens_stored=inputs.tables.tokens_stored,
         tokens_attended=inputs.tables.tokens_attended,
@@ -111,7 +91,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
         repeatable=None,
         query_tokens=inputs.query_tokens,
         mask="chain" if inputs.ancestors is None else "tree",
-        kv_dtype=setup.dtype if setup.kv_dtype == SAME else setup.kv_dtype,
+        kv_dtype=spec.dtype if spec.kv_dtype == SAME else spec.kv_dtype,
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)
@@ -149,7 +129,7 @@ def _measure_method(
 
 def _launcher(prepared: Prepared, setup: Setup) -> tuple[Callable[[], object], torch.Tensor]:
     """The launch to time, and the tensor that it writes."""
-    if setup.device.type == "cuda" and setup.graph:
+    if setup.device.type == "cuda":
         return captured(prepared.launch)
     return prepared.launch, prepared.launch()
 

@@ -50,23 +50,19 @@ class LatentInputs:
         lens = [case.shared + case.own] * requests
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
 
+    @property
+    def attended(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries in both parts, latents and page table."""
+        return self.q_nope, self.q_rope, self.cache, self.page_table
+
     def host_call(self) -> LatentCall:
         """Each request alone with its whole context, as hosts decode."""
         case, device = self.case, self.seq_lens.device
         starts = torch.arange(case.requests + 1, dtype=torch.int32, device=device)
         rows = torch.arange(case.requests, dtype=torch.int32, device=device)
         batch = KernelBatch(starts * case.query_tokens, rows, torch.zeros_like(rows), self.seq_lens)
-        return LatentCall(
-            self.q_nope,
-            self.q_rope,
-            self.cache,
-            self.page_table,
-            batch,
-            case.query_tokens,
-            SCALE,
-            causal=True,
-            most_splits=0,
-        )
+        tokens = case.query_tokens
+        return LatentCall(*self.attended, batch, tokens, SCALE, causal=True, most_splits=0)
 
     def reference(self) -> torch.Tensor:
         """[T, H, VALUE_DIM] float64, request by request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -80,22 +81,10 @@ def measure(
             for name, launch in (("plan", _planned), ("lay_out", _laid_out)):
                 replay, _ = captured(partial(launch, attention, inputs))
                 us[name] = launch_us(replay, budget)
-            layer = partial(
-                attention.run,
-                inputs.q_nope,
-                inputs.q_rope,
-                inputs.cache,
-                inputs.page_table,
-                sm_scale=SCALE,
-            )
+            layer = partial(attention.run, *inputs.attended, sm_scale=SCALE)
             us["deft"], error["deft"] = _timed(layer, want, budget, "deft", case)
         yield {
-            "requests": case.requests,
-            "shared": case.shared,
-            "own": case.own,
-            "heads": case.heads,
-            "query_tokens": case.query_tokens,
-            "page_size": case.page_size,
+            **asdict(case),
             "us": {name: round(value, 2) for name, value in us.items()},
             "error": {name: round(value, 5) for name, value in error.items()},
             **({} if reason is None else {"refused": reason}),

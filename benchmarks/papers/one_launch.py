@@ -18,7 +18,7 @@ from benchmarks.kernel.tree_workloads import cases_of, described, parse_heads
 def main(method: str, tree: str, heads: str) -> None:
     """Prepare and compile everything first, so that only the attention's kernels are counted."""
     (case,) = cases_of([described(tree)], [parse_heads(heads)], 0)
-    inputs = make_inputs(case, 128, torch.bfloat16, torch.device("cuda"), "shuffled", 0)
+    inputs = make_inputs(case, 128, torch.bfloat16, None, torch.device("cuda"))
     launch = make_method(method).prepare(inputs).launch
     launch()
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
 from benchmarks.kernel.methods.ours import Ours
-from benchmarks.kernel.sets import read_set
+from benchmarks.kernel.sets import Spec, read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.tools.tuning.launch_clock import QUICK, Ceilings
@@ -30,7 +30,7 @@ def case(forest, page_size, heads=(4, 2)):
 
 
 def inputs_of(forest, page_size, layout="shuffled"):
-    return make_inputs(case(forest, page_size), 16, torch.float32, CPU, layout, 0)
+    return make_inputs(case(forest, page_size), 16, torch.float32, None, CPU, layout)
 
 
 # Workloads. The expected shares come from the published tables, which round them.
@@ -105,9 +105,7 @@ def test_batched_reference_is_the_plain_one(page_size, monkeypatch):
 
 
 def test_roof_is_the_larger_of_memory_and_arithmetic():
-    inputs = make_inputs(
-        case(described("1,2 6,2").forest, 1), 16, torch.float16, CPU, "shuffled", 0
-    )
+    inputs = make_inputs(case(described("1,2 6,2").forest, 1), 16, torch.float16, None, CPU)
     moved = 10 * 2 * 2 * 16 * 2 + 2 * (2 * 4 * 16 * 2)  # 10 tokens; q and output of 2 requests
     flops = 4 * 16 * 4 * 16  # 16 tokens attended
     slow_memory, slow_products = Ceilings(1e-3, 1.0, 1.0), Ceilings(1e9, 1.0, 1e-6)
@@ -152,24 +150,13 @@ class Fixed(Method):
 
 
 def correct(inputs):
-    tensors = (inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens)
-    return reference_attention(inputs.q, *tensors)
+    return reference_attention(*inputs.attended)
 
 
 def setup(*peers, policy="auto", dtype="fp16"):
-    return Setup(
-        ours=Ours(OURS, policy),
-        peers=peers,
-        head_dim=64,
-        dtype=dtype,
-        device=CPU,
-        layout="shuffled",
-        seed=0,
-        graph=False,
-        budget=QUICK,
-        ceilings=None,
-        unavailable={"absent": "is not here"},
-    )
+    spec = Spec(head_dim=64, dtype=dtype, policy=policy)
+    absent = {"absent": "is not here"}
+    return Setup(spec, Ours(OURS, policy), peers, CPU, QUICK, None, absent)
 
 
 def test_every_result_is_checked():
@@ -221,8 +208,9 @@ def test_ours_is_right_and_repeatable(policy, dtype, page_size, planner):
 
 
 def test_caches_of_eight_bits_are_rows_of_their_own():
-    eight = replace(setup(dtype="bf16"), kv_dtype="fp8_e4m3")
-    rows = [measure_case(case(mixed_small(), 16), each) for each in (eight, setup(dtype="bf16"))]
+    plain = setup(dtype="bf16")
+    eight = replace(plain, spec=replace(plain.spec, kv_dtype="fp8_e4m3"))
+    rows = [measure_case(case(mixed_small(), 16), each) for each in (eight, plain)]
     assert [row["kv_dtype"] for row in rows] == ["fp8_e4m3", "bf16"]
     assert max(row["error"]["deft"] for row in rows) < 6e-3
     assert key_of(rows[0]) != key_of(rows[1])

@@ -9,6 +9,7 @@ import torch
 from benchmarks.kernel.measure_case import Setup, measure_case
 from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.methods.ours import Ours
+from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
 from benchmarks.kernel.verified_workloads import (
     CONTEXTS,
@@ -68,19 +69,8 @@ def test_bits_say_who_sees_whom():
 
 @pytest.mark.parametrize("mask", CASES)
 def test_results_are_checked(mask):
-    measured = Setup(
-        ours=Ours(OURS, "auto", "device"),
-        peers=(),
-        head_dim=64,
-        dtype="fp16",
-        device=CPU,
-        layout="shuffled",
-        seed=0,
-        graph=False,
-        budget=QUICK,
-        ceilings=None,
-        unavailable={},
-    )
+    spec = Spec(head_dim=64, planner="device")
+    measured = Setup(spec, Ours(OURS, "auto", "device"), (), CPU, QUICK, None, {})
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
     kind = "chain" if mask == "chain" else "tree"
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})

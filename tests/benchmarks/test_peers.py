@@ -42,11 +42,9 @@ FORESTS = {
 
 def error_of(name, forest, heads, page_size):
     case = Case(Workload("own", "a tree", lambda: forest), *heads, page_size)
-    inputs = make_inputs(case, 64, torch.float16, CPU, "shuffled", 0)
+    inputs = make_inputs(case, 64, torch.float16, None, CPU)
     prepared = make_method(name).prepare(inputs)
-    expected = batched_reference(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens
-    )
+    expected = batched_reference(*inputs.attended)
     wanted = expected if prepared.rows is None else expected[prepared.rows]
     return relative_error(prepared.launch(), wanted)
 

@@ -107,14 +107,6 @@ def _launch(attention: TreeAttention, inputs: Inputs) -> Callable[[], torch.Tens
     out = torch.empty_like(inputs.q)
 
     def launch() -> torch.Tensor:
-        return attention.run(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            inputs.page_table,
-            inputs.seq_lens,
-            ancestors=inputs.ancestors,
-            out=out,
-        )
+        return attention.run(*inputs.attended, ancestors=inputs.ancestors, out=out)
 
     return launch
