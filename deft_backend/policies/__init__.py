@@ -3,10 +3,8 @@
 from deft_backend.policies.auto import Auto
 from deft_backend.policies.chunk_choice import CHUNK_RULES
 from deft_backend.policies.deft_flatten import DeftFlatten
-from deft_backend.policies.deft_node import DeftNode, DeftNodeChunk
 from deft_backend.policies.fasttree import FastTree
-from deft_backend.policies.flash_decoding import FlashDecoding
-from deft_backend.policies.flashforge import FlashForge
+from deft_backend.policies.fixed_edges import DeftNode, DeftNodeChunk, FlashDecoding, FlashForge
 from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
 from deft_backend.policies.invariant import Invariant
 from deft_backend.policies.policy import ABSOLUTE, EDGE_RULES, FLATTENED, Policy, PolicyError, Rules

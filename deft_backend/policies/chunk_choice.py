@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deft_backend.costs.cost_model import FloatArray
-from deft_backend.policies.edges import BoolArray, Int64Array
+from deft_backend.policies.edges import Int64Array
 from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits, Target
 
@@ -86,7 +86,6 @@ class Ranges(NamedTuple):
     queries: Int64Array
     tokens: Int64Array
     tiles: Int64Array  # [R]
-    sizes: Int64Array  # [R]: what chunks divide: tokens, or nanoseconds for the rule ``scheduled``
 
 
 def choose_chunks(
@@ -97,7 +96,7 @@ def choose_chunks(
     machine: Machine,
     limits: Limits,
 ) -> Int64Array:
-    """[T] the cheapest chunk length of each tile shape, in tokens, or nanoseconds by ``scheduled``.
+    """[R] the number of chunks of each range, by the cheapest chunk length of its tile shape.
 
     `queries` and `tokens` [R] are those of each range, `chunk_tokens` is the length of the rule
     ``fixed``. `limits` are what chunks may add; each tile shape may take half.
@@ -106,19 +105,20 @@ def choose_chunks(
     tiles = tiles_of(queries, machine.tile_queries)
     beside, even = small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
     shapes = len(machine.tile_queries)
-    found = np.empty(shapes, dtype=np.int64)
+    found = np.ones_like(tokens)
     for t in range(shapes):
         mine = shape == t
-        sizes = _sizes(rule, tokens[mine], machine, t)
-        ranges = Ranges(queries[mine], tokens[mine], tiles[mine], sizes)
+        if rule == "whole" or not mine.any():
+            continue
+        ranges = Ranges(queries[mine], tokens[mine], tiles[mine])
+        sizes = ranges.tokens  # what chunks divide: tokens, or nanoseconds
+        if rule == "scheduled":
+            sizes = estimate(sizes, machine.knots, machine.estimates[t]).astype(np.int64)
         programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
         times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
         costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, beside, even)
         longest = int(sizes.max(initial=0))
         unit = 1 if rule == "scheduled" else machine.block
-        found[t] = chunk_of(longest, 1, unit)
-        if rule == "whole" or not len(sizes):
-            continue
         if rule == "fixed":
             doubled = chunk_tokens << np.minimum(np.arange(len(NUM_CHUNKS)), MOST_DOUBLINGS)
             chunks = np.minimum(doubled, max(longest, chunk_tokens))
@@ -130,7 +130,7 @@ def choose_chunks(
         fits |= chunks >= longest
         price = np.where(fits, _prices(rule, chunks, parts, ranges, costs, machine), np.inf)
         if np.isfinite(price).any():
-            found[t] = chunks[price.argmin()]
+            found[mine] = parts[price.argmin()]
     return found
 
 
@@ -164,32 +164,14 @@ def _prices(
         pairs = zip(each, items, strict=True)
         return np.array([makespan(slices, count, costs.programs) for slices, count in pairs])
     if rule == "filling":
-        fills = fill(ranges.tokens, ranges.tiles, parts, chunks, costs.programs)
+        # Each chunk of a range that is cut takes a program; ranges of one chunk share programs. So
+        # a context much longer than the rest (long tail) is cut even if the rest fills the GPU.
+        is_cut = ranges.tokens > chunks[:, None]
+        taken = (is_cut * parts) @ ranges.tiles * chunks
+        fills = taken + ~is_cut @ (ranges.tiles * ranges.tokens) <= costs.programs * chunks
         fills[0] = True
         return np.where(fills, chunks, np.inf)
     return np.arange(len(chunks), dtype=np.float64)
-
-
-def fill(
-    tokens: Int64Array, tiles: Int64Array, parts: Int64Array, chunks: Int64Array, programs: int
-) -> BoolArray:
-    """[C] whether the programs hold all chunks at once.
-
-    Each chunk of a range that is cut takes a program. Ranges of one chunk share programs. So a
-    context much longer than the rest (long tail) is cut even if the rest fills the GPU.
-    """
-    is_cut = tokens > chunks[:, None]
-    taken = (is_cut * parts) @ tiles * chunks
-    shared = ~is_cut @ (tiles * tokens)
-    fills: BoolArray = taken + shared <= programs * chunks
-    return fills
-
-
-def _sizes(rule: str, tokens: Int64Array, machine: Machine, shape: int) -> Int64Array:
-    """What chunks divide: tokens, or nanoseconds for the rule ``scheduled``."""
-    if rule != "scheduled":
-        return tokens
-    return estimate(tokens, machine.knots, machine.estimates[shape]).astype(np.int64)
 
 
 def parts_of(
@@ -203,19 +185,6 @@ def parts_of(
     if rule == "scheduled":
         parts = np.minimum(parts, np.maximum(1, -(-tokens // block)))
     return parts
-
-
-def divided(
-    rule: str, queries: Int64Array, tokens: Int64Array, machine: Machine, chunks: Int64Array
-) -> Int64Array:
-    """[R] chunks of each range, by the chunk lengths of :func:`choose_chunks`."""
-    found = np.empty_like(tokens)
-    shape = shapes_of(queries, machine.tile_queries)
-    for t, chunk in enumerate(chunks):
-        mine = shape == t
-        sizes = _sizes(rule, tokens[mine], machine, t)
-        found[mine] = parts_of(rule, sizes, tokens[mine], chunk, machine.block)
-    return found
 
 
 def estimate(

@@ -160,18 +160,12 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> float:
     return max(busy, default=0.0)
 
 
-def _group_tiles(grouping: Grouping, target: Target) -> Int64Array:
-    """[G] query tiles of each group (masked ones if it needs spans); each loads the group's KV."""
+def _item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
+    """Group and milliseconds of each item; each query tile of a group is an item, masked ones if
+    the group needs spans."""
     queries = grouping.num_queries().astype(np.int64)
     held = np.where(grouping.several_ranges, target.tile_queries[-1], target.largest_tile)
-    tiles: Int64Array = -(-queries // np.maximum(1, held))
-    return tiles
-
-
-def _item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
-    """Group and milliseconds of each item; each query tile of a group is an item."""
-    queries = grouping.num_queries()
-    tiles = _group_tiles(grouping, target)
+    tiles = -(-queries // np.maximum(1, held))
     query_vectors = -(-queries // tiles) * target.query_vectors
     cost = target.costs.time(query_vectors, grouping.num_tokens())
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
@@ -190,12 +184,6 @@ def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) 
     return num_query_heads * (head_dim * (4 if dtype_bytes == 4 else 2) + 8)
 
 
-def _partial_bytes(grouping: Grouping, target: Target) -> int:
-    """Bytes of partial results that stage 1 writes at most, for one layer."""
-    each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
-    return partial_results(grouping) * each * target.query_tokens
-
-
 def kv_bytes(tokens: int, target: Target) -> int:
     """Bytes of `tokens` tokens of keys and values, all KV heads, for one layer."""
     return 2 * target.head_dim * target.dtype_bytes * target.num_kv_heads * tokens
@@ -210,6 +198,8 @@ def estimated_ms(grouping: Grouping, target: Target) -> float:
     model = target.costs
     group, cost = _item_costs(grouping, target)
     cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
-    other = model.launch_ms + model.transfer_ms(2 * _partial_bytes(grouping, target))
+    each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
+    merged = partial_results(grouping) * each * target.query_tokens
+    other = model.launch_ms + model.transfer_ms(2 * merged)
     loads = model.transfer_ms(kv_bytes(int(grouping.num_tokens()[group].sum()), target))
     return max(longest_first(cost, target.num_programs), loads) + other

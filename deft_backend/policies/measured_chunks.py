@@ -30,29 +30,24 @@ from deft_backend.costs.cost_model import FloatArray
 from deft_backend.policies.edges import Int64Array
 from deft_backend.shapes import MAX_MERGED
 
+# These shares come from sweeps of chunks on an H100 and an H200 (docs/kernel-log.md).
+
 ALONE = 0.87
-"""Time per token of a large tile with half an SM to itself, divided by its time next to another
-one. Like :data:`HIDDEN`, it comes from sweeps of chunks over 40 trees on an H100
-(docs/kernel-log.md)."""
+"""Time per token of a large tile with half an SM to itself, over its time next to another one."""
 
 HIDDEN = 0.65
 """Share of the small tiles' first round in which large tiles run at no cost. It is less than 1:
 while the memory is busy, the loads of a long item take about twice as long."""
 
 EXPOSED = 0.35
-"""Share of a small tile's ``item_ns`` that other items of the small tile do not hide.
-Like :data:`UNEVEN`, it comes from 48 trees and five head shapes on an H100 (docs/kernel-log.md),
-with leaves cut into different numbers of chunks."""
+"""Share of a small tile's ``item_ns`` that other items of the small tile do not hide."""
 
 TAIL = 0.035
-"""Share of the time of a small tile's longest chunk in which too few programs are left to use the
-memory. From 56 trees on an H100 and 40 on an H200, with their leaves cut at up to ten lengths
-(docs/kernel-log.md)."""
+"""Share of the time of a small tile's longest chunk in which too few programs use the memory."""
 
 RAGGED = 0.15
 """Share in which a small tile's longest item, as far as it is longer than the mean, keeps too few
-programs busy. From 150 trees on an H200, each with up to 130 pairs of chunks (docs/kernel-log.md).
-"""
+programs busy."""
 
 UNEVEN = 0.05
 """Weight of an uneven round of small tiles. Such a round loses this share of the transfer's time,

@@ -1,6 +1,7 @@
 """The contract of a policy, and the policies that are two rules."""
 
 from abc import ABC, abstractmethod
+from operator import sub
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import (
     choose_chunks,
-    divided,
     machine_of,
     tiles_of,
 )
@@ -106,16 +106,14 @@ class TwoRulePolicy(Policy):
         ranges = grouped_ranges(forest, self.cut_edges(forest, target))
         machine = machine_of(target, forest.batch_size)
         items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
-        entries = int(ranges.queries.sum())
-        check_limits(self.name, Limits(items, entries, segments=items), target)
+        needed = Limits(items, int(ranges.queries.sum()), segments=items)
+        check_limits(self.name, needed, target)
+        spare = Limits(*map(sub, target.limits, needed))
         tokens = ranges.end - ranges.begin
-        spare = Limits(
-            target.max_items - items, target.max_entries - entries, target.max_segments - items
-        )
-        chunks = choose_chunks(
+        parts = choose_chunks(
             rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, spare
         )
-        return ranges, divided(rules.chunks, ranges.queries, tokens, machine, chunks)
+        return ranges, parts
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges, num_chunks = self.divided_ranges(forest, target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ class Limits(NamedTuple):
     segments: int
 
 
+UNLIMITED = Limits(1 << 30, 1 << 30, 1 << 30)
+
+
 @dataclass(frozen=True)
 class Target:
     """The attention and the GPU that a policy plans for."""
@@ -55,10 +58,7 @@ class Target:
     block_tokens: int = 64  # tokens of a KV block, in which chunks are counted
     tile_blocks: tuple[int, ...] = TILE_BLOCKS
     """Tokens that the kernel of each tile shape reads at a time."""
-    max_items: int = 1 << 30
-    max_entries: int = 1 << 30
-    max_segments: int = 1 << 30
-    """Most items, (item, query) pairs and KV ranges that the plan's arrays can hold."""
+    limits: Limits = UNLIMITED  # what the plan's arrays can hold
     query_tokens: int = 1
     query_blocks: int = 1
     """A query of the plan is a block of up to `query_tokens` query tokens of a request, which has
@@ -143,22 +143,9 @@ class Target:
         """Queries that each tile shape serves, ascending."""
         return tuple(height // self.query_vectors for height in self.tile_heights)
 
-    @property
-    def limits(self) -> Limits:
-        """What the plan's arrays can hold."""
-        return Limits(self.max_items, self.max_entries, self.max_segments)
-
     def within(self, limits: Limits) -> Target:
         """The same target with no more items, (item, query) pairs and KV ranges than given."""
-        # Each plan calls this, and `dataclasses.replace` takes longer than choosing the ranges.
-        found = object.__new__(type(self))
-        found.__dict__.update(
-            self.__dict__,
-            max_items=min(self.max_items, limits.items),
-            max_entries=min(self.max_entries, limits.entries),
-            max_segments=min(self.max_segments, limits.segments),
-        )
-        return found
+        return replace(self, limits=Limits(*map(min, self.limits, limits)))
 
 
 def check_limits(policy: str, needed: Limits, target: Target) -> None:

@@ -124,28 +124,24 @@ def test_both_planners_price_every_candidate_alike(found, costs):
 @given(found=ranges, costs=costs_of_tiles)
 def test_the_cheapest_candidate_is_chosen(found, costs):
     """The reference: a search over all candidates that fit the limits."""
+    tiles, programs = (np.array(each, dtype=np.int64) for each in (TILES, costs["programs"]))
+    times = [*costs["item_ns"], *costs["token_ns"], costs["partial_ns"], costs["reduce_ns"]]
+    memory = (costs["transfer_ns"], costs["block"])
     machine = Machine(
-        np.array(TILES, dtype=np.int64),
-        np.array(costs["programs"], dtype=np.int64),
-        costs["sms"],
-        np.array([*costs["item_ns"], *costs["token_ns"], costs["partial_ns"], costs["reduce_ns"]]),
-        costs["transfer_ns"],
-        costs["block"],
-        np.ones(2),
-        np.ones((2, 2)),
+        tiles, programs, costs["sms"], np.array(times), *memory, np.ones(2), np.ones((2, 2))
     )
-    chosen = choose_chunks(
-        "measured",
-        0,
-        np.array([q for q, _ in found], dtype=np.int64),
-        np.array([n for _, n in found], dtype=np.int64),
-        machine,
-        Limits(1 << 28, 1 << 28, 1 << 28),
-    )
+    queries, tokens = np.array(found, dtype=np.int64).T
+    limits = Limits(1 << 28, 1 << 28, 1 << 28)
+    parts = choose_chunks("measured", 0, queries, tokens, machine, limits)
     for shape in {int(q > TILES[0]) for q, _ in found}:
+        mine = (queries > TILES[0]) == (shape == 1)
         priced = [reference_price(found, shape, num_chunks, costs) for num_chunks in NUM_CHUNKS]
         least = min(price for price, _ in priced)
-        of_chosen = [price for price, chunk in priced if chunk == chosen[shape]]
+        of_chosen = [
+            price
+            for price, chunk in priced
+            if (np.maximum(1, -(-tokens[mine] // chunk)) == parts[mine]).all()
+        ]
         assert of_chosen
         if math.isfinite(least):
             assert min(of_chosen) == pytest.approx(least, rel=1e-12)

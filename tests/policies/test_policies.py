@@ -28,6 +28,7 @@ from deft_backend.policies import (
 from deft_backend.policies.chunk_choice import makespan
 from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first
 from deft_backend.policies.policy import Rules, TwoRulePolicy
+from deft_backend.policies.target import UNLIMITED, Limits
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
@@ -96,8 +97,7 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
     forest = batch.forest()
     limited = replace(
         GQA,
-        max_items=forest.batch_size + slack,
-        max_entries=3 * len(batch.seq_lens) + slack,
+        limits=Limits(forest.batch_size + slack, 3 * len(batch.seq_lens) + slack, 1 << 30),
         block_tokens=16,
         num_programs=64,
     )
@@ -109,11 +109,12 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
         refusal = ""
     if refusal:
         assert name != "flash-decoding", "the baseline always fits one group a query"
-        assert re.search(rf"holds ({limited.max_items}|{limited.max_entries});", refusal), refusal
+        items, entries, _ = limited.limits
+        assert re.search(rf"holds ({items}|{entries});", refusal), refusal
         return
     plan = plan_grouping(grouping, forest, limited)
-    assert plan.num_items <= limited.max_items
-    assert len(plan.entry_query) <= limited.max_entries
+    assert plan.num_items <= limited.limits.items
+    assert len(plan.entry_query) <= limited.limits.entries
     check_plan(batch, plan, limited)
 
 
@@ -145,7 +146,7 @@ def test_deft_node_chunk_has_table_12s_number_of_groups():
     # k = sum_i ceil(n_i / b_s): 8 for the root, 2 for each of 3 nodes, an empty leaf stays open.
     assert grouping.num_groups == 8 + 3 * 2 + 12
     assert grouping.num_tokens()[:8].tolist() == [128] * 7 + [104]
-    coarse = get_policy("deft-node-chunk").group(forest, replace(GQA, max_items=20))
+    coarse = get_policy("deft-node-chunk").group(forest, GQA.within(UNLIMITED._replace(items=20)))
     assert coarse.num_groups <= 20
 
 
@@ -156,7 +157,7 @@ def test_deft_flatten_has_table_12s_even_blocks():
     assert grouping.num_groups == -(-stored // 128)
     assert set(grouping.num_tokens().tolist()[:-1]) == {128}
     assert grouping.num_tokens().sum() == stored
-    coarse = get_policy("deft-flatten").group(forest, replace(GQA, max_items=10))
+    coarse = get_policy("deft-flatten").group(forest, GQA.within(UNLIMITED._replace(items=10)))
     assert coarse.num_groups <= 5
 
 
@@ -399,7 +400,7 @@ def test_the_papers_page_names_what_exists():
 
 def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     forest = regular_forest([1, 2], [900, 200])
-    target = replace(MHA, max_items=4)
+    target = MHA.within(UNLIMITED._replace(items=4))
     assert DeftFlatten().group(forest, target).num_groups <= 2
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 1024)
     with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):

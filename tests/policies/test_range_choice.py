@@ -14,6 +14,7 @@ from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import tiles_of
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import EXPOSED
+from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
@@ -84,11 +85,11 @@ def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
     queries = forest.num_queries[ranges].astype(np.int64)
     items = int(tiles_of(queries, np.array(target.single_range_tiles)).sum())
     pairs = int(queries.sum())
-    limited = replace(target, max_items=items + slack, max_entries=pairs + slack)
+    limited = target.within(Limits(items + slack, pairs + slack, 1 << 30))
     grouping = AUTO.group(forest, limited)
     plan = plan_grouping(grouping, forest, limited)
-    assert plan.num_items <= limited.max_items
-    assert len(plan.entry_query) <= limited.max_entries
+    assert plan.num_items <= limited.limits.items
+    assert len(plan.entry_query) <= limited.limits.entries
     check_plan(batch, plan, limited)
 
 

@@ -21,8 +21,8 @@ from benchmarks.policy_gaps import Oracle
 from deft_backend.costs.cost_model import FastTreeCoefficients
 from deft_backend.policies import POLICY_NAMES, get_policy
 from deft_backend.policies.deft_flatten import DeftFlatten
-from deft_backend.policies.deft_node import DeftNodeChunk
 from deft_backend.policies.fasttree import FastTree
+from deft_backend.policies.fixed_edges import DeftNodeChunk
 
 OURS = "deft"
 """Name of our method."""

@@ -18,8 +18,8 @@ from deft_backend import TreeAttention
 from deft_backend.forest import PrefixForest
 from deft_backend.planner.reference import PlanError, plan_grouping
 from deft_backend.policies import POLICY_NAMES, Grouping, Policy, PolicyError, Target
-from deft_backend.policies.deft_node import DeftNodeChunk
 from deft_backend.policies.edges import cut_ranges, grouped_ranges
+from deft_backend.policies.fixed_edges import DeftNodeChunk
 from deft_backend.settings.config import Settings
 
 MOST_SCORE_BYTES = 4 << 30
