@@ -63,10 +63,16 @@ def check(batch, heads, query_tokens, *, how, grow=0, padding=0, empty=float("-i
     kernel = Counted(empty)
     requests = len(batch.seq_lens)
     attention = LatentAttention(
-        num_query_heads=heads, dtype=torch.float32, device="cpu", kernel=kernel,
-        page_size=batch.page_size, max_batch=max(1, requests + padding), query_tokens=query_tokens,
-        value_dim=VALUE, rope_dim=ROPE,
-    )  # fmt: skip
+        num_query_heads=heads,
+        dtype=torch.float32,
+        device="cpu",
+        kernel=kernel,
+        page_size=batch.page_size,
+        max_batch=max(1, requests + padding),
+        query_tokens=query_tokens,
+        value_dim=VALUE,
+        rope_dim=ROPE,
+    )
     table = torch.from_numpy(batch.page_tables)
     # The query tokens follow what the requests share.
     lens = torch.from_numpy(batch.seq_lens) + query_tokens
@@ -98,10 +104,13 @@ def check(batch, heads, query_tokens, *, how, grow=0, padding=0, empty=float("-i
 
 @settings(max_examples=10)
 @given(
-    batch=batches(), heads=st.sampled_from([1, 5, 8, 20, 32]), tokens=st.sampled_from([1, 1, 3]),
-    how=st.sampled_from(["forest", "batch", "device"]), grow=st.integers(0, 20),
+    batch=batches(),
+    heads=st.sampled_from([1, 5, 8, 20, 32]),
+    tokens=st.sampled_from([1, 1, 3]),
+    how=st.sampled_from(["forest", "batch", "device"]),
+    grow=st.integers(0, 20),
     padding=st.integers(0, 3),
-)  # fmt: skip
+)
 def test_equals_attention_request_by_request(batch, heads, tokens, how, grow, padding):
     if heads * tokens <= 32:
         padding = padding if how == "forest" else 0
@@ -142,9 +151,15 @@ def test_the_check_at_start_names_a_wrong_result(at, off, most):
         return (out + off if len(calls) - 1 == at else out), lse
 
     attention = LatentAttention(
-        num_query_heads=8, dtype=torch.float32, device="cpu", kernel=kernel, max_batch=most,
-        query_tokens=2, value_dim=VALUE, rope_dim=ROPE,
-    )  # fmt: skip
+        num_query_heads=8,
+        dtype=torch.float32,
+        device="cpu",
+        kernel=kernel,
+        max_batch=most,
+        query_tokens=2,
+        value_dim=VALUE,
+        rope_dim=ROPE,
+    )
     said = failed_latent_check(attention)
     assert len(calls) == 6
     assert (said is None) == (at is None), said
@@ -157,9 +172,14 @@ def test_flash_attention_in_a_graph(heads, tokens, page_size):
     """One graph serves plans of both planners, of other trees and of fewer requests."""
     kernel = flash_attention()
     attention = LatentAttention(
-        num_query_heads=heads, dtype=torch.bfloat16, device="cuda", kernel=kernel,
-        page_size=page_size, max_batch=24, query_tokens=tokens,
-    )  # fmt: skip
+        num_query_heads=heads,
+        dtype=torch.bfloat16,
+        device="cuda",
+        kernel=kernel,
+        page_size=page_size,
+        max_batch=24,
+        query_tokens=tokens,
+    )
     made = [
         random_batch(seed, 24 - 3 * (seed % 3), page_size, longest=900, spare=tokens)
         for seed in range(6)
@@ -200,9 +220,12 @@ def test_flash_attention_in_a_graph(heads, tokens, page_size):
         lens[:requests] += torch.from_numpy(batch.seq_lens).cuda()
         real = requests * tokens
         want = expected(
-            q[:real, :, :512].double(), q[:real, :, 512:].double(), cache.double(),
-            table[rows[:requests]], lens[:requests],
-        )  # fmt: skip
+            q[:real, :, :512].double(),
+            q[:real, :, 512:].double(),
+            cache.double(),
+            table[rows[:requests]],
+            lens[:requests],
+        )
         for (replay, out), prepare in graphs:
             if prepare is not None:
                 prepare(requests)
@@ -220,9 +243,14 @@ def recorded(row, heads, tokens, own):
     lens = torch.full((requests,), row["shared"] + own)
     forest = forest_from_page_tables(table, lens, page_size=64)
     attention = LatentAttention(
-        num_query_heads=heads, dtype=torch.float32, device="cpu", kernel=plain_latent_attention,
-        page_size=64, max_batch=requests, query_tokens=tokens,
-    )  # fmt: skip
+        num_query_heads=heads,
+        dtype=torch.float32,
+        device="cpu",
+        kernel=plain_latent_attention,
+        page_size=64,
+        max_batch=requests,
+        query_tokens=tokens,
+    )
     return attention, attention.plan(forest), forest
 
 

@@ -43,11 +43,14 @@ def test_equals_the_device_planner(policy, query_tokens):
             for requests in (8, 9):
                 reference.poison_workspace()
                 out = reference.run(
-                    q[: requests * query_tokens], k_cache, v_cache, table,
+                    q[: requests * query_tokens],
+                    k_cache,
+                    v_cache,
+                    table,
                     torch.cat([lens, torch.ones(1).long()])[:requests],
                     table_rows=torch.cat([rows, rows[:1]])[:requests],
                     static_launch=static_launch,
-                )  # fmt: skip
+                )
                 assert relative_error(out[: len(want)], want) < 2e-6
                 assert not out[len(want) :].any()
     assert reference.counters[0] == 2

@@ -42,10 +42,17 @@ class Step:
 
     def __init__(self, tokens=1, kv_dtype=None, sinks=False, cap=0.0, ragged=False):
         self.attention = TreeAttention(
-            num_query_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16,
-            kv_dtype=kv_dtype, device="cpu", page_size=PAGE, max_batch=64, query_tokens=tokens,
+            num_query_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            device="cpu",
+            page_size=PAGE,
+            max_batch=64,
+            query_tokens=tokens,
             compiled_for=Gpu.named("sm_90"),
-        )  # fmt: skip
+        )
         self.tokens, self.kv_dtype, self.sinks = tokens, kv_dtype or torch.bfloat16, sinks
         self.options = {"sm_scale": 0.1, "logit_cap": cap}
         self.table = torch.zeros((64, 40), dtype=torch.int32)
@@ -77,18 +84,29 @@ class Step:
         given = dict(layer)
         k_cache, v_cache = given.pop("k_cache"), given.pop("v_cache")
         self.attention.run(
-            q[:rows], k_cache, v_cache, self.table, self.lens, query_start=self.starts,
-            out=out[:rows], **given,
-        )  # fmt: skip
+            q[:rows],
+            k_cache,
+            v_cache,
+            self.table,
+            self.lens,
+            query_start=self.starts,
+            out=out[:rows],
+            **given,
+        )
 
     def repeat(self, layer, q, out):
         return self.attention.repeat(layer_addresses(**layer), q, out)
 
 
 KINDS = [
-    {}, {"cap": 30.0}, {"sinks": True}, {"tokens": 4}, {"tokens": 4, "ragged": True},
-    {"kv_dtype": torch.float8_e4m3fn}, {"kv_dtype": torch.float8_e5m2, "sinks": True},
-]  # fmt: skip
+    {},
+    {"cap": 30.0},
+    {"sinks": True},
+    {"tokens": 4},
+    {"tokens": 4, "ragged": True},
+    {"kv_dtype": torch.float8_e4m3fn},
+    {"kv_dtype": torch.float8_e5m2, "sinks": True},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -128,12 +146,14 @@ def test_the_first_layer_of_a_plan_is_never_repeated(launched):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sm_scale": 0.2}, {"logit_cap": 5.0}, {"sinks": torch.zeros(HEADS)},
+        {"sm_scale": 0.2},
+        {"logit_cap": 5.0},
+        {"sinks": torch.zeros(HEADS)},
         {"k_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.bfloat16)},
         {"v_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.float16)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_layer_of_another_kind_is_not_repeated(changes, launched):
     step = Step()
     step.run(step.layer(), *step.rows())
@@ -167,9 +187,14 @@ def test_another_current_device_is_not_repeated(launched, monkeypatch):
 
 def test_a_run_that_interprets_its_kernels_is_not_repeated():
     attention = TreeAttention(
-        num_query_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32,
-        device="cpu", page_size=PAGE, max_batch=2,
-    )  # fmt: skip
+        num_query_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device="cpu",
+        page_size=PAGE,
+        max_batch=2,
+    )
     table, lens = torch.zeros((2, 2), dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
     cache = torch.randn(2, 1, PAGE, KV_HEADS, DIM)
     q, out = torch.randn(2, 2, HEADS, DIM)

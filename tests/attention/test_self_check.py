@@ -17,9 +17,15 @@ DECODE = Case(on_device=False)
 
 def attention_of(**changed):
     given: dict[str, Any] = {
-        "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
-        "device": "cpu", "page_size": 16, "max_batch": 8, "query_tokens": 3,
-    }  # fmt: skip
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "dtype": torch.float16,
+        "device": "cpu",
+        "page_size": 16,
+        "max_batch": 8,
+        "query_tokens": 3,
+    }
     return TreeAttention(**(given | changed))
 
 

@@ -43,8 +43,9 @@ def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
     group = get_cache_manager(f"{1:064x}").get_group("k1.json")
     assert group is not None
     assert {name: Path(path).read_text() for name, path in group.items()} == {
-        "k1.json": "json 1", "k1.cubin": "cubin 1",
-    }  # fmt: skip
+        "k1.json": "json 1",
+        "k1.cubin": "cubin 1",
+    }
     assert all(Path(path).is_relative_to(cache) for path in group.values())
 
 

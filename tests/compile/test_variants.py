@@ -183,9 +183,11 @@ def run_layers(attention, described, step, **options):
     for layer in described.layers:
         sinks = None if layer.sinks is None else torch.zeros(attention.num_query_heads)
         attention.run(
-            **step, **options, logit_cap=30.0 * layer.soft_cap,
+            **step,
+            **options,
+            logit_cap=30.0 * layer.soft_cap,
             sinks=None if sinks is None else sinks.to(layer.sinks),
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture

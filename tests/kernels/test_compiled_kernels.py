@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from deft_backend import TreeAttention
+from attention_checks import tree_attention
 from deft_backend.compile.variants import compile_all, compiling_for, recorded
 from deft_backend.forest import build_forest
 from deft_backend.kernels import Gpu, kernel_configuration
@@ -67,24 +67,25 @@ def resources(variant, gpu):
     return Resources(registers, shared, found["STACK"], warps)
 
 
-def attention_of(
-    gpu=H100, *, heads=(32, 8), head_dim=128, dtype=torch.bfloat16, kv_dtype=None, page_size=16,
-    query_tokens=1, requests=16, policy="auto",
-):  # fmt: skip
-    return TreeAttention(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
-        kv_dtype=kv_dtype, device="cpu", page_size=page_size, max_batch=requests,
-        query_tokens=query_tokens, policy=policy, compiled_for=gpu,
-    )  # fmt: skip
+def attention_of(gpu=H100, *, heads=(32, 8), requests=16, **changes):
+    usual = {"head_dim": 128, "dtype": torch.bfloat16, "page_size": 16, "max_batch": requests}
+    usual |= {"num_query_heads": heads[0], "num_kv_heads": heads[1], "compiled_for": gpu}
+    return tree_attention(**(usual | changes))
 
 
-def launched(attention, *, several=False, sinks=False):
-    """What a step launches, by the kernel's name. With `several`, a ragged batch of token trees."""
-    requests, tokens, heads = (
-        attention.max_batch, attention.query_tokens, attention.num_query_heads
-    )  # fmt: skip
+def launched(attention, **given):
+    """What a step launches, by the kernel's name."""
+    return {variant.name: variant for variant in variants_of(attention, **given)}
+
+
+def variants_of(attention, *, several=False, sinks=False):
+    """What a step launches, in order. With `several`, a ragged batch of token trees."""
+    requests, tokens, heads = attention.max_batch, attention.query_tokens, attention.num_query_heads
     q = torch.zeros(requests * tokens, heads, attention.head_dim, dtype=attention.dtype)
     page = (4, attention.page_size, attention.num_kv_heads, attention.head_dim)
+    caches = torch.zeros(2, *page).to(attention.kv_dtype)
+    table = torch.zeros(requests, 16, dtype=torch.int32)
+    lens = torch.full((requests,), 40, dtype=torch.int32)
     given = {}
     if attention.kv_dtype != attention.dtype:
         given["k_scale"] = given["v_scale"] = attention.unit_scale
@@ -96,13 +97,8 @@ def launched(attention, *, several=False, sinks=False):
     forest = build_forest(range(requests), [30] * (requests - 1), [40] * requests)
     attention.plan(forest, query_tokens=tokens)
     with recorded() as found:
-        attention.run(
-            q, *torch.zeros(2, *page).to(attention.kv_dtype),
-            torch.zeros(requests, 16, dtype=torch.int32),
-            torch.full((requests,), 40, dtype=torch.int32),
-            static_launch=True, **given,
-        )  # fmt: skip
-    return {variant.name: variant for variant in found}
+        attention.run(q, *caches, table, lens, static_launch=True, **given)
+    return list(found)
 
 
 def check(variant, programs, gpu=H100):
@@ -213,9 +209,7 @@ def test_tiles_of_eight_bits_on_hopper(head_dim, group):
 @pytest.fixture
 def unknown_triton(monkeypatch):
     """A version of Triton that no test has run with."""
-    cached = (
-        gluon_versions.unavailable, gluon_versions.log_unavailable, kernel_configuration
-    )  # fmt: skip
+    cached = (gluon_versions.unavailable, gluon_versions.log_unavailable, kernel_configuration)
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     for function in cached:
         function.cache_clear()

@@ -8,11 +8,14 @@ from test_kernels import DEVICES, check, random_batch, shapes_of, star
 
 from attention_checks import tree_attention
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
+from deft_backend.attention import HEAD_DIMS
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import GroupingBuilder, Segment
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 SINKS = [torch.float32, torch.bfloat16]
+SHAPES = [(4, 4), (10, 2), (6, 1), (14, 2), (12, 1), (4, 4), (10, 2), (6, 1)]
+WIDE = torch.zeros(9, 2, 64)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -30,32 +33,20 @@ SINKS = [torch.float32, torch.bfloat16]
     room=st.sampled_from([0, 1, 50]),
     wider=st.sampled_from([0, 9]),
 )
-def test_policies_on_random_forests(
-    policy, device, seed, requests, page_size, grow, kv_dtype, sinks, dtype, on_device, room, wider
-):
+def test_policies_on_random_forests(policy, device, seed, requests, on_device, **drawn):
     """Caches of 16 and of 8 bits, with and without sinks."""
-    batch = random_batch(seed, page_size, requests, spare=20)
-    check(
-        batch, policy=policy, device=device, page_size=page_size, grow=grow, kv_dtype=kv_dtype,
-        sinks=sinks, dtype=dtype, scales_on_device=on_device and kv_dtype is not None, room=room,
-        wider=wider,
-    )  # fmt: skip
+    batch = random_batch(seed, drawn["page_size"], requests, spare=20)
+    scaled = on_device and drawn["kv_dtype"] is not None
+    check(batch, policy=policy, device=device, scales_on_device=scaled, **drawn)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("head_dim", "heads"),
-    [(64, (4, 4)), (96, (10, 2)), (128, (6, 1)), (256, (14, 2)), (64, (12, 1)), (96, (4, 4)),
-     (128, (10, 2)), (256, (6, 1))],
-)  # fmt: skip
+@pytest.mark.parametrize(("head_dim", "heads"), [*zip(2 * HEAD_DIMS, SHAPES, strict=True)])
 def test_head_shapes(device, head_dim, heads):
     """GQA groups of 1, 5, 6, 7 and 12 query heads."""
-    kv_dtype = EIGHT_BITS[heads[0] % 4 // 2]
-    batch = star(9, 96, [3, 40, 0], 16)
-    check(
-        batch, device=device, head_dim=head_dim, heads=heads, page_size=16, kv_dtype=kv_dtype,
-        sinks=torch.float32, dtype=torch.bfloat16, policy="deft-node",
-    )  # fmt: skip
+    given = {"kv_dtype": EIGHT_BITS[heads[0] % 4 // 2], "sinks": torch.float32}
+    given |= {"device": device, "dtype": torch.bfloat16, "policy": "deft-node", "page_size": 16}
+    check(star(9, 96, [3, 40, 0], 16), head_dim=head_dim, heads=heads, **given)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -77,10 +68,9 @@ def test_each_way_to_an_output(device, kv_dtype, logit_cap, chunks):
             builder.add([row], [Segment(row, first, int(forest.seq_lens[row]), True, 0, 1)])
         return builder.build()
 
-    plan = check(
-        star(24, 600, [90, 300], spare=5), device=device, grow=5, group=group, kv_dtype=kv_dtype,
-        logit_cap=logit_cap, sinks=torch.float32, scales_on_device=kv_dtype is not None,
-    )  # fmt: skip
+    given = {"kv_dtype": kv_dtype, "scales_on_device": kv_dtype is not None}
+    given |= {"logit_cap": logit_cap, "sinks": torch.float32, "device": device, "grow": 5}
+    plan = check(star(24, 600, [90, 300], spare=5), group=group, **given)
     assert shapes_of(plan) == [0, 1]
     assert (len(plan.reduce_query) > 0) == (chunks > 8)
 
@@ -92,8 +82,10 @@ def test_sinks_of_any_size_and_empty_contexts(device, sink):
     table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 0, 0]]).int()
     lens = torch.tensor([3, 3, 0]).int()
     generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(*s, generator=generator).half().to(device)
-               for s in ((3, 4, 64), (9, 2, 64), (9, 2, 64)))  # fmt: skip
+    q, k, v = (
+        torch.randn(*s, generator=generator).half().to(device)
+        for s in ((3, 4, 64), (9, 2, 64), (9, 2, 64))
+    )
     sinks = torch.full((4,), sink, device=device)
     attention = tree_attention(dtype=torch.float16, device=device, max_batch=3)
     attention.plan(forest_from_page_tables(table, lens))
@@ -127,55 +119,30 @@ def test_every_finite_byte_is_its_number(kv_dtype):
     [
         ({"k_scale": 2.0}, "k_scale is given, but the KV cache has the dtype of the queries"),
         ({"v_scale": torch.ones(1)}, "v_scale is given, but the KV cache"),
-        (
-            {"kv_dtype": torch.float8_e4m3fn},
-            "k_cache has dtype torch.float32; expected torch.float8",
-        ),
+        ({"k_cache": WIDE}, "k_cache has dtype torch.float32; expected torch.float8"),
         ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\] and strides \(1,\); expected \[4\]"),
         ({"sinks": torch.zeros(4).long()}, "sinks has dtype torch.int64; expected float32"),
+        ({"k_scale": 0.0}, "k_scale is 0.0; expected a number above 0"),
+        ({"k_scale": float("inf")}, "k_scale is inf; expected a number above 0"),
+        ({"k_scale": torch.ones(2)}, r"k_scale has shape \[2\] and dtype .*; expected one number"),
+        ({"k_scale": torch.ones(1).half()}, "k_scale has shape"),
+        ({"k_scale": torch.ones(1, device="meta")}, "k_scale is on meta; expected cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
-    kv_dtype = change.pop("kv_dtype", None)
+    """Scales are given where the cache has 16 bits, and do not fit where it has 8."""
+    kv_dtype = None if "KV cache" in message else torch.float8_e4m3fn
     attention = tree_attention(kv_dtype=kv_dtype)
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
-    cache = torch.zeros(9, 2, 64)
+    cache = WIDE if kv_dtype is None else WIDE.to(kv_dtype)
+    given = {"q": torch.zeros(2, 4, 64), "k_cache": cache, "v_cache": cache, **change}
     with pytest.raises(AttentionError, match=message):
-        attention.run(
-            torch.zeros(2, 4, 64), cache, cache, torch.zeros(2, 4).int(), torch.ones(2).int(),
-            **change,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
-        (0.0, "k_scale is 0.0; expected a number above 0"),
-        (float("inf"), "k_scale is inf; expected a number above 0"),
-        (torch.ones(2), r"k_scale has shape \[2\] and dtype torch.float32; expected one number"),
-        (torch.ones(1).half(), "k_scale has shape"),
-        (torch.ones(1, device="meta"), "k_scale is on meta; expected cpu"),
-    ],
-)
-def test_scales_that_do_not_fit_are_refused(scale, message):
-    attention = tree_attention(kv_dtype=torch.float8_e5m2)
-    attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
-    cache = torch.zeros(9, 2, 64).to(torch.float8_e5m2)
-    with pytest.raises(AttentionError, match=message):
-        attention.run(
-            torch.zeros(2, 4, 64), cache, cache, torch.zeros(2, 4).int(), torch.ones(2).int(),
-            k_scale=scale,
-        )  # fmt: skip
+        attention.run(page_table=torch.zeros(2, 4).int(), seq_lens=torch.ones(2).int(), **given)
 
 
 @pytest.mark.parametrize(
     ("k_scale", "v_scale"),
-    [
-        (0.5, 3.0),
-        (torch.tensor([0.5]), 3.0),
-        (0.5, torch.tensor([3.0])),
-        (torch.tensor([0.5]), 1.0),
-    ],
+    [(0.5, 3.0), (torch.tensor(0.5), 3.0), (0.5, torch.tensor(3.0)), (torch.tensor(0.5), 1.0)],
     ids=["numbers", "keys", "values", "one"],
 )
 def test_scales_on_the_host_the_device_and_on_both(k_scale, v_scale):

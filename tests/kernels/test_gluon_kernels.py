@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernels import random_batch, star
 from test_query_tokens import drafts, tree_bits
 
 import attention_checks
 import gluon_emulator
-from deft_backend import TreeAttention, forest_from_page_tables
+from attention_checks import tree_attention
+from deft_backend import forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import build_forest
 from deft_backend.kernels import configurations
@@ -51,9 +52,10 @@ def emulated(kernel, module):
 def emulation():
     with pytest.MonkeyPatch.context() as patch:
         for kernel, module in (
-            (HOPPER_LARGE_TILE, hopper_large_tile), (HOPPER_MASKED_TILE, hopper_masked_tile),
+            (HOPPER_LARGE_TILE, hopper_large_tile),
+            (HOPPER_MASKED_TILE, hopper_masked_tile),
             (HOPPER_SMALL_TILE, hopper_small_tile),
-        ):  # fmt: skip
+        ):
             patch.setattr(kernel, "launch", emulated(kernel, module))
         yield
 
@@ -71,11 +73,10 @@ def use_gluon(attention, lookahead, programs, query_tokens=1):
     attention._shapes[query_tokens] = shape._replace(config=config)
 
 
-def check(
-    seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=300, chunk=None,
-    is_tree=False, ragged=False, wide_v=False, in_graph=False, **given,
-):  # fmt: skip
+def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=300, **given):
     """The attention of a random batch, whose result was right; `chunk` is that of DeFT-Flatten."""
+    chunk, is_tree = given.pop("chunk", None), given.pop("is_tree", False)
+    ragged, wide_v = given.pop("ragged", False), given.pop("wide_v", False)
 
     def prepare(attention):
         if chunk is not None:
@@ -90,35 +91,56 @@ def check(
     random = np.random.default_rng(seed)
     launched.clear()
     return attention_checks.check(
-        batch, query_tokens, prepare=prepare, static_launch=in_graph,
+        batch,
+        query_tokens,
+        prepare=prepare,
         tree=tree_bits(seed, requests, query_tokens) if is_tree else None,
         counts=random.integers(0, query_tokens + 1, requests).tolist() if ragged else None,
         layout="V by head" if wide_v else "apart",
         **{"heads": (4, 1), "policy": "fasttree" if chunk is None else "deft-flatten", **given},
-    )  # fmt: skip
+    )
 
 
 SEED, PAGES, LOOKAHEAD = (
-    st.integers(0, 2**31 - 1), st.sampled_from([1, 3, 16]), st.sampled_from([1, 2, 3])
-)  # fmt: skip
+    st.integers(0, 2**31 - 1),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 2, 3]),
+)
 FORESTS = {
-    "seed": SEED, "requests": st.integers(1, 24), "page_size": PAGES, "lookahead": LOOKAHEAD,
-    "heads": st.sampled_from(HEADS), "grow": st.integers(0, 3), "programs": st.integers(1, 9),
-    "own_rows": st.booleans(), "wide_v": st.booleans(), "in_graph": st.booleans(),
-}  # fmt: skip
-BLOCKS = {
-    "seed": SEED, "requests": st.integers(1, 6), "page_size": PAGES,
-    "query_tokens": st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
-    "heads": st.sampled_from(HEADS), "grow": st.integers(0, 3), "is_tree": st.booleans(),
-    "ragged": st.booleans(),
-}  # fmt: skip
-BYTES = {
-    "seed": SEED, "requests": st.integers(1, 12), "page_size": PAGES, "lookahead": LOOKAHEAD,
-    "query_tokens": st.sampled_from([1, 1, 2, 4]), "kv_dtype": st.sampled_from(EIGHT_BITS),
-    "heads": st.sampled_from(HEADS), "head_dim": st.sampled_from([64, 128]),
-    "logit_cap": st.sampled_from([0.0, 5.0]), "sinks": st.sampled_from([None, torch.float32]),
+    "seed": SEED,
+    "requests": st.integers(1, 24),
+    "page_size": PAGES,
+    "lookahead": LOOKAHEAD,
+    "heads": st.sampled_from(HEADS),
+    "grow": st.integers(0, 3),
+    "programs": st.integers(1, 9),
+    "own_rows": st.booleans(),
     "wide_v": st.booleans(),
-}  # fmt: skip
+    "static_launch": st.booleans(),
+}
+BLOCKS = {
+    "seed": SEED,
+    "requests": st.integers(1, 6),
+    "page_size": PAGES,
+    "query_tokens": st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
+    "heads": st.sampled_from(HEADS),
+    "grow": st.integers(0, 3),
+    "is_tree": st.booleans(),
+    "ragged": st.booleans(),
+}
+BYTES = {
+    "seed": SEED,
+    "requests": st.integers(1, 12),
+    "page_size": PAGES,
+    "lookahead": LOOKAHEAD,
+    "query_tokens": st.sampled_from([1, 1, 2, 4]),
+    "kv_dtype": st.sampled_from(EIGHT_BITS),
+    "heads": st.sampled_from(HEADS),
+    "head_dim": st.sampled_from([64, 128]),
+    "logit_cap": st.sampled_from([0.0, 5.0]),
+    "sinks": st.sampled_from([None, torch.float32]),
+    "wide_v": st.booleans(),
+}
 
 
 @settings(max_examples=30)
@@ -137,17 +159,15 @@ def test_random_forests(**drawn):
     lookahead=LOOKAHEAD,
     policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
 )
-@example(
-    seed=1, requests=2, query_tokens=70, page_size=16, lookahead=2, heads=(4, 1), grow=0,
-    policy="auto", is_tree=True, ragged=False,
-)  # fmt: skip
-@example(
-    seed=2, requests=1, query_tokens=130, page_size=3, lookahead=1, heads=(2, 2), grow=1,
-    policy="deft-node", is_tree=True, ragged=True,
-)  # fmt: skip
 def test_several_query_tokens(**drawn):
     """Chains and trees, for every tile that the query tokens of a request fill."""
     check(longest=260, **drawn)
+
+
+@pytest.mark.parametrize(("tokens", "ragged", "heads"), [(70, False, (4, 1)), (130, True, (2, 2))])
+def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads):
+    given = {"policy": "deft-node", "page_size": 16, "grow": 1, "longest": 260, "lookahead": 2}
+    check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
 
 
 @settings(max_examples=25)
@@ -180,10 +200,8 @@ def test_an_empty_leaf_at_the_end_of_a_full_row(requests, heads, page_size):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(requests, heads, 64, generator=generator).half()
     caches = torch.randn(2, 48 // page_size, page_size, 1, 64, generator=generator).half()
-    attention = TreeAttention(
-        num_query_heads=heads, num_kv_heads=1, head_dim=64, dtype=torch.float16, device="cpu",
-        page_size=page_size, max_batch=requests, policy="deft-node",
-    )  # fmt: skip
+    shape = {"num_query_heads": heads, "num_kv_heads": 1, "page_size": page_size}
+    attention = tree_attention(**shape, dtype=torch.float16, max_batch=requests, policy="deft-node")
     use_gluon(attention, 2, 3)
     attention.plan(forest_from_page_tables(table, lens, page_size))
     out = attention.run(q, *caches, table, lens)
@@ -228,9 +246,11 @@ def test_leaves_merge_any_number_of_results(merged, group):
         return builder.build()
 
     attention = attention_checks.check(
-        star(requests, shared, [own]), heads=(2 * group, 2), group=of_nodes,
+        star(requests, shared, [own]),
+        heads=(2 * group, 2),
+        group=of_nodes,
         prepare=lambda attention: use_gluon(attention, 1, 4),
-    )  # fmt: skip
+    )
     assert len(attention.last_plan.reduce_query) == 0  # leaves merge
 
 
@@ -254,10 +274,8 @@ def test_a_stem_writes_outputs_and_partial_results(group, longer):
     if len(longer) == requests:
         k_cache[: shared - 1] = k_cache[0]  # one weight, rounded 99 times
         v_cache[:shared], v_cache[shared:] = torch.finfo(torch.float16).max, 0.0
-    attention = TreeAttention(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, dtype=torch.float16,
-        device="cpu", max_batch=requests,
-    )  # fmt: skip
+    shape = {"num_query_heads": heads[0], "num_kv_heads": heads[1], "max_batch": requests}
+    attention = tree_attention(**shape, dtype=torch.float16)
     use_gluon(attention, 2, 3)
     order = [r for r in range(requests) if r not in longer] + longer
     forest = build_forest(order, [shared] * (requests - 1), lens.tolist())

@@ -16,9 +16,11 @@ from deft_backend.planner import DevicePlan, PlanCapacity
 from random_batches import random_batch
 
 KERNELS = (
-    configurations.PARTIAL_ATTENTION, configurations.SMALL_TILE,
-    configurations.HOPPER_LARGE_TILE, configurations.REDUCE_PARTIALS,
-)  # fmt: skip
+    configurations.PARTIAL_ATTENTION,
+    configurations.SMALL_TILE,
+    configurations.HOPPER_LARGE_TILE,
+    configurations.REDUCE_PARTIALS,
+)
 TILES = (
     TileConfig(8, 16, 1, 1, 3, 100),
     TileConfig(64, 64, 1, 4, 3, 20, lookahead=1),
@@ -126,17 +128,31 @@ def launch_all(
 
     scale = torch.ones(1) if scales == "device" else 1.0
     step = Step(
-        rows_of(q_width), cache(k_width), cache(v_width), rows_of(out_width),
-        torch.zeros(4, columns, dtype=table), torch.zeros(queries, dtype=lens),
-        torch.zeros(queries, dtype=rows), query_start=None, ancestors=None,
+        rows_of(q_width),
+        cache(k_width),
+        cache(v_width),
+        rows_of(out_width),
+        torch.zeros(4, columns, dtype=table),
+        torch.zeros(queries, dtype=lens),
+        torch.zeros(queries, dtype=rows),
+        query_start=None,
+        ancestors=None,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
-        k_scale=scale, v_scale=scale, sm_scale=0.1, logit_cap=logit_cap,
-    )  # fmt: skip
+        k_scale=scale,
+        v_scale=scale,
+        sm_scale=0.1,
+        logit_cap=logit_cap,
+    )
     partial = Partials(torch.zeros(8, 16, 256), torch.zeros(8, 16), torch.zeros(8, 16))
     run_plan(
-        config, PLAN, step, partial, known_plan=known_plan, masked_tiles=False,
+        config,
+        PLAN,
+        step,
+        partial,
+        known_plan=known_plan,
+        masked_tiles=False,
         table_by_segment=by_segment,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,22 +214,37 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ({}, [("hopper_large_tile_attention", False), ("small_tile_attention", True),
-              ("reduce_partials", True)]),
+        (
+            {},
+            [
+                ("hopper_large_tile_attention", False),
+                ("small_tile_attention", True),
+                ("reduce_partials", True),
+            ],
+        ),
         ({"known_plan": LEAVES}, [("small_tile_attention", False), ("reduce_partials", True)]),
         *(
-            (kind, [("partial_attention", False), ("small_tile_attention", True),
-                    ("reduce_partials", True)])
+            (
+                kind,
+                [
+                    ("partial_attention", False),
+                    ("small_tile_attention", True),
+                    ("reduce_partials", True),
+                ],
+            )
             for kind in ({"skip": 1}, {"q_width": 257}, {"k_width": 260}, {"v_width": 260})
         ),
         (
             {"config": replace(CONFIG, overlapped=False)},
-            [("hopper_large_tile_attention", False), ("small_tile_attention", False),
-             ("reduce_partials", False)],
+            [
+                ("hopper_large_tile_attention", False),
+                ("small_tile_attention", False),
+                ("reduce_partials", False),
+            ],
         ),
     ],
     ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
-)  # fmt: skip
+)
 def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, monkeypatch):
     """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
     compiler = Compiler(monkeypatch)
@@ -233,8 +264,9 @@ def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
     launched = compiler.launches_of(partial(launch_all, queries=queries))
     assert [(name, grid[0]) for name, grid, _, _ in launched] == [
         *(("hopper_large_tile_attention", programs) for programs in large),
-        ("small_tile_attention", small), ("reduce_partials", reduce),
-    ]  # fmt: skip
+        ("small_tile_attention", small),
+        ("reduce_partials", reduce),
+    ]
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])

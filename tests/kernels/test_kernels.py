@@ -61,8 +61,12 @@ def test_head_shapes_and_dtypes(device, head_dim, heads):
     dtype = torch.float16 if (head_dim // 32 + heads[1]) % 2 else torch.bfloat16
     check(
         random_batch(head_dim + heads[0], 16, 9),
-        device=device, head_dim=head_dim, dtype=dtype, heads=heads, page_size=16,
-    )  # fmt: skip
+        device=device,
+        head_dim=head_dim,
+        dtype=dtype,
+        heads=heads,
+        page_size=16,
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,9 +138,13 @@ def test_items_of_several_segments(device, page_size, grow, shared):
     assert sorted(queries.tolist()) == [20, 20]
     assert ranges.max() == 20 + (shared > 0)
     plan = check(
-        batch, device=device, page_size=page_size, grow=grow, heads=(2, 2),
+        batch,
+        device=device,
+        page_size=page_size,
+        grow=grow,
+        heads=(2, 2),
         group=DeftFlatten(1 << 20).group,
-    )  # fmt: skip
+    )
     assert sorted(np.diff(plan.item_query_ptr).tolist()) == [40, 40]
     assert np.diff(plan.item_segment_ptr).max() == 32
 
@@ -252,9 +260,14 @@ def test_strided_caches_table_rows_and_int64_lengths(device):
     attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
     held = torch.full((7, 6, 72), 3.0, device=device, dtype=torch.float16)
     out = attention.run(
-        q, kv[:, 0], kv[:, 1], table.to(device), batch.seq_lens.long().to(device),
-        table_rows=rows.to(device), out=held[:, :4, :64],
-    )  # fmt: skip
+        q,
+        kv[:, 0],
+        kv[:, 1],
+        table.to(device),
+        batch.seq_lens.long().to(device),
+        table_rows=rows.to(device),
+        out=held[:, :4, :64],
+    )
     assert (held[:, 4:] == 3.0).all()
     assert (held[..., 64:] == 3.0).all()
     reference = reference_attention(
@@ -268,9 +281,12 @@ def test_empty_batch():
     attention.plan(forest_from_page_tables(np.zeros((0, 1), dtype=int), []))
     cache = torch.zeros(4, 2, 64, dtype=torch.float16)
     out = attention.run(
-        torch.empty(0, 2, 64, dtype=torch.float16), cache, cache,
-        torch.zeros(1, 4, dtype=torch.int32), torch.empty(0, dtype=torch.int32),
-    )  # fmt: skip
+        torch.empty(0, 2, 64, dtype=torch.float16),
+        cache,
+        cache,
+        torch.zeros(1, 4, dtype=torch.int32),
+        torch.empty(0, dtype=torch.int32),
+    )
     assert out.shape == (0, 2, 64)
 
 
@@ -309,9 +325,12 @@ def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits():
 )
 def test_unsupported_attention_is_refused(change, message):
     arguments = {
-        "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16,
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "dtype": torch.float16,
         "device": "cpu",
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=message):
         TreeAttention(**(arguments | change))
 
@@ -346,10 +365,12 @@ def test_unsupported_attention_is_refused(change, message):
 def test_tensors_that_do_not_fit_are_refused(change, message):
     attention = tree_attention()
     tensors = {
-        "q": torch.zeros(2, 4, 64), "k_cache": torch.zeros(9, 2, 64),
-        "v_cache": torch.zeros(9, 2, 64), "page_table": torch.zeros(2, 4, dtype=torch.int32),
+        "q": torch.zeros(2, 4, 64),
+        "k_cache": torch.zeros(9, 2, 64),
+        "v_cache": torch.zeros(9, 2, 64),
+        "page_table": torch.zeros(2, 4, dtype=torch.int32),
         "seq_lens": torch.tensor([1, 2]),
-    }  # fmt: skip
+    }
     with pytest.raises(AttentionError, match="nothing is planned"):
         attention.run(**tensors)
     attention.plan(forest_from_page_tables([[0, 1], [2, 3]], [1, 2]))
@@ -368,10 +389,7 @@ def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
     """Its items fit. The plan before stays in use."""
     table = torch.arange(1500, dtype=torch.int32).reshape(5, 300)
     lens = torch.full((5,), 290, dtype=torch.int32)
-    attention, large = (
-        tree_attention(policy="deft-node-chunk", max_batch=most)
-        for most in (2, 5)
-    )  # fmt: skip
+    attention, large = (tree_attention(policy="deft-node-chunk", max_batch=most) for most in (2, 5))
     torch.manual_seed(0)
     q, caches = torch.randn(2, 4, 64), torch.randn(2, 1500, 2, 64)
     forest = forest_from_page_tables(table, lens)
@@ -405,8 +423,9 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device):
     attention.run(q, k, v, table, lens, static_launch=True)
     larger = torch.zeros(5, 4, 64)
     with pytest.raises(AttentionError, match=r"5 requests, .*max_batch 4"):
-        attention.run(larger, k, v, torch.zeros(5, 2).int(), torch.ones(5).long(),
-                      static_launch=True)  # fmt: skip
+        attention.run(
+            larger, k, v, torch.zeros(5, 2).int(), torch.ones(5).long(), static_launch=True
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,12 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from test_compiled_kernels import attention_of, launched, resources, tiles_of
+from test_compiled_kernels import attention_of, launched, resources, tiles_of, variants_of
 
-from deft_backend.attention import Gpu, TreeAttention
+from deft_backend.attention import Gpu
 from deft_backend.attention.self_check import COMPILED
-from deft_backend.compile.variants import recorded
-from deft_backend.forest import build_forest
 
 KIB = dict(zip((*COMPILED.values(), "sm_90"), (163, 99, 99, 227, 99, 227), strict=True))
 """Shared memory that a program may take."""
@@ -29,40 +27,35 @@ EVERY = [
     *product(("sm_90",), (96, 256), (None, torch.float8_e4m3fn), (1, 4)),  # the others are Gluon's
 ]
 CHEAP = [
-    ("sm_80", 128, None, 1), ("sm_86", 64, torch.float8_e4m3fn, 4), ("sm_89", 256, None, 4),
-    ("sm_100", 128, torch.float8_e4m3fn, 1), ("sm_120", 64, None, 1), ("sm_90", 256, None, 4),
-]  # fmt: skip
+    ("sm_80", 128, None, 1),
+    ("sm_86", 64, torch.float8_e4m3fn, 4),
+    ("sm_89", 256, None, 4),
+    ("sm_100", 128, torch.float8_e4m3fn, 1),
+    ("sm_120", 64, None, 1),
+    ("sm_90", 256, None, 4),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "kv_dtype", "query_tokens"),
     [
-        pytest.param(*case, marks=() if case in CHEAP else (pytest.mark.rare,), id="-".join(
-            str(part).removeprefix("torch.") for part in case)) for case in EVERY
+        pytest.param(
+            *case,
+            marks=() if case in CHEAP else (pytest.mark.rare,),
+            id="-".join(str(part).removeprefix("torch.") for part in case),
+        )
+        for case in EVERY
     ],
-)  # fmt: skip
+)
 def test_plain_kernels_fit(name, head_dim, kv_dtype, query_tokens):
     """Small, large and masked tiles and the reduction; a step of several query tokens has trees."""
     gpu = Gpu.named(name)
     assert gpu.shared_per_program == KIB[name] * 1024
-    dtype, requests = torch.bfloat16, 8
-    attention = TreeAttention(
-        num_query_heads=32, num_kv_heads=8, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
-        device="cpu", page_size=16, max_batch=requests, query_tokens=query_tokens,
-        policy="deft-flatten", compiled_for=gpu,
-    )  # fmt: skip
-    q = torch.zeros(requests * query_tokens, 32, head_dim, dtype=dtype)
-    caches = torch.zeros(2, 4, 16, 8, head_dim).to(attention.kv_dtype)
-    bits = torch.zeros(requests, query_tokens, 1, dtype=torch.int64) if query_tokens > 1 else None
-    table = torch.zeros(requests, 16, dtype=torch.int32)
-    lens = torch.full((requests,), 40, dtype=torch.int32)
-    forest = build_forest(range(requests), [30] * (requests - 1), [40] * requests)
-    attention.plan(forest, query_tokens=query_tokens)
-    with recorded() as found:
-        attention.run(q, *caches, table, lens, ancestors=bits, static_launch=True)
-    assert [kernel.name for kernel in found] == [
-        "partial_attention", "partial_attention", "small_tile_attention", "reduce_partials",
-    ]  # fmt: skip
+    shape = {"head_dim": head_dim, "kv_dtype": kv_dtype, "query_tokens": query_tokens}
+    attention = attention_of(gpu, **shape, requests=8, policy="deft-flatten")
+    found = variants_of(attention, several=query_tokens > 1)
+    names = [kernel.name for kernel in found]
+    assert names == [*["partial_attention"] * 2, "small_tile_attention", "reduce_partials"]
     others = SPILLED_ON_BLACKWELL if name == "sm_100" else SPILLED[head_dim]
     programs = [tile.programs // gpu.sms for tile in reversed(tiles_of(attention))]
     allowed = (SPILLED_MASKED, others, others, others)

@@ -71,10 +71,18 @@ def test_chains_and_trees_on_random_forests(on_device, device, data):
         )
     batch = drafts(seed, requests, page_size, query_tokens, spare=20)
     check(
-        batch, query_tokens, on_device=on_device, device=device, heads=heads, page_size=page_size,
-        tree=tree, counts=counts, grow=grow, room=data.draw(st.sampled_from([0, 1, 50]), "room"),
+        batch,
+        query_tokens,
+        on_device=on_device,
+        device=device,
+        heads=heads,
+        page_size=page_size,
+        tree=tree,
+        counts=counts,
+        grow=grow,
+        room=data.draw(st.sampled_from([0, 1, 50]), "room"),
         wider=data.draw(st.sampled_from([0, 9]), "wider"),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,9 +93,15 @@ def test_policies(policy, device):
     batch = drafts(7, 4, 3, query_tokens, longest=90, spare=9)
     tree = tree_bits(7, 4, query_tokens)
     check(
-        batch, query_tokens, policy=policy, device=device, heads=(8, 2), page_size=3, tree=tree,
+        batch,
+        query_tokens,
+        policy=policy,
+        device=device,
+        heads=(8, 2),
+        page_size=3,
+        tree=tree,
         grow=9,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,9 +112,14 @@ def test_many_query_tokens(on_device, device, query_tokens):
     batch = drafts(query_tokens, 2, 16, query_tokens)
     tree = tree_bits(query_tokens, 2, query_tokens)
     attention = check(
-        batch, query_tokens, on_device=on_device, device=device, heads=(1, 1), page_size=16,
+        batch,
+        query_tokens,
+        on_device=on_device,
+        device=device,
+        heads=(1, 1),
+        page_size=16,
         tree=None if on_device and query_tokens == 65 else tree,
-    )  # fmt: skip
+    )
     assert attention.target.query_blocks == -(-query_tokens // 64)
 
 
@@ -112,8 +131,16 @@ def test_head_shapes(device, head_dim, heads):
     batch = drafts(head_dim, 4, 16, 4)
     dtype = torch.bfloat16 if head_dim == 128 else torch.float16
     tree = tree_bits(head_dim, 4, 4) if head_dim < 128 else None
-    check(batch, 4, device=device, head_dim=head_dim, heads=heads, page_size=16, tree=tree,
-          dtype=dtype)  # fmt: skip
+    check(
+        batch,
+        4,
+        device=device,
+        head_dim=head_dim,
+        heads=heads,
+        page_size=16,
+        tree=tree,
+        dtype=dtype,
+    )
 
 
 def test_float32_soft_cap_and_fewer_query_tokens_than_the_most():
@@ -257,6 +284,9 @@ def test_words_of_bits_that_are_apart_are_refused():
     bits = torch.zeros(2, 70, 4).long()[..., ::2]
     with pytest.raises(AttentionError, match="ancestors has stride 2 in its last dimension"):
         attention.run(
-            torch.zeros(140, 4, 64), *torch.zeros(2, batch.num_pages, 2, 64), batch.page_table,
-            batch.seq_lens, ancestors=bits,
-        )  # fmt: skip
+            torch.zeros(140, 4, 64),
+            *torch.zeros(2, batch.num_pages, 2, 64),
+            batch.page_table,
+            batch.seq_lens,
+            ancestors=bits,
+        )

@@ -49,13 +49,15 @@ def read(plan):
         tile_ptr=tiles,
         item_segment_ptr=cut("item_segment_ptr", items + 1),
         item_query_ptr=cut("item_query_ptr", items + 1),
-        **{n: cut(f"segment_{n[8:]}", segments) for n in (
-            "segment_request", "segment_start", "segment_end", "segment_span")},
+        **{
+            n: cut(f"segment_{n[8:]}", segments)
+            for n in ("segment_request", "segment_start", "segment_end", "segment_span")
+        },
         entry_query=cut("entry_query", entries),
         entry_slot=cut("entry_slot", entries),
         reduce_query=cut("reduce_query", reduced),
         reduce_ptr=cut("reduce_ptr", reduced + 1),
-    )  # fmt: skip
+    )
 
 
 def plan_of(batch, target=TARGET, capacity=None, device=CPU, policy=AUTO):
@@ -95,11 +97,13 @@ def items_of(plan):
         (int(queries), *segments[begin:end], *(spans[begin:end] if number >= masked else ()))
         for number, (queries, begin, end) in enumerate(
             zip(
-                np.diff(plan.item_query_ptr), plan.item_segment_ptr[:-1],
-                plan.item_segment_ptr[1:], strict=True,
+                np.diff(plan.item_query_ptr),
+                plan.item_segment_ptr[:-1],
+                plan.item_segment_ptr[1:],
+                strict=True,
             )
         )
-    )  # fmt: skip
+    )
 
 
 def check(batch, plan, target=TARGET):
@@ -223,9 +227,11 @@ def test_the_host_planner_decides_the_same_by_every_policy(name, seed):
 
 @settings(deadline=None, max_examples=80)
 @given(
-    batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0), target=targets,
-    name=st.sampled_from(ON_DEVICE), weights=st.tuples(*[st.sampled_from([0.0, 0.1, 5.0])] * 3),
-)  # fmt: skip
+    batch=batches(max_requests=12).filter(lambda b: len(b.seq_lens) > 0),
+    target=targets,
+    name=st.sampled_from(ON_DEVICE),
+    weights=st.tuples(*[st.sampled_from([0.0, 0.1, 5.0])] * 3),
+)
 def test_every_policys_plan_attends_to_every_token_once(batch, target, name, weights):
     policy = POLICIES[name]
     if name == "fasttree":
@@ -235,10 +241,11 @@ def test_every_policys_plan_attends_to_every_token_once(batch, target, name, wei
 
 @settings(deadline=None, max_examples=40)
 @given(
-    seed=st.integers(0, 1 << 20), requests=st.integers(2, 30),
+    seed=st.integers(0, 1 << 20),
+    requests=st.integers(2, 30),
     weights=st.tuples(*[st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])] * 3),
     heads=st.sampled_from([(32, 32), (32, 8), (16, 1)]),
-)  # fmt: skip
+)
 def test_fasttrees_search_is_the_hosts(seed, requests, weights, heads):
     batch = random_batch(seed, requests, [0, 3, 8, 16, 33, 96, 400], private=40)
     policy = FastTree(FastTreeCoefficients(*weights))
@@ -279,9 +286,17 @@ def test_how_programs_divide_the_work_decides_nothing(seed, monkeypatch):
     assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
     whole = ProgramWork.interpreted(64)
     small = replace(
-        whole, rows=8, sorted=8, nodes=4, ranges=4, leaf_columns=16, node_columns=4, leaves=16,
-        node_programs=2, width=8,
-    )  # fmt: skip
+        whole,
+        rows=8,
+        sorted=8,
+        nodes=4,
+        ranges=4,
+        leaf_columns=16,
+        node_columns=4,
+        leaves=16,
+        node_programs=2,
+        width=8,
+    )
     monkeypatch.setattr(ProgramWork, "interpreted", lambda size: small)
     found = plan_of(batch)
     for name, array in vars(expected).items():
@@ -501,8 +516,9 @@ def test_rows_without_a_request_get_zeros():
     tree.poison_workspace()
     out = torch.full((5, 4, 64), float("nan"))
     tree.plan_on_device(tables, lens, table_rows=rows)
-    tree.run(torch.randn(5, 4, 64), k, v, tables, lens, table_rows=rows, out=out,
-             static_launch=True)  # fmt: skip
+    tree.run(
+        torch.randn(5, 4, 64), k, v, tables, lens, table_rows=rows, out=out, static_launch=True
+    )
     assert not out.isnan().any()
     assert [bool(row.any()) for row in out] == [True, False, True, True, False]
 

@@ -169,9 +169,13 @@ def test_the_same_forest_gives_the_same_arrays(name, batch, target):
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8)])
 def test_the_workspace_for_1024_requests_is_bounded(heads):
     attention = TreeAttention(
-        num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16,
-        device="cpu", max_batch=1024,
-    )  # fmt: skip
+        num_query_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device="cpu",
+        max_batch=1024,
+    )
     assert attention.workspace_bytes <= WORKSPACE_LIMIT == 256 << 20
     # The capacity for a GPU of 132 SMs with ten blocks on each.
     capacity = PlanCapacity.for_batch(1024, 10 * 132 // heads[1], heads[0] * (128 * 2 + 8))

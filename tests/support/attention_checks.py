@@ -119,9 +119,7 @@ def check(
     if on_device:
         attention.plan_on_device(table, lens, query_tokens=query_tokens)
     else:
-        forest = forest_from_page_tables(
-            batch.page_table, batch.seq_lens, page_size, num_pages=batch.num_pages
-        )
+        forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
         if group is None:
             attention.plan(forest, query_tokens=query_tokens)
         else:
