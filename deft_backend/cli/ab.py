@@ -78,7 +78,7 @@ def ab(
         bool | None,
         Option(
             help="Compare log-probabilities, and exit with 1 for any difference; default: only "
-            "for own servers without --rate and arrivals."
+            "for own servers without --rate, --goodput and arrivals."
         ),
     ] = None,
 ) -> None:

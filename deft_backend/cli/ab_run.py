@@ -216,7 +216,8 @@ def run_asked(asked: AbOptions) -> None:
     console = Console()
     exact = asked.exact
     if exact is None:
-        exact = asked.urls is None and asked.rate is None and asked.arrivals is None
+        timed = asked.rate is not None or asked.goodput or asked.arrivals is not None
+        exact = asked.urls is None and not timed  # log-probabilities cost time
     folder = asked.out or Path("reports") / f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     problems = (WorkloadError, TraceError, ServerError, ModelFilesError, StartError)
     with reported(*problems), Progress(console) as progress:

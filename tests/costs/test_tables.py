@@ -1,0 +1,174 @@
+"""Cost tables: their keys and files, and the table that a GPU without one of its own takes."""
+
+import json
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deft_backend.costs import CostModel, table_lookup
+from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
+from deft_backend.costs.tables import (
+    SHIPPED_TABLES,
+    GpuFacts,
+    TableKey,
+    derived_table,
+    nearest_table,
+    read_key,
+    shipped_for,
+    shipped_tables,
+)
+from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS
+
+KEY = TableKey(
+    gpu="NVIDIA A100-SXM4-40GB",
+    package="1.2.3",
+    kernels="0123",
+    torch="2.11.0",
+    triton="3.6.0",
+    query_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    dtype="float16",
+    page_size=1,
+)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_warnings():
+    table_lookup._warn_once.cache_clear()
+
+
+def test_a_tuned_table_is_found_again(tmp_path):
+    model = replace(default_cost_model(), source="tuned here")
+    save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)
+    found = table_in_use(KEY, tmp_path / "deeper")
+    assert (found.tuned, found.notice, found.damage) == (True, None, None)
+    assert cost_model_for(KEY, tmp_path / "deeper").source == "tuned here"
+    np.testing.assert_array_equal(found.model.time_ms, model.time_ms)
+    other = replace(KEY, triton="3.7.0")
+    assert not table_in_use(other, tmp_path / "deeper").tuned
+
+
+def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(KEY, tmp_path) is default_cost_model()
+        cost_model_for(KEY, tmp_path)
+    (record,) = caplog.records
+    assert "the cost table of an NVIDIA H100 80GB HBM3" in record.message
+    assert "none was measured on this NVIDIA A100-SXM4-40GB" in record.message
+    assert "deft tune --heads 32/8 --head-dim 128 --dtype fp16 --page-size 1" in record.message
+
+
+@pytest.mark.parametrize("damage", ["list", "no key", "key", "type", "field", "time"])
+def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, caplog):
+    key = replace(KEY, gpu="NVIDIA H100 80GB HBM3")
+    path = tmp_path / key.file_name
+    save_table(default_cost_model(), key, path)
+    data = json.loads(path.read_text())
+    if damage == "no key":
+        del data["key"]
+    elif damage == "key":
+        data["key"]["head_dim"] = 64
+    elif damage == "type":
+        data["key"] = "H100"
+    elif damage == "field":
+        del data["key"]["torch"]
+    elif damage == "time":
+        data["time_ms"][0][0] = -1.0
+    path.write_text(json.dumps([] if damage == "list" else data))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert cost_model_for(key, tmp_path) is default_cost_model()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(path) in record.message
+    assert "ignored" in record.message
+    assert "deft tune" in record.message
+
+
+def test_the_shipped_table_is_scaled_by_bytes():
+    model = default_cost_model()
+    key = read_key(DEFAULT_TABLE)
+    assert shipped_for(key.query_heads, key.head_dim, key.dtype) is model
+    assert shipped_for(key.query_heads, key.head_dim, "bfloat16") is model
+    half = shipped_for(16, 64, "bfloat16")
+    assert half.head_dim == 64
+    assert half.tiles.token_ns == tuple(time / 2 for time in model.tiles.token_ns)
+    assert half.tiles.item_ns == model.tiles.item_ns
+    assert half.tiles.partial_ns == pytest.approx(model.tiles.partial_ns / 4)
+    np.testing.assert_allclose(half.time_ms - half.launch_ms, (model.time_ms - model.launch_ms) / 2)
+    for head_dim in (64, 96, 128, 256):  # tables that CostModel accepts
+        for dtype in DTYPE_BYTES:
+            assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
+    assert table.path in SHIPPED_TABLES
+    measured = table.key
+    key = replace(KEY, gpu=measured.gpu, dtype=measured.dtype, kv_heads=measured.kv_heads)
+    with caplog.at_level(logging.INFO):
+        assert cost_model_for(key, tmp_path, table.facts) is table.model
+        assert cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
+    assert not caplog.records
+    assert len(table.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
+
+
+@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
+def test_a_derived_table_follows_the_facts(table):
+    was, model = table.facts, table.model
+    assert derived_table(table, was) is derived_table(table, None) is model
+    half = GpuFacts(was.sms // 2, was.sm_clock_mhz / 2, was.memory_gb_s / 4)
+    found = derived_table(table, half)
+    assert found.bandwidth_gb_s == pytest.approx(model.bandwidth_gb_s / 4)
+    assert found.tiles.item_ns == pytest.approx([2 * time for time in model.tiles.item_ns])
+    assert found.tiles.token_ns == pytest.approx([2 * time for time in model.tiles.token_ns])
+    assert found.tiles.partial_ns == pytest.approx(4 * model.tiles.partial_ns)
+    assert found.tiles.reduce_ns == pytest.approx(2 * model.tiles.reduce_ns)
+    np.testing.assert_allclose(
+        found.time_ms - found.launch_ms, 2 * (model.time_ms - model.launch_ms)
+    )
+    assert (found.launch_ms, found.fasttree) == (model.launch_ms, model.fasttree)
+    assert f"{half.sms} SMs" in found.source
+
+
+def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
+    h100, h200, *_ = shipped_tables()
+    lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
+    rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
+    assert nearest_table(KEY.gpu, lean) is h100
+    assert nearest_table(KEY.gpu, rich) is h200
+    assert nearest_table(KEY.gpu, None) is h100
+    with caplog.at_level(logging.INFO):
+        model = cost_model_for(KEY, tmp_path, rich)
+    assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
+    (record,) = caplog.records
+    assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message
+
+
+def test_a_gpu_plans_with_the_table_of_the_gqa_group_most_like_its_own():
+    _, h200, mha, *_ = shipped_tables()
+    for group, table in ((1, mha), (3, h200), (4, h200), (16, h200)):
+        assert nearest_table(h200.key.gpu, None, "bfloat16", group) is table
+        assert nearest_table(KEY.gpu, h200.facts, "bfloat16", group) is table
+
+
+def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
+    """Also on a GPU that only has a table of 16 bits: it is carried to the GPU's facts."""
+    h100, h200, _, *eight_bits = shipped_tables()
+    for table, other in zip(eight_bits, (h100, h200), strict=True):
+        assert table.key.dtype == "float8_e4m3fn"
+        for dtype, size in DTYPE_BYTES.items():
+            found = nearest_table(table.key.gpu, h200.facts, dtype)
+            assert found is (table if size == 1 else other)
+    key = replace(KEY, gpu="another", dtype="float8_e5m2")
+    half = replace(h100.facts, memory_gb_s=h100.facts.memory_gb_s / 2)
+    used = table_in_use(key, tmp_path, half)
+    assert used.path == eight_bits[0].path
+    assert used.model.tiles.item_ns == eight_bits[0].model.tiles.item_ns  # the clocks are equal
+    assert used.model.bandwidth_gb_s == pytest.approx(eight_bits[0].model.bandwidth_gb_s / 2)
+    assert used.notice is not None
+    assert "--kv-cache-dtype fp8_e5m2" in used.notice
