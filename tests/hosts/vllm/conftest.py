@@ -1,7 +1,9 @@
 """Each test is a server of its own: an empty state folder, no earlier server, no earlier log."""
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,19 @@ def new_server(
     monkeypatch.setattr(factory, "log", OnceLog())
     monkeypatch.setattr(registered, "log", OnceLog())
     monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: "NHD", raising=False)  # to 0.28
+
+
+@pytest.fixture
+def copied_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' backend copies a group's metadata for another group, as FLASH_ATTN does."""
+    from vllm_cpu_backend import PlainCpuBuilder
+
+    def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
+        copied = copy.copy(metadata)
+        copied.block_table = blk_table
+        return copied
+
+    monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
 
 
 @pytest.fixture(params=["auto", "deft-node"])

@@ -1,6 +1,5 @@
 """vLLM's builder and implementation with tree attention: their choices and their results."""
 
-import dataclasses
 import logging
 import random
 import threading
@@ -177,16 +176,9 @@ def test_groups_have_plans_of_their_own(planned, two_groups):
     assert len(planned) == 2
 
 
-def test_an_updated_block_table_is_planned_anew(planned, monkeypatch, two_groups):
+@pytest.mark.usefixtures("copied_metadata")
+def test_an_updated_block_table_is_planned_anew(planned, two_groups):
     """The host copies a group's metadata for another group, which must get its own step."""
-
-    def update(self, metadata, blk_table, slot_mapping):
-        copied = dataclasses.replace(metadata, block_table=blk_table)
-        vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
-        return copied
-
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "update_block_table", update, raising=False)
     (first, second), builders, (batch, other), cache = two_groups
     metadata = builders[0].build(0, batch.common())
     updated = builders[1].update_block_table(metadata, other.table, None)
@@ -344,17 +336,8 @@ def test_documents_in_a_prompt_change_no_decode(changes):
     assert Step(batch, common=batch.common(**changes)).tree is not None
 
 
-def test_counts_what_is_read(monkeypatch):
+def test_plans_are_counted_with_what_they_load(monkeypatch):
     monkeypatch.setenv("DEFT_POLICY", "deft-node")  # shares as much as possible
-    step = Step(Batch([40, 37, 33], shared=2))  # 32 shared tokens, and 8 + 5 + 1 unshared ones
-    step.run()
-    token = 2 * 2 * DIM * 4 * 2  # keys and values, KV heads, float32, layers
-    assert (state().counters().steps_tree, state().counters().plans) == (1, 1)
-    assert state().counters().kv_bytes_query_guided == 110 * token
-    assert state().counters().kv_bytes_read == 46 * token
-
-
-def test_plans_are_counted_with_what_they_load():
     step = Step(Batch([40, 37, 33], shared=2, padding=1), tree_layers(count=1))
     for _ in range(3):
         step.run()
@@ -363,8 +346,8 @@ def test_plans_are_counted_with_what_they_load():
     counters = state().counters()
     assert counters.steps == {Content("decode", None): Steps(4, 4 * 3, 4 * 110 * token)}
     assert counters.plans == 3  # the last step has not run yet
-    assert state().counters().kv_bytes_query_guided == 3 * 110 * token
-    assert 3 * 46 * token <= state().counters().kv_bytes_read <= 3 * 110 * token
+    assert counters.kv_bytes_query_guided == 3 * 110 * token
+    assert counters.kv_bytes_read == 3 * 46 * token  # 32 shared ones, and 8 + 5 + 1
     shown = forest_of(state().batch)
     assert (shown.batch_size, shown.tokens_stored, shown.page_size) == (3, 46, 16)
 
@@ -400,10 +383,12 @@ def test_kv_of_another_kind_makes_no_group(caplog):
         assert "; these layers run through CPU_ATTN alone" in line
 
 
+@pytest.mark.parametrize("drafts", [None, [5, 1, 1, 4, 2]])
 @pytest.mark.usefixtures("policy")
-def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
+def test_a_failing_kernel_costs_a_line(drafts, monkeypatch, failures):
     """The host's implementation runs the layer; the step that failed is one of the host's."""
-    step = Step(Batch(DECODE, shared=2))
+    layers = tree_layers(make_config(speculative_config=speculating(4)))
+    step = Step(Batch(DECODE, shared=2, query_lens=drafts), layers)
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
     step.check()
     assert [line.count("no such instruction") for line in failures] == [1]
@@ -412,6 +397,7 @@ def test_a_failing_kernel_costs_a_line(monkeypatch, failures):
     assert step.tree is None
     counters = state().counters()
     assert (counters.steps_tree, counters.steps_host) == (0, {"kernel failed": 2})
+    assert counters.verified_tokens == 0
 
 
 def test_a_plan_that_fails_leaves_its_step_to_the_host(monkeypatch, failures):

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
-from deft_backend.hosts.vllm import cached_prefixes, server
+from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
@@ -536,6 +536,7 @@ def test_costs_count_query_tokens(tokens, gains):
 
 def test_costs_decide_once_for_the_requests_of_a_batch():
     batch = Batch(DECODE, shared=2)
+    assert shared_by(None)[0].too_little() == UNKNOWN
     sharing, asked = shared_by(batch, gains=False)
     told = message(batch, scheduled_new_reqs=[])
     for _ in range(3):
@@ -548,74 +549,6 @@ def test_costs_decide_once_for_the_requests_of_a_batch():
     sharing.too_little()
     assert len(asked) == 2
     assert shared_by(batch, gains=True)[0].too_little() is None
-
-
-def test_blocks_of_later_chunks_count():
-    """A prompt in two chunks: the second request finds the first one's blocks in the cache."""
-    sharing, _ = shared_by(None)
-    assert sharing.too_little() is not None
-    first = SimpleNamespace(req_id="0", block_ids=([1, 2],))
-    second = SimpleNamespace(req_id="1", block_ids=([1, 2, 3, 4, 5],))
-    none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
-    more = SimpleNamespace(req_ids=["0"], resumed_req_ids=set(), new_block_ids=[([3, 4, 9],)])
-    batch = Batch([80, 80], shared=4)
-    sharing.observe(message(batch, scheduled_new_reqs=[first]))
-    assert sharing.too_little() == UNKNOWN
-    sharing.observe(
-        message(
-            batch,
-            scheduled_new_reqs=[second],
-            scheduled_cached_reqs=more,
-            num_scheduled_tokens={"0": 1, "1": 1, "2": 1},
-        )
-    )
-    assert sharing.too_little() == UNKNOWN
-    sharing.observe(message(batch, scheduled_new_reqs=[], scheduled_cached_reqs=none))
-    decided = []
-    sharing._attention.gains = lambda forest, layers: decided.append(forest) or True
-    assert sharing.too_little() is None
-    assert decided[0].tokens_attended - decided[0].tokens_stored == 4 * PAGE
-
-
-def test_blocks_of_growing_requests_wait_for_the_next_decision(monkeypatch):
-    """Steps of the same requests only note them; a preempted request has lost its own."""
-    batch = Batch(DECODE, shared=2)
-    sharing, asked = shared_by(batch)
-    arrays = []
-    blocks_of = cached_prefixes._blocks_of
-    monkeypatch.setattr(
-        cached_prefixes, "_blocks_of", lambda groups: arrays.append(groups) or blocks_of(groups)
-    )
-
-    def said(tokens, new=(), resumed=(), finished=()):
-        cached = SimpleNamespace(
-            req_ids=list(tokens),
-            resumed_req_ids=set(resumed),
-            new_block_ids=[dict(new).get(request) for request in tokens],
-        )
-        sharing.observe(
-            message(
-                batch,
-                scheduled_new_reqs=[],
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens=dict.fromkeys(tokens, 1),
-                finished_req_ids=set(finished),
-            )
-        )
-        return sharing.too_little()
-
-    assert sharing.too_little() is None
-    for step in range(3):
-        assert said("01234", {"0": ([70 + step],), "1": ([80 + step],), "4": ([90],)}) is None
-    assert (len(asked), arrays) == (1, [])
-    said("0123", finished="4")
-    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (6, 6, 3, 5)]
-    said("0123", {"0": ([73],), "1": ([83],)})
-    said("023")  # the host has preempted request 1
-    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (7, 3, 5)]
-    said("0123", {"1": ([1, 2, 99, 98],)}, resumed="1")
-    assert asked[-1].seq_lens.tolist() == [PAGE * n for n in (7, 4, 3, 5)]
-    assert "4" not in sharing._later
 
 
 def test_a_decision_that_fails_is_the_hosts(monkeypatch, failures):

@@ -228,15 +228,9 @@ def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeyp
 
 
 @pytest.mark.parametrize("slices", [True, False])
-def test_another_group_with_the_same_requests(slices, monkeypatch, rests):
+@pytest.mark.usefixtures("copied_metadata")
+def test_another_group_with_the_same_requests(slices, rests):
     """Model runner V1 copies a group's metadata for another group, which may slice no batch."""
-
-    def update(self, metadata, blk_table, slot_mapping):
-        copied = dataclasses.replace(metadata, block_table=blk_table)
-        vars(copied).update({k: v for k, v in vars(metadata).items() if k not in vars(copied)})
-        return copied
-
-    monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
     config = make_config()
     first, second = (tree_layers(config, prefix=name) for name in ("first", "second"))
     builders = [layers.builder(make_spec()) for layers in (first, second)]
@@ -512,6 +506,27 @@ def test_a_preempted_request_shares_nothing_until_it_decodes_again():
     # Some versions do not name it when it is preempted.
     assert requests.step({"a": 1, "b": 30}, more={"b": [1, 2]}, resumed=["b"]) == 0
     assert requests.step({"a": 1, "b": 1}) == 2
+
+
+def test_all_blocks_of_requests_that_grow():
+    """Of later chunks of a prompt, and of generated tokens; they wait until somebody asks."""
+    requests = Requests()
+    prefixes = requests.prefixes
+    prefixes.keeps_generated = True
+    requests.step({"a": 32}, {"a": [1, 2]})
+    requests.step({"a": 16, "b": 80}, {"b": [1, 2, 3]}, more={"a": [3]})
+    for block in (4, 9):
+        requests.step({"a": 1, "b": 1}, more={"a": [block], "b": None})
+    assert prefixes._blocks["a"].tolist() == [1, 2, 3, 4]
+    assert prefixes.blocks_of("a").tolist() == [1, 2, 3, 4, 9]
+    requests.step({"a": 1, "b": 1}, more={"b": [6]})
+    requests.step({"a": 1}, preempted={"b"})
+    assert prefixes.blocks_of("b") is None
+    requests.step({"a": 1, "b": 30}, more={"a": [7], "b": [1, 8]}, resumed=["b"])
+    assert prefixes.blocks_of("b").tolist() == [1, 8]
+    requests.step({"b": 1}, finished=["a"])
+    assert prefixes.blocks_of("a") is None
+    assert not prefixes._later
 
 
 def test_requests_with_drafts_decode():

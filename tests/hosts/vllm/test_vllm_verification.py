@@ -13,7 +13,6 @@ from deft_backend.hosts.vllm.layers import drafts
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Counters
 from deft_patches.vllm import observe_steps
-from failure_lines import raising
 from vllm_fakes import (
     Batch,
     Cache,
@@ -66,27 +65,6 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     found = state().counters()
     assert (found.steps_tree, found.plans, found.verified_tokens) == (2, 2, 26)
     assert found.kv_bytes_query_guided == 2 * sum(LENS) * state().token_bytes * state().num_layers
-
-
-def test_sinks_are_part_of_every_query_tokens_softmax():
-    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
-    layers = make_layers(arguments={"sinks": sinks})
-    step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), layers)
-    assert step.tree is not None
-    found = step.check(sinks=sinks)
-    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
-    assert state().counters().steps_tree == 1
-
-
-@pytest.mark.usefixtures("policy")
-def test_a_failed_verification_is_the_hosts(monkeypatch, failures):
-    step = Step(Batch(LENS, shared=2, query_lens=[5, 1, 1, 4, 2]), make_layers())
-    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-    step.check()
-    assert (state().counters().verified_tokens, state().counters().steps_tree) == (0, 0)
-    assert state().counters().steps_host == {"kernel failed": 1}
-    assert len(failures) == 1
-    failures.clear()
 
 
 def test_the_same_metadata_serves_another_batch_of_a_graph():
