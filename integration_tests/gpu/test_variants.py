@@ -133,6 +133,26 @@ def test_logprobs(variant, pair, model):
     assert not found["parted_outside_top"]
 
 
+@on("batch-invariant")
+def test_bits_of_a_request_do_not_depend_on_the_batch(variant, pair, model):
+    """Every log-probability of a request alone, in its batch, and in the batch turned round."""
+    prompts = [asked.prompt for asked in requests(model.ids, 13)]
+
+    async def answers():
+        async with client_of(FLEET, pair[0]) as client:
+            for batch in (*([prompt] for prompt in prompts), prompts, prompts[::-1]):
+                found.extend(
+                    zip(batch, await client.batch(batch, 48, likeliest=LIKELIEST), strict=True)
+                )
+
+    found = []
+    asyncio.run(answers())
+    alone = dict(found[: len(prompts)])
+    differing = sum(answer != alone[prompt] for prompt, answer in found)
+    report(variant, "bits", {"answers": len(found), "differing": differing})
+    assert not differing
+
+
 @on()
 def test_trees_were_decoded(variant, pair):
     check_steps(FLEET, variant, pair[0])

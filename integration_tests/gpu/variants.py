@@ -106,6 +106,9 @@ _SGLANG = Fleet(
 )
 
 _CHUNKS = "--max-num-batched-tokens 512"
+_SHORT_CHUNKS = f"{_CHUNKS} --long-prefill-token-threshold 64 --max-num-seqs 256"
+
+_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 """Without it, vLLM has no endpoints that let a server sleep or change its weights."""
@@ -116,18 +119,20 @@ _VLLM = Fleet(
     {
         "host": Variant("FLASH_ATTN"),
         "host-lora": Variant("FLASH_ATTN", lora=True),
+        "host-invariant": Variant("FLASH_ATTN", settings=_INVARIANT),
         "host-sleeping": Variant("FLASH_ATTN", "--enable-sleep-mode", _DEVELOPMENT),
     },
     {
         "default": Variant("deft"),
         **_POLICIES,
         # Prompts come in chunks, so that most steps with prefills also decode.
-        "chunks": Variant("deft", f"{_CHUNKS} --long-prefill-token-threshold 64"),
+        "chunks": Variant("deft", _SHORT_CHUNKS),
         "chunks-lookup": Variant(
             "deft",
             f"{_CHUNKS} --speculative-config "
             """'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'""",
         ),
+        "batch-invariant": Variant("deft", _SHORT_CHUNKS, _INVARIANT, "host-invariant"),
         "lora": Variant("deft", against="host-lora", lora=True),
         "sleeping": Variant("deft", "--enable-sleep-mode", _DEVELOPMENT, "host-sleeping"),
         # For machines whose GPUs may not use NVLink multicast: vLLM's own all-reduces may use it.
