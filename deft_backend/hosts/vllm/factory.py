@@ -102,6 +102,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     if device.type == "cuda":
         largest = planned_on_device(largest, query_tokens, shape.gqa_group)
     dtype = vllm_config.model_config.dtype
+    kv_dtype = layer.kv_dtype or dtype
 
     def set_up() -> TreeAttention | LatentAttention:
         if layer.value_dim is not None:
@@ -127,7 +128,7 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
     attention = outside_memory_pools(set_up, device) if sleeps else set_up()
     counters = server.counters_of(
         settings,
-        layer.kv_dtype or dtype,
+        kv_dtype,
         **shape._asdict(),
         device=device.type,
         num_layers=alike,
@@ -150,6 +151,10 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         counters,
         tree_layers=alike,
         counts=not server.groups,  # the first one
+        shape=shape,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=spec.block_size,
         shows_batch=not sleeps,
         equal_bits=envs.VLLM_BATCH_INVARIANT,
     )

@@ -38,6 +38,10 @@ class GroupAttention(ABC):
     state: ServerState  # receives the counters
     tree_layers: int  # layers of the whole model that go through tree attention
     counts: bool  # whether this group counts the server's steps; exactly one group does
+    shape: LayerShape  # of its layers
+    dtype: torch.dtype  # of queries and results
+    kv_dtype: torch.dtype
+    page_size: int
     # What the requests share; without it, the host decodes mixed steps.
     prefixes: CachedPrefixes | None = None
     equal_bits: bool = False  # vLLM's batch-invariant mode: tree attention decodes every request
@@ -53,11 +57,6 @@ class GroupAttention(ABC):
     def __post_init__(self) -> None:
         self.failure.keeps_graphs = lambda: bool(self._captured)
         self.query_tokens = self.attention.query_tokens
-        self.shape, self.dtype, self.kv_dtype, self.page_size = self._held()
-
-    @abstractmethod
-    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
-        """Shape and dtype of the layers, and dtype and page size of their KV cache."""
 
     def takes(self, layer: Layer) -> bool:
         if layer.reason is not None:
@@ -231,11 +230,6 @@ class TreeGroup(GroupAttention):
         if repeated:
             step.ran.add(id(owner))
         return repeated
-
-    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
-        held = self.attention
-        shape = LayerShape(held.num_query_heads, held.num_kv_heads, held.head_dim)
-        return shape, held.dtype, held.kv_dtype, held.page_size
 
     def _run(self, step: TreeStep, call: LayerCall, rows: torch.Tensor) -> None:
         layer, query, kv_cache = call.layer, call.query[: step.tokens], call.kv_cache

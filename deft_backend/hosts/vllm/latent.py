@@ -13,7 +13,6 @@ from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
 from deft_backend.hosts.common.limits import (
-    LayerShape,
     Unsupported,
     refused,
     same_on_all_ranks,
@@ -77,11 +76,6 @@ class LatentGroup(GroupAttention):
     attention: LatentAttention
     sharing: LatentSharing = field(kw_only=True)
     _captures_tree: bool = field(default=False, init=False)
-
-    def _held(self) -> tuple[LayerShape, torch.dtype, torch.dtype, int]:
-        held = self.attention.shape
-        shape = LayerShape(held.num_query_heads, 1, held.latent_dim)
-        return shape, held.dtype, held.dtype, held.page_size
 
     def refuses(self, requests: int, query_tokens: int) -> str | None:
         """Not for a failure: it may be this rank's alone, and all ranks must replay one graph."""
