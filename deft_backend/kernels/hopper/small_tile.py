@@ -84,43 +84,6 @@ def _coming(item, tensors):
 
 
 @jit
-def _finish(
-    online,
-    own,
-    kv_head,
-    place,
-    buffers,
-    tensors,
-    plan,
-    scaling,
-    strides,
-    HEADS,
-    CACHE,
-    TILE,
-    MODE,
-    LAYOUT,
-):
-    """Write an item's results, merged with others if the plan says so."""
-    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
-    acc = in_order(online.acc, EXPONENT_BITS)
-    if EXPONENT_BITS > 0:
-        acc = acc * scaling.value
-    barrier()  # K and V have been read
-    place.permute((1, 0)).store(acc)
-    buffers.maximum.store(online.maximum)
-    buffers.total.store(gl.reduce(online.total, 0, plus))
-    barrier()
-    if own.merged > 0:
-        if MODE.overlapped:
-            gdc_wait()
-        merge_results(own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT)
-    else:
-        write_results(
-            own, kv_head, place, buffers, tensors, plan, strides, HEADS, TILE, MODE, LAYOUT
-        )
-
-
-@jit
 def hopper_small_tile_attention(
     tensors: Tensors,
     plan: ItemArrays,
@@ -131,6 +94,7 @@ def hopper_small_tile_attention(
     TILE: gl.constexpr,
     MODE: gl.constexpr,
 ):
+    EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     LAYOUT: gl.constexpr = layout_of(
         HEADS.dim, HEADS.vectors, TILE.height, TILE.lookahead, CACHE.exponent_bits
     )
@@ -182,22 +146,34 @@ def hopper_small_tile_attention(
             left -= TILE.block_tokens
             if left <= 0:
                 kv_head = work % HEADS.num_kv
-                _finish(
-                    online,
-                    own,
-                    kv_head,
-                    place,
-                    buffers,
-                    tensors,
-                    plan,
-                    scaling,
-                    strides,
-                    HEADS,
-                    CACHE,
-                    TILE,
-                    MODE,
-                    LAYOUT,
-                )
+                acc = in_order(online.acc, EXPONENT_BITS)
+                if EXPONENT_BITS > 0:
+                    acc = acc * scaling.value
+                barrier()  # K and V have been read
+                place.permute((1, 0)).store(acc)
+                buffers.maximum.store(online.maximum)
+                buffers.total.store(gl.reduce(online.total, 0, plus))
+                barrier()
+                if own.merged > 0:
+                    if MODE.overlapped:
+                        gdc_wait()
+                    merge_results(
+                        own, kv_head, place, buffers, tensors, strides, HEADS, TILE, MODE, LAYOUT
+                    )
+                else:
+                    write_results(
+                        own,
+                        kv_head,
+                        place,
+                        buffers,
+                        tensors,
+                        plan,
+                        strides,
+                        HEADS,
+                        TILE,
+                        MODE,
+                        LAYOUT,
+                    )
                 work += step
                 q_now = next_slot(q_now, LAYOUT.slots)
                 own = _own(work, work_end, coming, plan, HEADS)
