@@ -11,7 +11,7 @@ from deft_backend.attention.current_plan import (
     device_as_current,
     numbered,
 )
-from deft_backend.attention.run_inputs import AttentionError, check_batch, check_operand
+from deft_backend.attention.run_inputs import AttentionError, check_batch, check_tensor
 from deft_backend.costs.cost_model import (
     LAUNCH_NS,
     LEAVES_NS,
@@ -280,11 +280,11 @@ class LatentAttention(PlannedAttention):
             ("out", out, shape.value_dim),
         ):
             expected = (tokens, shape.num_query_heads, dim)
-            check_operand(name, tensor, expected, shape.dtype, self.device)
+            check_tensor(name, tensor, expected, shape.dtype, self.device)
         if page_table.dtype != torch.int32:
             raise AttentionError(f"page_table has dtype {page_table.dtype}; expected int32")
         cache = cache.view(-1, shape.page_size, 1, shape.latent_dim)
-        check_operand("cache", cache, tuple(cache.shape), shape.dtype, self.device)
+        check_tensor("cache", cache, tuple(cache.shape), shape.dtype, self.device)
         if tokens == 0:
             return out
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert.

@@ -42,18 +42,20 @@ def check_step(
     queries = (rows, shape.num_query_heads, shape.head_dim)
     page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
     device, k_cache, v_cache = shape.device, step.k_cache, step.v_cache
-    check_operand("q", step.q, queries, shape.dtype, device)
-    check_operand("out", step.out, queries, shape.dtype, device)
-    check_operand("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
-    check_operand("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_tensor("q", step.q, queries, shape.dtype, device)
+    check_tensor("out", step.out, queries, shape.dtype, device)
+    check_tensor("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
+    check_tensor("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
     check_batch(step.page_table, step.seq_lens, step.table_rows, device, requests)
     _check_scales(shape, step)
     if step.sinks is not None:
-        _check_sinks(shape, step.sinks)
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        check_tensor("sinks", step.sinks, (shape.num_query_heads,), floats, device)
     if step.query_start is not None:
-        _check_query_start(step.query_start, requests, device)
-    if step.ancestors is not None:
-        _check_ancestors(step.ancestors, requests, query_tokens, device)
+        check_tensor("query_start", step.query_start, (requests + 1,), torch.int32, device)
+    if step.ancestors is not None:  # a bit for each query token, in words of 64
+        words = (requests, query_tokens, -(-query_tokens // 64))
+        check_tensor("ancestors", step.ancestors, words, torch.int64, device)
 
 
 def check_batch(
@@ -69,40 +71,10 @@ def check_batch(
             f"page_table has shape {list(page_table.shape)} and strides {page_table.stride()}; "
             "expected [rows, pages] with contiguous rows"
         )
-    count = len(seq_lens) if requests is None else requests
-    _check_list("seq_lens", seq_lens, count)
-    _check_list("table_rows", table_rows, count)
-    integers = (("page_table", page_table), ("seq_lens", seq_lens), ("table_rows", table_rows))
-    for name, tensor in integers:
-        if tensor.dtype not in _INTEGERS:
-            raise AttentionError(f"{name} has dtype {tensor.dtype}; expected int32 or int64")
-        _check_device(name, tensor, device)
-
-
-def _check_query_start(query_start: torch.Tensor, batch: int, device: torch.device) -> None:
-    _check_list("query_start", query_start, batch + 1)
-    if query_start.dtype != torch.int32:
-        raise AttentionError(f"query_start has dtype {query_start.dtype}; expected int32")
-    _check_device("query_start", query_start, device)
-
-
-def _check_ancestors(
-    ancestors: torch.Tensor, batch: int, query_tokens: int, device: torch.device
-) -> None:
-    words = -(-query_tokens // 64)
-    expected = (batch, query_tokens, words)
-    if ancestors.shape != expected:
-        raise AttentionError(
-            f"ancestors has shape {list(ancestors.shape)}; expected {list(expected)}: a bit for "
-            "each query token, in words of 64"
-        )
-    if ancestors.dtype != torch.int64:
-        raise AttentionError(f"ancestors has dtype {ancestors.dtype}; expected int64")
-    if words > 1 and ancestors.stride(-1) != 1:
-        raise AttentionError(
-            f"ancestors has stride {ancestors.stride(-1)} in its last dimension; expected 1"
-        )
-    _check_device("ancestors", ancestors, device)
+    listed = (len(seq_lens) if requests is None else requests,)
+    check_tensor("page_table", page_table, tuple(page_table.shape), _INTEGERS, device)
+    check_tensor("seq_lens", seq_lens, listed, _INTEGERS, device)
+    check_tensor("table_rows", table_rows, listed, _INTEGERS, device)
 
 
 def _check_scales(shape: AttentionShape, step: Step) -> None:
@@ -117,58 +89,31 @@ def _check_scales(shape: AttentionShape, step: Step) -> None:
                 "8 bits has scales: leave it out, or set kv_dtype"
             )
         if isinstance(scale, torch.Tensor):
-            if scale.numel() != 1 or scale.dtype != torch.float32:
-                raise AttentionError(
-                    f"{name} has shape {list(scale.shape)} and dtype {scale.dtype}; expected one "
-                    "number of torch.float32"
-                )
-            _check_device(name, scale, shape.device)
+            one = tuple(scale.shape) if scale.numel() == 1 else (1,)
+            check_tensor(name, scale, one, torch.float32, shape.device)
         elif not 0.0 < scale < math.inf:
             raise AttentionError(f"{name} is {scale}; expected a number above 0")
 
 
-def _check_sinks(shape: AttentionShape, sinks: torch.Tensor) -> None:
-    if sinks.shape != (shape.num_query_heads,) or not sinks.is_contiguous():
-        raise AttentionError(
-            f"sinks has shape {list(sinks.shape)} and strides {sinks.stride()}; expected "
-            f"[{shape.num_query_heads}], contiguous"
-        )
-    if sinks.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise AttentionError(
-            f"sinks has dtype {sinks.dtype}; expected float32, bfloat16 or float16"
-        )
-    _check_device("sinks", sinks, shape.device)
-
-
-def check_operand(
+def check_tensor(
     name: str,
     tensor: torch.Tensor,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
     """Refuse a tensor of another shape, dtype or device, or with a strided last dimension."""
     if tensor.shape != shape:
         raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected {list(shape)}")
-    if tensor.dtype != dtype:
-        raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.stride(-1) != 1:
+    allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if tensor.dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise AttentionError(f"{name} has dtype {tensor.dtype}; expected {expected}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise AttentionError(
-            f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1"
+            f"{name} has stride {tensor.stride(-1)} in its last dimension; expected 1: make it "
+            "contiguous"
         )
-    _check_device(name, tensor, device)
-
-
-def _check_list(name: str, tensor: torch.Tensor, length: int) -> None:
-    if tensor.shape != (length,):
-        raise AttentionError(f"{name} has shape {list(tensor.shape)}; expected [{length}]")
-    if length > 1 and tensor.stride(0) != 1:
-        raise AttentionError(
-            f"{name} has stride {tensor.stride(0)}; expected 1: make it contiguous"
-        )
-
-
-def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise AttentionError(f"{name} is on {tensor.device}; expected {device}")
 

@@ -267,7 +267,9 @@ def test_wrong_calls_say_what_is_wrong():
     attention.plan(forest, query_tokens=3)
     refused(r"q has shape \[5, 4, 64\]; expected \[6, 4, 64\]", tokens=5)
     refused(r"query_start has shape \[2\]; expected \[3\]", query_start=torch.zeros(2).int())
-    refused("query_start has dtype torch.int64; expected int32", query_start=torch.zeros(3).long())
+    refused(
+        "query_start has dtype torch.int64; expected torch.int32", query_start=torch.zeros(3).long()
+    )
     bits = torch.zeros(2, 3, 1).long()
     refused(r"ancestors has shape \[2, 2, 1\]; expected \[2, 3, 1\]", ancestors=bits[:, :2])
     refused("ancestors has dtype torch.int32; expected int64", ancestors=bits.int())
