@@ -61,19 +61,12 @@ def test_layers_are_divided_one_by_one():
 
 
 def test_linear_layers_count_as_layers():
-    division = divide_layers(
-        [make_layer(layer_id=3)], found(HybridLinearKVPool([3])), others=[0, 1, 2]
-    )
-    assert set(division.tree) == {3}
-    assert divide_layers([make_layer()], found(MHATokenToKVPool())).text() is None
-    assert "1 of 4 layers decode through tree attention; 3 with linear" in str(division.text())
-
-
-def test_a_layer_with_both_kinds_of_attention_decides_by_its_full_one():
+    """A layer with both kinds of attention decides by its full one."""
     layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
     division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
     assert set(division.tree) == {0}
     assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
+    assert divide_layers([make_layer()], found(MHATokenToKVPool())).text() is None
 
 
 def test_most_layers_decide_on_the_shape():

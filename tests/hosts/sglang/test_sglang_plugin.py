@@ -10,7 +10,7 @@ import pytest
 
 from deft_backend.hosts.sglang import layers
 from deft_backend.hosts.sglang.arguments import _FEATURES
-from deft_backend.hosts.sglang.versions import decode_graphs, draft_tokens, drafts_trees
+from deft_backend.hosts.sglang.versions import decode_graphs
 from deft_backend.settings.config import SettingsError
 from failure_lines import raising
 
@@ -265,22 +265,6 @@ def test_deterministic_inference_takes_no_other_policy(arguments, caplog, monkey
 def test_servers_that_are_served(arguments, changes, monkeypatch):
     monkeypatch.setenv("DEFT_MLA", "1")
     assert served(arguments, make_arguments(**changes)) == "torch_native"
-
-
-@pytest.mark.parametrize(
-    ("changes", "tokens", "trees"),
-    [
-        ({}, 1, None),
-        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, 5, False),
-        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, 5, True),
-        ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": None}, 5, True),
-    ],
-)
-def test_what_a_server_verifies(arguments, changes, tokens, trees):
-    made = make_arguments(**changes, speculative_num_draft_tokens=5)
-    assert draft_tokens(made) == tokens
-    if trees is not None:
-        assert drafts_trees(made) is trees
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
