@@ -265,7 +265,8 @@ def _kinds(arguments: tuple[object, ...]) -> tuple[int, ...]:
 def plain_latent_attention(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The host's kernel in plain PyTorch, for tests and for the CPU. Rows of no entry hold NaN."""
     tokens, heads, value_dim = call.q_nope.shape
-    out = torch.full_like(call.q_nope, float("nan"))
+    # Contiguous, as the hosts' kernels return it, whatever the queries' strides.
+    out = torch.full_like(call.q_nope, float("nan"), memory_format=torch.contiguous_format)
     lse = torch.full((heads, tokens), float("nan"), dtype=torch.float32, device=out.device)
     q = torch.cat([call.q_nope, call.q_rope], dim=-1).float()
     latents = call.cache.reshape(-1, call.cache.shape[-1])

@@ -46,97 +46,53 @@ class MLATokenToKVPool:
         return self.buffers[layer_id]
 
 
-def latent_server(host, table, lens, slots=64, query_tokens=1):
-    """A backend over a fake host backend that records its calls."""
+def latent_server(host, tokens=1):
+    """A backend over a fake host backend that records its calls, and batches of two requests that
+    share 2,000 tokens; each has so many query tokens: a chain of drafts if it is not one.
+    """
     from deft_backend.hosts.sglang.backend import surround
     from deft_backend.hosts.sglang.latent import LatentLayers
     from deft_backend.hosts.sglang.step_inputs import Verification
     from deft_backend.hosts.sglang.steps import TreeSteps
 
-    calls = []
-    own = recording_backend(host, MLATokenToKVPool(slots), table, calls)()
+    prefix, calls = list(range(1000, 3000)), []
+    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree(), private=1 + tokens)
+    own = recording_backend(host, MLATokenToKVPool(2100), table, calls)()
     dims = {"value_dim": VALUE, "rope_dim": ROPE}
-    attention = latent_attention(max_batch=4, query_tokens=query_tokens, **dims)
+    attention = latent_attention(max_batch=4, query_tokens=tokens, **dims)
     division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
     layers = LatentLayers(own, attention, make_state(), division)
-    steps = TreeSteps(layers, Settings(min_batch=2), decodes=query_tokens == 1)
-    if query_tokens > 1:
-        steps.verification = Verification(query_tokens, attention.max_batch, attention.device)
+    steps = TreeSteps(layers, Settings(min_batch=2), decodes=tokens == 1)
+    if tokens > 1:
+        steps.verification = Verification(tokens, attention.max_batch, attention.device)
+
+    def batch(kind="decode" if tokens == 1 else "verify"):
+        rows = zip((1, 2), lens, strict=True)
+        slots = np.concatenate([table[row, n - tokens : n] for row, n in rows])
+        drafts = SimpleNamespace(topk=1, draft_token_num=tokens)
+        given = {"out_cache_loc": torch.from_numpy(slots).long(), "spec_info": drafts}
+        return make_batch(kind, table, [1, 2], lens - (tokens if tokens > 1 else 0), **given)
+
     held = {"layers": layers, "state": layers.state, "steps": steps, "attention": attention}
-    batch = {"calls": calls, "pool": own.token_to_kv_pool, "table": table, "lens": lens}
-    return FakeServer(backend=surround(own, steps), **held, **batch)
+    of_host = {"calls": calls, "pool": own.token_to_kv_pool, "table": table, "lens": lens}
+    return FakeServer(backend=surround(own, steps), batch=batch, **held, **of_host)
 
 
-@pytest.fixture
-def server(host):
-    """Three requests that share."""
-    shared = list(range(1, 9))
-    _, table, lens = requests_of([[*shared, 20], [*shared, 30, 31], shared], Tree())
-    made = latent_server(host, table, lens)
-    made.batch = lambda: make_batch("decode", table, [1, 2, 3], lens)
-    return made
-
-
-def expected(server, q, layer):
-    keys = server.pool.buffers[layer.layer_id].unsqueeze(1)
-    table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
-    out = reference_attention(q, keys, keys, table, lens, sm_scale=layer.scaling)
-    return out[..., :VALUE].reshape(3, -1)
-
-
-def queries(seed):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(3, HEADS, VALUE + ROPE, generator=generator)
-    return q, torch.randn(3, 1, VALUE + ROPE, generator=generator)
-
-
-@pytest.mark.parametrize("in_two", [True, False], ids=["fa3", "torch_native"])
-def test_layers_decode_over_the_plan(server, in_two):
-    """Queries and keys come in two pieces (and not contiguous), or in one."""
-    batch = server.batch()
-    server.backend.init_forward_metadata(batch)
-    for layer_id in range(3):
-        layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
-        q, k = queries(layer_id)
-        if in_two:
-            nope = q[..., :VALUE].transpose(0, 1).contiguous().transpose(0, 1)
-            rope = {"q_rope": q[..., VALUE:], "k_rope": k[..., VALUE:]}
-            values = k[..., :VALUE]
-            out = server.backend.forward(nope, values, values, layer, batch, **rope)
-        else:
-            out = server.backend.forward(q.view(3, -1), k.view(3, -1), k[..., :VALUE], layer, batch)
-        assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
-        torch.testing.assert_close(out.double(), expected(server, q, layer), rtol=1e-5, atol=1e-6)
-    assert server.calls == []
-    assert server.state.counters().steps_tree == 1
-
-
-@pytest.fixture
-def verifying(host):
-    """Chains of two drafts of two requests."""
-    prefix = list(range(1000, 3000))
-    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree(), private=1 + DRAFTED)
-    made = latent_server(host, table, lens, 2100, DRAFTED)
-
-    def batch(kind="verify"):
-        slots = torch.from_numpy(
-            np.stack([table[row, n - DRAFTED : n] for row, n in zip((1, 2), lens, strict=True)])
-        ).flatten()
-        drafts = SimpleNamespace(topk=1, draft_token_num=DRAFTED)
-        given = {"out_cache_loc": slots.long(), "spec_info": drafts}
-        return make_batch(kind, table, [1, 2], lens - DRAFTED, **given)
-
-    made.batch = batch
-    return made
-
-
-@pytest.mark.parametrize("graph", [False, True])
-def test_chains_of_drafts(verifying, graph):
-    """Each query token sees its request's tokens up to itself; the device planner plans."""
-    server, batch = verifying, verifying.batch()
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(2 * DRAFTED, HEADS, VALUE + ROPE, generator=generator)
-    k = torch.randn(2 * DRAFTED, 1, VALUE + ROPE, generator=generator)
+@pytest.mark.parametrize(
+    ("tokens", "in_two", "graph"),
+    [
+        pytest.param(1, True, False, id="fa3"),
+        pytest.param(1, False, False, id="torch_native"),
+        pytest.param(DRAFTED, True, False, id="chains"),
+        pytest.param(DRAFTED, True, True, id="chains in a graph"),
+    ],
+)
+def test_layers_run_over_the_plan(host, tokens, in_two, graph):
+    """Each query token sees its request's tokens up to itself. Queries and keys come in two pieces
+    (and not contiguous), or in one.
+    """
+    server = latent_server(host, tokens)
+    batch, rows = server.batch(), 2 * tokens
     if graph:
         server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
         server.backend.init_forward_metadata_in_graph(batch)
@@ -144,18 +100,32 @@ def test_chains_of_drafts(verifying, graph):
         server.backend.init_forward_metadata(batch)
     for layer_id in range(3):
         layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
-        rope = {"q_rope": q[..., VALUE:], "k_rope": k[..., VALUE:]}
+        generator = torch.Generator().manual_seed(layer_id)
+        q = torch.randn(rows, HEADS, VALUE + ROPE, generator=generator)
+        k = torch.randn(rows, 1, VALUE + ROPE, generator=generator)
         values = k[..., :VALUE]
-        out = server.backend.forward(q[..., :VALUE], values, values, layer, batch, **rope)
+        if in_two:
+            nope = q[..., :VALUE].transpose(0, 1).contiguous().transpose(0, 1)
+            rope = {"q_rope": q[..., VALUE:], "k_rope": k[..., VALUE:]}
+            out = server.backend.forward(nope, values, values, layer, batch, **rope)
+        else:
+            out = server.backend.forward(q.flatten(1), k.flatten(1), values, layer, batch)
+        assert torch.equal(server.pool.buffers[layer_id][batch.out_cache_loc], k)
         keys = server.pool.buffers[layer_id].unsqueeze(1)
         table, lens = torch.from_numpy(server.table[1:]), torch.from_numpy(server.lens)
         want = reference_attention(q, keys, keys, table, lens, sm_scale=0.3)[..., :VALUE]
-        torch.testing.assert_close(out.view(-1, HEADS, VALUE).double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.view(want.shape).double(), want, rtol=1e-5, atol=1e-5)
     assert not {"extend", "decode"} & set(server.calls)
     if not graph:
         counters = server.state.counters()
-        assert (counters.steps_tree, server.state.counters().verified_tokens) == (1, 2 * DRAFTED)
+        verified = rows if tokens > 1 else 0
+        assert (counters.steps_tree, counters.verified_tokens) == (1, verified)
         assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
+
+
+@pytest.fixture
+def verifying(host):
+    return latent_server(host, DRAFTED)
 
 
 class Sharing:
@@ -275,8 +245,9 @@ def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):
     assert verifying.calls == ["metadata"]
 
 
-def test_layers_of_another_shape_are_the_hosts(server):
+def test_layers_of_another_shape_are_the_hosts(host):
     """Such as the layer of the same id with the model's own heads, which serves prefill."""
+    server = latent_server(host)
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
     server.forward(batch, make_layer(layer_id=2), save_kv_cache=False)
