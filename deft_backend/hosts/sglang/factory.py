@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import (
@@ -23,8 +20,6 @@ from deft_backend.hosts.common.warm_up import (
     LayerKind,
     StepTensors,
     prepare_kernels,
-    ranks_cache,
-    warm_up_attention,
 )
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.arguments import NAME
@@ -210,8 +205,6 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
             # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
             # some backends would prepare the buffers of the newest graph only.
             undo.callback(tree_graphs.install(runner, steps))
-    elif isinstance(attention, TreeAttention):
-        steps.compile_for = _compiler_of(attention, runner, settings, layers.division.tree)
     if getattr(versions.resolved(runner.server_args), "enable_mixed_chunk", False):
         steps.mixed = _mixed(runner, layers, settings, undo)
     if (
@@ -268,23 +261,3 @@ def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
         drafts=drafts,
         layers=sorted(kinds or {LayerKind()}, key=str),
     )
-
-
-def _compiler_of(
-    attention: TreeAttention, runner: Any, settings: Settings, layers: Collection[int]
-) -> Callable[[torch.dtype, torch.dtype], None] | None:
-    """Compiles for table rows and lengths of other dtypes; None where nothing is compiled."""
-    if attention.device.type != "cuda":
-        return None
-    known = _step_tensors(runner, layers)
-    done = {(known.rows_dtype, known.lens_dtype)}
-
-    def compile_for(rows: torch.dtype, lens: torch.dtype) -> None:
-        if (rows, lens) in done:
-            return
-        done.add((rows, lens))
-        with ranks_cache(settings, attention.device) as shared:
-            tensors = replace(known, rows_dtype=rows, lens_dtype=lens)
-            warm_up_attention(attention, tensors, smallest=settings.min_batch, shared=shared)
-
-    return compile_for

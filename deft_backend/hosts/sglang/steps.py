@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,9 +30,6 @@ class TreeSteps:
     verification: Verification | None = None  # for servers that speculate
     # Whether to keep the last batch, so that ``deft explain`` can show what it shares.
     shows: bool = True
-    # Compiles the kernels for the dtypes of table rows and sequence lengths, if they are not
-    # compiled. Called before a capture: nothing may be compiled within one.
-    compile_for: Callable[[torch.dtype, torch.dtype], None] | None = None
     # Whether decode batches are planned. An attention for MLA has one number of query tokens.
     decodes: bool = True
     # Leaves MLA batches that share too little to the host, which captures two sets of graphs.
@@ -96,7 +92,7 @@ class TreeSteps:
         if self.sharing is not None and not self._captures_tree:
             return
         reason = self._refused(size) or kind.unsuitable(forward_batch, captured=True)
-        if reason is None and self._compiled_for(forward_batch):
+        if reason is None:
             captured = TreeStep(forward_batch, None, captured=True, prepared=forward_batch)
             captured.failed = partial(self._leave_graph, size)
             layers.step = captured
@@ -174,19 +170,6 @@ class TreeSteps:
         """A kernel failed while this size was captured: its graph holds the host's kernel."""
         self._tree_graphs.discard(size)
         self._table_readers.add(size)  # layers before the failure may be in it
-
-    def _compiled_for(self, forward_batch: Any) -> bool:
-        """Compile what this batch's tensors need; if that fails, the host's kernel decodes."""
-        if self.compile_for is None:
-            return True
-        try:
-            self.compile_for(forward_batch.req_pool_indices.dtype, forward_batch.seq_lens.dtype)
-        except Exception as error:
-            self.layers.failure.close(
-                "kernels not compiled", "the kernels do not compile (%r)", error
-            )
-            return False
-        return True
 
     def _planned(self, step: TreeStep, kind: StepKind) -> bool:
         layers = self.layers

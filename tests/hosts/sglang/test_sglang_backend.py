@@ -243,25 +243,6 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
     assert server.steps.replayed_tree(None)
 
 
-def test_a_capture_is_compiled_for_before_it_begins(server, caplog):
-    """Graphs' own tensors may have other dtypes than eager steps'."""
-    asked = []
-    server.steps.compile_for = lambda *dtypes: asked.append(dtypes)
-    batch = server.batch()
-    batch.seq_lens = batch.seq_lens.int()
-    server.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    server.replay(batch)  # launches what is captured
-    server.backend.init_forward_metadata_out_graph(server.batch(size=1), in_capture=True)
-    assert asked == [(torch.int64, torch.int32)]
-    # Kernels that do not compile leave decode to the host.
-    server.calls.clear()
-    server.steps.compile_for = raising(RuntimeError("no assembler"))
-    server.capture(server.batch())
-    assert server.calls == ["capture", "in graph", "decode"]
-    assert "no assembler" in caplog.text
-    assert server.steps.layers.failure.reason == "kernels not compiled"
-
-
 def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
     pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
