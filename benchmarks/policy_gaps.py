@@ -30,7 +30,7 @@ import typer
 from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import parse_heads
 from benchmarks.row_files import write_rows
-from deft_backend.attention.device_target import target_of
+from deft_backend.attention.run_inputs import target_of
 from deft_backend.files.provenance import provenance
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu

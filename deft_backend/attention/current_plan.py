@@ -72,17 +72,71 @@ class PlannedAttention(ABC):
         """The attention, the GPU and the costs that plans are made for."""
         return self._current.target
 
-    @abstractmethod
     def plan_batch(
         self,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         *,
         table_rows: torch.Tensor | None = None,
-        query_tokens: int = 1,
+        query_tokens: int | None = None,
     ) -> None:
-        """Plan a batch from its page table; see
-        :meth:`TreeAttention.plan_batch <deft_backend.TreeAttention.plan_batch>`."""
+        """Plan a batch from its page table, as servers do in every step.
+
+        On a GPU the device planner does, by launches that a CUDA graph can hold. The CPU waits for
+        nothing and does not learn the plan: `last_plan` is None. On the CPU `plan` does. Each call
+        adds to `counters`.
+
+        Parameters
+        ----------
+        page_table : [rows, P] int32 or int64
+            Page ids, on the attention's device.
+        seq_lens : [B] int32 or int64
+            Tokens of each request, its query tokens included; 0 for a padding request.
+        table_rows : [B] int32 or int64, optional
+            Row of the page table of each request; default: row ``b`` for request ``b``.
+        query_tokens : int, optional
+            Most query tokens of a request of this batch; default: 1, and of MLA those of the
+            attention.
+
+        Raises
+        ------
+        AttentionError
+            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`, or
+            `query_tokens` is larger than the attention's.
+        PolicyError
+            If the device planner does not know the policy, or cannot fill the `capacity`.
+        ForestError
+            On the CPU, if a request has more pages than the page table has columns.
+        """
+        if self.interpreted:
+            self._plan_rows(page_table, seq_lens, table_rows, query_tokens, on_device=False)
+        else:
+            self.plan_on_device(
+                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
+            )
+
+    def plan_on_device(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        query_tokens: int | None = None,
+    ) -> None:
+        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
+        self._plan_rows(page_table, seq_lens, table_rows, query_tokens, on_device=True)
+
+    @abstractmethod
+    def _plan_rows(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table_rows: torch.Tensor | None,
+        query_tokens: int | None,
+        *,
+        on_device: bool,
+    ) -> None:
+        """Plan a batch with the device planner, or with the reference."""
 
     @property
     def counters(self) -> torch.Tensor:

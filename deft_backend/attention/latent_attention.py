@@ -167,52 +167,26 @@ class LatentAttention(PlannedAttention):
             spent += LEAVES_NS
         return bool(saved <= MARGIN * spent)
 
-    def plan_batch(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        table_rows: torch.Tensor | None = None,
-        query_tokens: int | None = None,
-    ) -> None:
-        """Plan a batch from its page table and lay it out, as servers do in every step."""
-        if not self.interpreted:
-            self.plan_on_device(
-                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
-            )
-            return
-        rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
-        self._current.plan_rows(page_table, rows, seq_lens, self.plan)
-        self.lay_out(seq_lens, table_rows=rows)
-
-    def plan_on_device(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        table_rows: torch.Tensor | None = None,
-        query_tokens: int | None = None,
-    ) -> None:
-        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
-        rows = self._checked_rows(page_table, seq_lens, table_rows, query_tokens)
-        room = self._room(len(seq_lens))
-        self._current.plan_on_device(
-            page_table, rows, seq_lens, self._blocks, self.target, limits=room.limits
-        )
-        self.lay_out(seq_lens, table_rows=rows)
-
-    def _checked_rows(
+    def _plan_rows(
         self,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         table_rows: torch.Tensor | None,
         query_tokens: int | None,
-    ) -> torch.Tensor:
+        *,
+        on_device: bool,
+    ) -> None:
+        """Plan a batch, and lay it out."""
         if query_tokens not in (None, self.query_tokens):
             raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
-        rows = self._rows_of(seq_lens, table_rows)
-        check_batch(page_table, seq_lens, rows, self.device)
-        return rows
+        table_rows = self._rows_of(seq_lens, table_rows)
+        check_batch(page_table, seq_lens, table_rows, self.device)
+        rows, limits = (page_table, table_rows, seq_lens), self._room(len(seq_lens)).limits
+        if on_device:
+            self._current.plan_on_device(*rows, self._blocks, self.target, limits=limits)
+        else:
+            self._current.plan_rows(*rows, self.plan)
+        self.lay_out(seq_lens, table_rows=table_rows)
 
     def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
         """Write the calls of the kernel for a step; needed in each step after :meth:`plan`.

@@ -1,14 +1,31 @@
-"""What a run needs: its workspace, what the caller left out, and checks before any kernel runs."""
+"""What plans and runs need: shapes and targets, a workspace, and checks before any kernel runs."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from deft_backend.attention.current_plan import PlannedBatch
-from deft_backend.kernels import EXPONENT_BITS, Gpu, Partials, Step, unsupported
-from deft_backend.shapes import MAX_QUERY_TOKENS, AttentionShape
+from deft_backend.costs.table_lookup import cost_model_on
+from deft_backend.kernels import (
+    EXPONENT_BITS,
+    Gpu,
+    KernelConfiguration,
+    Partials,
+    Step,
+    kernel_configuration,
+    unsupported,
+)
+from deft_backend.policies.target import TILE_BLOCKS, Target
+from deft_backend.shapes import (
+    MAX_QUERY_TOKENS,
+    ONE_TOKEN,
+    TILE_SEGMENTS,
+    AttentionShape,
+    QueryBlocks,
+)
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -197,3 +214,67 @@ def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> i
             "batch that is run"
         )
     return expected
+
+
+class QueryShape(NamedTuple):
+    """How requests of so many query tokens are planned and run."""
+
+    blocks: QueryBlocks
+    config: KernelConfiguration
+    target: Target
+
+
+class QueryShapes(dict[int, QueryShape]):
+    """The :class:`QueryShape` of each number of query tokens, made when it is first used.
+
+    With `one_way`, neither tiles nor merges depend on the batch (`KernelConfiguration.one_way`).
+    """
+
+    def __init__(self, shape: AttentionShape, gpu: Gpu | None, *, one_way: bool) -> None:
+        super().__init__()
+        self._shape = shape
+        self._gpu = gpu
+        self._one_way = one_way
+
+    def __missing__(self, query_tokens: int) -> QueryShape:
+        shape = self._shape
+        blocks = QueryBlocks.of(query_tokens, shape.gqa_group)
+        heads = (shape.head_dim, shape.dtype, shape.device, shape.gqa_group)
+        config = kernel_configuration(
+            *heads, self._gpu, query_tokens=blocks.tokens, kv_dtype=shape.kv_dtype
+        )
+        if self._one_way:
+            config = config.one_way()
+        self[query_tokens] = QueryShape(blocks, config, target_of(config, shape, blocks))
+        return self[query_tokens]
+
+
+def target_of(
+    config: KernelConfiguration, shape: AttentionShape, blocks: QueryBlocks = ONE_TOKEN
+) -> Target:
+    """The target of plans for kernels configured by `config`, with the costs of its device."""
+    kv_heads = shape.num_kv_heads
+    tile_programs = tuple(max(1, tile.programs // kv_heads) for tile in config.tiles)
+    fewer = config.tiles[0].fewer_programs
+    return Target(
+        shape.num_query_heads,
+        kv_heads,
+        shape.head_dim,
+        dtype_bytes=shape.kv_dtype.itemsize,
+        num_programs=tile_programs[-1],
+        tile_heights=tuple(tile.height for tile in config.tiles),
+        tile_programs=tile_programs,
+        fewer_programs=tuple(
+            (most // kv_heads, max(1, count // kv_heads)) for most, count in fewer
+        ),
+        num_sms=config.sms,
+        tile_segments=TILE_SEGMENTS,
+        # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
+        block_tokens=min(64, config.tiles[-1].block_tokens),
+        tile_blocks=(
+            TILE_BLOCKS if config.interpreted else tuple(t.block_tokens for t in config.tiles)
+        ),
+        query_tokens=blocks.tokens,
+        query_blocks=blocks.blocks,
+        cost_model=cost_model_on(shape),
+    )

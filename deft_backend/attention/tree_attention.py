@@ -15,9 +15,10 @@ from deft_backend.attention.current_plan import (
     device_as_current,
     numbered,
 )
-from deft_backend.attention.device_target import QueryShape, QueryShapes
 from deft_backend.attention.run_inputs import (
     AttentionError,
+    QueryShape,
+    QueryShapes,
     RunInputs,
     allocate_workspace,
     check_attention,
@@ -242,73 +243,17 @@ class TreeAttention(PlannedAttention):
         shape = self._shape_of(query_tokens)
         return self._current.plan_forest(forest, shape.blocks, shape.target)
 
-    def plan_batch(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        table_rows: torch.Tensor | None = None,
-        query_tokens: int = 1,
-    ) -> None:
-        """Plan a batch from its page table, as servers do in every step.
-
-        On a GPU the device planner does, by launches that a CUDA graph can hold. The CPU waits for
-        nothing and does not learn the plan: `last_plan` is None. On the CPU :meth:`plan` does. Each
-        call adds to `counters`.
-
-        Parameters
-        ----------
-        page_table : [rows, P] int32 or int64
-            Page ids, on the attention's device.
-        seq_lens : [B] int32 or int64
-            Tokens of each request, its query tokens included; 0 for a padding request.
-        table_rows : [B] int32 or int64, optional
-            Row of the page table of each request; default: row ``b`` for request ``b``.
-        query_tokens : int
-            As in :meth:`plan`.
-
-        Raises
-        ------
-        AttentionError
-            If shapes, dtypes or devices do not match, or the batch is larger than `max_batch`, or
-            `query_tokens` is larger than the attention's.
-        PolicyError
-            If the device planner does not know the policy, or cannot fill the `capacity`.
-        ForestError
-            On the CPU, if a request has more pages than the page table has columns.
-        """
-        if not self.interpreted:
-            self.plan_on_device(
-                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
-            )
-            return
-        rows = self._table_rows(page_table, seq_lens, table_rows, self._shape_of(query_tokens))
-        self._current.plan_rows(
-            page_table, rows, seq_lens, partial(self.plan, query_tokens=query_tokens)
-        )
-
-    def plan_on_device(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        table_rows: torch.Tensor | None = None,
-        query_tokens: int = 1,
-    ) -> None:
-        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
-        shape = self._shape_of(query_tokens)
-        rows = self._table_rows(page_table, seq_lens, table_rows, shape)
-        self._current.plan_on_device(page_table, rows, seq_lens, shape.blocks, shape.target)
-
-    def _table_rows(
+    def _plan_rows(
         self,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         table_rows: torch.Tensor | None,
-        shape: QueryShape,
-    ) -> torch.Tensor:
-        """Each request's row of the page table; raises AttentionError if the batch does not fit."""
-        batch = len(seq_lens)
+        query_tokens: int | None,
+        *,
+        on_device: bool,
+    ) -> None:
+        tokens, batch = 1 if query_tokens is None else query_tokens, len(seq_lens)
+        shape = self._shape_of(tokens)
         if batch * shape.blocks.blocks > self.capacity.max_batch:
             raise AttentionError(
                 f"the batch holds {batch} requests; the plan was sized for "
@@ -317,7 +262,11 @@ class TreeAttention(PlannedAttention):
         if table_rows is None:
             table_rows = self._inputs.first_rows(page_table, batch)
         check_batch(page_table, seq_lens, table_rows, self.device)
-        return table_rows
+        rows = (page_table, table_rows, seq_lens)
+        if on_device:
+            self._current.plan_on_device(*rows, shape.blocks, shape.target)
+        else:
+            self._current.plan_rows(*rows, partial(self.plan, query_tokens=tokens))
 
     def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.

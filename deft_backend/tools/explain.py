@@ -170,7 +170,7 @@ def _nodes(forest: PrefixForest, grouping: Grouping) -> tuple[NodeFacts, ...]:
 def server_target(state: StateReading, page_size: int) -> Target:
     import torch
 
-    from deft_backend.attention.device_target import target_of
+    from deft_backend.attention.run_inputs import target_of
     from deft_backend.kernels import kernel_configuration
     from deft_backend.shapes import AttentionShape
 
