@@ -22,7 +22,6 @@ COMMANDS = {
     "policy-gaps": "policy_gaps",
     "fuzz": "fuzz.command",
     "e2e": "e2e.command",
-    "e2e-merge": "e2e.command",
     "load": "load",
     "soak": "soak",
     "start": "start",

@@ -267,15 +267,16 @@ def _types(row: Mapping[str, Any]) -> str:
 
 
 def _policy_lines(run: Run) -> Iterator[Line]:
-    for (planner, heads), rows in _grouped(run.rows, lambda r: (r["planner"], r["heads"])).items():
+    planner_of = run.header.get("planner")
+    for (planner, heads), rows in _grouped(
+        run.rows, lambda r: (r.get("planner", planner_of), r["heads"])
+    ).items():
+        times = [{"auto": row["us"].get("deft"), **row["us"]} for row in rows]
         means = [
-            _mean(_ratios((row["us"].get(policy), row["us"].get("auto")) for row in rows))
-            for policy in POLICIES[1:]
+            _mean(_ratios((us.get(policy), us["auto"]) for us in times)) for policy in POLICIES[1:]
         ]
         slower = [
-            value
-            for row in rows
-            if (value := row["us"]["auto"] / min(filter(None, row["us"].values()))) > 1.02
+            value for us in times if (value := us["auto"] / min(filter(None, us.values()))) > 1.02
         ]
         worst = f"{len(slower)} of {len(rows)}" + (
             f", at worst {max(slower):.2f}" if slower else ""
@@ -354,10 +355,9 @@ def _answer_lines(run: Run) -> Iterator[Line]:
     compared = [(row, answers) for row in run.rows if (answers := _answers(row)) is not None]
     groups = _grouped(compared, lambda pair: (_host(run, pair[0]), _is_control(pair[0])))
     for (host, control), group in groups.items():
-        names = dict.fromkeys(_variant(row) for row, _ in group)
         tokens, ties, wrong = (sum(answers[index] for _, answers in group) for index in range(3))
         who = "the host against itself" if control else "tree attention"
-        yield host, who, ", ".join(names) or "–", f"{tokens:,}", f"{ties:,}", str(wrong)
+        yield host, who, f"{tokens:,}", f"{ties:,}", str(wrong)
 
 
 def _host(run: Run, row: Mapping[str, Any]) -> str:
@@ -367,13 +367,6 @@ def _host(run: Run, row: Mapping[str, Any]) -> str:
     versions = row.get("versions") or _first(run.header, "versions") or {}
     vllm = "vLLM" in server or "FLASH_ATTN" in server or "sglang" not in versions
     return "vllm" if vllm and "SGLang" not in server else "sglang"
-
-
-def _variant(row: Mapping[str, Any]) -> str:
-    if "architecture" in row:
-        return "on a GPU" if row["device"] == "gpu" else "on a CPU"
-    name = row.get("variant") or row.get("algorithm") or ""
-    return str(name).removesuffix("-control").removesuffix("-twin")
 
 
 def _is_control(row: Mapping[str, Any]) -> bool:
@@ -470,7 +463,7 @@ SECTIONS = (
     Section(
         "Answers compared with the host's",
         "variants-.*|soak-.*|speculation-.*|models|real-model-.*",
-        "host|who|variants|tokens|ties|wrong",
+        "host|who|tokens|ties|wrong",
         _answer_lines,
     ),
 )

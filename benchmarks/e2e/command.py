@@ -25,7 +25,7 @@ from benchmarks.e2e.launch import (
     parse_drafts,
     same_prefill,
 )
-from benchmarks.e2e.rows import merge, read_rows, rows_table
+from benchmarks.e2e.rows import rows_table
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.served_model import (
     SHAPES,
@@ -306,15 +306,3 @@ def policy_for(policy: str | None, host: Host, backends: Sequence[str]) -> str |
             "--backends, or leave --policy out"
         )
     return policy
-
-
-def e2e_merge(
-    files: Annotated[list[Path], typer.Argument(help="Files of rows that 'e2e' wrote.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write.")],
-) -> None:
-    """Merge the rows of several runs into one file, and show them."""
-    with reported(RowsError):
-        merge(files, out)
-        console = Console()
-        show = console if console.is_terminal else Console(width=170)
-        show.print(rows_table(read_rows(out)[0]))

@@ -1,4 +1,4 @@
-"""Rows: the figures of one workload on one backend, their files, tables and merging.
+"""Rows: the figures of one workload on one backend, their files and tables.
 
 Runs with other backends or cases add to the same file, because a machine may not be available for
 long enough to run everything.
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from benchmarks import row_files
 from benchmarks.e2e.launch import HOSTS
-from benchmarks.row_files import RowsError, write_rows
+from benchmarks.row_files import RowsError
 from deft_backend.tools.ab.result import MISSING
 
 SAME = ("device", "driver", "versions", "commit")
@@ -125,19 +125,6 @@ def joined(
                 "to another file"
             )
     return {**new, "runs": [*header.get("runs", []), *new.get("runs", [])]}
-
-
-def merge(files: Sequence[Path], out: Path) -> None:
-    """Write the rows of several files into one. Of a case measured twice, the last row counts.
-
-    Raises RowsError as :func:`joined` and :func:`read_rows` do.
-    """
-    rows, header = read_rows(files[0])
-    for path in files[1:]:
-        others, new = read_rows(path)
-        header = joined(files[0], rows, header, new, path)
-        rows = replaced(rows, others)
-    write_rows(out, rows, header)
 
 
 def rows_table(rows: Sequence[Row]) -> Table:

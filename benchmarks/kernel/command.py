@@ -79,8 +79,8 @@ def kernel(
 ) -> None:
     """Time decode attention on trees of shared prefixes, and check every result.
 
-    Rows go to kernel-<GPU>.json, those of the set policies also to policies-<GPU>.json, and a
-    paper's table to papers-<set>.json. Exits with 1 if a result of deft is wrong or missing, or if
+    Rows go to kernel-<GPU>.json, those of the set policies to policies-<GPU>.json, and a paper's
+    table to papers-<set>.json. Exits with 1 if a result of deft is wrong or missing, or if
     two runs differ.
     """
     where = _device(device, quick)
@@ -103,15 +103,13 @@ def kernel(
             cases = cases_of(workloads, [parse_heads(text) for text in spec.heads], spec.page_size)
             cases = chosen_part(cases, part)
             header = header_of(spec, setup)
-            path = (
-                folder / f"{'papers-' + spec.name if spec.place else 'kernel-' + _gpu(where)}.json"
-            )
-            before = [] if spec.place else rows
+            alone = bool(spec.place) or spec.name == "policies"
+            kind = "policies" if spec.name == "policies" else "kernel"
+            name = f"papers-{spec.name}" if spec.place else f"{kind}-{_gpu(where)}"
+            path, before = folder / f"{name}.json", [] if alone else rows
             mine = record(spec, cases, setup, header, path, before, console)
-            rows = before if spec.place else [*before, *mine]
+            rows = rows if spec.place else [*rows, *mine]
             failed += failures(mine)
-            if spec.name == "policies":
-                write_policies(path, mine, spec.planner)
     if rows:
         show(rows, console)
     say(console, f"rows    {folder}")
@@ -194,22 +192,6 @@ def header_of(spec: Spec, setup: Setup) -> dict[str, Any]:
         "complete": False,
         "runs": [run],
     }
-
-
-def write_policies(path: Path, rows: Sequence[Row], planner: str) -> None:
-    """Write the times of policies, measured as methods, next to the rows of `path`."""
-    times = [
-        {
-            "set": row["set"],
-            "tree": row["workload"],
-            "heads": row["heads"],
-            "dtype": row["dtype"],
-            "planner": planner,
-            "us": {row["policy"] if name == OURS else name: us for name, us in row["us"].items()},
-        }
-        for row in rows
-    ]
-    write_rows(path.with_name(path.name.replace("kernel-", "policies-")), times, provenance())
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

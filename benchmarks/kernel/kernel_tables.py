@@ -21,23 +21,17 @@ from deft_backend.tools.ab.result import MISSING
 
 def means_table(rows: Sequence[Row]) -> Table:
     """Geometric means for each set, head shape and dtype of the KV cache."""
-    table = Table(title="Geometric means", title_justify="left")
-    caches = _other_caches(rows)
-    for name in ("set", "heads", *(["KV cache"] if caches else [])):
-        table.add_column(name)
+    table = Table("set", "heads", "KV cache", title="Geometric means", title_justify="left")
     for name in ("cases", "faster", "slowest case", "of roof", "best peer of roof"):
         table.add_column(name, justify="right")
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        cache = kv_dtype(row) if caches else ""
-        groups.setdefault((row["set"], row["heads"], cache), []).append(row)
-    for (name, heads, cache), found in groups.items():
+        groups.setdefault((row["set"], row["heads"], kv_dtype(row)), []).append(row)
+    for key, found in groups.items():
         ratios = [ratio for row in found if (ratio := speed_up(row))]
         peers = [of_roof(row, peer[0]) for row in found if (peer := best_peer(row))]
         table.add_row(
-            name,
-            heads,
-            *([cache] if caches else []),
+            *key,
             str(len(found)),
             _ratio(geometric_mean(ratios)),
             _ratio(min(ratios, default=None)),
@@ -50,16 +44,11 @@ def means_table(rows: Sequence[Row]) -> Table:
 def row_line(row: Row) -> str:
     """One case as a line of a log."""
     times = "  ".join(f"{name} {_number(us)}" for name, us in row["us"].items())
-    cache = f" KV cache {kv_dtype(row)}" if _other_caches([row]) else ""
+    cache = f" KV cache {kv_dtype(row)}" if kv_dtype(row) != row["dtype"] else ""
     return (
         f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}{cache}: "
         f"roof {_number(row['roof_us'])}  {times}  error {_error(row['error'].get(OURS))}"
     )
-
-
-def _other_caches(rows: Sequence[Row]) -> bool:
-    """Whether a case has another dtype for its KV cache than for its queries."""
-    return any(kv_dtype(row) != row["dtype"] for row in rows)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -4,9 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from bench_e2e_fakes import GAP, MODEL, FakeLaunch, fake_launch
@@ -25,10 +23,9 @@ from benchmarks.e2e.launch import (
     parse_drafts,
 )
 from benchmarks.e2e.plot import draw
-from benchmarks.e2e.random_weights import write_weights
-from benchmarks.e2e.rows import by_case, make_row, merge, read_rows
+from benchmarks.e2e.rows import by_case, make_row, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
-from benchmarks.e2e.served_model import SHAPES, write_model
+from benchmarks.e2e.served_model import write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
 from benchmarks.load import Load, figures_of, parse_rate, read_loads
 from benchmarks.row_files import RowsError, write_rows
@@ -110,27 +107,11 @@ def timed(backend, tpot, prefix=4096, **changed):
     return make_row("few-shot", "sglang", backend, "m", "", **sizes, tpot_ms=tpot, **changed)
 
 
-def test_runs_of_one_machine_are_merged_and_drawn(tmp_path):
-    one, two, out = (tmp_path / f"{name}.json" for name in ("one", "two", "out"))
-    write_rows(one, [timed("deft", 1.5), timed("fa3", 9.0)], HEADER)
-    write_rows(two, [timed("fa3", 3.0), timed("deft", 2.0, 0)], HEADER)
-    merge([one, two], out)
-    rows, header = read_rows(out)
-    assert [row["tpot_ms"] for row in rows] == [1.5, 3.0, 2.0]
-    assert len(header["runs"]) == 2
-    assert (
-        "0.500"
-        in CliRunner()
-        .invoke(app_of(["e2e-merge"]), ["e2e-merge", str(out), "--out", str(out)])
-        .output
-    )
+def test_a_record_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
+    out = tmp_path / "out.json"
+    write_rows(out, [timed("deft", 1.5), timed("fa3", 3.0), timed("deft", 2.0, 0)], HEADER)
     assert draw(out).stat().st_size > 5000
-    write_rows(two, rows, {**HEADER, "commit": "def"})
-    with pytest.raises(RowsError, match="commit"):
-        merge([one, two], out)
-    with pytest.raises(RowsError, match="No such file"):
-        merge([tmp_path / "none.json"], out)
 
 
 # -- the model and its servers ---------------------------------------------------------------
@@ -146,26 +127,6 @@ def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     assert tokenizer.decode([17]) == "w17"
     assert (model.load_format, model.ids, model.context) == ("dummy", 1022, 16384)
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_a_drafter_repeats_the_first_layer(tmp_path):
-    """Behind it, hosts find the embedding and the head, and a projection of the token alone."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPES["latent-8-drafting"], **small}))
-    write_weights(tmp_path, 7)
-    found = {}
-    for file in tmp_path.glob("*.safetensors"):
-        found.update(load_file(file))
-    first, drafter = "model.layers.0.", "model.layers.4."
-    for name, weight in found.items():
-        if name.startswith(first):
-            assert found[name.replace(first, drafter)].equal(weight)
-    assert found[drafter + "embed_tokens.weight"].equal(found["model.embed_tokens.weight"])
-    assert found[drafter + "shared_head.head.weight"].equal(found["lm_head.weight"])
-    projected = found[drafter + "eh_proj.weight"] @ torch.arange(128).bfloat16()
-    assert projected.tolist() == list(range(64))
-    added = [found[f"model.layers.{layer}.mlp.down_proj.weight"].std() for layer in range(4)]
-    assert all(later < 0.3 * added[0] for later in added[1:])
 
 
 def test_servers_on_several_gpus(tmp_path, monkeypatch):

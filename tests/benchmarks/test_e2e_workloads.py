@@ -25,7 +25,6 @@ from benchmarks.e2e.workloads import (
     longest_request,
     parse_case,
     rollouts,
-    sessions,
     thoughts,
 )
 from deft_backend.tools.harness.answers import Answer
@@ -96,17 +95,6 @@ def test_branches_share_their_prefix_and_nothing_else():
     unshared = few_shot(Sizes(0, 4, 32), 4, IDS, 0)
     assert unshared.warm == ()
     assert common(prompts(unshared)) < 4
-
-
-def test_sessions_fork_from_one_history_and_come_back():
-    workload = sessions(Sizes(30, 2, 4), 5, IDS, 1, forks=3)
-    by_name = {request.name: request for request in workload.requests}
-    assert len(by_name) == 2 * (1 + 2 * 4)
-    back = by_name["session 1, return 1"]
-    assert back.after == "session 1, return 0"
-    assert len(back.returned) == 3
-    assert {by_name[name].after for name in back.returned} == {"session 1, return 0"}
-    assert longest_request(workload) == 30 + 4 + 5 + 2 * (4 + 5 * 4)
 
 
 def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat():

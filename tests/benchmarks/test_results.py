@@ -69,8 +69,8 @@ def test_wrong_tokens_of_every_part_are_counted(tmp_path):
     ours, control = lines_of(
         tmp_path, "variants-x.json", content, "Answers compared with the host's"
     )
-    assert ours[1:] == ["sglang", "tree attention", "a", "20", "2", "0"]
-    assert control[1:] == ["sglang", "the host against itself", "a", "10", "1", "2"]
+    assert ours[1:] == ["sglang", "tree attention", "20", "2", "0"]
+    assert control[1:] == ["sglang", "the host against itself", "10", "1", "2"]
 
 
 def test_rollouts_have_a_line_for_each_mode(tmp_path):

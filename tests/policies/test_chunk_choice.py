@@ -4,12 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_backend.planner.on_device.planner import PRICE_CHUNKS
-from deft_backend.planner.on_device.price_chunks import Weights
 from deft_backend.policies.chunk_choice import NUM_CHUNKS, Machine, choose_chunks, chunk_of
 from deft_backend.policies.measured_chunks import Cut, ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits
@@ -58,66 +55,6 @@ def reference_price(found, shape, num_chunks, costs):
         even,
     )
     return cut_cost(cut, shape_costs), chunk
-
-
-def device_prices(found, num_chunks, costs):
-    """Price and chunk length of each candidate and tile shape, from the device planner's kernel."""
-    batch = 8
-    lanes = torch.zeros((3, 2 * batch), dtype=torch.int32)  # queries, begin and end of each range
-    for at, (queries, tokens) in enumerate(found):
-        lanes[0, at], lanes[1, at], lanes[2, at] = queries, 7, 7 + tokens
-    price = torch.zeros((2, len(num_chunks)), dtype=torch.float32)
-    chunk = torch.zeros((2, len(num_chunks)), dtype=torch.int32)
-    constants = {
-        "BATCH": batch,
-        "CANDIDATES": len(num_chunks),
-        "CHUNKS": "measured",
-        "WEIGHTS": Weights(),
-        "OVERLAPPED": False,
-    }
-    room = 1 << 28  # every candidate fits the plan's arrays
-    PRICE_CHUNKS.launch(
-        (len(num_chunks), 2),
-        (
-            tuple(lanes),
-            (torch.tensor(num_chunks, dtype=torch.int32), price, chunk),
-            *TILES,
-            room,
-            room,
-            *costs["programs"],
-            costs["sms"],
-            (
-                costs["item_ns"][0],
-                costs["token_ns"][0],
-                costs["item_ns"][1],
-                costs["token_ns"][1],
-                costs["partial_ns"],
-            ),
-            costs["reduce_ns"],
-            costs["transfer_ns"],
-            costs["block"],
-            0,
-            ((1.0,), (1.0, 1.0, 0.0), (1.0, 1.0, 0.0)),
-        ),
-        {name: constants[name] for name in PRICE_CHUNKS.constants},
-        variant=None,
-        aligned=False,
-        interpreted=True,
-    )
-    return price.numpy(), chunk.numpy()
-
-
-@settings(max_examples=25, deadline=None)
-@given(found=ranges, costs=costs_of_tiles)
-def test_both_planners_price_every_candidate_alike(found, costs):
-    num_chunks = [NUM_CHUNKS[0], NUM_CHUNKS[1], NUM_CHUNKS[5], NUM_CHUNKS[-1]]
-    price, chunk = device_prices(found, num_chunks, costs)
-    for shape in {int(q > TILES[0]) for q, _ in found}:
-        for at, count in enumerate(num_chunks):
-            expected, length = reference_price(found, shape, count, costs)
-            assert chunk[shape, at] == length
-            # Terms as large as the transfer cancel if small tiles hide a large tile.
-            assert price[shape, at] == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 @settings(max_examples=50, deadline=None)
