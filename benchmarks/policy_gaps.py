@@ -53,14 +53,12 @@ from deft_backend.policies.policy import TwoRulePolicy
 from deft_backend.policies.target import PolicyError
 from deft_backend.shapes import AttentionShape
 
-HEAD_DIM = 128
 POLICIES = ("fasttree", "flashforge", "auto")
 
-MOST_ASSIGNMENTS = 20_000
-"""Edge assignments that are tried; a forest with more has no ``measured`` optimum."""
+MOST_ASSIGNMENTS, MOST_DIVISIONS = 20_000, 250_000
+"""A forest with more has no ``measured`` optimum, or no ``makespan``."""
 
-MOST_DIVISIONS, MOST_SCHEDULES = 250_000, 2000
-"""Divisions whose bounds are computed, and those that are scheduled, cheapest bound first."""
+MOST_SCHEDULES = 2000  # divisions that are scheduled, cheapest lower bound first
 
 
 # FastTree's equations
@@ -250,8 +248,10 @@ def target_on_hopper(heads: str) -> Target:
     """An H100 with this package's kernels in 16 bits, by the shipped cost table."""
     query_heads, kv_heads = parse_heads(heads)
     on_cpu, dtype = torch.device("cpu"), torch.bfloat16
-    shape = AttentionShape(query_heads, kv_heads, HEAD_DIM, dtype, dtype, on_cpu, 16)
-    config = kernel_configuration(HEAD_DIM, dtype, on_cpu, shape.gqa_group, Gpu.named("sm_90"))
+    shape = AttentionShape(query_heads, kv_heads, 128, dtype, dtype, on_cpu, 16)
+    config = kernel_configuration(
+        shape.head_dim, dtype, on_cpu, shape.gqa_group, Gpu.named("sm_90")
+    )
     return target_of(config, shape)
 
 

@@ -51,7 +51,6 @@ class Invariant(Policy):
     """
 
     name: ClassVar[str] = INVARIANT
-    several_segments: ClassVar[bool] = False
 
     chunk_tokens: int = 256  # of each of the first chunks
 

@@ -25,7 +25,6 @@ from deft_backend.policies.target import Limits, PolicyError, Target, check_limi
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
 
-
 EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 """The rules of edges that the device planner knows."""
 
@@ -62,8 +61,7 @@ class Policy(ABC):
 
     @property
     def rules(self) -> Rules | None:
-        """What the device planner follows. None: only the reference follows this policy, so no
-        server runs it."""
+        """What the device planner follows; None: only the reference does, so no server runs it."""
         return None
 
     @abstractmethod
@@ -102,18 +100,15 @@ class TwoRulePolicy(Policy):
 
     def divided_ranges(self, forest: PrefixForest, target: Target) -> tuple[KVRanges, Int64Array]:
         """The KV ranges, and the number of chunks [R] of each."""
-        rules = self.rules
         ranges = grouped_ranges(forest, self.cut_edges(forest, target))
         machine = machine_of(target, forest.batch_size)
         items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
         needed = Limits(items, int(ranges.queries.sum()), segments=items)
         check_limits(self.name, needed, target)
         spare = Limits(*map(sub, target.limits, needed))
+        _, rule, unit = self.rules
         tokens = ranges.end - ranges.begin
-        parts = choose_chunks(
-            rules.chunks, rules.chunk_tokens, ranges.queries, tokens, machine, spare
-        )
-        return ranges, parts
+        return ranges, choose_chunks(rule, unit, ranges.queries, tokens, machine, spare)
 
     def group(self, forest: PrefixForest, target: Target) -> Grouping:
         ranges, num_chunks = self.divided_ranges(forest, target)
