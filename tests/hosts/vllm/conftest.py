@@ -41,6 +41,22 @@ def new_server(
 
 
 @pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Query tokens of every call of the host's implementation, for a step's rest or all of it."""
+    from vllm_cpu_backend import PlainCpuImplementation
+
+    tokens, forward = list[int](), PlainCpuImplementation.forward
+
+    def recorded(self: Any, layer: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
+        assert key is value is None or len(query) == len(key) == len(value)
+        tokens.append(len(query))
+        return forward(self, layer, query, key, value, *args)
+
+    monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
+    return tokens
+
+
+@pytest.fixture
 def copied_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' backend copies a group's metadata for another group, as FLASH_ATTN does."""
     from vllm_cpu_backend import PlainCpuBuilder

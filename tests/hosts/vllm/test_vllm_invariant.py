@@ -36,19 +36,6 @@ def mode(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
 
 
-@pytest.fixture
-def hosts_rows(monkeypatch):
-    """Query tokens of every call of the host's implementation."""
-    tokens, forward = [], PlainCpuImplementation.forward
-
-    def recorded(self, layer, query, *args, **kwargs):
-        tokens.append(len(query))
-        return forward(self, layer, query, *args, **kwargs)
-
-    monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
-    return tokens
-
-
 def step_of_requests(lens, query_lens, prefilling, layers=None, *, shared=2, **changes):
     layers = layers or tree_layers()
     layers.builder(make_spec())
@@ -67,7 +54,7 @@ def alone(step, row, query):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bits_of_a_request_are_those_of_the_request_alone(seed, hosts_rows):
+def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
     """Any order of requests that decode, that end a prompt by one token, and of longer prompts."""
     draw = random.Random(seed)
     kinds = [draw.choice(["decode", "decode", "end", "prompt"]) for _ in range(7)] + ["decode"]
@@ -75,7 +62,7 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, hosts_rows):
     lens = [draw.randint(40, 700) for _ in kinds]
     queries = [draw.randint(2, 30) if kind == "prompt" else 1 for kind in kinds]
     step = step_of_requests(lens, queries, [kind != "decode" for kind in kinds], shared=2)
-    found, hosts = step.run(), [*hosts_rows]
+    found, hosts = step.run(), [*rests]
     decodes = [row for row, kind in enumerate(kinds) if kind == "decode"]
     in_front = decodes == list(range(len(decodes)))
     others = len(found) - (len(decodes) if in_front else 0)
@@ -95,23 +82,23 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, hosts_rows):
     )
 
 
-def test_a_prompts_last_token_among_decode_rows(hosts_rows):
+def test_a_prompts_last_token_among_decode_rows(rests):
     """All requests have one token, as in a decode step. The host's kernel computes one of them."""
     step = step_of_requests([40, 37, 33, 50], [1] * 4, [False, True, False, False])
     assert step.tree.picked.requests.tolist() == [0, 2, 3]
     step.check()
-    assert hosts_rows == [4, 4]
+    assert rests == [4, 4]
     assert state().counters().steps == {Content("mixed", None): Steps(1, 3, (40 + 33 + 50) * TOKEN)}
 
 
 @pytest.mark.parametrize(
     "changes", [{"mm_req_doc_ranges": {3: [(20, 30)]}}, {"seq_lens_cpu_upper_bound": None}]
 )
-def test_requests_decode_by_tree_attention_where_the_host_slices_no_batch(changes, hosts_rows):
+def test_requests_decode_by_tree_attention_where_the_host_slices_no_batch(changes, rests):
     step = step_of_requests([40, 37, 33, 50], [1, 1, 1, 20], [False] * 3 + [True], **changes)
     assert step.tree.picked.requests.tolist() == [0, 1, 2]
     step.check()
-    assert hosts_rows == [23, 23]
+    assert rests == [23, 23]
 
 
 def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
@@ -123,19 +110,19 @@ def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
     assert step.tree.group.attention.policy.name == "invariant"
 
 
-def test_a_failure_leaves_a_picked_step_to_the_host(monkeypatch, failures, hosts_rows):
+def test_a_failure_leaves_a_picked_step_to_the_host(monkeypatch, failures, rests):
     step = step_of_requests([40, 37, 33], [1] * 3, [False, True, False])
     monkeypatch.setattr(type(step.tree.group.attention), "run", lambda *_, **__: 1 / 0)
     step.check()
-    assert hosts_rows == [3, 3]
+    assert rests == [3, 3]
     assert "ZeroDivisionError" in failures[0]
     failures.clear()
 
 
-def test_verified_results_of_a_picked_step(monkeypatch, hosts_rows):
+def test_verified_results_of_a_picked_step(monkeypatch, rests):
     monkeypatch.setenv("DEFT_VERIFY", "1")
     step_of_requests([40, 37, 33], [1] * 3, [False, True, False]).check()
-    assert hosts_rows == [3, 3]
+    assert rests == [3, 3]
 
 
 def test_another_groups_page_table_is_picked_from():

@@ -18,7 +18,7 @@ from deft_backend.hosts.vllm.layers import Layer
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Content, Steps
 from failure_lines import raising
-from vllm_cpu_backend import PlainCpuBuilder, PlainCpuImplementation
+from vllm_cpu_backend import PlainCpuBuilder
 from vllm_fakes import (
     DIM,
     KV_HEADS,
@@ -57,21 +57,6 @@ def mixed(query_lens=MIXED, layers=None, shared=2, lens=LENS, **changes):
     told(batch)
     changes = {"is_prefilling": PREFILLING, **changes}
     return Step(batch, layers, batch.common(**changes))
-
-
-@pytest.fixture
-def rests(monkeypatch):
-    """Query tokens of every call of the host's implementation, for a step's rest or all of it."""
-    tokens = []
-    forward = PlainCpuImplementation.forward
-
-    def recorded(self, layer, query, key, value, *args, **kwargs):
-        assert key is value is None or len(query) == len(key) == len(value)
-        tokens.append(len(query))
-        return forward(self, layer, query, key, value, *args, **kwargs)
-
-    monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
-    return tokens
 
 
 @pytest.mark.usefixtures("policy")
