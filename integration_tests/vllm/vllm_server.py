@@ -59,6 +59,11 @@ GROUPS = {
     ),
     "chunks-of-64": Group(_CHUNKS, _SHORT_LINES),
     "chunks-lookup": Group((*_CHUNKS, "--speculative-config", _LOOKUP), _SHORT_LINES),
+    # Chunks end where the batch leaves room, so some prompts end by a chunk of one token.
+    "invariant": Group(
+        (*_CHUNKS[:-1], "33", "--long-prefill-token-threshold", "16"),
+        {"VLLM_BATCH_INVARIANT": "1"},
+    ),
     "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
     "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
     # Fewer blocks than the documents of a test need, in the precision of the plain model. The host

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
+from vllm import envs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backend import MultipleOf as _MultipleOf
@@ -22,6 +24,23 @@ from deft_backend.shapes import EIGHT_BIT_CACHES
 def install() -> None:
     """Replace the CPU platform's only backend in servers that ask for tree attention."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.CPU_ATTN")
+    if envs.VLLM_BATCH_INVARIANT:
+        compute_row_by_row()
+
+
+def compute_row_by_row() -> None:
+    """Stand in for the kernels of vLLM's batch-invariant mode, which need a GPU."""
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.model_executor.layers import utils
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = [functional.linear(row, weight, bias) for row in x.reshape(-1, x.shape[-1])]
+        return torch.stack(rows).reshape(*x.shape[:-1], -1)
+
+    batch_invariant.init_batch_invariance = lambda: None
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(
+        cpu_linear=linear
+    )
 
 
 def original_backend(name: str) -> Any:
@@ -100,6 +119,10 @@ class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
         return True
 
 
@@ -202,7 +225,11 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
             if self._kv_dtype is not None:
                 k = k.to(query.dtype) * float(layer._k_scale)
                 v = v.to(query.dtype) * float(layer._v_scale)
-            output[begin:end] = self._attend(query[begin:end], k, v)
+            step = 1 if envs.VLLM_BATCH_INVARIANT else end - begin
+            for first in range(begin, end, step):
+                seen = tokens - (end - first - step)
+                rows = slice(first, first + step)
+                output[rows] = self._attend(query[rows], k[:seen], v[:seen])
         return output
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
