@@ -249,10 +249,8 @@ def target_on_hopper(heads: str) -> Target:
     query_heads, kv_heads = parse_heads(heads)
     on_cpu, dtype = torch.device("cpu"), torch.bfloat16
     shape = AttentionShape(query_heads, kv_heads, 128, dtype, dtype, on_cpu, 16)
-    config = kernel_configuration(
-        shape.head_dim, dtype, on_cpu, shape.gqa_group, Gpu.named("sm_90")
-    )
-    return target_of(config, shape)
+    group, gpu = shape.gqa_group, Gpu.named("sm_90")
+    return target_of(kernel_configuration(128, dtype, on_cpu, group, gpu), shape)
 
 
 def policy_gaps(
@@ -265,7 +263,6 @@ def policy_gaps(
     rows = []
     spec, workloads = read_set(name, None)
     for workload, heads in product(workloads, spec.heads):
-        found = gaps(workload.forest, target_on_hopper(heads))
-        rows.append({"set": name, "tree": workload.name, "heads": heads, **found})
-        typer.echo(str(rows[-1]))
+        row = {"set": name, "tree": workload.name, "heads": heads}
+        rows.append(row | gaps(workload.forest, target_on_hopper(heads)))
     write_rows(out, rows, provenance())

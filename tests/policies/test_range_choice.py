@@ -13,7 +13,7 @@ from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import tiles_of
 from deft_backend.policies.edges import grouped_ranges
-from deft_backend.policies.measured_chunks import EXPOSED
+from deft_backend.policies.measured_chunks import EXPOSED, Cut, cut_into
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
@@ -136,3 +136,11 @@ def test_levels_with_items_of_their_own_are_those_of_an_exact_search(kv_heads, f
     best = min(costs, key=costs.get)
     own = [end for end, own in zip(np.cumsum(tokens), best, strict=False) if own]
     assert ends == {*own, sum(tokens)}
+
+
+def test_a_cut_counts_items_tokens_and_results():
+    queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
+    # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
+    assert cut_into(queries, tokens, tiles, np.array(64)) == Cut(
+        chunk=64, longest=100, items=5, read=230, stored=130, results=40, cut_queries=20, most=2
+    )
