@@ -278,27 +278,19 @@ def test_flattened_chunks_are_as_long_as_the_hosts(seed, programs):
     plans_of(batch, target, PlanCapacity.for_batch(64, 2000), policy=DeftFlatten())
 
 
+@pytest.mark.parametrize("policy", [AUTO, DeftFlatten(chunk_tokens=40)], ids=str)
 @pytest.mark.parametrize("seed", range(2))
-def test_how_programs_divide_the_work_decides_nothing(seed, monkeypatch):
+def test_how_programs_divide_the_work_decides_nothing(seed, policy, monkeypatch):
     """Many small programs and loops, as on a GPU; the interpreter runs few programs."""
-    batch = random_forest(seed, (33, 60), [0, 400, 900, 900, 3000, 5000], 1500)
-    expected = plan_of(batch)
+    depths, own = ([0, 400, 900, 900, 3000, 5000], 1500) if policy is AUTO else ([0, 40, 90], 30)
+    batch = random_forest(seed, (33, 60), depths, own)
+    expected = plan_of(batch, policy=policy)
     assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
-    whole = ProgramWork.interpreted(64)
-    small = replace(
-        whole,
-        rows=8,
-        sorted=8,
-        nodes=4,
-        ranges=4,
-        leaf_columns=16,
-        node_columns=4,
-        leaves=16,
-        node_programs=2,
-        width=8,
-    )
+    few = {"rows": 8, "sorted": 8, "nodes": 4, "ranges": 4, "leaf_columns": 16, "node_columns": 4}
+    few |= {"leaves": 16, "node_programs": 2, "tile_programs": 3, "width": 8}
+    small = replace(ProgramWork.interpreted(64), **few)
     monkeypatch.setattr(ProgramWork, "interpreted", lambda size: small)
-    found = plan_of(batch)
+    found = plan_of(batch, policy=policy)
     for name, array in vars(expected).items():
         np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
 
