@@ -119,8 +119,9 @@ class Drafts:
         if host == "vllm":
             return self._of_vllm()
         if self.kind == NGRAM:
-            breadth = ("--speculative-ngram-max-bfs-breadth", str(self.topk))
-            return [*ngram_arguments(host, self.tokens - 1), *breadth]
+            drafted = ["--speculative-num-draft-tokens", str(self.tokens)]
+            breadth = ["--speculative-ngram-max-bfs-breadth", str(self.topk)]
+            return ["--speculative-algorithm", "NGRAM", *drafted, *breadth]
         steps = self.tokens - 1 if self.topk == 1 else STEPS
         tree = ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(self.topk)]
         tree += ["--speculative-num-draft-tokens", str(self.tokens)]
@@ -145,15 +146,6 @@ class Drafts:
         config = {"num_speculative_tokens": self.tokens - 1, **method, **forced}
         config["synthetic_acceptance_length"] = self.accepted
         return ["--speculative-config", json.dumps(config)]
-
-
-def ngram_arguments(host: str, tokens: int) -> list[str]:
-    """Options with which a server drafts chains of `tokens` from n-grams of the context."""
-    if host == "vllm":
-        config = {"num_speculative_tokens": tokens, "method": NGRAM, "prompt_lookup_max": 4}
-        return ["--speculative-config", json.dumps(config)]
-    drafted = ["--speculative-num-draft-tokens", str(tokens + 1)]
-    return ["--speculative-algorithm", "NGRAM", *drafted]
 
 
 def parse_drafts(text: str) -> Drafts:
