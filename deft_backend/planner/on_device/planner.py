@@ -43,6 +43,9 @@ CUT_GROUPS = Kernel(flatten, "cut_groups")
 MEASURE_TILES = Kernel(flatten, "measure_tiles")
 WRITE_FLATTENED = Kernel(flatten, "write_flattened")
 
+_Rule = assign_edges.EdgeCosts | flatten.Rule | None
+"""What the kernels of some rules of edges are compiled for."""
+
 _Launches = list[tuple[Runner, tuple[Any, ...]]]
 
 _MOST_REPEATED = 16  # batches whose launches a planner keeps: hosts take turns with few tensors
@@ -103,8 +106,8 @@ class DevicePlanner:
         self._policy = policy
         self._rules = policy.rules
         self._target = target
-        self._numbers = {id(target): (target, Numbers.of(target))}
-        self._rule_constants: dict[int, assign_edges.EdgeCosts | flatten.Rule | None] = {}
+        self._known: dict[int, tuple[Target, Numbers, _Rule]] = {}
+        self._known_of(target)
         self._plan = plan
         self._page_size = page_size
         self._overlapped = overlapped
@@ -150,14 +153,13 @@ class DevicePlanner:
         - `private_tokens`: last tokens of each request that belong to no shared node.
         - `limits`: most items and entries; default: as many as the plan's arrays hold.
         """
-        numbers = self._numbers_of(target or self._target)
+        _, numbers, rule = self._known_of(target or self._target)
         blocks, vectors = numbers.target.query_blocks, numbers.target.query_vectors
         batch, columns = len(seq_lens) * blocks, page_table.shape[1]
         size = self._size_for(batch)
         (small, large), work, scratch = numbers.tiles, self._work(size), self._scratch
         tables = Tables(page_table, table_rows, seq_lens)
         dtypes = (page_table.dtype, table_rows.dtype, seq_lens.dtype)
-        rule = self._constants_of_rule(numbers)
         self._kind = (self._fixed, size, dtypes, blocks, vectors, rule)
         pointers = addresses_of(tuple(tables))
         self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
@@ -292,20 +294,20 @@ class DevicePlanner:
                 "max_tokens or max_batch"
             )
 
-    def _constants_of_rule(self, numbers: Numbers) -> assign_edges.EdgeCosts | flatten.Rule | None:
-        """What the kernels of some rules of edges are compiled for."""
-        if id(numbers) not in self._rule_constants:
-            policy, target = self._policy, numbers.target
-            found: assign_edges.EdgeCosts | flatten.Rule | None = None
-            if isinstance(policy, DeftFlatten):
-                found = flatten.Rule.of(policy, target)
-            elif isinstance(policy, FastTree):
+    def _known_of(self, target: Target) -> tuple[Target, Numbers, _Rule]:
+        """Computed once for each target. Each step asks, and comparing targets takes time."""
+        found = self._known.get(id(target))
+        if found is None:
+            rule: _Rule = None
+            if isinstance(self._policy, DeftFlatten):
+                rule = flatten.Rule.of(self._policy, target)
+            elif isinstance(self._policy, FastTree):
                 # FastTree's equations for the two tiles of one range
-                costs = EdgeCosts.of(policy.coefficients or target.costs.fasttree, target)
+                costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
                 (small, large), (few, many) = costs.tile_heights, costs.tile_tokens
-                found = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
-            self._rule_constants[id(numbers)] = found
-        return self._rule_constants[id(numbers)]
+                rule = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
+            found = self._known[id(target)] = (target, Numbers.of(target), rule)
+        return found
 
     def _launch(
         self,
@@ -338,13 +340,6 @@ class DevicePlanner:
                 self._kept = None
             else:
                 self._kept.append((runner, (*addresses_of(arguments), *chosen.values())))
-
-    def _numbers_of(self, target: Target) -> Numbers:
-        """Computed once for each target. Each step asks, and comparing targets takes time."""
-        found = self._numbers.get(id(target))
-        if found is None:
-            found = self._numbers[id(target)] = (target, Numbers.of(target))
-        return found[1]
 
     def _work(self, size: int) -> ProgramWork:
         return (ProgramWork.interpreted if self._interpreted else ProgramWork.on_gpu)(size)
