@@ -30,8 +30,7 @@ MANY, FEW = ReduceConfig(8, 1, 1, 100), ReduceConfig(32, 1, 4, 40)
 CONFIG = KernelConfiguration(TILES, MANY, FEW, sms=132, overlapped=True, interpreted=False)
 PLAN = DevicePlan(PlanCapacity(4, 8, 8, 8), torch.device("cpu"))
 LEAVES = SimpleNamespace(items_of={0: (0, 4), 1: (0, 0), 2: (4, 4)}.get, reduce_query=[0])
-"""The parts of a host plan that a launch reads, without items of larger tile shapes."""
-"""The same with 30 items of the large tile."""
+"""The parts of a known plan that a launch reads, without items of larger tile shapes."""
 
 
 class Compiler:
