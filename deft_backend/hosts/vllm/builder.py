@@ -63,7 +63,7 @@ class TreeBuilder:
             return support
         eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
         if eager and support is not AttentionCGSupport.NEVER:
-            leave_graphs_of_any_batch(vllm_config.compilation_config)
+            leave_full_graphs(vllm_config.compilation_config)
             return AttentionCGSupport.NEVER
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
@@ -207,11 +207,13 @@ def picked_step(group: GroupAttention, content: Content, common: Any) -> TreeSte
     return TreeStep(group, table, lens[requests], content.tokens, picked=picked)
 
 
-def leave_graphs_of_any_batch(config: Any) -> None:
-    """Change ``FULL``, which a backend without graphs cannot start with, to uniform batches."""
+def leave_full_graphs(config: Any) -> None:
+    """Ask for graphs without attention. vLLM would end on ``FULL`` with a backend that has no
+    graphs, and would drop all graphs where it breaks them at attention without compiling.
+    """
     from vllm.config import CUDAGraphMode
 
-    if config.cudagraph_mode == CUDAGraphMode.FULL:
-        split = config.splitting_ops_contain_attention()
-        name = "FULL_AND_PIECEWISE" if split else "FULL_DECODE_ONLY"
-        config.cudagraph_mode = CUDAGraphMode[name]
+    graphs = config.cudagraph_mode
+    if graphs in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
+        pieces = config.splitting_ops_contain_attention() or graphs != CUDAGraphMode.FULL
+        config.cudagraph_mode = CUDAGraphMode["PIECEWISE" if pieces else "FULL_DECODE_ONLY"]

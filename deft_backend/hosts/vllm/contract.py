@@ -144,7 +144,7 @@ vllm.config.compilation
     CompilationConfig.static_forward_context | read: all layers
     CompilationConfig.cudagraph_mode | read, and set for DEFT_VERIFY
     CompilationConfig.splitting_ops_contain_attention | called, for DEFT_VERIFY
-    CUDAGraphMode.{FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY} | read, for DEFT_VERIFY
+    CUDAGraphMode.{FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY PIECEWISE} | read, for DEFT_VERIFY
 vllm.config.model
     ModelConfig.{hf_text_config architecture rswa_window dtype max_model_len enable_sleep_mode
         enable_cumem_allocator} | read

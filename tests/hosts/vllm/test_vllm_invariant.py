@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from deft_backend.hosts.vllm import server
@@ -12,7 +12,7 @@ from deft_backend.hosts.vllm.factory import unsupported_server
 from deft_backend.hosts.vllm.latent import unsupported_latent
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Content, Steps
-from vllm_cpu_backend import PlainCpuBackend, PlainCpuImplementation
+from vllm_cpu_backend import PlainCpuBackend, PlainCpuBuilder, PlainCpuImplementation
 from vllm_fakes import (
     DIM,
     KV_HEADS,
@@ -133,14 +133,19 @@ def test_another_groups_page_table_is_picked_from():
     assert torch.equal(copied.page_table, other.table[[0, 2]])
 
 
-def test_no_graph_is_captured():
-    """vLLM would replay a graph of decode steps for a step with a prompt's last token."""
-    config = make_config(compilation_config=CompilationConfig())
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    builder = tree_layers(config).backend.get_builder_cls()
-    builder._cudagraph_support = AttentionCGSupport.ALWAYS
-    assert builder.get_cudagraph_support(config, make_spec()) is AttentionCGSupport.NEVER
-    assert config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL
+def test_no_graph_holds_attention(monkeypatch):
+    """vLLM would replay a graph of decode steps for a step with a prompt's last token. For some
+    models it does not compile in this mode, and breaks graphs at attention.
+    """
+    compilation = CompilationConfig(
+        mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    )
+    config = make_config(compilation_config=compilation)
+    builder, level = tree_layers(config).backend.get_builder_cls(), AttentionCGSupport.NEVER
+    monkeypatch.setattr(PlainCpuBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    assert builder.get_cudagraph_support(config, make_spec()) is level
+    found = compilation.resolve_cudagraph_mode_and_sizes(level, "deft")
+    assert found is CUDAGraphMode.PIECEWISE
 
 
 @pytest.mark.parametrize(
