@@ -355,6 +355,9 @@ def test_doctor_finds_bad_settings():
     assert "'best'" in found["DEFT_POLICY"]["state"]
     assert "no such setting exists; did you mean DEFT_POLICY?" in found["DEFT_POLCY"]["state"]
     assert "'~nobody-there/x'; expected a directory" in found["DEFT_CACHE_DIR"]["state"]
+    _, shown, _ = run("doctor", **wrong)
+    assert f"→ {found['DEFT_CACHE_DIR']['remedy']}" in shown
+    assert "→ None" not in shown
 
 
 @pytest.mark.parametrize(
