@@ -78,6 +78,10 @@ def _tensor(values):
     return np.asarray(values).view(Tensor)
 
 
+POISON = {"f": np.nan, "i": 0x7F, "u": 0x7F, "b": True}
+"""What a GPU may find where a mask leaves a value out and the load names no other."""
+
+
 class Pointer:
     """Addresses within one tensor's memory."""
 
@@ -99,13 +103,15 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.memory, self.offset + np.asarray(offset).astype(np.int64))
 
-    def read(self, mask=None, other=0):
+    def read(self, mask=None, other=None):
         if mask is None:
             self._check(self.offset)
             return _tensor(self.memory[self.offset])
         offset, mask = np.broadcast_arrays(self.offset, np.asarray(mask))
         self._check(offset[mask])
-        values = np.full(offset.shape, other, dtype=self.memory.dtype)
+        values = np.full(offset.shape, POISON[self.memory.dtype.kind], dtype=self.memory.dtype)
+        if other is not None:
+            values[...] = other
         values[mask] = self.memory[offset[mask]]
         return _tensor(values)
 
@@ -208,7 +214,7 @@ def _reduce(values, axis, combine):
     return _tensor(reduce(combine, [_tensor(part) for part in parts]))
 
 
-def _load(pointer, mask=None, other=0, volatile=False):
+def _load(pointer, mask=None, other=None, volatile=False):
     return pointer.read(mask, other)
 
 
