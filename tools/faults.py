@@ -45,7 +45,7 @@ TESTS = {
     "sglang": ("tests", "deft_backend", "tools/host_matrix"),
     "vllm": ("tests/hosts/vllm", "deft_backend/hosts/vllm", "tests/hosts/common"),
 }
-SECONDS = 60.0
+SECONDS = 30.0
 """A mutant meets so many seconds of tests, or at least one test."""
 FIRST = 20
 """So many tests run before the others."""
@@ -309,7 +309,7 @@ class Copy:
     def _caught_by(self, host: str, names: list[str], mutant: Mutant) -> str:
         file = self._folder / mutant.path
         kept, times = file.read_text(), file.stat()
-        seconds = 60.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
+        seconds = 120.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
         while names:
             file.write_text(mutant.text)
             status, failed = self._ask(host, tests=names, seconds=seconds)

@@ -178,7 +178,7 @@ class _Machine:
 
     def copy(self, buffer, source, mask=None, **_):
         def land():
-            buffer.store(source.read(mask))
+            buffer.store(source.read(mask, 0))
 
         source.read(mask)  # a wrong address is an error at once, not when the copy arrives
         self.begun.append(land)
