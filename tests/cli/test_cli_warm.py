@@ -114,4 +114,5 @@ def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, described,
     model = with_config(tmp_path / "model", **fields)
     server, said = described("--host", host, "--model", model)
     assert server.layers == (expected,)
+    assert server.page_size == {"sglang": 1, "vllm": 16}[host]
     assert (", sinks" in said, ", soft cap" in said) == (bool(expected.sinks), expected.soft_cap)

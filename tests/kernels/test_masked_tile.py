@@ -11,12 +11,17 @@ from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
 from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 
 
-def check(*batch, lookahead=2, chunk=128, longest=200, in_graph=False, **given):
+def check(*batch, lookahead=2, chunk=128, longest=200, static_launch=False, **given):
     attention = check_gluon(
-        *batch, lookahead=lookahead, chunk=chunk, longest=longest, in_graph=in_graph, **given
+        *batch,
+        lookahead=lookahead,
+        chunk=chunk,
+        longest=longest,
+        static_launch=static_launch,
+        **given,
     )
     begin, end = attention.last_plan.items_of(2)
-    assert launched["hopper_masked_tile_attention"] == (begin < end or in_graph)
+    assert launched["hopper_masked_tile_attention"] == (begin < end or static_launch)
 
 
 @settings(max_examples=30)

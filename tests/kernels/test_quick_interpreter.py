@@ -39,19 +39,3 @@ def test_largest_integers_pass_and_larger_ones_do_not():
 def test_different_shapes_are_refused():
     with pytest.raises(InterpreterError, match="incompatible dimensions"):
         run("shapes", [0] * 4, [0] * 4)
-
-
-def spare(x, out):
-    place = tl.arange(0, 4)
-    tl.store(out + place, tl.load(x + place, mask=place < 2))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "poison"), [(torch.int32, [(1 << 31) - 1] * 2), (torch.half, [])]
-)
-def test_what_a_mask_leaves_out_is_poison(dtype, poison):
-    out = torch.zeros(4, dtype=dtype)
-    InterpretedFunction(spare)[(1,)](torch.ones(4, dtype=dtype), out)
-    found = out.tolist()
-    assert found[:2] == [1, 1]
-    assert found[2:] == poison or out[2:].isnan().all()

@@ -3,9 +3,6 @@
 The interpreter patches the language anew for every call of a nested function, derives types, shapes
 and dtypes anew for every tensor, and checks integers by more operations. This takes more than half
 of the time of a kernel on the CPU.
-
-Where a mask leaves a value out and the load names no other, a GPU may find anything. Here it finds
-NaN or a large number, so that a kernel that reads the value gives another result.
 """
 
 import functools
@@ -28,7 +25,6 @@ def install():
     _remember_block_types()
     _remember_shapes_of_tensors()
     _convert_and_check_less()
-    _poison_masked_loads()
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 
 
@@ -112,22 +108,6 @@ def _convert_and_check_less():
     semantic.broadcast_impl_value = broadcast
     semantic.binary_op_type_checking_impl = checking
     semantic.binary_op_sanitize_overflow_impl = sanitize
-
-
-def _poison_masked_loads():
-    real = interpreter.InterpreterBuilder.create_masked_load
-
-    def load(self, ptrs, mask, other, *options):
-        if other is None:
-            kind = ptrs.get_element_ty()
-            dtype = interpreter._get_np_dtype(kind)
-            value = (
-                np.nan if dtype.kind == "f" else np.iinfo(dtype).max if dtype.kind in "iu" else 1
-            )
-            other = interpreter.TensorHandle(np.full_like(ptrs.data, value, dtype=dtype), kind)
-        return real(self, ptrs, mask, other, *options)
-
-    interpreter.InterpreterBuilder.create_masked_load = load
 
 
 def _by_name(function):

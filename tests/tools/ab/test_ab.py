@@ -94,6 +94,7 @@ def test_two_equal_servers(tmp_path):
     thoughts = [p for p, _ in sent[0] if "Count from" in p]
     assert any(p.count("Count from") > 1 for p in thoughts)  # a child continues its parent
     assert "answers are the same" in printed
+    assert "do not fit" not in printed
     assert data["same"]
     assert "✓ all" in printed
     page = (tmp_path / "out" / "report.html").read_text()
