@@ -235,7 +235,11 @@ def _largest_error(
     cap = 20.0 if case.soft_cap else 0.0
 
     if case.on_device:
-        attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
+        # The device planner repeats by address what it has launched twice for the same tensors:
+        # the third plan, of other lengths, shows whether it may.
+        for length in (seq_lens.clone(),) if attention.interpreted else (tokens, tokens, lens):
+            seq_lens.copy_(torch.as_tensor(length))
+            attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
     else:
         forest = forest_from_page_tables(table, lens, attention.page_size)
         attention.plan(forest, query_tokens=tokens)
