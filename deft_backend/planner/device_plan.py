@@ -91,6 +91,10 @@ class DevicePlan:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
 
+    def arrays(self) -> torch.Tensor:
+        """A copy of all arrays, one behind the other."""
+        return self._buffer.clone()
+
     @property
     def num_bytes(self) -> int:
         return self._buffer.nbytes

@@ -611,10 +611,12 @@ def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
         planner.plan(tables, rows[: len(lens)], lens, **changes)
         return [*launched], [*repeated]
 
-    for each in (lens[0], lens[1]):  # hosts may take turns with their tensors
-        (first, none), (second, still) = plan(each), plan(each)
+    for number, each in enumerate(lens):  # hosts may take turns with their tensors
+        (first, none), (second, still), (trial, of_trial) = plan(each), plan(each), plan(each)
         assert first == second
         assert not none + still
+        # The first repeat of all is a trial, which a full plan follows.
+        assert (trial, of_trial) == ([] if number else first, first)
         assert plan(each) == ([], first)
         assert plan(each[:4])[0] != first
     assert plan(lens[0])[1]
@@ -624,3 +626,18 @@ def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
     assert all(plan(unaligned)[0] for _ in range(3))
     unknown.add(first[-1][0])  # whatever Triton has not compiled makes the whole plan anew
     assert all(len(plan(lens[0][:5])[0]) == len(first) for _ in range(3))
+
+
+def test_repeated_launches_that_plan_something_else_end_repeats(monkeypatch, caplog):
+    """A repeat that does nothing leaves no plan; the full plan behind it is the one that counts."""
+    monkeypatch.setattr(Kernel, "runner", lambda *arguments, **options: lambda *own, stream: None)
+    active = SimpleNamespace(get_current_stream=lambda device: 7, get_current_device=lambda: 0)
+    monkeypatch.setattr(planner_module, "driver", SimpleNamespace(active=active))
+    tables = torch.arange(32, dtype=torch.int32).view(8, 4)
+    rows, lens = torch.arange(8, dtype=torch.int32), torch.full((8,), 4, dtype=torch.int32)
+    planner, plan = planner_for(TARGET, 8, 1, policy=POLICIES["auto"])
+    for _ in range(5):
+        planner.plan(tables, rows, lens)
+        assert int(plan["tile_ptr"][-1]) == 8
+    assert len(caplog.messages) == 1
+    assert "differ from a full plan" in caplog.text

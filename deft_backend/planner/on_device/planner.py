@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import ABSOLUTE, FLATTENED
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import MAX_MERGED
+
+logger = logging.getLogger(__name__)
 
 COMPARE_ROWS = Kernel(order_rows, "compare_rows")
 SORT_ROWS = Kernel(order_rows, "sort_rows")
@@ -129,6 +132,8 @@ class DevicePlanner:
         # The launches of plans by all that their arguments depend on; None: not kept.
         self._repeated: dict[tuple[Any, ...], _Launches | None] = {}
         self._kept: _Launches | None = None  # where `_launch` adds those of the current plan
+        self._proven: set[tuple[Any, ...]] = set()  # kinds of plans whose trial has passed
+        self._repeats = True
 
     @property
     def num_bytes(self) -> int:
@@ -165,8 +170,10 @@ class DevicePlanner:
         self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
         shape = (batch, columns, page_table.stride(0), private_tokens)
         key = (self._kind, id(numbers), pointers, shape, limits)
-        if self._repeat(key):
+        repeated = self._repeat(key)
+        if repeated and self._kind in self._proven:
             return
+        trial = self._plan.arrays() if repeated else None
         self._constants: dict[str, Any] = {
             "BATCH": size,
             "BLOCKS": blocks,
@@ -191,24 +198,46 @@ class DevicePlanner:
         room = self._plan.capacity.room(self._policy, batch, numbers.target)
         self._plan_ranges(numbers, tables, work, limits or room.limits)
         self._repeated[key], self._kept = self._kept, None
+        if trial is not None:
+            self._judge(trial)
 
     def _repeat(self, key: tuple[Any, ...]) -> bool:
         """Launch again what planned the same tensors before, at a fraction of the CPU's time.
 
         False if it is unknown. Steps without a CUDA graph plan the same tensors many times, so the
-        second plan keeps its launches.
+        second plan keeps its launches. The first repeat of each kind of plan is a trial: a full
+        plan follows it, and counts again. A difference ends all repeats.
         """
-        known = self._repeated.get(key)
-        if known is not None and variants.recorder is None:
-            stream = driver.active.get_current_stream(driver.active.get_current_device())
-            for runner, arguments in known:
-                runner(*arguments, stream=stream)
-            return True
-        if len(self._repeated) >= _MOST_REPEATED:
-            self._repeated.clear()
-        self._kept = [] if key in self._repeated and self._aligned else None
-        self._repeated.setdefault(key, None)
-        return False
+        known, proven = self._repeated.get(key), self._kind in self._proven
+        possible = self._repeats and variants.recorder is None
+        if not proven and self._fixed[0].type == "cuda":
+            # Within a capture, the CPU could not compare.
+            possible = possible and not torch.cuda.is_current_stream_capturing()
+        if known is None or not possible:
+            if len(self._repeated) >= _MOST_REPEATED:
+                self._repeated.clear()
+            keep = self._repeats and self._aligned and key in self._repeated
+            self._kept = [] if keep else None
+            self._repeated.setdefault(key, None)
+            return False
+        if not proven:
+            self._kept = []  # for the full plan that follows
+            self._plan.clear()
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        for runner, arguments in known:
+            runner(*arguments, stream=stream)
+        return True
+
+    def _judge(self, trial: torch.Tensor) -> None:
+        """Compare a trial with the full plan that followed it."""
+        if torch.equal(trial, self._plan.arrays()):
+            self._proven.add(self._kind)
+            return
+        self._repeats = False
+        logger.warning(
+            "deft: repeated launches of a plan differ from a full plan; every eager step makes its "
+            "own launches from now on, which takes CPU time"
+        )
 
     def _plan_ranges(
         self, numbers: Numbers, tables: Tables, work: ProgramWork, limits: Limits
