@@ -399,7 +399,18 @@ def _parts(part: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
                 yield from _parts(value)
 
 
+def _mutant_lines(run: Run) -> Iterator[Line]:
+    """Mutants that change behaviour, and those that tests caught: of each folder, and of all."""
+    names = ("mutants", "equivalent", "caught")
+    every = {name: sum(row[name] for row in run.rows) for name in names}
+    for row in (*run.rows, {"folder": "all", **every}):
+        counted = row["mutants"] - row["equivalent"]
+        rate = f"{row['caught'] / counted:.0%}" if counted else "–"
+        yield row["folder"], str(counted), str(row["caught"]), rate
+
+
 SECTIONS = (
+    Section("Mutants of the sources", "faults", "folder|mutants|caught|rate", _mutant_lines),
     Section(
         "Servers, end to end",
         "e2e-.*|papers-servers-.*",

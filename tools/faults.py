@@ -341,22 +341,25 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
     if RECORD.exists():
         for each in json.loads(RECORD.read_text())["survivors"]:
             reasons[each["path"], each["diff"]] = each["equivalent"]
+    survivors = [
+        {**vars(mutant), "equivalent": reasons.get((mutant.path, mutant.diff), "")}
+        for mutant, found in results
+        if not found
+    ]
+    for each in survivors:
+        del each["text"], each["lines"]
+    equal = Counter(folder_of(each["path"]) for each in survivors if each["equivalent"])
     tried = Counter(mutant.folder for mutant, _ in results)
     caught = Counter(mutant.folder for mutant, found in results if found)
-    left = [mutant for mutant, found in results if not found]
-    why = [reasons.get((mutant.path, mutant.diff), "") for mutant in left]
-    equal = Counter(mutant.folder for mutant, reason in zip(left, why, strict=True) if reason)
-    survivors = [
-        {"path": m.path, "operator": m.operator, "diff": m.diff, "equivalent": reason}
-        for m, reason in zip(left, why, strict=True)
-    ]
-    folders = {
-        name: {"mutants": tried[name], "caught": caught[name], "equivalent": equal[name]}
+    rows = [
+        {"folder": name, "mutants": tried[name], "equivalent": equal[name], "caught": caught[name]}
         for name in sorted(tried)
-    }
-    made = {"seed": seed, "minutes": round(seconds / 60), "folders": folders}
-    made["survivors"] = survivors
-    RECORD.write_text(json.dumps(made, indent=2) + "\n")
+    ]
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    header = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "seed": seed}
+    header["minutes"] = round(seconds / 60)
+    made = {"header": header, "rows": rows, "survivors": survivors}
+    RECORD.write_text(json.dumps(made, indent=1) + "\n")
     print(f"{sum(caught.values())} of {len(results) - sum(equal.values())} caught: {RECORD}")
 
 
