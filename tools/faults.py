@@ -120,10 +120,6 @@ class Mutant:
     diff: str
     lines: frozenset[int]  # of the changed statement; none outside functions
 
-    @property
-    def folder(self) -> str:
-        return folder_of(self.path)
-
 
 def folder_of(path: str) -> str:
     """A folder of the record: two levels, and three for hosts."""
@@ -145,11 +141,8 @@ def kept_spans(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         text = ast.unparse(node) if isinstance(node, (ast.Expr, ast.If)) else ""
         if isinstance(node, ast.JoinedStr) or text.startswith(("logger.", "if TYPE_CHECKING")):
             kept.append(node)
-    return [
-        ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-        for node in kept
-        if node is not None
-    ]
+    spans = filter(None, kept)
+    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in spans]
 
 
 def places(source: str) -> dict[Any, list[tuple[str, int]]]:
@@ -225,7 +218,6 @@ class Test:
     name: str
     seconds: float
     lines: dict[str, list[int]]
-    modules: list[str]
 
     @property
     def file(self) -> str:
@@ -241,13 +233,14 @@ def chosen(tests: list[Test], mutant: Mutant) -> list[str]:
     files = {test.file for test in on_line}
     files = files or {test.file for test in tests if mutant.path in test.lines}
     others = [t for t in tests if t.file in files or t.name.startswith(f"{near}/")]
-    ordered = {test.name: test.seconds for test in sorted(on_line, key=lambda t: t.seconds)}
-    for test in sorted(others, key=lambda t: t.seconds):
-        ordered.setdefault(test.name, test.seconds)
+    ordered = {
+        test.name: test.seconds
+        for some in (on_line, others)
+        for test in sorted(some, key=lambda test: test.seconds)
+    }
     ends = itertools.accumulate(ordered.values())
-    return [name for name, end in zip(ordered, ends, strict=True) if end <= SECONDS] or list(
-        ordered
-    )[:1]
+    names = [name for name, end in zip(ordered, ends, strict=True) if end <= SECONDS]
+    return names or list(ordered)[:1]
 
 
 class Copy:
@@ -262,15 +255,10 @@ class Copy:
             shutil.copy2(ROOT / name, folder / name)
         path = ":".join(str(folder / name) for name in ("", "patches", "tests/support"))
         own = {"PYTHONPATH": path, "HOME": str(folder.parent), "OMP_NUM_THREADS": "1"}
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        options |= {"text": True, "cwd": folder, "env": {**os.environ, **own}}
         self._processes = {
-            host: subprocess.Popen(
-                [str(python), "-m", "tools.test_forks"],
-                cwd=folder,
-                env={**os.environ, **own},
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
+            host: subprocess.Popen([python, "-m", "tools.test_forks"], **options)
             for host, python in pythons.items()
         }
         self._tests: dict[str, list[Test]] = {}
@@ -291,8 +279,8 @@ class Copy:
     def learn(self, host: str, reached: Path) -> None:
         """Read what `trace` noted, and import what these tests import of other packages."""
         rows = [json.loads(line) for line in reached.read_text().splitlines()]
-        self._tests[host] = [Test(r["test"], r["seconds"], r["lines"], r["modules"]) for r in rows]
-        modules = [name for test in self._tests[host] for name in test.modules]
+        self._tests[host] = [Test(row["test"], row["seconds"], row["lines"]) for row in rows]
+        modules = [name for row in rows for name in row["modules"]]
         self._ask(host, tests=["--version"], seconds=600, modules=modules)
 
     def caught_by(self, mutant: Mutant) -> str:
@@ -349,8 +337,8 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
     for each in survivors:
         del each["text"], each["lines"]
     equal = Counter(folder_of(each["path"]) for each in survivors if each["equivalent"])
-    tried = Counter(mutant.folder for mutant, _ in results)
-    caught = Counter(mutant.folder for mutant, found in results if found)
+    tried = Counter(folder_of(mutant.path) for mutant, _ in results)
+    caught = Counter(folder_of(mutant.path) for mutant, found in results if found)
     rows = [
         {"folder": name, "mutants": tried[name], "equivalent": equal[name], "caught": caught[name]}
         for name in sorted(tried)
@@ -378,14 +366,11 @@ def main() -> None:
     began = time.monotonic()
     mutants = itertools.islice(sampled(given.seed, given.folder), given.mutants)
     pythons = {"sglang": given.python.absolute(), "vllm": given.python_vllm.absolute()}
-    with (
-        tempfile.TemporaryDirectory(prefix="deft-faults-") as made,
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="deft-faults-"))
         free: SimpleQueue[Copy] = SimpleQueue()
-        reached = {
-            host: (given.reached or Path(made)).absolute() / f"{host}.jsonl" for host in TESTS
-        }
+        kept = (given.reached or Path(made)).absolute()
+        reached = {host: kept / f"{host}.jsonl" for host in TESTS}
         for number in range(given.processes):
             copy = Copy(Path(made, str(number)), pythons)
             stack.callback(copy.close)
