@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deft_backend.costs import CostModel, table_lookup
-from deft_backend.costs.cost_model import DEFAULT_TABLE, default_cost_model
+from deft_backend.costs.cost_model import DEFAULT_TABLE, CostModelError, default_cost_model
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.costs.tables import (
     SHIPPED_TABLES,
@@ -87,6 +87,16 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     assert str(path) in record.message
     assert "ignored" in record.message
     assert "deft tune" in record.message
+
+
+def test_only_a_users_own_table_must_be_private(tmp_path):
+    """A package's files may be anybody's: root may have installed it."""
+    path = tmp_path / "table.json"
+    path.write_text(DEFAULT_TABLE.read_text())
+    path.chmod(0o666)
+    assert read_key(path) == read_key(DEFAULT_TABLE)
+    with pytest.raises(CostModelError, match="mode 0666"):
+        read_key(path, private=True)
 
 
 def test_the_shipped_table_is_scaled_by_bytes():

@@ -1,11 +1,12 @@
 """The patches of SGLang: what they change, for which model runners, and in which versions."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from deft_patches.wrapping import is_wrapped, wrap
+from deft_patches.wrapping import checked_graph_runner, is_wrapped, wrap
 from failure_lines import raising
 from sglang_fakes import mode
 
@@ -82,6 +83,13 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
     readers.clear()
     patch._execute(execute, runner, "reads")  # another model runner's
     assert model.war_fastpath_read_done_event == "metadata was read"
+
+
+def test_a_version_without_graph_runners_is_refused(monkeypatch):
+    module = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RuntimeError, match="there is no DecodeCudaGraphRunner"):
+        checked_graph_runner(SimpleNamespace(), {})
 
 
 def test_other_packages_runners_are_patched_themselves(graphs):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_backend.hosts.sglang import layers
+from deft_backend.hosts.sglang import layers, versions
 from deft_backend.hosts.sglang.arguments import _FEATURES
 from deft_backend.hosts.sglang.versions import decode_graphs
 from deft_backend.settings.config import SettingsError
@@ -61,7 +61,7 @@ def resolve_as_host(made):
 
 @pytest.fixture
 def arguments(host, monkeypatch):
-    from deft_backend.hosts.sglang import arguments, versions
+    from deft_backend.hosts.sglang import arguments
     from deft_backend.settings.config import VARIABLES
 
     def names(made):
@@ -316,3 +316,13 @@ def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
+
+
+def test_versions_without_a_view_of_resolved_arguments(monkeypatch):
+    """To 0.5.18 the arguments are what the host decided."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.model_override_base", None)
+    config = SimpleNamespace(decode=SimpleNamespace(backend="full"))
+    arguments = SimpleNamespace(cuda_graph_config=config)
+    assert versions.resolved(arguments) is arguments
+    versions.disable_decode_graphs(arguments)
+    assert config.decode.backend == "disabled"

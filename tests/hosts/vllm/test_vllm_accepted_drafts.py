@@ -1,6 +1,7 @@
 """Accepted draft tokens, from what vLLM's scheduler tells its workers."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.server import AcceptedDrafts
-from deft_patches.vllm import observe_steps
+from deft_patches.vllm import observe_steps, tree_graphs
 from failure_lines import raising
 from sglang_fakes import make_state
 from vllm_fakes import make_config, speculating
@@ -125,3 +126,15 @@ def test_what_is_not_counted(caplog):
     config.scheduler_config.async_scheduling = True
     assert server._count_drafts(make_state(), config) is None
     assert "does not count accepted draft tokens: pipeline stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("patch", "module"),
+    [
+        (observe_steps, "vllm.v1.worker.worker_base"),
+        (tree_graphs, "vllm.v1.worker.gpu.cudagraph_utils"),
+    ],
+)
+def test_a_version_without_the_patched_module_lacks_it(patch, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert module in patch.missing()
