@@ -62,7 +62,7 @@ def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(tmp_path, 
     assert "deft tune --heads 32/8 --head-dim 128 --dtype fp16 --page-size 1" in record.message
 
 
-@pytest.mark.parametrize("damage", ["list", "no key", "key", "type", "field", "time"])
+@pytest.mark.parametrize("damage", ["list", "no key", "key", "type", "field", "time", "link"])
 def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, caplog):
     key = replace(KEY, gpu="NVIDIA H100 80GB HBM3")
     path = tmp_path / key.file_name
@@ -79,6 +79,9 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     elif damage == "time":
         data["time_ms"][0][0] = -1.0
     path.write_text(json.dumps([] if damage == "list" else data))
+    if damage == "link":
+        path.unlink()
+        path.symlink_to("nowhere")
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert cost_model_for(key, tmp_path) is default_cost_model()
