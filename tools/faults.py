@@ -5,8 +5,8 @@ of all tests first notes the lines that each one reaches. A mutant then meets th
 its statement, and their neighbours. The same seed and sources give the same mutants. Annotations,
 decorators, f-strings and log lines stay as they are.
 
-docs/results/faults.json gets the rate of each folder, and the mutants that no test caught. If such
-a mutant changes nothing, say why in its "equivalent": the next record keeps the reason.
+docs/results/faults.json gets the counts of each folder, and the mutants that no test caught. If such
+a mutant changes nothing, begin its "note" with "equivalent" and say why. Notes are kept.
 """
 
 from __future__ import annotations
@@ -324,19 +324,20 @@ class Copy:
 
 
 def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> None:
-    """Write the rates and the mutants that no test caught, with the reasons given before."""
-    reasons = {}
+    """Write the counts and the mutants that no test caught, with their notes of before."""
+    notes = {}
     if RECORD.exists():
         for each in json.loads(RECORD.read_text())["survivors"]:
-            reasons[each["path"], each["diff"]] = each["equivalent"]
+            notes[each["path"], each["diff"]] = each["note"]
     survivors = [
-        {**vars(mutant), "equivalent": reasons.get((mutant.path, mutant.diff), "")}
+        {**vars(mutant), "note": notes.get((mutant.path, mutant.diff), "")}
         for mutant, found in results
         if not found
     ]
     for each in survivors:
         del each["text"], each["lines"]
-    equal = Counter(folder_of(each["path"]) for each in survivors if each["equivalent"])
+    unseen = [each for each in survivors if each["note"].startswith("equivalent")]
+    equal = Counter(folder_of(each["path"]) for each in unseen)
     tried = Counter(folder_of(mutant.path) for mutant, _ in results)
     caught = Counter(folder_of(mutant.path) for mutant, found in results if found)
     rows = [
