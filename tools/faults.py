@@ -5,7 +5,7 @@ of all tests first notes the lines that each one reaches. A mutant then meets th
 its statement, and their neighbours. The same seed and sources give the same mutants. Annotations,
 decorators, f-strings and log lines stay as they are.
 
-docs/results/faults.json gets the counts of each folder, and the mutants that no test caught. If such
+docs/results/faults.json gets counts of each folder, and the mutants that no test caught. If such
 a mutant changes nothing, begin its "note" with "equivalent" and say why. Notes are kept.
 """
 
