@@ -3,9 +3,11 @@
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, CostModelError, default_cost_model
@@ -15,6 +17,7 @@ from deft_backend.costs.tables import (
     GpuFacts,
     TableKey,
     derived_table,
+    gpu_facts,
     nearest_table,
     read_key,
     shipped_for,
@@ -90,6 +93,17 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     assert str(path) in record.message
     assert "ignored" in record.message
     assert "deft tune" in record.message
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_drivers_facts_of_a_gpu(told, monkeypatch):
+    """Those of an H100 SXM, whose memory delivers 3.35 TB/s; a part of a GPU tells less."""
+    clocks = {"clock_rate": 1_980_000, "memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    properties = SimpleNamespace(multi_processor_count=132, **(clocks if told else {}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    facts = gpu_facts(torch.device("cuda"))
+    assert facts == (GpuFacts(132, 1980.0, pytest.approx(3352.32)) if told else None)
+    assert gpu_facts(torch.device("cpu")) is None
 
 
 def test_only_a_users_own_table_must_be_private(tmp_path):

@@ -299,6 +299,7 @@ def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
     assert (key.dtype, key.page_size, key.gpu) == ("bfloat16", 16, "NVIDIA L40S")
     path = tmp_path / "cache" / "tables" / key.file_name
     assert str(path) in out
+    assert "part: 1.0 s" in out
     assert "19 batches, 30 different plans: attention takes 10.0% less time" in out
     assert read_key(path) == key
     assert CostModel.load(path).source == "made up"

@@ -1,0 +1,35 @@
+"""Fields of JSON files: the values at each limit, and those beyond."""
+
+import pytest
+
+from deft_backend.files import json_fields
+from deft_backend.files.json_fields import FieldError
+
+TOP = (1 << 31) - 1
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "accepted", "refused"),
+    [
+        ("number", {}, (0, -1.5, 1e308), (True, "1", None, float("nan"), 10**400)),
+        ("whole", {"least": 2, "most": 5}, (2, 5), (1, 6, 2.0, True, None)),
+        ("text", {"most": 3}, ("", "abc"), ("abcd", "a\n", 1, None)),
+        ("numbers", {}, ([], [1, 2.5], [[1], [2]]), (["1"], [[1], [1, 2]], 1, None)),
+        (
+            "whole_numbers",
+            {},
+            ([], [-TOP - 1, TOP]),
+            ([-TOP - 2], [TOP + 1], [1.5], [[1]], [True], 1, None),
+        ),
+    ],
+)
+def test_limits(field, given, accepted, refused):
+    read = getattr(json_fields, field)
+    for value in accepted:
+        found = read({"here": value}, "here", **given)
+        assert found == value if not isinstance(value, list) else found.tolist() == value
+    for value in refused:
+        with pytest.raises(FieldError, match=r"here is .*; expected "):
+            read({"here": value}, "here", **given)
+    with pytest.raises(FieldError, match="here is missing"):
+        read({}, "here", **given)
