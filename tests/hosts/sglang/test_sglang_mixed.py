@@ -261,7 +261,8 @@ def test_a_graph_of_prefills_is_the_hosts(server):
     batch = server.batch()
     padded = torch.cat([batch.seq_lens_cpu, torch.zeros(4, dtype=torch.int64)])
     server.replay(SimpleNamespace(**{**vars(batch), "batch_size": 8, "seq_lens_cpu": padded}))
-    assert server.calls == ["replay"]
+    server.replay(SimpleNamespace(**{**vars(batch), "rids": ["not observed"]}))
+    assert server.calls == ["replay", "replay"]
     ((content, steps),) = server.state.counters().steps.items()
     assert content == (MIXED, "in a graph of prefills")
     assert (steps.rows, steps.kv_bytes) == (3, int(server.lens[1:].sum()) * 2 * 1024)
