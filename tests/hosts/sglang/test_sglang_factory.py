@@ -1,7 +1,9 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +11,16 @@ from attention_checks import latent_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
+from deft_backend.settings.config import Settings
 from failure_lines import raising
-from sglang_fakes import FakePool, MHATokenToKVPool, make_state
+from sglang_fakes import (
+    FakePool,
+    MHATokenToKVPool,
+    make_state,
+    recording_backend,
+    small_attention,
+    tree_layers,
+)
 
 FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
@@ -195,3 +205,29 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     assert (settings.policy, settings.min_batch) == ("invariant", 1)
     assert attention.policy.num_chunks(64) * rows <= attention.capacity.max_entries
     assert f"policy invariant, chunks of {attention.chunk_tokens} tokens and more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "backends", "reason"),
+    [
+        ({}, ("deft", "deft"), None),
+        (
+            {"host_layers": {1: "a window"}},
+            ("deft", "deft"),
+            "some layers read the host's metadata",
+        ),
+        ({"model_asks": True}, ("deft", "deft"), "some layers read the host's metadata"),
+        ({}, ("fa3", "deft"), "prefills go to another backend"),
+    ],
+)
+def test_why_the_host_computes_steps_that_prefill(host, options, backends, reason, monkeypatch):
+    from deft_backend.hosts.sglang import factory
+
+    monkeypatch.setattr(factory.versions, "backend_names", lambda arguments: backends)
+    monkeypatch.setattr(factory.versions, "decodes_per_rank", lambda arguments: False)
+    monkeypatch.setattr(factory.observe_batch, "install", lambda observer: lambda: None)
+    own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32), [])()
+    layers = tree_layers(own, small_attention(), make_state(), **options)
+    with ExitStack() as undo:
+        steps = factory._mixed(SimpleNamespace(server_args=None), layers, Settings(), undo)
+    assert str(steps.unsplit).startswith(str(reason))
