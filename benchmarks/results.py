@@ -400,17 +400,23 @@ def _parts(part: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def _mutant_lines(run: Run) -> Iterator[Line]:
-    """Mutants that change behaviour, and those that tests caught: of each folder, and of all."""
-    names = ("mutants", "equivalent", "caught")
+    """Mutants that change behaviour, those that tests caught, and those that newer tests catch."""
+    names = ("mutants", "equivalent", "caught", "caught since")
     every = {name: sum(row[name] for row in run.rows) for name in names}
     for row in (*run.rows, {"folder": "all", **every}):
         counted = row["mutants"] - row["equivalent"]
-        rate = f"{row['caught'] / counted:.0%}" if counted else "–"
-        yield row["folder"], str(counted), str(row["caught"]), rate
+        now = row["caught"] + row["caught since"]
+        rates = (f"{caught / counted:.0%}" for caught in (row["caught"], now) if counted)
+        yield row["folder"], str(counted), str(row["caught"]), str(now), " → ".join(rates)
 
 
 SECTIONS = (
-    Section("Mutants of the sources", "faults", "folder|mutants|caught|rate", _mutant_lines),
+    Section(
+        "Mutants of the sources",
+        "faults",
+        "folder|mutants|caught|with newer tests|rate",
+        _mutant_lines,
+    ),
     Section(
         "Servers, end to end",
         "e2e-.*|papers-servers-.*",

@@ -6,7 +6,8 @@ its statement, and their neighbours. The same seed and sources give the same mut
 decorators, f-strings and log lines stay as they are.
 
 docs/results/faults.json gets counts of each folder, and the mutants that no test caught. If such
-a mutant changes nothing, begin its "note" with "equivalent" and say why. Notes are kept.
+a mutant changes nothing, begin its "note" with "equivalent" and say why; with "caught since" and
+the test's name, if somebody has written one. Notes are kept.
 """
 
 from __future__ import annotations
@@ -329,19 +330,25 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
     if RECORD.exists():
         for each in json.loads(RECORD.read_text())["survivors"]:
             notes[each["path"], each["diff"]] = each["note"]
+    left = [mutant for mutant, found in results if not found]
     survivors = [
-        {**vars(mutant), "note": notes.get((mutant.path, mutant.diff), "")}
-        for mutant, found in results
-        if not found
+        {
+            "path": m.path,
+            "operator": m.operator,
+            "diff": m.diff,
+            "note": notes.get((m.path, m.diff), ""),
+        }
+        for m in left
     ]
-    for each in survivors:
-        del each["text"], each["lines"]
-    unseen = [each for each in survivors if each["note"].startswith("equivalent")]
-    equal = Counter(folder_of(each["path"]) for each in unseen)
+    noted = {
+        kind: Counter(folder_of(e["path"]) for e in survivors if e["note"].startswith(kind))
+        for kind in ("equivalent", "caught since")
+    }
     tried = Counter(folder_of(mutant.path) for mutant, _ in results)
     caught = Counter(folder_of(mutant.path) for mutant, found in results if found)
     rows = [
-        {"folder": name, "mutants": tried[name], "equivalent": equal[name], "caught": caught[name]}
+        {"folder": name, "mutants": tried[name], "caught": caught[name]}
+        | {kind: counts[name] for kind, counts in noted.items()}
         for name in sorted(tried)
     ]
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
@@ -349,7 +356,7 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
     header["minutes"] = round(seconds / 60)
     made = {"header": header, "rows": rows, "survivors": survivors}
     RECORD.write_text(json.dumps(made, indent=1) + "\n")
-    print(f"{sum(caught.values())} of {len(results) - sum(equal.values())} caught: {RECORD}")
+    print(f"{sum(caught.values())} of {len(results)} caught: {RECORD}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
+import logging
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -196,7 +197,9 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     one = SimpleNamespace(world_size=1)
     runner, own = runner_of(monkeypatch, "disabled", rows, tp_group=one)
     runner.server_args.enable_deterministic_inference = True
+    monkeypatch.setenv("DEFT_LOG", "debug")
     made = factory.wrap_backend(runner, "fa3", own)
+    assert factory.logger.level == logging.DEBUG
     if rows > 2048:
         assert made is own
         assert "give --max-running-requests 2048" in caplog.text
@@ -231,3 +234,10 @@ def test_why_the_host_computes_steps_that_prefill(host, options, backends, reaso
     with ExitStack() as undo:
         steps = factory._mixed(SimpleNamespace(server_args=None), layers, Settings(), undo)
     assert str(steps.unsplit).startswith(str(reason))
+
+
+def test_source_that_cannot_be_read_may_ask_for_its_backend():
+    from deft_backend.hosts.sglang.layers import _source
+
+    assert "get_attn_backend" in _source("sys")  # built in
+    assert "SimpleNamespace" in _source(__name__)

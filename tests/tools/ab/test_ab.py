@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,7 +32,13 @@ from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import report, sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.report import verdict, write_report
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
+from deft_backend.tools.ab.result import (
+    AbResult,
+    ComparedWorkload,
+    SideRun,
+    contexts,
+    paired_change,
+)
 from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
@@ -598,3 +605,12 @@ def test_counters_are_of_one_workload(tmp_path):
         data, _ = ab(tmp_path, "--urls", a.url, b.url, *words)
     steps = [workload["counters"][0]["decode_steps"] for workload in data["workloads"]]
     assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
+
+
+def test_contexts_are_those_of_the_decode_steps():
+    """The first of n tokens comes from the prefill; the others see the prompt and those before."""
+    answered = SimpleNamespace(answer=SimpleNamespace(arrivals=[0.0] * 4), prompt_tokens=10)
+    lost = SimpleNamespace(answer=None, prompt_tokens=None)
+    assert contexts(SimpleNamespace(outcomes=[answered, lost])) == 11 + 12 + 13
+    unknown = SimpleNamespace(answer=answered.answer, prompt_tokens=None)
+    assert contexts(SimpleNamespace(outcomes=[answered, unknown])) is None
