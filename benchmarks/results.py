@@ -412,12 +412,6 @@ def _mutant_lines(run: Run) -> Iterator[Line]:
 
 SECTIONS = (
     Section(
-        "Mutants of the sources",
-        "faults",
-        "folder|mutants|caught|with newer tests|rate",
-        _mutant_lines,
-    ),
-    Section(
         "Servers, end to end",
         "e2e-.*|papers-servers-.*",
         "host: model|workload|backends|cases|ms per token|ratio|steady|first token",
@@ -482,6 +476,12 @@ SECTIONS = (
         "variants-.*|soak-.*|speculation-.*|models|real-model-.*",
         "host|who|tokens|ties|wrong",
         _answer_lines,
+    ),
+    Section(
+        "Mutants of the sources",
+        "faults",
+        "folder|mutants|caught|with newer tests|rate",
+        _mutant_lines,
     ),
 )
 
