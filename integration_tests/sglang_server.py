@@ -123,6 +123,8 @@ def running(backend, group, folder):
     folder.mkdir(parents=True, exist_ok=True)
     plugins = [REGISTER] if group.cpu_speculation else []
     settings = {**state_settings(backend, folder, *plugins), **group.settings}
+    # Servers that start side by side would load what the other one has half written.
+    settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
     flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
     command = server_command(

@@ -89,11 +89,15 @@ def latent(request, tmp_path_factory):
 
 
 def test_a_tree_of_requests(latent):
-    """Two levels, several samples of a prompt, and requests that end one by one."""
+    """Two levels, several samples of a prompt, and requests that end one by one.
+
+    They decode for more than 24 steps: the answer of the costs about a batch counts 8 batches
+    later, and the first two may be about batches that still wait for requests.
+    """
     server, model, kind = latent
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [
-        Ask(m + f"they found {t}", 12 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])
+        Ask(m + f"they found {t}", 36 + 2 * i) for m in middle for i, t in enumerate(TOPICS[2:])
     ]
     check(server, model, [*asks, Ask(PREFIX + "It said:", n=3), Ask("Alone, from the first word.")])
     chains = kind == "chains"

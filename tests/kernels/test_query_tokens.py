@@ -272,7 +272,7 @@ def test_wrong_calls_say_what_is_wrong():
     )
     bits = torch.zeros(2, 3, 1).long()
     refused(r"ancestors has shape \[2, 2, 1\]; expected \[2, 3, 1\]", ancestors=bits[:, :2])
-    refused("ancestors has dtype torch.int32; expected int64", ancestors=bits.int())
+    refused("ancestors has dtype torch.int32; expected torch.int64", ancestors=bits.int())
     refused("ancestors is on meta; expected cpu", ancestors=bits.to("meta"))
     refused("query_start is on meta", query_start=torch.zeros(3, device="meta").int())
     refused("query_start has stride 2", query_start=torch.zeros(6).int()[::2])
