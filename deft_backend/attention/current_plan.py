@@ -89,7 +89,8 @@ class PlannedAttention(ABC):
         Parameters
         ----------
         page_table : [rows, P] int32 or int64
-            Page ids, on the attention's device.
+            Page ids, on the attention's device. Rows with the same page at one position must hold
+            the same keys and values up to there, in these pages or in copies of them.
         seq_lens : [B] int32 or int64
             Tokens of each request, its query tokens included; 0 for a padding request.
         table_rows : [B] int32 or int64, optional
