@@ -157,7 +157,7 @@ def counted_work(traces: Path) -> Any:
     """What the plans of each policy do on DeFT's workloads, summed over the steps.
 
     - ``loaded``: tokens that items load, over tokens stored.
-    - ``products``: query vectors of the tiles times tokens, over those that attend.
+    - ``products``: query vectors times tokens in the tiles, over the products that count.
     - ``chunk_tokens``: mean tokens of an item; ``items`` and ``results`` are of a step.
     """
     _, workloads = read_set("deft-splits", traces)

@@ -119,7 +119,7 @@ ROOT = 0
 
 
 class PrefixTree(NamedTuple):
-    """Tree nodes, of which node 0 is the root, and where each request ends."""
+    """The nodes of a tree, and the node where each request ends. Node 0 is the root."""
 
     parent: Sequence[int] | Int32Array  # of each tree node; the root is its own
     depth: Sequence[int] | Int32Array  # from the root to the end of each tree node, in any unit

@@ -74,7 +74,7 @@ def test_wrong_tokens_of_every_part_are_counted(tmp_path):
 
 
 def test_rollouts_have_a_line_for_each_mode(tmp_path):
-    """The fields are those that `python -m examples.grpo` writes."""
+    """`python -m examples.grpo` writes these fields."""
     row = {"mean_difference": 0.0123, "largest_difference": 0.25, "kl": 2e-4, "generation_s": 1.5}
     rows = [{"mode": mode, **row} for mode in ("host", "deft-invariant")]
     content = {"header": HEADER, "rows": rows}

@@ -351,7 +351,7 @@ def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
 
 
 def test_kernels_are_compiled_while_others_run(tmp_path):
-    """One that does not compile keeps nobody waiting; the end cancels those that have not begun."""
+    """A failed compilation holds up no other. At the end, waiting compilations are cancelled."""
     good = reductions(2)
     bad = Variant(good[0].kernel, good[0].arguments, good[0].constants, (("no_such_option", 1),))
     with knobs.cache.scope(), compiling_for(90):

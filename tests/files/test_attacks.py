@@ -142,7 +142,7 @@ def test_no_depth_of_nesting_escapes(tmp_path, levels):
 
 
 def test_a_forest_whose_arrays_do_not_fit_is_refused():
-    """What is read is the forest that the arrays describe, or none."""
+    """The reader returns the forest that the arrays describe, or none."""
     content = forest_as_json(FOREST)
     assert forest_as_json(forest_from_json(content)) == content
     refused = 0

@@ -31,7 +31,7 @@ MOST = 500
 
 
 def install():
-    """Append the distinct calls of this process to a file beside the server's cache folder."""
+    """Append this process's distinct calls to a file next to the server's cache folder."""
     host = "sglang" if find_spec("sglang") else "vllm"
     path, told = path_of(os.environ["DEFT_CACHE_DIR"]), set()
 

@@ -123,7 +123,7 @@ class FastTreeArtifact(ArtifactMethod):
         out = torch.empty_like(inputs.q)
 
         def launch() -> torch.Tensor:
-            # The planner may have chosen other tiles than those that it was given.
+            # Their planner may replace the tiles in `params`.
             theirs.fasttree_decode(
                 inputs.q, keys, values, out, entries, *planned, params.TSQs, params.TSKs, dim**-0.5
             )

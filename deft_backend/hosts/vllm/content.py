@@ -29,8 +29,8 @@ class Content(NamedTuple):
 def content_of(common: Any, query_tokens: int, *, equal_bits: bool = False) -> Content | None:
     """The content of a batch; None if it does not decode.
 
-    Tree attention may compute a short end of a prompt, too, unless `equal_bits` asks for the bits
-    of the host's prefill in any batch.
+    Tree attention also computes the last tokens of a prompt, if they are few. With `equal_bits` the
+    host computes them, so that their bits are the same in every batch.
     """
     batch, longest = int(common.num_reqs), int(common.max_query_len)
     if longest < 1:
