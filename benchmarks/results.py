@@ -400,7 +400,7 @@ def _parts(part: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def _mutant_lines(run: Run) -> Iterator[Line]:
-    """For each folder: mutants that change behaviour, and how many the tests caught, then and now."""
+    """By folder: mutants that change behaviour, and how many the tests caught, then and now."""
     names = ("mutants", "equivalent", "caught", "caught since")
     every = {name: sum(row[name] for row in run.rows) for name in names}
     for row in (*run.rows, {"folder": "all", **every}):

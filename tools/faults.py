@@ -274,7 +274,7 @@ class Copy:
         return answer["status"], answer["failed"]
 
     def trace(self, host: str, out: Path) -> None:
-        """Note which lines each test of a host reaches in unchanged sources. Failing tests drop out."""
+        """Note which lines each test of a host reaches in unchanged sources, if it passes."""
         self._ask(host, tests=TESTS[host], seconds=3 * 3600, reached=str(out), sources=SOURCES)
 
     def learn(self, host: str, reached: Path) -> None:

@@ -22,8 +22,7 @@ from benchmarks.fuzz.examples import (
     Runner,
     attention_examples,
 )
-from benchmarks.row_files import RowsError, make_folder, write_rows
-from deft_backend.cli.errors import reported
+from benchmarks.row_files import make_folder, write_rows
 from deft_backend.files.provenance import provenance
 
 EXAMPLES = 8
@@ -101,10 +100,9 @@ def fuzz(
     the record, as tests/benchmarks/fuzz_cases.json holds those that the tests replay. Exits with 1
     if one fails.
     """
-    with reported(RowsError):
-        make_folder(out)
-        row = run(seconds, seed, processes, out.parent)
-        write_rows(out, [row], {**provenance(), "command": typed_command()})
+    make_folder(out)
+    row = run(seconds, seed, processes, out.parent)
+    write_rows(out, [row], {**provenance(), "command": typed_command()})
     typer.echo(
         f"{row['plans']} plans in {row['seconds']} s; {len(row['failures'])} failures; largest "
         f"errors {row['largest_error']}"

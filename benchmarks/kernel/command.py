@@ -250,9 +250,8 @@ def kernel_merge(
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
 ) -> None:
     """Merge the rows of several runs into one file. Later rows replace earlier ones."""
-    with reported(RowsError):
-        rows, header = merged([(path, *read_rows(path)) for path in files])
-        write_rows(out, rows, header)
+    rows, header = merged([(path, *read_rows(path)) for path in files])
+    write_rows(out, rows, header)
     show(rows, Console())
 
 
