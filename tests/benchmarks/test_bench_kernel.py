@@ -18,6 +18,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec, read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
 from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.forest import build_forest, forest_from_page_tables, forest_from_paths
 from deft_backend.tools.tuning.launch_clock import QUICK, Ceilings
 
 CPU = torch.device("cpu")
@@ -63,32 +64,18 @@ def test_trees_are_the_published_ones(name, batches, shares):
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("layout", ["shuffled", "contiguous"])
-def test_pages_are_shared_exactly_where_whole_prefixes_are(page_size, layout):
+def test_page_tables_share_exactly_the_full_pages_of_the_forest(page_size, layout):
     tables = lay_out(RAGGED, page_size, layout, 3)
-    tokens = {}
-    for position, row in enumerate(RAGGED.order.tolist()):
-        tokens[row] = [
-            (node, at) for node in RAGGED.path(position) for at in range(int(RAGGED.length[node]))
-        ]
-    identity = {}
-    stored = 0
-    for row, held in tokens.items():
-        assert tables.seq_lens[row] == len(held)
-        for page in range(-(-len(held) // page_size)):
-            end = (page + 1) * page_size
-            key = tuple(held[:end]) if end <= len(held) else (row, "its own last page")
-            if key not in identity:
-                stored += min(page_size, len(held) - page * page_size)
-            assert tables.page_table[row, page] == identity.setdefault(
-                key, int(tables.page_table[row, page])
-            )
-    assert len(set(identity.values())) == len(identity)
-    assert tables.tokens_stored == stored
-    assert tables.tokens_attended == sum(map(len, tokens.values()))
-    assert max(identity.values()) < tables.num_pages
-    in_order = sorted(identity.values()) == list(range(len(identity)))
-    assert in_order == (layout == "contiguous")
-    assert tables.num_pages > len(identity) or layout == "contiguous"
+    found = forest_from_page_tables(tables.page_table, tables.seq_lens, page_size)
+    shared = [tokens // page_size * page_size for tokens in (37, 53, 0, 0)]
+    expected = build_forest(RAGGED.order, shared, RAGGED.seq_lens, page_size)
+    assert tables.tokens_stored == found.tokens_stored == expected.tokens_stored
+    assert found.seq_lens.tolist() == RAGGED.seq_lens.tolist()
+    held = zip(tables.page_table, tables.pages_used, strict=True)
+    used = {page for row, pages in held for page in row[:pages].tolist()}
+    assert used <= set(range(tables.num_pages))
+    in_order, no_others = used == set(range(len(used))), len(used) == tables.num_pages
+    assert in_order == no_others == (layout == "contiguous")
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -115,8 +102,6 @@ def test_roof_is_the_larger_of_memory_and_arithmetic():
 
 def mixed_small():
     """Two trees of different depth in one batch, and a request that ends with its prefix."""
-    from deft_backend.forest import forest_from_paths
-
     paths = [
         [("a", 16), ("b", 32), ("c", 3)],
         [("x", 7)],

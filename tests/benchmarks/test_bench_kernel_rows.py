@@ -12,7 +12,6 @@ from benchmarks.__main__ import app_of
 from benchmarks.kernel.kernel_rows import (
     Row,
     best_peer,
-    geometric_mean,
     merged,
     of_roof,
     read_rows,
@@ -64,11 +63,6 @@ def test_only_correct_peers_count():
     alone = row(us={"deft": 20.0, "fa3": None})
     assert best_peer(alone) is None
     assert speed_up(alone) is None
-
-
-def test_geometric_mean_leaves_out_what_is_missing():
-    assert geometric_mean([1.0, None, 4.0]) == pytest.approx(2.0)
-    assert geometric_mean([None]) is None
 
 
 # Files

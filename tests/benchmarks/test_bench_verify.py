@@ -1,7 +1,5 @@
 """The benchmark set `verify` without a GPU: its workloads, results, and FlashInfer's prefill."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,7 @@ from benchmarks.kernel.methods import OURS
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
-from benchmarks.kernel.verified_workloads import (
-    CONTEXTS,
-    TREE_REQUESTS,
-    bits_of,
-    seen_by,
-    verified_workloads,
-)
+from benchmarks.kernel.verified_workloads import bits_of, seen_by
 from benchmarks.papers.workloads import drafted
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.tools.tuning.launch_clock import QUICK
@@ -29,30 +21,6 @@ CASES = {
     "chain": Workload(VERIFY, "chain", described("1,3 32,21").describe, 16, 5),
     "tree": Workload(VERIFY, "tree", described("1,3 32,21").describe, 16, 5, PARENTS),
 }
-
-
-@pytest.fixture
-def recording(tmp_path):
-    """A recorded token tree of four candidates."""
-    content = {
-        "Tree_Structure": [[0], [1], [0, 0], [0, 0, 2]],
-        "Records": [{"prompt": "x" * 40, "Accept_length": [1, 2]}],
-    }
-    path = tmp_path / "tokens.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_chains_and_recorded_token_trees(recording):
-    chains = verified_workloads(None)
-    assert {w.query_tokens for w in chains} == {2, 4, 8}
-    assert {w.forest.batch_size for w in chains} == {1, 16, 64, 256}
-    assert len({w.name for w in chains}) == len(chains)
-    trees = verified_workloads(recording)[len(chains) :]
-    assert len(trees) == len(CONTEXTS) * len(TREE_REQUESTS)
-    assert {w.parents for w in trees} == {PARENTS}
-    assert all(int(w.forest.seq_lens[0]) in {c + 5 for c in CONTEXTS} for w in trees)
-    assert verified_workloads(recording.parent)[-1].name == trees[-1].name
 
 
 def test_bits_say_who_sees_whom():

@@ -23,7 +23,7 @@ from benchmarks.e2e.launch import (
     parse_drafts,
 )
 from benchmarks.e2e.plot import draw
-from benchmarks.e2e.rows import by_case, make_row, read_rows
+from benchmarks.e2e.rows import by_case, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.served_model import write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
@@ -94,24 +94,12 @@ def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
     (sides,) = by_case(rows).values()
     assert sides.keys() == {"right", "tie", "right, fasttree"}
     assert [entry["policy"] for entry in header["runs"]] == [None, None, "fasttree"]
+    drawn = tmp_path / "drawn.json"
+    write_rows(drawn, [{**row, "tpot_ms": 1.5} for row in rows], header)
+    assert draw(drawn).stat().st_size > 5000
     monkeypatch.setenv("GIT_COMMIT", "def")
     with pytest.raises(RowsError, match="commit"):
         run(tmp_path, ("tie",), [GRID])
-
-
-HEADER = {"device": "A GPU", "driver": "1", "versions": {}, "commit": "abc", "runs": [{}]}
-
-
-def timed(backend, tpot, prefix=4096, **changed):
-    sizes = {"prefix": prefix, "branches": 32, "suffix": 64}
-    return make_row("few-shot", "sglang", backend, "m", "", **sizes, tpot_ms=tpot, **changed)
-
-
-def test_a_record_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "out.json"
-    write_rows(out, [timed("deft", 1.5), timed("fa3", 3.0), timed("deft", 2.0, 0)], HEADER)
-    assert draw(out).stat().st_size > 5000
 
 
 # -- the model and its servers ---------------------------------------------------------------
@@ -160,12 +148,9 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
     options = dict(zip(made.arguments, made.arguments[1:], strict=False))
     assert options["--speculative-num-draft-tokens"] == "60"
     assert (options["--speculative-eagle-topk"], options["--speculative-num-steps"]) == ("8", "5")
-    assert launch.label == "(drafts eagle,60,3) -x"
-    chain = Drafts("mtp", 4, 2.5).options("vllm", model)
-    found = json.loads(chain[1])
-    assert (found["method"], found["num_speculative_tokens"]) == ("mtp", 3)
-    assert found["synthetic_acceptance_length"] == 2.5
-    assert "NEXTN" in Drafts("mtp", 4, 2.5).options("sglang", model)
+    assert (
+        json.loads(Drafts("mtp", 4, 2.5).options("vllm", model)[1])["num_speculative_tokens"] == 3
+    )
     with pytest.raises(ChoiceError, match="chains alone"):
         Drafts("eagle", 8, 2.0).options("vllm", model)
     for bad in ("eagle", "eagle,1,1", "soup,8,2", "ngram,8,9"):
@@ -217,11 +202,7 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     ]
     for row in rows:
         assert not row["failures"], row
-        assert set(row["itl_ms"]) == {"mean", "p50", "p95", "p99"}
         assert 0 < row["itl_ms"]["p50"] < 100 > row["itl_ms"]["mean"] > 0.2
-        assert row["itl_ms"]["p50"] <= row["itl_ms"]["p95"] <= row["itl_ms"]["p99"]
-        assert row["ttft_ms"]["p99"] > 0
-        assert row["tpot_ms"] > 0
         assert row["output_tokens_per_s"] > 0
     assert rows[0]["duration_s"] >= LOAD.arrivals()[-1]
 
@@ -266,21 +247,24 @@ def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend
     assert not totals([{**row, "wrong": 0, "checked_tokens": 0}])["ok"]
 
 
-def test_what_memory_did_in_the_first_fifth_does_not_count():
-    samples = [{"s": s, "rss_mib": min(1000.0, 50.0 * s)} for s in range(0, 101, 5)]
-    found = level(samples, "rss_mib")
-    assert found == {"after_first_fifth": 1000.0, "end": 1000.0, "growth": 0.0}
+BUSY = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "begin", "end"),
+    [
+        ("rss_mib", [min(1000.0, 250.0 * at) for at in range(21)], 1000.0, 1000.0),
+        ("rss_mib", BUSY, 90.0, 99.0),
+        ("gpu_mib", BUSY, 31.0, 31.0),  # other processes on the GPU are no growth
+    ],
+)
+def test_the_growth_of_memory_after_the_first_fifth(name, mib, begin, end):
+    samples = [{"s": float(at), "used": used, name: used} for at, used in enumerate(mib)]
+    found = level(samples, name)
+    assert found == {"after_first_fifth": begin, "end": end, "growth": end - begin}
     assert is_level(found)
-    assert not is_level({"after_first_fifth": 1000.0, "end": 1100.0, "growth": 100.0})
-    assert level(samples, "gpu_mib") is None
-
-
-def test_other_processes_on_the_gpu_are_no_growth():
-    """Samples of the GPU's memory count them; samples of the server's own memory do not."""
-    used = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
-    samples = [{"s": float(at), "rss_mib": mib, "gpu_mib": mib} for at, mib in enumerate(used)]
-    assert level(samples, "gpu_mib") == {"after_first_fifth": 31.0, "end": 31.0, "growth": 0.0}
-    assert level(samples, "rss_mib") == {"after_first_fifth": 90.0, "end": 99.0, "growth": 9.0}
+    assert not is_level({**found, "end": begin + 100.0, "growth": 100.0})
+    assert level(samples, "other") is None
 
 
 # -- commands --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from benchmarks.e2e.launch import HOSTS
 from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
 from benchmarks.papers.command import counted_io, counted_work
-from benchmarks.papers.steps import step_row
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 from thought_tree_files import dump_thought_trees
@@ -96,21 +95,6 @@ def test_counters_are_summed_over_kernels():
         "dram_percent": (50 * 4 + 20) / 5,
     }
     assert counters.summed(["==ERROR== no permission"])["kernels"] == 0
-
-
-def test_a_step_is_the_sum_of_its_parts():
-    row = {
-        "workload": "w",
-        "heads": "32/8",
-        "batch": 3,
-        "us": {"flash-decoding": 300.0, "auto": 100.0, "fa3": None},
-    }
-    found = step_row("Llama-3-8B", row, layer_us=200.0, output_us=600.0, baseline="flash-decoding")
-    assert found["without_attention_ms"] == (32 * 200 + 600) / 1e3
-    assert found["step_ms"] == {"flash-decoding": 16.6, "auto": 10.2}
-    assert found["speedup"]["auto"] == round(16.6 / 10.2, 3)
-    assert found["speedup_limit"] == round(16.6 / 7.0, 3)
-    assert found["attention_to_rest"]["auto"] == round(3200 / 7000, 3)
 
 
 @pytest.mark.parametrize(("host", "together"), [("sglang", []), ("vllm", ["--together"])])

@@ -1,21 +1,15 @@
-"""Peers that others wrote compute the attention, as this benchmark calls them, against float64.
+"""The forest cascade of FlashAttention-3 against float64, with a stand-in for its kernel."""
 
-Their kernels run in Triton's interpreter. The authors' own need a checkout of FastTree's artifact:
-``FASTTREE_ARTIFACT=… TRITON_INTERPRET=1 python -m pytest tests/benchmarks/test_peers.py``
-"""
-
-import os
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
 from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import make_inputs
-from benchmarks.kernel.methods import artifact, flash_attention3, forest_cascade, make_method
+from benchmarks.kernel.methods import flash_attention3, forest_cascade, make_method
 from benchmarks.kernel.methods.base import Refused
 from benchmarks.kernel.tree_workloads import Case, Workload, described
 from deft_backend.attention.reference_attention import relative_error
@@ -47,25 +41,6 @@ def error_of(name, forest, heads, page_size):
     expected = batched_reference(*inputs.attended)
     wanted = expected if prepared.rows is None else expected[prepared.rows]
     return relative_error(prepared.launch(), wanted)
-
-
-@pytest.fixture(scope="module")
-def authors():
-    """The artifact's planners put their tensors on the CPU."""
-    if artifact.VARIABLE not in os.environ or not knobs.runtime.interpret:
-        pytest.skip(f"needs {artifact.VARIABLE} and TRITON_INTERPRET")
-    on_cpu = SimpleNamespace(**{**vars(torch), "device": lambda name: CPU})
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("fasttree", "DeFT"):
-            patched.setattr(artifact.artifact_module(name), "torch", on_cpu)
-        yield
-
-
-@pytest.mark.parametrize("name", ["fasttree-artifact", "fasttree-artifact/10", "deft-artifact"])
-@pytest.mark.parametrize("forest", FORESTS)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (16, 1)])
-def test_the_authors_kernels_are_called_as_they_expect(authors, name, forest, heads):
-    assert error_of(name, FORESTS[forest], heads, 5) < 1e-3
 
 
 def plain_flash_attention(

@@ -71,14 +71,3 @@ def test_wrong_tokens_of_every_part_are_counted(tmp_path):
     )
     assert ours[1:] == ["sglang", "tree attention", "20", "2", "0"]
     assert control[1:] == ["sglang", "the host against itself", "10", "1", "2"]
-
-
-def test_rollouts_have_a_line_for_each_mode(tmp_path):
-    """`python -m examples.grpo` writes these fields."""
-    row = {"mean_difference": 0.0123, "largest_difference": 0.25, "kl": 2e-4, "generation_s": 1.5}
-    rows = [{"mode": mode, **row} for mode in ("host", "deft-invariant")]
-    content = {"header": HEADER, "rows": rows}
-    title = "Log-probabilities of rollouts, against the trainer's"
-    first, second = lines_of(tmp_path, "rollout-trust-x.json", content, title)
-    assert first[1:] == ["host", "1.2e-02", "2.5e-01", "2.0e-04", "1.50"]
-    assert second[1] == "deft-invariant"

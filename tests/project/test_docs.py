@@ -1,4 +1,4 @@
-"""Documentation: all its links, paths and module names exist, and the README is short."""
+"""Documentation: paths and module names exist; the README is short. `make docs` checks links."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,6 @@ ELSEWHERE = ("reports/", "v1/", "srt/")
 """Files that commands write, and the hosts' own sources."""
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def name_of(page):
@@ -32,24 +31,6 @@ def name_of(page):
 def prose(page):
     """The page without its code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
-
-
-def anchors(page):
-    """Anchors of a page's headings, in the form of GitHub and MkDocs."""
-    found = set()
-    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        found.add(re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-"))
-    return found
-
-
-def broken_links(page):
-    for path, anchor in LINK.findall(prose(page)):
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists():
-            yield f"{path}: no such file"
-        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
-            yield f"{path}#{anchor}: no such heading"
 
 
 def test_the_readme_says_how_far_each_gpu_is_known():
@@ -63,11 +44,6 @@ def test_the_readme_says_how_far_each_gpu_is_known():
     assert checked[0].split("; ") == list(COMPILED)
     assert all(row[1].startswith("checked by itself") for row in (checked, others))
     assert "untested" in others[1]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_leads_somewhere(page):
-    assert not list(broken_links(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -106,11 +82,3 @@ def is_module(parts):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_broken_links_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Here it is\n[a](b.md) [c](page.md#here-it-is) [d](#gone)\n```\n[e](f)\n```\n"
-    )
-    assert list(broken_links(page)) == ["b.md: no such file", "#gone: no such heading"]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deft_backend"
 PATCHES = ROOT / "patches" / "deft_patches"
 HOST_PACKAGES = {"sglang", "vllm"}
+CHECKOUT = {"benchmarks", "tools", "tests", "integration_tests", "examples"}
 
 BASE = ("settings", "shapes", "files", "compile")  # every room above them may import these
 
@@ -110,17 +111,31 @@ def test_a_room_imports_only_rooms_below_it():
         assert not above, f"{name} imports {above}"
 
 
+def wrong_imports(path, rooms, packages):
+    """What a file imports of our rooms, of hosts, patches and the checkout, besides those given."""
+    others = {*CHECKOUT, *HOST_PACKAGES, "deft_patches"} - packages
+    for name in imports(path):
+        top, _, inner = name.partition(".")
+        if top in others or (top == "deft_backend" and (not inner or room(name) not in rooms)):
+            yield f"{path.relative_to(ROOT)} imports {name}"
+
+
 def test_modules_import_along_the_data_flow():
+    """Only hosts import servers and load patches. No module imports `deft_backend/__init__.py`."""
     wrong = []
     for path in modules(PACKAGE):
         here = room(module_name(path))
         allowed = {here, *MAY_IMPORT[here]} | ({*BASE} if here not in BASE else set())
-        wrong += [
-            f"{path.relative_to(ROOT)} imports {name}"
-            for name in imports(path)
-            if name.startswith("deft_backend.") and room(name) not in allowed
-        ]
+        top, _, host = here.partition("/")
+        wrong += wrong_imports(path, allowed, {host, "deft_patches"} if top == "hosts" else set())
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_patches_import_a_host_and_each_other_alone():
+    """A patch makes no decisions: its adapter passes in all that it needs."""
+    for path in modules(PATCHES):
+        hosts = {path.parent.name} if path.parent != PATCHES else HOST_PACKAGES
+        assert not [*wrong_imports(path, (), {*hosts, "deft_patches"})]
 
 
 def needed(path, names):
@@ -139,41 +154,6 @@ def needed(path, names):
 def test_no_modules_import_each_other():
     files = {module_name(path): path for path in modules(PACKAGE)}
     TopologicalSorter({name: needed(path, {*files}) for name, path in files.items()}).prepare()
-
-
-def test_no_module_imports_the_package_itself():
-    """`deft_backend/__init__.py` imports the folders; no module imports it."""
-    for path in modules(PACKAGE):
-        assert "deft_backend" not in imports(path), f"{path.relative_to(ROOT)} imports deft_backend"
-
-
-def outside(path):
-    """Top-level packages that a file imports."""
-    return {name.split(".")[0] for name in imports(path)}
-
-
-def test_patches_import_a_host_and_each_other_alone():
-    """A patch makes no decisions: its adapter passes in all that it needs."""
-    for path in modules(PATCHES):
-        ours = outside(path) & {"deft_backend", "benchmarks", "tools"}
-        assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
-        if path.parent.name in HOST_PACKAGES:
-            (other,) = HOST_PACKAGES - {path.parent.name}
-            assert other not in outside(path), f"{path.relative_to(ROOT)} imports {other}"
-
-
-def test_only_hosts_import_servers_and_load_patches():
-    for path in modules(PACKAGE):
-        top, _, host = room(module_name(path)).partition("/")
-        allowed = {host, "deft_patches"} if top == "hosts" else set()
-        wrong = outside(path) & {*HOST_PACKAGES, "deft_patches"} - allowed
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
-
-
-def test_the_package_never_imports_what_only_a_checkout_has():
-    for path in modules(PACKAGE):
-        wrong = outside(path) & {"benchmarks", "tools", "tests", "integration_tests", "examples"}
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
 def loaded_by(names, heavy):
