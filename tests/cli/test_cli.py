@@ -16,9 +16,8 @@ from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.cli.doctor import _next_step
 from deft_backend.forest import build_forest
-from deft_backend.policies import POLICY_NAMES
 from deft_backend.telemetry import state_reader
-from deft_backend.telemetry.state_reader import StateError, read_state, settled_counters
+from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from sglang_fakes import make_state
@@ -167,14 +166,6 @@ def test_serve_prints_the_command_it_would_run(host, words, model):
     assert out.strip().endswith("--page-size 16")
 
 
-def test_explain_draws_a_described_tree():
-    for policy in POLICY_NAMES:
-        code, out, _ = run("explain", "--tree", "1,2,4 64,32,8", "--policy", policy)
-        assert code == 0
-        assert "batch of 4" in out
-        assert "160 tokens stored" in out
-
-
 def test_explain_json_counts_bytes():
     code, out, _ = run(
         "explain",
@@ -269,19 +260,6 @@ def test_a_report_that_cannot_be_written_is_said_before_the_run(kind, tmp_path, 
     assert f"cannot write the report into {file}: File exists" in err
     make_report_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
-
-
-def test_counters_are_read_at_rest_and_subtracted(tmp_path):
-    path = state_path(tmp_path)
-    with pytest.raises(StateError):
-        settled_counters(path, timeout=0.0)
-    path.write_text(json.dumps(state()))
-    before = settled_counters(path)
-    more = [steps(12), steps(1, "small batch"), steps(2, "other")]
-    later = state(steps=more, kv_bytes_read=1700)
-    path.write_text(json.dumps(later))
-    moved = read_state(path).counters - before
-    assert (moved.steps_tree, moved.steps_host, moved.kv_bytes_read) == (3, {"other": 2}, 700)
 
 
 def test_doctor_json(model):

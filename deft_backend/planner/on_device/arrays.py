@@ -209,7 +209,18 @@ class Scratch:
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
     flat: tuple[Any, ...]
-    num_bytes: int  # bytes of device memory, most of them for pairs of requests
+    cleared: tuple[torch.Tensor, ...]  # the memory of all arrays that begin as zeros
+    kept: tuple[torch.Tensor, ...]  # that of the others, and of the counters
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory, most of them for pairs of requests."""
+        return sum(tensor.nbytes for tensor in (*self.cleared, *self.kept))
+
+    def clear(self) -> None:
+        """Make the arrays as they were before the first plan, except the counters."""
+        for tensor in self.cleared:
+            tensor.zero_()
 
     @classmethod
     def allocate(
@@ -244,8 +255,6 @@ class Scratch:
         starts, tiles = zeros(2 * size, dtype=torch.int64), zeros(15, -(-most_tiles // 4) * 4)
         fits = torch.full((2, CANDIDATES), CANDIDATES, dtype=torch.int32, device=device)
         ranges, elements, chosen = tuple(by_range[:3]), tuple(by_range[3:]), (count, *by_node)
-        memory: tuple[torch.Tensor, ...] = (by_request, by_range, count, by_node, below, guess)
-        memory = (*memory, *candidates, counted, began, starts, tiles, fits)
         return cls(
             ranks=(rank, common),
             guess=guess,
@@ -263,5 +272,9 @@ class Scratch:
                 *(order, cut, first, ranges, chosen, (parts, merged), *fits),
                 *((starts, *elements), tuple(tiles[:6]), tuple(tiles[6:])),
             ),
-            num_bytes=sum(tensor.nbytes for tensor in memory),
+            cleared=(
+                *(by_request, by_range, count, by_node, below, guess),
+                *(*candidates[1:], starts, tiles),
+            ),
+            kept=(candidates[0], counted, began, fits),
         )

@@ -115,7 +115,7 @@ class DevicePlanner:
         self._page_size = page_size
         self._overlapped = overlapped
         self._interpreted = device.type == "cpu" if interpreted is None else interpreted
-        self._fixed = (device, page_size, overlapped, policy.rules)
+        self._fixed = (device, self._interpreted, page_size, overlapped, policy.rules)
         self._common = {
             "OVERLAPPED": overlapped,
             "TIMED": not self._interpreted,
@@ -170,10 +170,16 @@ class DevicePlanner:
         self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
         shape = (batch, columns, page_table.stride(0), private_tokens)
         key = (self._kind, id(numbers), pointers, shape, limits)
-        repeated = self._repeat(key)
-        if repeated and self._kind in self._proven:
+        known = self._repeated.get(key) if self._may_repeat() else None
+        if known is not None and self._kind in self._proven:
+            self._repeat(known)
             return
-        trial = self._plan.arrays() if repeated else None
+        trial = None if known is None else self._try(known)
+        planned_before = key in self._repeated
+        if not planned_before and len(self._repeated) >= _MOST_REPEATED:
+            self._repeated.clear()
+        keep = planned_before and self._aligned and self._repeats
+        self._kept = [] if keep else None
         self._constants: dict[str, Any] = {
             "BATCH": size,
             "BLOCKS": blocks,
@@ -201,32 +207,40 @@ class DevicePlanner:
         if trial is not None:
             self._judge(trial)
 
-    def _repeat(self, key: tuple[Any, ...]) -> bool:
-        """Launch again what planned the same tensors before, at a fraction of the CPU's time.
+    def _may_repeat(self) -> bool:
+        """Whether a batch of the current kind may be planned by the launches of an earlier plan.
 
-        False if it is unknown. Steps without a CUDA graph plan the same tensors many times, so the
-        second plan keeps its launches. The first repeat of each kind of plan is a trial: a full
-        plan follows it, and counts again. A difference ends all repeats.
+        Steps without a CUDA graph plan the same tensors many times, so the second plan keeps its
+        launches. The first repeat of each kind of plan is a trial: a full plan follows it, and
+        counts. A difference ends all repeats.
         """
-        known, proven = self._repeated.get(key), self._kind in self._proven
-        possible = self._repeats and variants.recorder is None
-        if not proven and self._fixed[0].type == "cuda":
-            # Within a capture, the CPU could not compare.
-            possible = possible and not torch.cuda.is_current_stream_capturing()
-        if known is None or not possible:
-            if len(self._repeated) >= _MOST_REPEATED:
-                self._repeated.clear()
-            keep = self._repeats and self._aligned and key in self._repeated
-            self._kept = [] if keep else None
-            self._repeated.setdefault(key, None)
+        if not self._repeats or variants.recorder is not None:
             return False
-        if not proven:
-            self._kept = []  # for the full plan that follows
-            self._plan.clear()
+        if self._kind in self._proven or self._fixed[0].type != "cuda":
+            return True
+        # Within a capture, the CPU could not compare.
+        return not torch.cuda.is_current_stream_capturing()
+
+    def _repeat(self, launches: _Launches) -> None:
+        """Launch again what planned the same tensors before, at a fraction of the CPU's time."""
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        for runner, arguments in known:
+        for runner, arguments in launches:
             runner(*arguments, stream=stream)
-        return True
+
+    @torch.inference_mode()  # the arrays may be tensors of inference mode, and its caller may not
+    def _try(self, launches: _Launches) -> torch.Tensor:
+        """The plan's arrays by repeated launches, which nothing counts.
+
+        They begin with no plan and empty memory. Otherwise the plan before could hide a launch
+        that writes nothing.
+        """
+        counted = self._scratch.counters[0]
+        before = counted.clone()
+        self._plan.clear()
+        self._scratch.clear()
+        self._repeat(launches)
+        counted.copy_(before)
+        return self._plan.arrays()
 
     def _judge(self, trial: torch.Tensor) -> None:
         """Compare a trial with the full plan that followed it."""

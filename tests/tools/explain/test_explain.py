@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from deft_backend.forest import build_forest
@@ -19,7 +20,6 @@ from strategies import batches, regular_forest, targets
 LLAMA_2_7B = Target(
     num_query_heads=32, num_kv_heads=32, head_dim=128, dtype_bytes=2, num_programs=16
 )
-GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
 class Counts(NamedTuple):
@@ -39,6 +39,7 @@ def counts_by_hand(grouping, target):
     tiles_of = {}  # a query's items: smallest shape? queries?
     for group in range(grouping.num_groups):
         queries = grouping.group_queries(group).tolist()
+        small_too = grouping.least_shape is None or grouping.least_shape[group] == 0
         segments = list(grouping.segments(group))
         runs = [range(s.attend_begin, s.attend_end) for s in segments]
         plain = runs == [range(len(queries))]
@@ -54,7 +55,7 @@ def counts_by_hand(grouping, target):
                 kv_tokens += sum(tokens)
                 masked_tokens += 0 if plain else sum(tokens) - stem
                 for query in queries[tile.start : tile.stop]:
-                    smallest = plain and len(tile) <= singles[0]
+                    smallest = plain and small_too and len(tile) <= singles[0]
                     tiles_of.setdefault(query, []).append((smallest, len(tile)))
     partials = 0
     for held_by in tiles_of.values():
@@ -67,14 +68,14 @@ def counts_by_hand(grouping, target):
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=60)
-@given(batch=batches(), target=targets)
-def test_figures_are_those_of_the_groups_and_of_the_plan(name, batch, target):
-    forest = batch.forest()
+@given(batch=batches(), target=targets, dtype_bytes=st.sampled_from([2, 4]))
+def test_figures_are_those_of_the_groups_and_of_the_plan(name, batch, target, dtype_bytes):
+    forest, target = batch.forest(), replace(target, dtype_bytes=dtype_bytes)
     grouping = get_policy(name).group(forest, target)
     explanation = explain(forest, grouping, target, num_layers=3)
     counts = counts_by_hand(grouping, target)
     head = target.head_dim * target.dtype_bytes * 3
-    partial = 3 * target.num_query_heads * (target.head_dim * 2 + 2 * 4)
+    partial = 3 * target.num_query_heads * (target.head_dim * dtype_bytes + 2 * 4)
     assert explanation.num_items == counts.items
     assert explanation.kv_bytes_issued == counts.kv_tokens * 2 * head * target.num_kv_heads
     assert explanation.mask_bytes == counts.masked_tokens * 4 * 3 * target.num_kv_heads
@@ -119,48 +120,19 @@ def test_deft_table_17(branches, flash_decoding, deft, reduction, digits):
     assert round(100 * (1 - ours[0] / baseline), digits) == reduction
 
 
-def test_tiles_and_layers_multiply_what_is_issued():
-    forest = regular_forest([1, 100], [1000, 10])
-    grouping = get_policy("deft-node").group(forest, GQA)
-    one = explain(forest, grouping, GQA)
-    token = 2 * 64 * 2 * 2
-    # 100 queries with a GQA group of 4 have 400 query vectors: 7 tiles of at most 64.
-    assert one.kv_bytes == (1000 + 100 * 10) * token
-    assert one.kv_bytes_issued == (7 * 1000 + 100 * 10) * token
-    assert (len(one.groups), one.num_items) == (101, 107)
-    assert one.query_bytes == 200 * 8 * 64 * 2
-    # The leaves' items merge the root's results, and leave no results themselves.
-    assert one.num_partials == 100
-    assert one.partial_bytes == 100 * 8 * (64 * 2 + 2 * 4)
-    full = explain(forest, grouping, replace(GQA, dtype_bytes=4))
-    assert full.partial_bytes == 100 * 8 * (64 * 4 + 2 * 4)
-    four = explain(forest, grouping, GQA, num_layers=4)
-    assert four.kv_bytes == 4 * one.kv_bytes
-    assert four.partial_bytes == 4 * one.partial_bytes
+def test_no_layers_are_refused():
+    forest = _few_shot(2, 100, 3)
+    grouping = get_policy("deft-node").group(forest, LLAMA_2_7B)
     with pytest.raises(ValueError, match="num_layers is 0"):
-        explain(forest, grouping, GQA, num_layers=0)
-
-
-def test_masks_are_counted_by_token_behind_the_stem():
-    forest = regular_forest([1, 100], [28, 1])
-    target = Target(num_query_heads=2, num_kv_heads=2, head_dim=64)
-    explanation = explain(forest, get_policy("deft-flatten").group(forest, target), target)
-    # One chunk in two tiles of 50 queries. Each reads the root and 50 leaves: 32 ranges and 19.
-    assert explanation.num_items == 4
-    assert explanation.kv_bytes_issued == (2 * 28 + 100) * 2 * 64 * 2 * 2
-    assert explanation.mask_bytes == 100 * 4 * 2
-    assert explanation.num_partials == 200
-
-
-def _rendered(forest, name="deft-node"):
-    out = io.StringIO()
-    console = Console(file=out, width=120, color_system=None)
-    render(explain(forest, get_policy(name).group(forest, GQA), GQA), console)
-    return out.getvalue()
+        explain(forest, grouping, LLAMA_2_7B, num_layers=0)
 
 
 def test_render_draws_nodes_groups_and_totals():
-    text = _rendered(regular_forest([1, 3], [1000, 20]), "deft-node-chunk")
+    forest, out = regular_forest([1, 3], [1000, 20]), io.StringIO()
+    target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+    grouping = get_policy("deft-node-chunk").group(forest, target)
+    render(explain(forest, grouping, target), Console(file=out, width=120, color_system=None))
+    text = out.getvalue()
     assert "1,000 tokens 0–1,000 of request 0 · 3 queries · groups 0–7" in text
     assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 10" in text
     assert "KV reduction" in text
