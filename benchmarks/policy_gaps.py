@@ -152,8 +152,8 @@ def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Cho
     for first, held in zip(ranges.first, ranges.queries, strict=True):
         parts_of_query[first : first + held] += 1
     several = parts_of_query[ranges.first] > 1
-    beside, even = small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
-    chosen, total = np.ones_like(tokens), 0.0
+    beside = small_tiles(ranges.queries[shape == 0], tokens[shape == 0], machine)
+    chosen, total = np.ones_like(tokens), float(beside[-1]) * machine.costs[-1]
     for t in set(shape.tolist()):
         mine = shape == t
         n, longest = tokens[mine], int(tokens[mine].max())
@@ -175,7 +175,7 @@ def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Cho
         )
         programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
         times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
-        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, beside, even)
+        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, *beside)
         prices = cut_cost(cut, costs)
         chosen[mine] = parts[prices.argmin()]
         total += float(prices.min())

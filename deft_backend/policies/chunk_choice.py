@@ -103,7 +103,7 @@ def choose_chunks(
     """
     shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)
-    beside, even = small_tiles(tiles[shape == 0], tokens[shape == 0], machine)
+    beside = small_tiles(queries[shape == 0], tokens[shape == 0], machine)
     shapes = len(machine.tile_queries)
     found = np.ones_like(tokens)
     for t in range(shapes):
@@ -116,7 +116,7 @@ def choose_chunks(
             sizes = estimate(sizes, machine.knots, machine.estimates[t]).astype(np.int64)
         programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
         times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
-        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, beside, even)
+        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, *beside)
         longest = int(sizes.max(initial=0))
         unit = 1 if rule == "scheduled" else machine.block
         if rule == "fixed":
@@ -134,8 +134,10 @@ def choose_chunks(
     return found
 
 
-def small_tiles(tiles: Int64Array, tokens: Int64Array, machine: Machine) -> tuple[float, float]:
-    """`beside` and `even` of :class:`ShapeCosts`, from the ranges of the small tile."""
+def small_tiles(
+    queries: Int64Array, tokens: Int64Array, machine: Machine
+) -> tuple[float, float, bool]:
+    """The last fields of :class:`ShapeCosts`, from the ranges of the small tile."""
     if not tokens.any():
         even = 1.0
     else:
@@ -143,7 +145,9 @@ def small_tiles(tiles: Int64Array, tokens: Int64Array, machine: Machine) -> tupl
     # Added one after the other: NumPy's sum adds in another order, and rounds differently.
     transfers = tokens * machine.transfer_ns
     beside = sum(transfers.tolist(), machine.costs[0]) if len(tokens) else 0.0
-    return beside / max(1.0, tiles.sum() / machine.programs[0]), even
+    tiles = tiles_of(queries, machine.tile_queries)
+    rounds = max(1.0, tiles.sum() / machine.programs[0])
+    return beside / rounds, even, bool((queries > 1).any())
 
 
 def _prices(

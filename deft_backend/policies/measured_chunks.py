@@ -19,7 +19,8 @@ The cost of a candidate in nanoseconds is the sum of these terms:
   the longest item takes longer than the mean item.
 - The merges. Small tiles merge up to :data:`~deft_backend.shapes.MAX_MERGED`
   results of large tiles, one after another. Stage 2 merges more than that, and the results of
-  small tiles.
+  small tiles. Chunks of small tiles pay for its launch only if no small tile's range has several
+  queries: such a range leaves results for stage 2 even if it stays whole.
 """
 
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class ShapeCosts(NamedTuple):
     transfer_ns: float  # in which the GPU's memory delivers one token of all KV heads
     beside: float  # about the time of the first round of small tiles
     even: float  # mean over longest range of the small tile, without empty ones; else 1
+    is_reduced: bool  # whether stage 2 merges results of small tiles in any case
 
 
 def exposed_share(busy: int, programs: int) -> float:
@@ -127,7 +129,8 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> FloatArray:
         fullest = np.ceil(cut.items / costs.sms - ROUNDING) * costs.sms
         one_round = (costs.sms < cut.items) & (cut.items <= costs.programs)
         expected += np.where(one_round, UNEVEN * transfer * (fullest / cut.items - 1.0), 0.0)
-        merges = np.where(cut.most > 1, _reduced(cut, costs), 0.0)
+        launch = costs.reduce_ns if costs.is_reduced else 0.0
+        merges = np.where(cut.most > 1, _reduced(cut, costs) - launch, 0.0)
     found: FloatArray = expected + merges
     return found
 

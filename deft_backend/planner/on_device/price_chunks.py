@@ -87,7 +87,8 @@ def _cut_cost(cut, costs, WEIGHTS):
     cost += tl.where(costs.is_large, 0.0, small_cost)
     # A leaf's item merges few results one after another; stage 2 merges many.
     most = cut.most.to(tl.float32)
-    in_stage_2 = costs.reduce_ns + most * costs.reduce_ns / (16 * WEIGHTS.max_merged)
+    launch = tl.where(costs.is_reduced & (costs.is_large == 0), 0.0, costs.reduce_ns)
+    in_stage_2 = launch + most * costs.reduce_ns / (16 * WEIGHTS.max_merged)
     in_stage_2 = tl.where(cut.most > 1, in_stage_2, 0.0)
     at_leaves = (cut.most - 1).to(tl.float32) * costs.reduce_ns / (2 * WEIGHTS.max_merged)
     is_reduced = (costs.is_large == 0) | (cut.most > WEIGHTS.max_merged)
@@ -233,6 +234,7 @@ def price_chunks(
             transfer_ns=transfer_ns,
             beside=beside,
             even=tl.where(longest_small > 0, even, 1.0),
+            is_reduced=total((is_small & (all_queries > 1)).to(tl.int32)) > 0,
         )
         cost = _cut_cost(cut, shape_costs, WEIGHTS)
     cost = tl.where(fits, cost, float("inf"))
