@@ -36,7 +36,7 @@ SAMPLES = 8
 def few_shot(branches: Sequence[int] = FEW_SHOT, own: int = OWN_TOKENS) -> list[Workload]:
     """A prompt with `branches` continuations of `own` tokens each."""
     return [
-        replace(described(f"1,{width} {PROMPT_TOKENS},{own}"), set=f"b={width}")
+        replace(described(f"1,{width} {PROMPT_TOKENS},{own}"), set=f"b={width}", page_size=16)
         for width in branches
     ]
 
