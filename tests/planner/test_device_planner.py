@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves, tree_map
 
 from attention_checks import tree_attention
 from deft_backend.attention import AttentionError
@@ -628,16 +629,56 @@ def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
     assert all(len(plan(lens[0][:5])[0]) == len(first) for _ in range(3))
 
 
-def test_repeated_launches_that_plan_something_else_end_repeats(monkeypatch, caplog):
-    """A repeat that does nothing leaves no plan; the full plan behind it is the one that counts."""
-    monkeypatch.setattr(Kernel, "runner", lambda *arguments, **options: lambda *own, stream: None)
+@pytest.mark.parametrize("name", ["auto", "fasttree", "deft-flatten"])
+def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch, caplog):
+    """The trial finds it, although the plan before left the same numbers in memory.
+
+    The full plan behind the trial is the one that counts.
+    """
+    full_launch, tensors, launched, lost = Kernel.launch, {}, [], None
+
+    def launch(kernel, programs, arguments, constants, **options):
+        tensors.update({each.data_ptr(): each for each in _tensors_in(arguments)})
+        launched.append(kernel._name)
+        full_launch(kernel, programs, arguments, constants, **options)
+
+    def runner(kernel, programs, *, variant):
+        def run(*arguments, stream):
+            if kernel._name != lost:
+                at = len(arguments) - len(kernel.constants)
+                constants = dict(zip(kernel.constants, arguments[at:], strict=True))
+                given = tree_map(lambda each: tensors.get(each, each), arguments[:at])
+                options = {"variant": variant, "aligned": True, "interpreted": True}
+                full_launch(kernel, programs, given, constants, **options)
+
+        return run
+
     active = SimpleNamespace(get_current_stream=lambda device: 7, get_current_device=lambda: 0)
+    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(Kernel, "runner", runner)
     monkeypatch.setattr(planner_module, "driver", SimpleNamespace(active=active))
-    tables = torch.arange(32, dtype=torch.int32).view(8, 4)
-    rows, lens = torch.arange(8, dtype=torch.int32), torch.full((8,), 4, dtype=torch.int32)
-    planner, plan = planner_for(TARGET, 8, 1, policy=POLICIES["auto"])
-    for _ in range(5):
+    tables = torch.arange(8 * 1024, dtype=torch.int32).view(8, 1024)
+    tables[1::2, :600] = tables[1, :600].clone()
+    rows, lens = torch.arange(8, dtype=torch.int32), torch.full((8,), 1000, dtype=torch.int32)
+    while True:
+        launched.clear(), caplog.clear()
+        planner, plan = planner_for(
+            TARGET, 8, 1, PlanCapacity(8, 256, 512, 512), policy=POLICIES[name]
+        )
         planner.plan(tables, rows, lens)
-        assert int(plan["tile_ptr"][-1]) == 8
-    assert len(caplog.messages) == 1
-    assert "differ from a full plan" in caplog.text
+        first, names = read(plan).arrays(), [*launched]
+        for _ in range(3):
+            planner.plan(tables, rows, lens)
+            np.testing.assert_equal(read(plan).arrays(), first)
+        assert planner.counters[0] == 4
+        assert len(launched) == len(names) * (3 if lost is None else 4)
+        assert len(caplog.messages) == bool(lost)
+        assert bool(lost) == ("differ from a full plan" in caplog.text)
+        left = names if lost is None else names[names.index(lost) + 1 :]
+        if not left:
+            break
+        lost = left[0]
+
+
+def _tensors_in(arguments):
+    return [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]

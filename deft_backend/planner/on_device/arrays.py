@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deft_backend.planner.device_plan import Pointer
+from deft_backend.shapes import MAX_TOKENS
 
 CANDIDATES = 32
 """Most lengths of chunks that `deft-flatten` chooses from."""
@@ -209,8 +210,8 @@ class Scratch:
     candidates: tuple[torch.Tensor, ...]
     counters: tuple[torch.Tensor, ...]
     flat: tuple[Any, ...]
-    cleared: tuple[torch.Tensor, ...]  # the memory of all arrays that begin as zeros
-    kept: tuple[torch.Tensor, ...]  # that of the others, and of the counters
+    cleared: tuple[torch.Tensor, ...]  # the memory that plans write
+    kept: tuple[torch.Tensor, ...]  # memory with numbers from the start, and the counters
 
     @property
     def num_bytes(self) -> int:
@@ -221,6 +222,7 @@ class Scratch:
         """Make the arrays as they were before the first plan, except the counters."""
         for tensor in self.cleared:
             tensor.zero_()
+        self.candidates[2].fill_(MAX_TOKENS)  # 0 tokens would be endlessly many chunks
 
     @classmethod
     def allocate(
@@ -249,7 +251,7 @@ class Scratch:
         candidates = (
             torch.tensor(num_chunks, dtype=torch.int32, device=device),
             zeros(2 * len(num_chunks), dtype=torch.float32),
-            zeros(2 * len(num_chunks)),
+            torch.full((2 * len(num_chunks),), MAX_TOKENS, dtype=torch.int32, device=device),
         )
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
         starts, tiles = zeros(2 * size, dtype=torch.int64), zeros(15, -(-most_tiles // 4) * 4)
