@@ -136,14 +136,22 @@ def served_model(host: Host, choice: ModelChoice) -> Iterator[Model]:
 def checked_ranks(launch: Launch) -> Launch:
     """The launch; raises ChoiceError for more ranks than GPUs, or than the heads can be split."""
     ranks = launch.tensor_parallel
+    if launch.disaggregated:
+        missing = [name for name in ("nixl", "sglang_router") if find_spec(name) is None]
+        if missing or launch.host.name != "sglang":
+            raise ChoiceError(
+                "--disaggregated needs SGLang, and the packages nixl and sglang-router; missing: "
+                f"{', '.join(missing) or 'SGLang'}"
+            )
     for option in launch.options:
         if option.partition("=")[0] in ("--tp", "--tp-size", "-tp", "--tensor-parallel-size"):
             raise ChoiceError(
                 f"{option} is among the host's options; use --tp of this command, which the rows "
                 "record"
             )
-    if launch.host.on_gpu() and ranks > max(1, num_gpus()):
-        raise ChoiceError(f"--tp is {ranks}, but this machine has {num_gpus()} GPUs")
+    gpus = ranks * (2 if launch.disaggregated else 1)
+    if launch.host.on_gpu() and gpus > max(1, num_gpus()):
+        raise ChoiceError(f"a server needs {gpus} GPUs, but this machine has {num_gpus()} GPUs")
     if ranks > 1 and (heads := launch.model.config["num_attention_heads"]) % ranks:
         raise ChoiceError(f"--tp is {ranks}; expected a divisor of the {heads} query heads")
     return launch
@@ -247,6 +255,13 @@ def e2e(
             "that the host is forced to accept in each.",
         ),
     ] = None,
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            help="SGLang: each server is a prefill and a decode server behind sglang-router, on "
+            "GPUs of their own; NIXL transfers the KV."
+        ),
+    ] = False,
     policy: Annotated[
         str | None,
         typer.Option(help=f"The plugin's policy; the rows name it: {', '.join(POLICY_NAMES)}."),
@@ -274,6 +289,7 @@ def e2e(
             tensor_parallel=tp,
             sleeps="rollouts" in names and chosen.on_gpu(),
             policy=policy_for(policy, chosen, servers),
+            disaggregated=disaggregated,
             start_seconds=start_timeout,
         )
         if drafts is not None:  # the host's own choice of a prefill depends on the drafts

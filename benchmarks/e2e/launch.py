@@ -174,6 +174,7 @@ class Launch:
     - `tensor_parallel`: GPUs over which each server splits the model.
     - `sleeps`: whether the server frees its GPU memory between rollouts.
     - `policy`: the plugin's policy.
+    - `disaggregated`: whether a prefill and a decode server make a server.
     """
 
     host: Host
@@ -184,6 +185,7 @@ class Launch:
     sleeps: bool = False
     drafts: Drafts | None = None
     policy: str | None = None
+    disaggregated: bool = False
     start_seconds: float = 500.0
 
     def policy_of(self, backend: str) -> str | None:
@@ -194,6 +196,7 @@ class Launch:
     def label(self) -> str:
         """The options as rows hold them; ``tp`` is a field of its own."""
         marks = ["(sleeps)"] if self.sleeps else []
+        marks += ["(disaggregated)"] if self.disaggregated else []
         marks += [self.drafts.label] if self.drafts else []
         return " ".join([*marks, *self.options])
 

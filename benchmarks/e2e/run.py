@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from benchmarks.e2e.answers import LIKELIEST, compare
 from benchmarks.e2e.launch import Launch
+from benchmarks.e2e.pair import Progress, ServerPair, at_once
 from benchmarks.e2e.rows import (
     Row,
     case_name,
@@ -43,6 +43,8 @@ REQUESTS, TOKENS = 16, 32
 
 Say = Callable[[str], None]
 
+Served = ServerProcess | ServerPair
+
 
 class ServerHung(RuntimeError):
     """A workload did not end in time, so its server was ended."""
@@ -67,10 +69,12 @@ def server_of(launch: Launch, backend: str, logs: Path, say: Say, **more: Any) -
     name = backend if policy is None else f"{backend}-{policy}"
     log = logs / f"{launch.host.name}-{name}.log"
     say(f"{name}: starting the server; its log is {log}")
-    command = launch.command(backend)
+    kind: Any = ServerProcess
+    if launch.disaggregated:
+        kind = partial(ServerPair, ranks=launch.tensor_parallel)
     began = time.perf_counter()
-    with ServerProcess(command, log, timeout=launch.start_seconds, **more) as server:
-        say(f"{name}: ready after {time.perf_counter() - began:.1f} s: {command.shell()}")
+    with kind(launch.command(backend), log, timeout=launch.start_seconds, **more) as server:
+        say(f"{name}: ready after {time.perf_counter() - began:.1f} s: {server.command.shell()}")
         yield server
 
 
@@ -80,7 +84,7 @@ class Side:
 
     launch: Launch
     backend: str
-    server: ServerProcess | None = None
+    server: Served | None = None
     lost: Exception | None = None
 
     def row(self, job: Job) -> Row:
@@ -166,29 +170,15 @@ def record(
 
 def _start(group: Sequence[Side], logs: Path, say: Say, opened: ExitStack) -> None:
     """Start the servers of a group at the same time; sides whose server fails are lost."""
-    interrupted = Event()
 
-    def wait(seconds: float) -> None:
-        if interrupted.is_set():
-            raise StartError("the start was interrupted")
-
-    def start(side: Side) -> None:
-        server = server_of(side.launch, side.backend, logs, say, progress=wait)
+    def start(side: Side, progress: Progress) -> None:
+        server = server_of(side.launch, side.backend, logs, say, progress=progress)
         try:
             side.server = opened.enter_context(server)
         except LOST as error:
             side.lost = error
 
-    if len(group) == 1:
-        start(group[0])
-        return
-    with ThreadPoolExecutor(len(group)) as threads:
-        try:
-            for ended in as_completed([threads.submit(start, side) for side in group]):
-                ended.result()  # an error that is no row's ends the other starts, too
-        except BaseException:
-            interrupted.set()  # or the threads would wait for their servers
-            raise
+    at_once([partial(start, side) for side in group])
 
 
 def _run(side: Side, job: Job, recorder: Recorder, say: Say) -> None:
@@ -210,7 +200,7 @@ def _run(side: Side, job: Job, recorder: Recorder, say: Say) -> None:
     say(f"{side_of(row)}: {case_name(row)}: {outcome}")
 
 
-async def _measured(side: Side, server: ServerProcess, job: Job, row: Row) -> list[Answer]:
+async def _measured(side: Side, server: Served, job: Job, row: Row) -> list[Answer]:
     """Fill the row; returns answers to compare, if attention changes their tokens."""
     async with client_of(server.url, seconds=580.0) as client:
         before = await asyncio.to_thread(_counters, server)
@@ -233,7 +223,7 @@ async def _measured(side: Side, server: ServerProcess, job: Job, row: Row) -> li
         return answers[:REQUESTS]
 
 
-async def confirm_alive(server: ServerProcess, client: ServerClient) -> None:
+async def confirm_alive(server: Served, client: ServerClient) -> None:
     """Return if the server still answers; raise StartError or ServerHung if it does not.
 
     A dying server drops its connections shortly before its process ends.
@@ -246,9 +236,9 @@ async def confirm_alive(server: ServerProcess, client: ServerClient) -> None:
     raise ServerHung("the server runs but does not answer any more, so it was ended")
 
 
-def _counters(server: ServerProcess) -> Counters | None:
+def _counters(server: Served) -> Counters | None:
     """The plugin's counters; None if it writes none in this server."""
-    return ServerCounters(server.url, state_directory(Settings.from_env())).read()
+    return ServerCounters(server.command.url, state_directory(Settings.from_env())).read()
 
 
 def _steps(before: Counters | None, after: Counters | None) -> dict[str, Any]:
@@ -263,4 +253,5 @@ def _steps(before: Counters | None, after: Counters | None) -> dict[str, Any]:
 
 def _words(error: Exception) -> str:
     """An error as a row holds it; the server's log has the rest."""
-    return f"{type(error).__name__}: {error}"[:600]
+    said = f"{type(error).__name__}: {error}"
+    return said if len(said) <= 1200 else f"{said[:400]} … {said[-800:]}"

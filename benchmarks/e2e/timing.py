@@ -78,7 +78,8 @@ async def _timed(client: ServerClient, prompts: Sequence[Ids], tokens: int) -> f
 async def _batches(job: Job, launch: Launch, client: ServerClient, row: Row) -> None:
     workload, gen = job.workload(launch.model.ids, 0), job.gen
     prompts = prompts_of(workload)
-    together = launch.host.name == "sglang"  # reads all prompts of a batch before it decodes
+    # SGLang reads all prompts of a batch before it decodes; a decode server gets one by one.
+    together = launch.host.name == "sglang" and not launch.disaggregated
     on_gpu = launch.host.on_gpu()
     repeats = (3 if sum(map(len, prompts)) > MANY_IDS else 7) if on_gpu else 1
     for prompt in workload.warm:

@@ -23,11 +23,9 @@ def _asked(session):
     found = {}
     for item in session.items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-        while name in FLEET.variants:
+        while name in FLEET.servers and name not in found:
             found[name] = None
-            name = FLEET.variants[name].against
-        if name in FLEET.references:
-            found[name] = None
+            name = FLEET.servers[name].against
     return list(found)
 
 
@@ -48,15 +46,15 @@ def servers(request, model, tmp_path_factory):
 def variant(request):
     """The name of a variant; skips if this machine has too few GPUs."""
     name = request.param
-    if FLEET.variants[name].ranks > num_gpus():
-        pytest.skip(f"{name} needs {FLEET.variants[name].ranks} GPUs")
+    if FLEET.servers[name].ranks > num_gpus():
+        pytest.skip(f"{name} needs {FLEET.servers[name].ranks} GPUs")
     return name
 
 
 @pytest.fixture
 def pair(variant, servers):
     """The variant's server, and the server that checks its answers."""
-    ours, theirs = servers[variant], servers[FLEET.variants[variant].against]
+    ours, theirs = servers[variant], servers[FLEET.servers[variant].against]
     for server in (ours, theirs):
         if isinstance(server, StartError):
             raise server

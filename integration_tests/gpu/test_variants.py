@@ -29,17 +29,17 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a G
 
 def on(*names):
     """For those of these variants that the installed host has; for all of its own, if none."""
-    mine = [name for name in names or FLEET.variants if name in FLEET.variants]
+    mine = [name for name in names or FLEET.variants if name in FLEET.servers]
     return pytest.mark.parametrize("variant", mine, indirect=True)
 
 
 only_sglang = pytest.mark.skipif(FLEET.host != "sglang", reason="of SGLang's API alone")
 
 
-@on()
+@on(*FLEET.variants, "host-disaggregated")
 def test_every_token_is_the_hosts(variant, pair, model):
     """Two rounds of a forest whose requests join, end and hang up."""
-    alone = FLEET.host == "sglang" and FLEET.variants[variant].lora
+    alone = FLEET.host == "sglang" and FLEET.servers[variant].lora
     check_every_token(FLEET, variant, pair, model, *((None, *ADAPTERS) if alone else (None,)))
 
 
@@ -91,7 +91,7 @@ def check_weights(variant, pair, model, folder, what, renew):
 
 
 @only_sglang
-@on()
+@on(*(name for name in FLEET.variants if name != "disaggregated"))  # one transfer for four answers
 def test_several_answers_to_one_prompt(variant, pair, model):
     """``n`` = 4: four answers that fork from one prompt."""
     ours, theirs = pair

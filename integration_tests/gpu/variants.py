@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from benchmarks.e2e.pair import ServerPair
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import (
@@ -46,6 +47,7 @@ class Variant:
     settings: Mapping[str, str] = field(default_factory=dict)
     against: str = "host"  # the variant that checks its answers
     ranks: int = 1  # one GPU each
+    disaggregated: bool = False  # a prefill and a decode server
     lora: bool = False  # also serves the adapters
     states: tuple[str, ...] = ("tp0",)  # names of its ranks' state files, behind the port
     in_step: bool = True  # its ranks decode the same batches
@@ -67,6 +69,7 @@ class Fleet:
 
 _TWO = {"against": "default", "ranks": 2}
 _APART = {**_TWO, "in_step": False}
+_PAIR = {"ranks": 2, "disaggregated": True}
 _POLICIES = {f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS}
 
 # Each server gets a share of the GPU, although it measures free memory while others start.
@@ -79,10 +82,13 @@ _SGLANG = Fleet(
         "host": Variant("fa3"),
         "host-float16": Variant("fa3", "--dtype float16"),
         "host-lora": Variant("fa3", lora=True),
+        # Tells what the host's transfer changes from what tree attention does.
+        "host-disaggregated": Variant("fa3", **_PAIR),
     },
     {
         "default": Variant("deft"),
         **_POLICIES,
+        "disaggregated": Variant("deft", **_PAIR),
         "float16": Variant("deft", "--dtype float16", against="host-float16"),
         "pages-of-16": Variant("deft", "--page-size 16 --chunked-prefill-size 512"),
         "mixed": Variant("deft", "--enable-mixed-chunk --chunked-prefill-size 256"),
@@ -193,6 +199,7 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
         gpu=True,
         environment={"CUDA_VISIBLE_DEVICES": gpus, **variant.settings},
     )
-    process = ServerProcess(command, folder / name / "server.log", timeout=START_SECONDS)
+    kind = ServerPair if variant.disaggregated else ServerProcess
+    process = kind(command, folder / name / "server.log", timeout=START_SECONDS)
     stack.enter_context(process)
     return Server(process, state_directory(Settings.from_env()))

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import bench_e2e_fakes
 from bench_e2e_fakes import GAP, MODEL, FakeLaunch, fake_launch
 from benchmarks import load as loads
 from benchmarks import soak as soaks
@@ -81,6 +82,20 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
         assert "the server does not start" in rows[workload, "crashes"]["error"]
         assert "ended with exit code" in rows[workload, "dies"]["error"]
         assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
+
+
+def test_a_prefill_and_a_decode_server_are_one_side(tmp_path):
+    router = tmp_path / "sglang_router" / "launch_router.py"
+    router.parent.mkdir()
+    router.write_text(
+        f"import runpy; runpy.run_path({bench_e2e_fakes.__file__!r}, None, '__main__')"
+    )
+    found = {"disaggregated": True, "environment": {"PYTHONPATH": str(tmp_path)}}
+    rows, _ = run(tmp_path, ("right", "dies"), [GRID], **found)
+    assert rows["few-shot", "right"]["error"] is None
+    assert rows["few-shot", "right"]["options"] == "(disaggregated)"
+    assert "ended with exit code" in rows["few-shot", "dies"]["error"]
+    assert len(list((tmp_path / "logs").glob("*-right*.log"))) == 3
 
 
 def test_runs_add_to_the_same_file(tmp_path, monkeypatch):

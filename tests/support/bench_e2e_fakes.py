@@ -1,6 +1,6 @@
 """A server with the hosts' completions, and a language model that can be computed by hand.
 
-Run as a script it is a host server: ``bench_e2e_fakes.py PORT MODE``.
+Run as a script it is a host server: ``FAKE_MODE=MODE bench_e2e_fakes.py … --port PORT …``.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.e2e.launch import HOSTS, SLEEP, Launch
 from benchmarks.e2e.served_model import Model
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.servers.command import ServerCommand, free_port
+from deft_backend.tools.servers.command import ServerCommand, free_port, value_of
 
 VOCABULARY = 97
 GAP = 0.125
@@ -137,8 +137,9 @@ class FakeLaunch(Launch):
 
     def command(self, backend):
         port = free_port()
-        arguments = (sys.executable, __file__, str(port), backend)
-        return ServerCommand(arguments, dict(self.environment), port, on_gpu=False)
+        arguments = (sys.executable, __file__, "--port", str(port))
+        environment = {**self.environment, "FAKE_MODE": backend}
+        return ServerCommand(arguments, environment, port, on_gpu=False)
 
 
 def fake_launch(host="sglang", **changed):
@@ -148,7 +149,8 @@ def fake_launch(host="sglang", **changed):
 
 
 if __name__ == "__main__":
-    _port, _mode = sys.argv[1:]
+    _port = value_of("--port", sys.argv)
+    _mode = os.environ["FAKE_MODE"]
     if _mode == "hangs":
         time.sleep(600)
     if _mode == "crashes":
