@@ -312,6 +312,20 @@ def test_doctor_recommends_what_runs_here(monkeypatch):
     assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
 
 
+@pytest.mark.parametrize(
+    ("cuda", "available", "status"),
+    [("12.8", True, "ok"), ("12.8", False, "problem"), (None, True, "problem")],
+)
+def test_doctor_tries_the_gpus(cuda, available, status, monkeypatch):
+    monkeypatch.setattr(checks, "num_gpus", lambda: 1)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    gpu = {"is_available": available, "get_device_capability": (9, 0), "get_device_name": "H100"}
+    for name, value in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    found = checks._engine()
+    assert (found.status, "H100, compute capability 9.0" in found.state) == (status, status == "ok")
+
+
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
 def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", folder)

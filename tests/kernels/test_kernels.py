@@ -356,6 +356,7 @@ def test_unsupported_attention_is_refused(change, message):
         ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
         ({"page_table": torch.zeros(2, 4)}, "page_table has dtype torch.float32"),
         ({"page_table": torch.zeros(2, 8).int()[:, ::2]}, "page_table has shape .* strides"),
+        ({"page_table": torch.zeros(2, 1).int().expand(2, 4)}, r"strides \(1, 0\)"),
         ({"out": torch.zeros(2, 4, 64).half()}, "out has dtype torch.float16; expected torch.fl"),
         ({"out": torch.zeros(2, 4, 128)[..., ::2]}, "out has stride 2 in its last dimension"),
         ({"out": torch.zeros(3, 4, 64)}, r"out has shape \[3, 4, 64\]; expected \[2, 4, 64\]"),

@@ -292,6 +292,11 @@ def _static_assert(condition, message=""):
     assert condition, message
 
 
+def _swizzled(*sizes_and_order):
+    *sizes, _ = sizes_and_order
+    assert all(size.bit_count() == 1 for size in sizes), "the compiler takes powers of two"
+
+
 def _unchanged(function):
     return function
 
@@ -299,11 +304,9 @@ def _unchanged(function):
 def _language():
     """The module that kernels import as ``gl``."""
     gl = ModuleType("triton.experimental.gluon.language")
-    for layout in (
-        "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout",
-        "NVMMASharedLayout", "SwizzledSharedLayout",
-    ):  # fmt: skip
-        setattr(gl, layout, lambda *args, **options: None)
+    for layout in ("NVMMADistributed", "DotOperand", "Slice", "Blocked", "NVMMAShared"):
+        setattr(gl, f"{layout}Layout", lambda *args, **options: None)
+    gl.SwizzledSharedLayout = _swizzled
     for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
         setattr(gl, name, DType(name))
     gl.int1 = DType("bool")

@@ -22,12 +22,12 @@ def tensors_of(drafts=None):
 
 
 def ran(monkeypatch, fault=False):
-    """The rows and the soft cap of each run that follows."""
+    """The rows, the soft cap and whether there is a token tree, of each run that follows."""
     found = []
     run_plan = tree_attention.run_plan
 
     def spy(config, plan, step, *rest, **named):
-        found.append((len(step.q), step.logit_cap))
+        found.append((len(step.q), step.logit_cap, step.ancestors is not None))
         run_plan(config, plan, step, *rest, **named)
         if fault:
             step.out[0] = -step.out[0]
@@ -37,16 +37,20 @@ def ran(monkeypatch, fault=False):
 
 
 @pytest.mark.parametrize(
-    ("drafts", "rows"),
-    [(None, [4]), (Drafts(3, ragged=True), [4, 12]), (Drafts(3, trees=True, always=True), [12])],
+    ("drafts", "kinds"),
+    [
+        (None, [(4, False)]),
+        (Drafts(3, ragged=True), [(4, False), (12, False)]),
+        (Drafts(3, trees=True, always=True), [(12, True)]),
+    ],
 )
-def test_an_unknown_gpu_checks_each_kind_of_step(drafts, rows, attention, monkeypatch, caplog):
+def test_an_unknown_gpu_checks_each_kind_of_step(drafts, kinds, attention, monkeypatch, caplog):
     monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA L40S")
     monkeypatch.setattr(warm_up, "CHECK_SECONDS", 600.0)
     runs = ran(monkeypatch)
     with caplog.at_level(logging.INFO, "deft_backend"):
         assert failed_self_check(attention, tensors_of(drafts)) is None
-    assert runs == [(count, 20.0) for count in rows]
+    assert runs == [(rows, 20.0, trees) for rows, trees in kinds]
     # A server of an earlier test may still report from its thread.
     (line,) = [said for said in caplog.messages if "recorded results" in said]
     assert "NVIDIA L40S has no recorded results; its kernels passed a check" in line

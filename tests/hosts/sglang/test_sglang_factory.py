@@ -105,7 +105,7 @@ def runner_of(monkeypatch, graphs="full", rows=4, **changes):
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given, **named: make_state())
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32), size=rows)
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 6400, dtype=torch.int32), size=rows)
     arguments = SimpleNamespace(
         speculative_algorithm=None,
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
@@ -206,7 +206,7 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
         return
     settings, attention = made.deft.settings, made.deft.layers.attention
     assert (settings.policy, settings.min_batch) == ("invariant", 1)
-    assert attention.policy.num_chunks(64) * rows <= attention.capacity.max_entries
+    assert attention.policy.num_chunks(6400) * rows <= attention.capacity.max_entries
     assert f"policy invariant, chunks of {attention.chunk_tokens} tokens and more" in caplog.text
 
 

@@ -16,7 +16,7 @@ from deft_backend.tools.servers.command import ServerCommand, StartError, free_p
 from deft_backend.tools.servers.process import ServerProcess
 
 SERVER = """
-import http.server, subprocess, sys
+import http.server, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -24,6 +24,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == sys.argv[2] else 404)
         self.end_headers()
     def log_message(self, *args): pass
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("asked", flush=True)))
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
@@ -58,6 +59,7 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
         os.kill(child, 0)
         server.check_alive()
     assert waited
+    assert log.read_text().endswith("asked\n")
     assert gone(leader)
     assert gone(child)
 
@@ -106,7 +108,7 @@ def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
 
 def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "PATIENCE", 0.5)
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
+    deaf = SERVER.replace('lambda *_: sys.exit(print("asked", flush=True))', "signal.SIG_IGN")
     with ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
         leader = server.pid
     assert leader is not None
