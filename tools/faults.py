@@ -278,11 +278,11 @@ class Copy:
         self._ask(host, tests=TESTS[host], seconds=3 * 3600, reached=str(out), sources=SOURCES)
 
     def learn(self, host: str, reached: Path) -> None:
-        """Read what `trace` noted, and import what these tests import of other packages."""
+        """Read what `trace` noted, import what tests import of other packages, compile the copy."""
         rows = [json.loads(line) for line in reached.read_text().splitlines()]
         self._tests[host] = [Test(row["test"], row["seconds"], row["lines"]) for row in rows]
         modules = [name for row in rows for name in row["modules"]]
-        self._ask(host, tests=["--version"], seconds=600, modules=modules)
+        self._ask(host, tests=["--collect-only", *TESTS[host]], seconds=600, modules=modules)
 
     def caught_by(self, mutant: Mutant) -> str:
         """The test that fails, or the reason why none can run; empty if none fails."""

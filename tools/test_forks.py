@@ -116,7 +116,7 @@ def run(
         if reached:
             plugins.append(Reached(reached, sources))
         else:
-            sys.dont_write_bytecode = True
+            sys.dont_write_bytecode = "--collect-only" not in tests  # a mutant's must not stay
             tests = ["-x", *tests]
         status = 3
         with contextlib.suppress(BaseException):

@@ -42,8 +42,6 @@ def reference_attention(
         length = int(seq_lens[b])
         rows = slice(starts[b], starts[b + 1])
         tokens = starts[b + 1] - starts[b]
-        if length == 0 or tokens == 0:
-            continue
         position = torch.arange(length, device=q.device)
         page = page_table[b].long()[position // page_size]
         k = k_cache[page, position % page_size].double() * k_scale  # [length, Hkv, D]

@@ -96,6 +96,30 @@ def _replaced(**changes):
     return CostModel._from_dict(_data(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": 1}, "format is 1; expected 2"),
+        ({"query_rows": [1, 1]}, r"query_rows is \[1.0, 1.0\]; expected 2 or more positive"),
+        ({"query_rows": [1]}, r"query_rows is \[1.0\]; expected 2 or more"),
+        ({"tokens": [0, 32]}, r"tokens is \[0.0, 32.0\]; expected 2 or more positive"),
+        ({"time_ms": [[1.0, 2.0]]}, r"time_ms has shape \(1, 2\); expected \(2, 2\)"),
+        ({"time_ms": [[0.0, 2.0], [2.0, 3.0]]}, "time_ms holds a time that is not positive"),
+        ({"time_ms": [[3.0, 3.0], [2.0, 2.0]]}, "falls from 16 to 32 tokens at 1 query rows"),
+        ({"launch_ms": -0.1}, "launch_ms is -0.1; expected a number of 0 or more"),
+        ({"fasttree": {"alpha": 1, "beta": -1, "gamma": 1}}, "beta is -1.0; expected"),
+        ({"bandwidth_gb_s": 0}, "bandwidth_gb_s is 0.0; expected a number above 0"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"tiles": {**TILES, "item_ns": [9]}}, "item_ns has 1 entries and token_ns 2"),
+        ({"tiles": {**TILES, "reduce_ns": 0}}, "reduce_ns holds 0.0; expected numbers above 0"),
+    ],
+)
+def test_a_table_that_is_impossible_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        _replaced(**changes)
+    assert _replaced(launch_ms=0, fasttree=dict.fromkeys(("alpha", "beta", "gamma"), 0))
+
+
 def test_the_costs_of_tiles_in_one_array():
     target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
