@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,76 +114,15 @@ def _check_dashboard(running, addresses):
     assert value("Batch", HEALTHY) == 3
 
 
-def test_alerts_fire_and_end(tmp_path):
-    """Over hours, with `promtool`: nothing before its time, and nothing for a healthy server."""
-    series = [
-        ("deft_decode_steps_total{kernel='tree', instance='ok'}", "0+60x180"),
-        ("deft_decode_steps_total{kernel='tree', instance='bad'}", "0x180"),
-        ("deft_host_decode_steps_total{reason='small', instance='ok'}", "0+1x180"),
-        (
-            "deft_host_decode_steps_total{reason='kernel failed', instance='bad'}",
-            "0+60x60 3600x120",
-        ),
-        ("deft_kv_read_bytes_total{instance='ok'}", "0+40x180"),
-        ("deft_kv_query_guided_bytes_total{instance='ok'}", "0+100x180"),
-        ("deft_kv_read_bytes_total{instance='bad'}", "0+100x180"),
-        ("deft_kv_query_guided_bytes_total{instance='bad'}", "0+100x180"),
-    ]
-    expected = {
-        ("DeftKernelFailed", "5m"): 1,
-        ("DeftHostDecodes", "5m"): 0,
-        ("DeftHostDecodes", "20m"): 1,
-        ("DeftNothingShared", "30m"): 0,
-        ("DeftNothingShared", "90m"): 1,
-        ("DeftKernelFailed", "100m"): 0,
-        ("DeftHostDecodes", "100m"): 0,
-    }
-    labels = {
-        "DeftKernelFailed": {"severity": "critical", "reason": "kernel failed"},
-        "DeftHostDecodes": {"severity": "warning"},
-        "DeftNothingShared": {"severity": "info"},
-    }
-    tests = [
-        {
-            "alertname": alert,
-            "eval_time": at,
-            "exp_alerts": [{"exp_labels": {"instance": "bad", **labels[alert]}}] * count,
-        }
-        for (alert, at), count in expected.items()
-    ]
-    alerts = (DEPLOY / "prometheus" / "alerts.yml").read_text().split("\n")
-    # promtool compares texts too; the test is about times and servers.
-    kept = [
-        line for line in alerts if not line.lstrip().startswith(("annotations", "summary", "desc"))
-    ]
-    (tmp_path / "alerts.yml").write_text("\n".join(kept))
-    (tmp_path / "test.yml").write_text(
-        json.dumps(
-            {
-                "rule_files": ["alerts.yml"],
-                "evaluation_interval": "1m",
-                "tests": [
-                    {
-                        "interval": "1m",
-                        "alert_rule_test": tests,
-                        "input_series": [
-                            {"series": name, "values": values} for name, values in series
-                        ],
-                    }
-                ],
-            }
-        )
-    )
-    done = subprocess.run(
-        [program("promtool"), "test", "rules", "test.yml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "config", DEPLOY / "prometheus" / "prometheus.yml"),
+        ("test", "rules", Path(__file__).parent / "alerts.test.yml"),
+    ],
+    ids=["configuration", "alerts"],
+)
+def test_promtool_finds_no_fault(words):
+    command = [program("promtool"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_prometheus_reads_its_configuration():
-    path = DEPLOY / "prometheus" / "prometheus.yml"
-    subprocess.run([program("promtool"), "check", "config", str(path)], check=True)
