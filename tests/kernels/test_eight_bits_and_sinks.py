@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import DEVICES, check, random_batch, shapes_of, star
+from test_kernels import DEVICES, check, chunks_and_leaves, random_batch, shapes_of, star
 
 from attention_checks import tree_attention
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention import HEAD_DIMS
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.policies import GroupingBuilder, Segment
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 SINKS = [torch.float32, torch.bfloat16]
@@ -20,7 +19,7 @@ WIDE = torch.zeros(9, 2, 64)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@settings(max_examples=9, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     requests=st.integers(1, 14),
@@ -32,6 +31,7 @@ WIDE = torch.zeros(9, 2, 64)
     on_device=st.booleans(),
     room=st.sampled_from([0, 1, 50]),
     wider=st.sampled_from([0, 9]),
+    own_rows=st.booleans(),
 )
 def test_policies_on_random_forests(policy, device, seed, requests, on_device, **drawn):
     """Caches of 16 and of 8 bits, with and without sinks."""
@@ -57,17 +57,7 @@ def test_head_shapes(device, head_dim, heads):
 )
 def test_each_way_to_an_output(device, kv_dtype, logit_cap, chunks):
     """Outputs of large tiles, of leaves, of leaves that merge, and of stage 2: one sink each."""
-
-    def group(forest, target):
-        builder = GroupingBuilder()
-        for n in range(chunks):
-            begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
-            builder.add(list(range(20)), [Segment(0, begin, end, False, 0, 20)])
-        for row in range(24):
-            first = 600 if row < 20 else 0
-            builder.add([row], [Segment(row, first, int(forest.seq_lens[row]), True, 0, 1)])
-        return builder.build()
-
+    group = chunks_and_leaves(600, chunks, 20)
     given = {"kv_dtype": kv_dtype, "scales_on_device": kv_dtype is not None}
     given |= {"logit_cap": logit_cap, "sinks": torch.float32, "device": device, "grow": 5}
     plan = check(star(24, 600, [90, 300], spare=5), group=group, **given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import random_batch, star
+from test_kernels import chunks_and_leaves, random_batch, star
 from test_query_tokens import drafts, tree_bits
 
 import attention_checks
@@ -237,18 +237,10 @@ def test_leaves_merge_any_number_of_results(merged, group):
     requests = 5 if group > 1 else 11  # more than a small tile holds
     shared, own = 16 * merged, 21
 
-    def of_nodes(forest, target):
-        builder = GroupingBuilder()
-        for begin in range(0, shared, 16):
-            builder.add(range(requests), [Segment(0, begin, begin + 16, False, 0, requests)])
-        for request in range(requests):
-            builder.add([request], [Segment(request, shared, shared + own, True, 0, 1)])
-        return builder.build()
-
     attention = attention_checks.check(
         star(requests, shared, [own]),
         heads=(2 * group, 2),
-        group=of_nodes,
+        group=chunks_and_leaves(shared, merged, requests),
         prepare=lambda attention: use_gluon(attention, 1, 4),
     )
     assert len(attention.last_plan.reduce_query) == 0  # leaves merge

@@ -11,7 +11,7 @@ import torch
 
 import attention_checks
 from attention_checks import DEVICES, TOLERANCE, Batch, tree_attention
-from deft_backend import POLICY_NAMES, AttentionError, TreeAttention, forest_from_page_tables
+from deft_backend import AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.planner import PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
@@ -53,6 +53,28 @@ def star(requests, shared, own, page_size=1, spare=0):
     return Batch(table, torch.tensor(lens, dtype=torch.int32), len(order))
 
 
+def chunks_and_leaves(shared, chunks, requests, *, halves=False):
+    """A `group` of `check`: a prefix of `requests` requests in chunks, and a leaf of each request.
+
+    Other requests have only a leaf. With `halves`, every second chunk is read by each half apart.
+    """
+
+    def group(forest, target):
+        builder = GroupingBuilder()
+        for n in range(chunks):
+            begin, end = n * shared // chunks, (n + 1) * shared // chunks
+            half = requests // 2 if halves and n % 2 else requests
+            for first in range(0, requests, half):
+                rows = list(range(first, first + half))
+                builder.add(rows, [Segment(0, begin, end, False, 0, len(rows))])
+        for row, length in enumerate(forest.seq_lens.tolist()):
+            begin = shared if row < requests else 0
+            builder.add([row], [Segment(row, begin, length, True, 0, 1)])
+        return builder.build()
+
+    return group
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
@@ -77,10 +99,6 @@ def test_positions_beyond_15_bits(device, policy, on_device):
     """Prefix, pages and leaves; the last page id is above 2^15, too."""
     batch = star(3, 33_000, [300, 5], spare=1)
     attention_checks.check(batch, device=device, policy=policy, on_device=on_device, grow=1, room=2)
-
-
-def test_float32_on_the_cpu():
-    check(random_batch(3, 1, 10), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,26 +167,10 @@ def test_items_of_several_segments(device, page_size, grow, shared):
     assert np.diff(plan.item_segment_ptr).max() == 32
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_empty_leaves_that_grow(device, policy):
-    for page_size, grow in ((1, 20), (3, 1), (16, 0), (16, 20)):
-        batch = star(7, 144, [0, 0, 5, 0, 30], page_size, spare=20)
-        check(batch, policy=policy, device=device, page_size=page_size, grow=grow)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs one program")
 def test_more_merged_queries_than_programs_on_cuda():
     """Each program of stage 2 takes several queries: 150 queries of 32 heads exceed them."""
-
-    def group(forest, target):
-        builder = GroupingBuilder()
-        for begin in range(0, 600, 60):
-            builder.add(list(range(150)), [Segment(0, begin, begin + 60, False, 0, 150)])
-        for row in range(150):
-            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
-        return builder.build()
-
+    group = chunks_and_leaves(600, 10, 150)
     plan = check(star(150, 600, [1, 40]), device="cuda", heads=(32, 8), head_dim=128, group=group)
     assert len(plan.reduce_query) == 150
 
@@ -178,19 +180,8 @@ def test_more_merged_queries_than_programs_on_cuda():
     ("chunks", "logit_cap"), [(1, 3.0), (2, 0.0), (8, 0.0), (8, 3.0), (9, 0.0), (11, 3.0)]
 )
 def test_results_merged_by_leaves_and_by_stage_2(device, chunks, logit_cap):
-    """The leaf's own item merges up to 8 partial results, of any tile shape."""
-
-    def group(forest, target):
-        builder = GroupingBuilder()
-        for n in range(chunks):
-            begin, end = n * 600 // chunks, (n + 1) * 600 // chunks
-            # Chunks of odd lengths, each for half of the queries.
-            for rows in (range(20), range(20, 40)) if n % 2 else (range(40),):
-                builder.add(list(rows), [Segment(0, begin, end, False, 0, len(rows))])
-        for row in range(40):
-            builder.add([row], [Segment(row, 600, int(forest.seq_lens[row]), True, 0, 1)])
-        return builder.build()
-
+    """The leaf's own item merges up to 8 partial results, of any tile shape and odd lengths."""
+    group = chunks_and_leaves(600, chunks, 40, halves=True)
     batch = star(40, 600, [0, 1, 90, 300], spare=5)
     # Scores so large that some results weigh much more than those merged before them.
     plan = check(batch, device=device, grow=5, group=group, logit_cap=logit_cap, sm_scale=1.0)
@@ -202,7 +193,12 @@ def test_results_merged_by_leaves_and_by_stage_2(device, chunks, logit_cap):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("policy", "values"),
-    [("deft-node-chunk", 1e30), ("deft-flatten", 1e30), ("deft-flatten", 1e-30)]
+    [
+        ("deft-node-chunk", 0.0),
+        ("deft-node-chunk", 1e30),
+        ("deft-flatten", 1e30),
+        ("deft-flatten", 1e-30),
+    ]
     + [("auto", values) for values in (1e6, 1e30, 1e-6, 1e-30)],
 )
 def test_values_of_any_size_survive_their_partial_results(device, policy, values):
@@ -210,11 +206,6 @@ def test_values_of_any_size_survive_their_partial_results(device, policy, values
     batch = star(9, 600, [10, 0, 70], spare=3)
     plan = check(batch, policy=policy, device=device, dtype=torch.bfloat16, values=values, grow=3)
     assert plan.num_partials > 0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_values_of_zero_give_zero(device):
-    check(star(9, 600, [10, 0, 70]), policy="deft-node-chunk", device=device, values=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -274,20 +265,6 @@ def test_strided_caches_table_rows_and_int64_lengths(device):
         q, kv[:, :1], kv[:, 1:], batch.page_table.to(device), batch.seq_lens
     )
     assert relative_error(out, reference) <= TOLERANCE[torch.float16]
-
-
-def test_empty_batch():
-    attention = tree_attention(num_query_heads=2, dtype=torch.float16)
-    attention.plan(forest_from_page_tables(np.zeros((0, 1), dtype=int), []))
-    cache = torch.zeros(4, 2, 64, dtype=torch.float16)
-    out = attention.run(
-        torch.empty(0, 2, 64, dtype=torch.float16),
-        cache,
-        cache,
-        torch.zeros(1, 4, dtype=torch.int32),
-        torch.empty(0, dtype=torch.int32),
-    )
-    assert out.shape == (0, 2, 64)
 
 
 def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits():

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -47,34 +46,28 @@ def numbers(sms, counted, asked, stale=0):
     return found
 
 
-@given(data=st.data(), programs=st.integers(1, 60), sms=st.sampled_from([1, 3, 30, 60, 700]))
-def test_every_number_is_one_programs(data, programs, sms):
-    """Wherever the programs lie, also with more SMs than there are counters."""
+@given(
+    data=st.data(),
+    programs=st.integers(1, 60),
+    sms=st.sampled_from([1, 3, 30, 60, 700]),
+    stale=st.sampled_from([0, 0, 2]),
+)
+def test_every_number_is_one_programs(data, programs, sms, stale):
+    """Wherever the programs lie, also with more SMs than there are counters.
+
+    A host plan without partial results has no stage 2, which would set the counters to 0.
+    """
     places = data.draw(
         st.lists(st.integers(0, sms - 1), min_size=programs, max_size=programs), "SMs"
     )
     counted = data.draw(st.permutations(range(programs)), "order of counting")
     asked = data.draw(st.permutations(range(programs)), "order of asking")
-    found = numbers(places, counted, asked)
+    found = numbers(places, counted, asked, stale)
     assert sorted(found) == list(range(programs))
-    if sms <= ARRIVALS - 2:
+    if sms <= ARRIVALS - 2 and not stale:
         used = len(set(places))
         first = {places[program] for program in range(programs) if found[program] < used}
         assert len(first) == used
-
-
-def test_two_programs_on_each_sm():
-    """As on an H100: items for half of the programs lie on different SMs."""
-    order = np.random.default_rng(0).permutation(264).tolist()
-    found = numbers([program % 132 for program in order], order, order[::-1])
-    assert {order[p] % 132 for p in range(264) if found[p] < 132} == set(range(132))
-
-
-def test_counts_of_launches_that_asked_for_no_number_do_no_harm():
-    """A host plan without partial results has no stage 2, which would set them to 0."""
-    order = np.random.default_rng(1).permutation(60).tolist()
-    found = numbers([program % 30 for program in order], order, order, stale=2)
-    assert sorted(found) == list(range(60))
 
 
 class Attended(NamedTuple):

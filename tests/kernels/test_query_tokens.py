@@ -5,12 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import star
+from test_kernels import chunks_and_leaves, star
 
 from attention_checks import DEVICES, Batch, check, tree_attention
 from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
-from deft_backend.policies import GroupingBuilder, Segment
 from deft_backend.shapes import QueryBlocks
 from random_batches import random_batch
 
@@ -82,6 +81,8 @@ def test_chains_and_trees_on_random_forests(on_device, device, data):
         grow=grow,
         room=data.draw(st.sampled_from([0, 1, 50]), "room"),
         wider=data.draw(st.sampled_from([0, 9]), "wider"),
+        sinks=data.draw(st.sampled_from([None, torch.float32]), "sinks"),
+        own_rows=data.draw(st.booleans(), "own rows"),
     )
 
 
@@ -153,31 +154,13 @@ def test_float32_soft_cap_and_fewer_query_tokens_than_the_most():
 )
 def test_sinks_of_several_query_tokens(heads, chunks, merged):
     """Merged by leaves of small tiles, and by stage 2: a head's sink joins each of its tokens."""
-
-    def group(forest, target):
-        builder = GroupingBuilder()
-        for n in range(chunks):
-            begin, end = n * 90 // chunks, (n + 1) * 90 // chunks
-            builder.add(list(range(5)), [Segment(0, begin, end, False, 0, 5)])
-        for row, length in enumerate(forest.seq_lens.tolist()):
-            builder.add([row], [Segment(row, 90, length, True, 0, 1)])
-        return builder.build()
-
+    group = chunks_and_leaves(90, chunks, 5)
     batch = star(5, 90, [7, 20])
     attention = check(
         batch, 6, heads=heads, group=group, sinks=torch.float32, dtype=torch.float32, grow=0
     )
     assert attention.last_plan is not None
     assert len(attention.last_plan.reduce_query) == merged
-
-
-@pytest.mark.parametrize("policy", ["auto", "flash-decoding"])
-def test_sinks(policy):
-    """Also of outputs that items write directly."""
-    batch = drafts(13, 5, 4, 6, longest=90)
-    check(
-        batch, 6, policy=policy, heads=(6, 2), page_size=4, sinks=torch.float32, dtype=torch.float32
-    )
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

@@ -430,30 +430,6 @@ def test_what_was_planned_before_decides_nothing(data):
             np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
 
-def test_too_little_room_falls_back_to_query_by_query():
-    """A group for each node of a degenerate tree makes too many (item, query) pairs."""
-    levels = np.arange(1, 32) * 400
-    forest = build_forest(np.arange(32), levels, np.append(levels, 31 * 400) + 30)
-    batch = batch_of(forest)
-    roomy = plan_of(batch)
-    tight = PlanCapacity(max_batch=32, max_items=90, max_entries=90, max_segments=90)
-    plan = plan_of(batch, capacity=tight)
-    for made in (roomy, plan):
-        check(batch, made)
-    assert np.diff(roomy.item_query_ptr).max() > 1
-    assert np.diff(plan.item_query_ptr).max() == 1
-    assert len(plan.entry_query) <= 90
-
-
-def test_rows_without_a_request_are_written_as_nothing():
-    """Padding of a CUDA graph's batch: length 0, and any row."""
-    batch = batch_of(regular_forest([1, 3], [100, 10]))
-    lens = np.concatenate((batch.seq_lens, [0, 0])).astype(np.int32)
-    tables = np.concatenate((batch.page_tables, batch.page_tables[:2]))
-    padded = Batch(tables, lens, 1)
-    check(padded, plan_of(padded))
-
-
 def test_the_counters_add_up():
     batch = batch_of(regular_forest([1, 8], [2000, 10]))
     planner, plan = planner_for(TARGET, 8, 1)
@@ -477,25 +453,6 @@ def tensors_of(batch):
 
 def attention(policy="auto", max_batch=8):
     return tree_attention(max_batch=max_batch, policy=policy)
-
-
-@pytest.mark.parametrize("policy", ["auto", "deft-flatten"])
-def test_the_library_attends_over_a_plan_made_on_the_device(policy):
-    batch = batch_of(regular_forest([1, 2, 3], [90, 20, 7]))
-    tables, lens, k, v = tensors_of(batch)
-    q = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(1))
-    tree = attention(policy)
-    tree.poison_workspace()
-    rows = torch.tensor([5, 3, 1, 0, 2, 4])
-    tree.plan_on_device(tables, lens[rows], table_rows=rows)
-    out = tree.run(q, k, v, tables, lens[rows], table_rows=rows)
-    for request, row in enumerate(rows.tolist()):
-        own = batch.page_tables[row, : int(lens[row])]
-        keys = k[own].double().repeat_interleave(2, dim=1)
-        values = v[own].double().repeat_interleave(2, dim=1)
-        weights = torch.einsum("hd,thd->ht", q[request].double(), keys) / 8
-        expected = torch.einsum("ht,thd->hd", weights.softmax(1), values)
-        torch.testing.assert_close(out[request].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_a_request_get_zeros():

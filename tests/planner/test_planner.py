@@ -1,6 +1,5 @@
 """Plans from the kernels' side: every query's tokens once, every partial result in its place."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -108,23 +107,6 @@ def test_the_checker_finds_every_corruption(name):
     assert not missed
 
 
-def test_a_leafs_item_merges_what_launches_before_left():
-    """A small tile merges up to 8 partial results of earlier launches; stage 2 merges others."""
-    batch = wide_batch(40, shared=600, own=60)
-    forest = batch.forest()
-    for chunks in (1, 8, 9):
-        builder = GroupingBuilder()
-        edges = [n * 600 // chunks for n in range(chunks + 1)]
-        for start, end in itertools.pairwise(edges):
-            builder.add(list(range(40)), [Segment(0, start, end, False, 0, 40)])
-        for row in range(40):
-            builder.add([row], [Segment(row, 600, 660, True, 0, 1)])
-        plan = plan_grouping(builder.build(), forest, GQA)
-        check_plan(batch, plan, GQA)
-        merging = int((plan.entry_slot <= MERGES).sum())
-        assert (merging, len(plan.reduce_query)) == ((0, 40) if chunks > 8 else (40, 0))
-
-
 @pytest.mark.parametrize("run", [(0, 2), (1, 3)])
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
@@ -139,31 +121,11 @@ def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
 
 
-def test_items_of_a_shape_come_longest_first():
-    forest = build_forest(range(4), [0, 0, 0], [10, 300, 20, 200])
-    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
-    assert plan.segment_request.tolist() == [1, 3, 2, 0]
-    assert plan.tile_ptr.tolist() == [0, 0, 4, 4]  # none of the second shape, all of the first
-
-
 @given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
-def test_items_of_one_length_come_in_the_order_of_the_policy(lens):
+def test_items_come_longest_first_and_equal_ones_in_the_order_of_the_policy(lens):
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
     plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
-@settings(max_examples=15)
-@given(batch=batches(), target=targets)
-def test_the_same_forest_gives_the_same_arrays(name, batch, target):
-    capacity = PlanCapacity.for_batch(16)
-    plans = [
-        plan_forest(batch.forest(), get_policy(name), target, capacity)[0].arrays()
-        for _ in range(2)
-    ]
-    for array, values in plans[0].items():
-        np.testing.assert_array_equal(values, plans[1][array], err_msg=array)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8)])

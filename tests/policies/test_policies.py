@@ -25,7 +25,7 @@ from deft_backend.policies import (
     get_policy,
 )
 from deft_backend.policies.chunk_choice import makespan
-from deft_backend.policies.grouping import GroupingBuilder, Segment, longest_first
+from deft_backend.policies.grouping import longest_first
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import UNLIMITED, Limits
 from deft_backend.tools.traces.tree_forests import forest_from_levels
@@ -360,10 +360,3 @@ def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 1024)
     with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):
         DeftFlatten().group(forest, target)
-
-
-@pytest.mark.parametrize(("attended", "several"), [((0, 2), False), ((1, 2), True), ((0, 1), True)])
-def test_a_segment_that_a_query_skips_needs_spans(attended, several):
-    builder = GroupingBuilder()
-    builder.add([0, 1], [Segment(0, 0, 16, False, *attended)])
-    assert builder.build().several_ranges.tolist() == [several]

@@ -55,18 +55,6 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     assert not grouping.several_ranges.any()
 
 
-@settings(max_examples=100)
-@given(batch=batches(), target=targets, costs=tile_costs)
-def test_ranges_of_shared_nodes_are_continued_by_leaves(batch, target, costs):
-    forest = batch.forest()
-    node, begin, end = ranges_of(forest, target, costs)
-    leaf = forest.is_leaf[node]
-    assert node[leaf].tolist() == np.flatnonzero(forest.is_leaf).tolist()
-    assert (end[~leaf] > begin[~leaf]).all()
-    assert (end[~leaf] == forest.end[node[~leaf]]).all()
-    assert (end[leaf] == forest.end[node[leaf]]).all()
-
-
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
 def test_what_merging_costs_decides(partial_ns, parts):
     forest = regular_forest([1, 4, 8], [2048, 2048, 64])

@@ -115,9 +115,14 @@ def check(
     prepare(attention)
     table = torch.nn.functional.pad(batch.page_table, (0, wider)).to(device)
     lens = (batch.seq_lens + grow).to(device)
+    rows, held = None, table
+    if not own_rows:
+        rows = torch.randperm(requests, generator=generator).to(device)
+        held = torch.empty_like(table)
+        held[rows] = table
     attention.poison_workspace()
     if on_device:
-        attention.plan_on_device(table, lens, query_tokens=query_tokens)
+        attention.plan_on_device(held, lens, table_rows=rows, query_tokens=query_tokens)
     else:
         forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
         if group is None:
@@ -135,11 +140,6 @@ def check(
     if counts is not None:
         starts = [0, *np.cumsum(counts).tolist()]
         given["query_start"] = torch.tensor(starts, dtype=torch.int32, device=device)
-    rows, held = None, table
-    if not own_rows:
-        rows = torch.randperm(requests, generator=generator).to(device)
-        held = torch.empty_like(table)
-        held[rows] = table
     out = torch.full_like(q, float("nan"))
     on_gpu = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
     attention.run(
