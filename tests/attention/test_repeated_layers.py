@@ -97,6 +97,11 @@ class Step:
     def repeat(self, layer, q, out):
         return self.attention.repeat(layer_addresses(**layer), q, out)
 
+    def refuses(self, launched, layer, q, out):
+        launched.clear()
+        assert not self.repeat(layer, q, out)
+        assert not launched
+
 
 KINDS = [
     {},
@@ -124,25 +129,6 @@ def test_a_repeated_run_passes_what_a_run_passes(kind, launched):
         assert repeated == launched
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_scale_made_for_one_run_is_not_repeated(scale, launched):
-    step = Step(kv_dtype=torch.float8_e4m3fn)
-    step.run(step.layer(v_scale=scale), *step.rows())
-    launched.clear()
-    assert not step.repeat(step.layer(v_scale=scale), *step.rows())
-    assert not launched
-
-
-def test_the_first_layer_of_a_plan_is_never_repeated(launched):
-    step = Step()
-    assert not step.repeat(step.layer(), *step.rows())
-    step.run(step.layer(), *step.rows())
-    step.plan()
-    launched.clear()
-    assert not step.repeat(step.layer(), *step.rows())
-    assert not launched
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -157,32 +143,28 @@ def test_the_first_layer_of_a_plan_is_never_repeated(launched):
 def test_a_layer_of_another_kind_is_not_repeated(changes, launched):
     step = Step()
     step.run(step.layer(), *step.rows())
-    launched.clear()
-    assert not step.repeat(step.layer(**changes), *step.rows())
-    assert not launched
+    step.refuses(launched, step.layer(**changes), *step.rows())
     assert step.repeat(step.layer(), *step.rows())
 
 
-def test_rows_of_another_kind_are_not_repeated(launched):
+def test_nothing_else_than_a_later_layer_of_the_plan_is_repeated(launched, monkeypatch):
     step = Step()
-    step.run(step.layer(), *step.rows())
-    q, out = step.rows()
-    for other in (q[:-1], q.half(), q[:, :4], q.transpose(0, 1), torch.zeros(q.numel() + 1)):
-        launched.clear()
-        if other.dim() == 1:  # its address is no multiple of 16
-            other = other.bfloat16()[1:].view(q.shape)
-        assert not step.repeat(step.layer(), other, out)
-        assert not step.repeat(step.layer(), q, other)
-        assert not launched
-
-
-def test_another_current_device_is_not_repeated(launched, monkeypatch):
-    step = Step()
-    step.run(step.layer(), *step.rows())
-    launched.clear()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert not step.repeat(step.layer(), *step.rows())
-    assert not launched
+    layer, (q, out) = step.layer(), step.rows()
+    step.refuses(launched, layer, q, out)  # the first layer
+    step.run(layer, q, out)
+    unaligned = torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape)
+    for other in (q[:-1], q.half(), q[:, :4], q.transpose(0, 1), unaligned):
+        step.refuses(launched, layer, other, out)
+        step.refuses(launched, layer, q, other)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.cuda, "current_device", lambda: 1)
+        step.refuses(launched, layer, q, out)
+    step.plan()
+    step.refuses(launched, layer, q, out)  # the first layer of another plan
+    for scale in (1.0, 0.5):  # whose tensor is made for one run
+        eight = Step(kv_dtype=torch.float8_e4m3fn)
+        eight.run(eight.layer(v_scale=scale), q, out)
+        eight.refuses(launched, eight.layer(v_scale=scale), q, out)
 
 
 def test_a_run_that_interprets_its_kernels_is_not_repeated():

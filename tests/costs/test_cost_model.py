@@ -1,15 +1,11 @@
 """The profiled cost table: FlashForge's Table 2, its interpolation, and files."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 
 from deft_backend.costs import CostModel, table_lookup
-from deft_backend.costs.cost_model import DEFAULT_TABLE, FLASHFORGE_TABLE, default_cost_model
-from deft_backend.costs.table_lookup import save_table, table_in_use
-from deft_backend.costs.tables import TableKey
+from deft_backend.costs.cost_model import FLASHFORGE_TABLE
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
 
@@ -49,17 +45,6 @@ def test_extrapolation_is_linear_and_never_free():
     assert float(model.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
     steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])
     assert 0 < float(steep.time(1, 0)) < 1e-3
-
-
-def test_a_table_of_another_shape_under_the_name_is_ignored(tmp_path):
-    key = TableKey("NVIDIA H100 80GB HBM3", "1", "k", "t", "t", 32, 8, 128, "bfloat16", 1)
-    path = tmp_path / key.file_name
-    save_table(default_cost_model(), key, path)
-    assert table_in_use(key, tmp_path).tuned
-    save_table(default_cost_model(), replace(key, kv_heads=4), path)
-    found = table_in_use(key, tmp_path)
-    assert not found.tuned
-    assert "its key is another one than its name says" in str(found.damage)
 
 
 def test_a_targets_own_table_changes_the_plan():
@@ -123,17 +108,6 @@ def test_a_table_that_is_impossible_is_refused(changes, said):
 def test_the_costs_of_tiles_in_one_array():
     target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
-
-
-@pytest.mark.parametrize("path", [DEFAULT_TABLE, FLASHFORGE_TABLE])
-def test_the_shipped_tables_cost_every_tile_of_the_kernels(path):
-    target = Target(num_query_heads=1, num_kv_heads=1, head_dim=64)
-    assert len(CostModel.load(path).tiles.item_ns) == len(target.single_range_tiles)
-
-
-def test_the_shipped_tables_name_their_sources():
-    assert "FlashForge, Table 2" in PAPER.source
-    assert "H100" in CostModel.load(DEFAULT_TABLE).source
 
 
 def test_a_key_names_the_versions_and_the_attention(monkeypatch):
