@@ -43,13 +43,15 @@ class Row(_EveryRow, total=False):
     """One case; in old files, its last fields are missing.
 
     ``query_tokens`` is then 1, ``mask`` "chain" (or "tree"), and ``kv_dtype`` the row's dtype.
-    ``plan_us`` is the time of a plan on the device.
+    ``plan_us`` is the time of a plan on the device, ``node_std`` the standard deviation of the
+    nodes' lengths.
     """
 
     query_tokens: int
     mask: str
     kv_dtype: str
     plan_us: float | None
+    node_std: float
 
 
 def key_of(row: Row) -> tuple[object, ...]:
@@ -153,6 +155,7 @@ def _mean_row(workload: str, heads: str, rows: Sequence[Row]) -> dict[str, Any]:
         "steps": len(rows),
         "batch": round(sum(row["batch"] for row in rows) / len(rows), 1),
         "share": round(attended / max(1, sum(row["tokens_stored"] for row in rows)), 2),
+        "node_std": round(sum(row.get("node_std", 0.0) for row in rows) / len(rows), 1),
         "us": {
             name: None if None in times else round(sum(filter(None, times)) / len(times), 2)
             for name, times in us.items()

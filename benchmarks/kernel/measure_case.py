@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.kernel.batched_reference import batched_reference
@@ -92,6 +93,7 @@ def measure_case(case: Case, setup: Setup) -> Row:
         query_tokens=inputs.query_tokens,
         mask="chain" if inputs.ancestors is None else "tree",
         kv_dtype=spec.dtype if spec.kv_dtype == SAME else spec.kv_dtype,
+        node_std=round(float(np.std(inputs.forest.length)), 1),
     )
     for method in (setup.ours, *setup.peers):
         _measure_method(method, inputs, reference, setup, row)

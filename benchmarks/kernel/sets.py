@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernel.mixed_forests import mixed_forest
-from benchmarks.kernel.recorded_workloads import recorded_workloads
 from benchmarks.kernel.tree_workloads import (
     Workload,
     WorkloadChoiceError,
@@ -20,7 +19,14 @@ from benchmarks.kernel.tree_workloads import (
     quick,
 )
 from benchmarks.kernel.verified_workloads import verified_workloads
-from benchmarks.papers.workloads import drafted, few_shot, prompts, thoughts, token_trees
+from benchmarks.papers.workloads import (
+    drafted,
+    few_shot,
+    prompts,
+    recorded,
+    thoughts,
+    token_trees,
+)
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 OWN = "own"
@@ -150,7 +156,7 @@ def _workloads(
             f"the set {name!r} needs recordings; name their file or folder with --traces PATH"
         )
     if family == "recorded":
-        return recorded_workloads(traces, spec.steps)
+        return recorded(traces, spec.steps)
     if family == "drafted":
         return [replace(each, set=name) for each in drafted(thoughts(traces), **numbers)]
     if family == "thoughts":

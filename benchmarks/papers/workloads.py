@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.kernel.recorded_workloads import spread
-from benchmarks.kernel.tree_workloads import Workload, described
+from benchmarks.kernel.tree_workloads import TRACES, Workload, described
 from deft_backend.forest import PrefixForest
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TokenTree, lay_out
+from deft_backend.tools.traces.recorded_trees import (
+    ROOT,
+    ThoughtTree,
+    TokenTree,
+    TraceError,
+    lay_out,
+)
 from deft_backend.tools.traces.trace_files import load_trace
 from deft_backend.tools.traces.tree_forests import forest_at, token_tree_forest
 
@@ -41,21 +46,56 @@ def few_shot(branches: Sequence[int] = FEW_SHOT, own: int = OWN_TOKENS) -> list[
     ]
 
 
+def recorded(path: Path, steps: int) -> list[Workload]:
+    """Evenly spaced steps of one tree of each recording: of a file, or of each file of a folder.
+
+    Raises TraceError if there is no trace, or a file is not a trace.
+    """
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise TraceError(f"there is no .json file in {path}; expected DeFT's recorded trees there")
+    return [replace(each, set=TRACES) for file in files for each in _steps(file, steps)]
+
+
 def thoughts(
     traces: Path, samples: int = SAMPLES, names: Sequence[str] = THOUGHTS, prompt: int | None = None
 ) -> list[Workload]:
     """Steps of the recorded trees of thoughts; `prompt` replaces the length of the prompt."""
-    made = []
-    for name in names:
-        tree = _tree(traces / f"{name}.json")
+    return [each for name in names for each in _steps(traces / f"{name}.json", samples, prompt)]
+
+
+def token_trees(traces: Path, samples: int = SAMPLES) -> list[Workload]:
+    """Steps of the recorded token trees, one query a candidate token."""
+    return [each for name in TOKEN_TREES for each in _steps(traces / f"{name}.json", samples)]
+
+
+def _steps(path: Path, count: int, prompt: int | None = None) -> list[Workload]:
+    """Steps of the recording with most tokens, or of the tree with most thoughts."""
+    content, label = load_trace(path), path.stem
+    describe: Callable[[int], PrefixForest]
+    if isinstance(content, TokenTree):
+        accepted = content.accepted
+        record = max(range(len(accepted)), key=lambda r: (sum(accepted[r]), -r))
+        describe = partial(token_tree_forest, content, record)
+        steps = spread(0, len(accepted[record]) - 1, count)
+    else:
+        tree = max(content, key=lambda tree: (len(tree.nodes), tree.last_iteration))
+        if not tree.nodes:
+            raise TraceError(f"{path}: every tree was recorded as incomplete and holds no nodes")
         if prompt is not None:
-            tree = with_prompt(tree, prompt)
-        label = name if prompt is None else f"{name}, prompt {prompt}"
-        made += [
-            Workload(label, f"{label}@{at}", partial(forest_at, tree, at))
-            for at in spread(1, tree.last_iteration, samples)
-        ]
-    return made
+            tree, label = with_prompt(tree, prompt), f"{label}, prompt {prompt}"
+        describe, steps = partial(forest_at, tree), spread(1, tree.last_iteration, count)
+    return [Workload(label, f"{label}@{at}", partial(describe, at)) for at in steps]
+
+
+def spread(first: int, last: int, count: int) -> list[int]:
+    """The middles of `count` equal parts of ``first … last``, as whole numbers without repeats.
+
+    >>> spread(1, 8, 4)
+    [2, 4, 6, 8]
+    """
+    span = last - first + 1
+    return sorted({first + (2 * i + 1) * span // (2 * count) for i in range(count)})
 
 
 def drafted(workloads: Sequence[Workload], tokens: int) -> list[Workload]:
@@ -76,20 +116,6 @@ def _with_drafts(describe: Callable[[], PrefixForest], tokens: int) -> PrefixFor
     forest = describe()
     length = forest.length + np.int32(tokens) * forest.is_leaf
     return replace(forest, length=length, seq_lens=forest.seq_lens + np.int32(tokens))
-
-
-def token_trees(traces: Path, samples: int = SAMPLES) -> list[Workload]:
-    """Steps of the recorded token trees, one query a candidate token."""
-    made = []
-    for name in TOKEN_TREES:
-        tree = load_trace(traces / f"{name}.json")
-        assert isinstance(tree, TokenTree)
-        record = max(range(len(tree.accepted)), key=lambda r: (sum(tree.accepted[r]), -r))
-        made += [
-            Workload(name, f"{name}@{step}", partial(token_tree_forest, tree, record, step))
-            for step in spread(0, len(tree.accepted[record]) - 1, samples)
-        ]
-    return made
 
 
 def prompts(lengths: Sequence[int], trees: Sequence[int]) -> list[Workload]:
@@ -120,11 +146,3 @@ def every_step(path: Path) -> Iterator[PrefixForest]:
         for iteration in range(1, tree.last_iteration + 1):
             if tree.live(iteration):
                 yield forest_at(tree, iteration)
-
-
-@cache
-def _tree(path: Path) -> ThoughtTree:
-    """The recording with most thoughts."""
-    content = load_trace(path)
-    assert isinstance(content, list)
-    return max(content, key=lambda tree: (len(tree.nodes), tree.last_iteration))

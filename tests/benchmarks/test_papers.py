@@ -15,7 +15,15 @@ from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
 from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
 from thought_tree_files import dump_thought_trees
 
-ON_A_GPU = {"fasttree-artifact", "fa3", "flashinfer", "cascade", "radix-attention"}
+ON_A_GPU = {
+    "fasttree-artifact",
+    "fa2",
+    "fa3",
+    "fa3-cascade",
+    "flashinfer",
+    "cascade",
+    "radix-attention",
+}
 
 TREE = ThoughtTree(
     "a prompt", False, lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []})
