@@ -57,15 +57,74 @@ def _chances(name: str, sizes: Sizes, repeat: int) -> tuple[random.Random, rando
     return random.Random(f"{name} {sizes}"), random.Random(f"{name} {sizes} {repeat}")
 
 
-def few_shot(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
-    """Branches on one prefix; with a prefix of 0 they share nothing."""
+def few_shot(
+    sizes: Sizes,
+    gen: int,
+    vocabulary: int,
+    repeat: int,
+    nodes: Sequence[int] = (1,),
+    above: Sequence[int] = (),
+) -> Workload:
+    """Branches on a tree of prefixes, one by default; with a prefix of 0 they share nothing.
+
+    Each level has so many `nodes`, spread evenly over those of the level `above`, which hold so
+    many tokens; the last level holds the rest of the prefix.
+    """
     shared, own = _chances("few-shot", sizes, repeat)
-    prefix = draw(shared, vocabulary, sizes.prefix)
+    prefixes: list[Ids] = [()]
+    for count, tokens in zip(nodes, (*above, sizes.prefix - sum(above)), strict=True):
+        prefixes = [
+            _of(prefixes, at, count) + draw(shared, vocabulary, tokens) for at in range(count)
+        ]
+    return _branches(prefixes, sizes, gen, vocabulary, own)
+
+
+def retrieved(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
+    """Eight questions about each choice of 4 of 17 documents, as FastTree's program asks them."""
+    shared, own = _chances("retrieved", sizes, repeat)
+    texts = [draw(shared, vocabulary, sizes.prefix // 4) for _ in range(17)]
+    chosen = [sorted(shared.sample(range(17), 4)) for _ in range(max(1, sizes.branches // 8))]
+    prefixes = [tuple(id for text in choice for id in texts[text]) for choice in chosen]
+    return _branches(prefixes, sizes, gen, vocabulary, own)
+
+
+def _branches(
+    prefixes: Sequence[Ids], sizes: Sizes, gen: int, vocabulary: int, own: random.Random
+) -> Workload:
+    """The same number of requests behind each prefix."""
     requests = tuple(
-        Request(f"branch {at}", prefix + draw(own, vocabulary, sizes.suffix), gen)
+        Request(
+            f"branch {at}",
+            _of(prefixes, at, sizes.branches) + draw(own, vocabulary, sizes.suffix),
+            gen,
+        )
         for at in range(sizes.branches)
     )
-    return Workload("few-shot", "", (prefix,) if sizes.prefix else (), requests)
+    return Workload("few-shot", "", tuple(filter(None, prefixes)), requests)
+
+
+def _of(prefixes: Sequence[Ids], at: int, count: int) -> Ids:
+    """That of the branch `at` of `count`."""
+    return prefixes[at * len(prefixes) // count]
+
+
+def chains(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
+    """Questions behind one prompt, each with four chains of reasoning and a vote on their answers.
+
+    FastTree's program; the vote goes on behind the first chain, with what the others return.
+    """
+    shared, own = _chances("chains", sizes, repeat)
+    prompt = draw(shared, vocabulary, sizes.prefix)
+    requests: list[Request] = []
+    for question in range(sizes.branches):
+        asked = prompt + draw(own, vocabulary, sizes.suffix)
+        names = [f"question {question}, chain {chain}" for chain in range(4)]
+        requests += [Request(name, asked + draw(own, vocabulary, MARK), gen) for name in names]
+        vote = draw(own, vocabulary, sizes.suffix)
+        requests.append(
+            Request(f"question {question}, vote", vote, gen, names[0], returned=tuple(names[1:]))
+        )
+    return Workload("chains", "", (prompt,), tuple(requests))
 
 
 def documents(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
@@ -175,6 +234,10 @@ _GRID = (
 _DRAFTED = [(prefix, requests, 64) for prefix in (2000, 8000, 16000) for requests in (1, 8, 32)]
 _BEAMS = [(prompt, width, 1) for prompt in (100, 4096, 16384) for width in (4, 32, 128, 256)]
 _SAMPLED = ((2000, 16, 16), (8000, 16, 16), (2000, 64, 1), (8000, 64, 1))
+# FastTree's programs, with about the tokens of Llama-2's tokenizer: a template with a place and a
+# language, and eight sets of examples behind one prompt.
+_SYSTEM = partial(few_shot, nodes=(1, 3, 4), above=(45, 355))
+_SHOTS = partial(few_shot, nodes=(1, 8), above=(2600,))
 _AGENTS = ((20000, 8, 256), (20000, 32, 256), (100000, 8, 256))
 
 TABLE: Mapping[str, Entry] = {
@@ -194,6 +257,10 @@ TABLE: Mapping[str, Entry] = {
     "chats": Entry(
         partial(sessions, forks=0), REPLAY, ((2048, 64, 16), (8192, 64, 16)), ((96, 3, 8),), 128, 6
     ),
+    "system-prompts": Entry(_SYSTEM, BATCHES, ((2600, 512, 60),), ((448, 8, 8),), 256, 8),
+    "shots": Entry(_SHOTS, BATCHES, ((6100, 128, 60),), ((2648, 8, 8),), 256, 8),
+    "chains": Entry(chains, REPLAY, ((2600, 32, 60),), ((96, 2, 8),), 256, 6),
+    "retrieved": Entry(retrieved, BATCHES, ((4400, 128, 40),), ((192, 16, 8),), 256, 8),
     "beams": Entry(beams, BEAMS, _BEAMS, ((64, 4, 1),), 65, 8),
 }
 """By name; ``trees`` replays recorded trees of thoughts (:func:`recorded_trees`)."""

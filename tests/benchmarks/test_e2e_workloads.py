@@ -97,6 +97,30 @@ def test_branches_share_their_prefix_and_nothing_else():
     assert common(prompts(unshared)) < 4
 
 
+def test_fasttrees_programs_share_what_their_prompts_share():
+    """512 questions on four system prompts of three places; eight sets of examples; a vote."""
+    job, shots, chain, documents = chosen_jobs(
+        ["system-prompts", "shots", "chains", "retrieved"], [], None, None, None, on_gpu=True
+    )
+    asked = prompts(job.workload(IDS, 1))
+    assert [len(asked), len(asked[0])] == [512, 2660]
+    shared = [common([asked[0], asked[at]]) for at in (127, 128, 256, 384)]
+    assert [at // 5 for at in shared] == [520, 80, 9, 9]  # 2600, 400 and 45 tokens, and by chance
+    assert common([asked[256], asked[383]]) >= 2600
+    asked = prompts(shots.workload(IDS, 1))
+    assert common([asked[0], asked[15]]) >= 6100 > common([asked[0], asked[16]]) >= 2600
+    requests = chain.workload(IDS, 1).requests
+    assert [len(requests), requests[4].after, len(requests[4].returned)] == [
+        160,
+        requests[0].name,
+        3,
+    ]
+    assert common(prompts(chain.workload(IDS, 1))[:4]) >= 2660
+    warm = documents.workload(IDS, 1).warm
+    assert len(warm) == 16
+    assert len({ids[at : at + 1100] for ids in warm for at in range(0, 4400, 1100)}) <= 17
+
+
 def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat():
     first, second = (rollouts(Sizes(20, 16, 4), 320, IDS, repeat) for repeat in (1, 2))
     lengths = [request.max_tokens for request in first.requests]
