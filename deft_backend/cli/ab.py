@@ -58,11 +58,9 @@ def ab(
     ] = None,
     max_tokens: Annotated[int | None, Option(min=1, help="Tokens of each answer.")] = None,
     trace: Annotated[
-        Path | None, Option(help="A tree of thoughts, or arrivals in Mooncake's format (.jsonl).")
+        Path | None, Option(help="Arrivals in Mooncake's format, in place of the workloads.")
     ] = None,
-    speed: Annotated[float | None, Option(help="Replay arrivals this many times as fast.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of random arrivals, and of a trace's text.")] = 0,
-    index: Annotated[int, Option(min=0, help="Which tree of the trace.")] = 0,
     scale: Annotated[float, Option(max=1000, help="Multiplies the trace's lengths.")] = 1.0,
     policy: Annotated[
         str | None, Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
@@ -97,10 +95,9 @@ def ab(
     from deft_backend.cli.ab_run import AbOptions, run_asked
 
     extra = host_arguments(host_args)
-    for needed in ("aiohttp", "matplotlib"):
-        if find_spec(needed) is None:
-            raise fail(f"{needed} is not installed; run: pip install 'deft-backend[bench]'")
+    if find_spec("aiohttp") is None:
+        raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
     sizes = (branches, prefix_tokens, max_tokens)
     asked = (urls, model, revision, host, workload or (), rate, sizes, quick)
-    replayed = (trace, index, scale, speed, seed)
+    replayed = (trace, scale, seed)
     run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact, goodput, bound_ms))

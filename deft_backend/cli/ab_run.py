@@ -10,23 +10,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder, unwound
 from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
 from deft_backend.files.folders import create_private
 from deft_backend.tools.ab.comparison import GoodputAsked, both_answer, compare
-from deft_backend.tools.ab.report import notes, verdict, write_report
-from deft_backend.tools.ab.result import AbResult
+from deft_backend.tools.ab.report import print_result, write_report
 from deft_backend.tools.ab.sides import AbError, Progress, running_sides, started_sides
-from deft_backend.tools.ab.tables import acceptance, differences, main_tables
 from deft_backend.tools.ab.workloads import (
     CHOICES,
     WORKLOADS,
@@ -50,18 +45,11 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, ThoughtTree, TraceError
-from deft_backend.tools.traces.trace_files import (
-    Arrival,
-    is_arrival_trace,
-    load_arrivals,
-    load_thought_trees,
-)
+from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, TraceError
+from deft_backend.tools.traces.trace_files import Arrival, load_arrivals
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
-
-DIFFERENCES_SHOWN = 12  # in the terminal; the report has all of them
 
 
 @dataclass(frozen=True)
@@ -75,9 +63,7 @@ class AbOptions:
     sizes: tuple[int | None, int | None, int | None]
     quick: bool
     trace: Path | None
-    index: int
     scale: float
-    speed: float | None
     seed: int
     policy: str | None
     baseline: str | None
@@ -87,14 +73,9 @@ class AbOptions:
     goodput: bool
     bound_ms: float | None
 
-    @cached_property
-    def arrivals(self) -> Path | None:
-        return self.trace if self.trace is not None and is_arrival_trace(self.trace) else None
-
-    @cached_property
+    @property
     def names(self) -> list[str]:
-        default = [] if self.arrivals else WORKLOADS
-        return list(dict.fromkeys(self.workloads or default))
+        return list(dict.fromkeys(self.workloads or ([] if self.trace else WORKLOADS)))
 
     def check(self) -> None:
         for name in self.names:
@@ -102,25 +83,20 @@ class AbOptions:
                 raise WorkloadError(
                     f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
                 )
-        if self.speed is not None and self.rate is not None:
-            raise fail("--speed is for the trace's own times, and --rate replaces them; omit one")
-        for option, value in (("--scale", self.scale), ("--speed", self.speed)):
-            if value is not None and not 0 < value < float("inf"):
-                raise fail(f"{option} is {value}; expected a number above 0")
+        if not 0 < self.scale < float("inf"):
+            raise fail(f"--scale is {self.scale}; expected a number above 0")
         if self.bound_ms is not None and not self.goodput:
             raise fail("--bound-ms belongs to --goodput, which is missing")
         if self.rate is not None:
             poisson(1, self.rate, self.seed)  # refuses an impossible rate now
         if self.urls is not None:
             self._check_servers_that_run()
-        if self.arrivals is not None:
-            self._check_arrivals()
-        elif self.speed is not None:
-            raise fail("--speed belongs to --trace with a trace of arrivals (.jsonl)")
-        elif self.trace is None and (self.scale != 1.0 or self.index):
-            raise fail("--scale and --index belong to --trace, which is missing")
-        elif self.trace is not None and "tree-of-thoughts" not in self.names:
-            raise fail("--trace needs --workload tree-of-thoughts, which is not selected")
+        if self.trace is None and self.scale != 1.0:
+            raise fail("--scale belongs to --trace, which is missing")
+        sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
+        for name, value in [*sizes, ("--quick", self.quick or None)]:
+            if value is not None and not self.names:
+                raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
     def _check_servers_that_run(self) -> None:
         given = {
@@ -136,23 +112,14 @@ class AbOptions:
                     f"{name} cannot change servers that already run; leave it out with --urls"
                 )
 
-    def _check_arrivals(self) -> None:
-        if self.index:
-            raise fail(f"--index is {self.index}; it selects a tree, and {self.trace} has arrivals")
-        sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
-        for name, value in [*sizes, ("--quick", self.quick or None)]:
-            if value is not None and not self.names:
-                raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
-
 
 def asked_workloads(
     asked: AbOptions, *, on_gpu: bool, context: int | None = None
 ) -> Callable[[Offers], list[Workload]]:
     """Read the trace; the requests wait for the server's tokenizer."""
-    tree: ThoughtTree | None = None
     arrivals: list[Arrival] = []
-    if asked.arrivals is not None:
-        loaded = load_arrivals(asked.arrivals)
+    if asked.trace is not None:
+        loaded = load_arrivals(asked.trace)
         arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
         longest = max(arrival.input_length for arrival in arrivals)
         if longest > MOST_TOKENS:  # making its text would take the client's memory
@@ -160,12 +127,6 @@ def asked_workloads(
                 f"with --scale {asked.scale:g}, a prompt of {asked.trace} has {longest:,} tokens; "
                 f"expected at most {MOST_TOKENS:,}"
             )
-    elif asked.trace is not None:
-        trees = load_thought_trees(asked.trace)
-        if asked.index >= len(trees):
-            most = f"{len(trees) - 1}, the last tree of {asked.trace}"
-            raise TraceError(f"--index is {asked.index}; expected 0 to {most}")
-        tree = trees[asked.index]
     default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
     sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))
 
@@ -174,20 +135,12 @@ def asked_workloads(
     def build(offers: Offers) -> list[Workload]:
         check_fits(asked.names, sizes, arrivals, offers.context)
         ratio = offers.characters_a_token
-        made = make_workloads(
-            asked.names, sizes, characters_a_token=ratio, tree=tree, scale=asked.scale
-        )
+        made = make_workloads(asked.names, sizes, characters_a_token=ratio)
         workloads = [workload.arriving(asked.rate, asked.seed) for workload in made]
-        if asked.arrivals is None:
+        if asked.trace is None:
             return workloads
-        replayed = trace_workload(
-            arrivals,
-            name=asked.arrivals.name,
-            characters_a_token=ratio,
-            speed=asked.speed or 1.0,
-            rate=asked.rate,
-            seed=asked.seed,
-        )
+        name = asked.trace.name
+        replayed = trace_workload(arrivals, name, ratio, rate=asked.rate, seed=asked.seed)
         return [*workloads, replayed]
 
     return build
@@ -216,7 +169,7 @@ def run_asked(asked: AbOptions) -> None:
     console = Console()
     exact = asked.exact
     if exact is None:
-        timed = asked.rate is not None or asked.goodput or asked.arrivals is not None
+        timed = asked.rate is not None or asked.goodput or asked.trace is not None
         exact = asked.urls is None and not timed  # log-probabilities cost time
     folder = asked.out or Path("reports") / f"ab-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     problems = (WorkloadError, TraceError, ServerError, ModelFilesError, StartError)
@@ -263,33 +216,6 @@ def run_asked(asked: AbOptions) -> None:
         raise typer.Exit(FAULTS)
     if not any(w.agreement.compared for w in result.workloads):
         raise fail("nothing was compared: no request was answered by both servers")
-
-
-def print_result(result: AbResult, console: Console) -> None:
-    for title, (first, *figures), rows, _ in main_tables(result):
-        table = Table(
-            title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
-        )
-        table.add_column(first, no_wrap=True)
-        for name in figures:
-            table.add_column(name, justify="right", overflow="fold")  # no figure is cut
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if acceptance(result):
-        say(console, f"acceptance length (tokens a verification): {acceptance(result)}")
-    for note in notes(result):
-        console.print(f"• {note}", markup=False, highlight=False, style="yellow")
-    different = differences(result)
-    for workload, request, difference in different[:DIFFERENCES_SHOWN]:
-        say(console, f"{workload}, {request}: {difference}")
-    if different[DIFFERENCES_SHOWN:]:
-        say(console, f"{len(different) - DIFFERENCES_SHOWN:,} more differences are in the report")
-    if result.exact and any(w.agreement.compared for w in result.workloads):
-        answers = sum(w.agreement.equal for w in result.workloads)
-        same = f"[green]✓ all {answers} answers have the same tokens[/green]"
-        console.print(same if result.same else "[bold red]✗ tokens differ[/bold red]")
-    console.print(verdict(result), markup=False, highlight=False, style="bold")
 
 
 def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:

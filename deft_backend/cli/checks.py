@@ -65,7 +65,6 @@ _PACKAGES: tuple[tuple[str, str, str | None, Status, str], ...] = (
     ("torch", "2.8", "3", "problem", "pip install 'deft-backend[sglang]'"),
     ("triton", "3.4", "4", "problem", "pip install 'triton>=3.4'"),
     ("aiohttp", "3.9", None, "note", "pip install 'deft-backend[bench]'"),
-    ("matplotlib", "3.8", None, "note", "pip install 'deft-backend[bench]'"),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 
 def explain(
     port: Annotated[int | None, Argument(metavar="PORT", help="With --server: its port.")] = None,
-    trace: Annotated[
-        Path | None, Option(help="A trace in DeFT's format: trees of thoughts or of tokens.")
-    ] = None,
-    index: Annotated[int | None, Option(min=0, help="Which tree; default: the first.")] = None,
-    iteration: Annotated[int | None, Option(min=0, help="Iteration; default: half-way.")] = None,
     tree: Annotated[
         str | None,
         Option(help="'nodes per level, then tokens per node', e.g. '1,4,16 1024,256,32'."),
@@ -49,28 +43,24 @@ def explain(
     from deft_backend.tools.explain import explain as explain_grouping
     from deft_backend.tools.explain import render
     from deft_backend.tools.traces.recorded_trees import TraceError
+    from deft_backend.tools.traces.tree_forests import forest_from_levels
 
-    if sum((trace is not None, tree is not None, server)) != 1:
-        raise fail(
-            "expected exactly one of --trace FILE, --tree 'NODES TOKENS' and --server [PORT]"
-        )
+    if (tree is not None) == server:
+        raise fail("expected exactly one of --tree 'NODES TOKENS' and --server [PORT]")
     if port is not None and not server:
         raise fail(f"unexpected argument {port}; a port goes with --server")
-    for option, number in (("--index", index), ("--iteration", iteration)):
-        if number is not None and trace is None:
-            raise fail(f"{option} belongs to --trace, which is missing")
     shape = {"--heads": heads, "--head-dim": head_dim, "--layers": layers, "--dtype": dtype}
     for option, value in shape.items():
         if value is not None and server:
-            raise fail(f"{option} describes a tree or a trace; leave it out with --server")
+            raise fail(f"{option} describes a tree; leave it out with --server")
     with reported(TraceError, ForestError, PolicyError, StateError):
-        if server:
+        if tree is None:
             forest, target, layers, title, running = _from_server(port)
         else:
             names = "32/8" if heads is None else heads, "fp16" if dtype is None else dtype
             target = _target(*names, head_dim or 128)
             running, layers = get_policy("auto"), layers or 1
-            forest, title = _described(tree, trace, index or 0, iteration)
+            forest, title = forest_from_levels(tree), f"tree {tree}"
         chosen = running if policy in (None, running.name) else get_policy(policy)
         grouping = chosen.group(forest, target)
         explanation = explain_grouping(forest, grouping, target, layers)
@@ -81,37 +71,6 @@ def explain(
     console = Console()
     console.print(f"[bold]{title}[/bold] · policy [cyan]{chosen.name}[/cyan]", highlight=False)
     render(explanation, console)
-
-
-def _described(
-    tree: str | None, trace: Path | None, index: int, iteration: int | None
-) -> tuple[PrefixForest, str]:
-    from deft_backend.tools.traces.recorded_trees import TokenTree, TraceError
-    from deft_backend.tools.traces.trace_files import load_trace
-    from deft_backend.tools.traces.tree_forests import (
-        forest_at,
-        forest_from_levels,
-        token_tree_forest,
-    )
-
-    if tree is not None:
-        return forest_from_levels(tree), f"tree {tree}"
-    assert trace is not None
-    trees = load_trace(trace)
-    if isinstance(trees, TokenTree):
-        step = len(trees.accepted[index]) // 2 if index < len(trees.accepted) else 0
-        step = step if iteration is None else iteration
-        return token_tree_forest(trees, index, step), f"{trace.name}, record {index}, step {step}"
-    if index >= len(trees):
-        most = f"{len(trees) - 1}, the last tree of {trace}"
-        raise TraceError(f"--index is {index}; expected 0 to {most}")
-    chosen = trees[index]
-    at = (chosen.last_iteration + 1) // 2 if iteration is None else iteration
-    title = f"{trace.name}, tree {index}, iteration {at} of {chosen.last_iteration}"
-    try:
-        return forest_at(chosen, at), title
-    except TraceError as error:
-        raise TraceError(f"{trace}: tree {index}: {error}") from None
 
 
 def _from_server(port: int | None) -> tuple[PrefixForest, Target, int, str, Policy]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.costs.tables import TableKey
-    from deft_backend.tools.tuning.measure import SearchResult
+    from deft_backend.tools.tuning.measure import Tuned
 
 
 def tune(
@@ -87,21 +87,17 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
         save_table(tuned.model, key, path)
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None
-    for title, seconds in tuned.seconds.items():
-        say(console, f"  {title}: {seconds:.1f} s")
-    errors = ", ".join(f"{name} {error:.1%}" for name, error in tuned.errors.items())
-    say(console, f"errors of the fits: {errors}")
     _print(tuned.model, console)
-    say(console, _comparison(tuned.best))
+    say(console, _comparison(tuned))
     say(console, f"{path}, in {time.perf_counter() - began:.0f} s")
 
 
-def _comparison(best: SearchResult) -> str:
-    tried = f"{best.batches} batches, {best.plans} different plans"
-    if best.ratio == 1.0:
+def _comparison(tuned: Tuned) -> str:
+    tried = f"{tuned.batches} batches, {tuned.plans} different plans"
+    if tuned.ratio == 1.0:
         return f"{tried}: no costs make faster plans than those in use, which the table keeps"
     return (
-        f"{tried}: attention takes {1 - best.ratio:.1%} less time than with the costs in use, "
+        f"{tried}: attention takes {1 - tuned.ratio:.1%} less time than with the costs in use, "
         "in the geometric mean"
     )
 

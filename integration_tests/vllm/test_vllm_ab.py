@@ -26,7 +26,7 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
 @pytest.mark.rare
 @pytest.mark.timeout(900)
 def test_ab_compares_two_servers_that_speculate(tmp_path):
-    data, output = deft_ab(
+    data, _ = deft_ab(
         tmp_path,
         *["--host", "vllm", "--workload", "few-shot", "--branches", "3", "--prefix-tokens"],
         *["150", "--max-tokens", "12", "--", "--block-size", "32", "--max-num-batched-tokens"],
@@ -34,9 +34,7 @@ def test_ab_compares_two_servers_that_speculate(tmp_path):
         json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3}),
         plugins=[CPU_BACKEND],
     )
-    host, deft = (side["acceptance_length"] for side in data["sides"])
-    assert 1.5 < deft <= 4.0
-    assert deft == pytest.approx(host, rel=0.05)
-    assert "acceptance length (tokens a verification): host " in output
     (workload,) = data["workloads"]
-    assert workload["counters"][1]["verified_tokens"] > 0
+    counted = workload["counters"][1]
+    assert 0.5 < counted["accepted_tokens"] / counted["verified_drafts"] <= 3.0
+    assert counted["verified_tokens"] > 0

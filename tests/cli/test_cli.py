@@ -19,10 +19,8 @@ from deft_backend.forest import build_forest
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.servers.command import installed_hosts
-from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
 from sglang_fakes import make_state
 from state_files import state_path
-from thought_tree_files import dump_thought_trees
 
 FOREST = build_forest([0, 1], [100], [110, 120])
 
@@ -77,12 +75,9 @@ MODEL = "<model>"  # stands for the folder of a model
         (["ab", "--workload", "chat"], "no workload 'chat'; expected one of few-shot"),
         (["ab", "--baseline", "deft"], "--baseline is 'deft'"),
         (["ab", "--baseline", ""], "--baseline is ''; expected a backend of the host's own"),
-        (["ab", "--trace", "/no/trace.json"], "cannot read the trace /no/trace.json"),
-        (["ab", "--scale", "0.5"], "--scale and --index belong to --trace"),
-        (
-            ["ab", "--trace", "x", "--workload", "few-shot"],
-            "tree-of-thoughts, which is not selected",
-        ),
+        (["ab", "--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
+        (["ab", "--scale", "0.5"], "--scale belongs to --trace"),
+        (["ab", "--trace", "x", "--quick"], "a trace has its own sizes; omit --quick"),
         (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
         (
             ["ab", "--prefix-tokens", "16384", "--max-tokens", "92"],
@@ -110,11 +105,9 @@ MODEL = "<model>"  # stands for the folder of a model
         (["explain", "--tree", "1 1", "--heads", ""], "--heads is ''"),
         (["explain", "--tree", "1 1", "--dtype", ""], "--dtype is ''"),
         (["explain", "30000", "--tree", "1 1"], "a port goes with --server"),
-        (["explain", "--trace", "nowhere.json"], "cannot read the trace nowhere.json"),
         (["explain", "--tree", "1,4 1024,9999999999"], "expected at most 2,147,483,647 tokens"),
         (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
-        (["explain", "--tree", "1,4 9,9", "--index", "2"], "--index belongs to --trace"),
-        (["explain", "--server", "--heads", "8/8"], "--heads describes a tree or a trace"),
+        (["explain", "--server", "--heads", "8/8"], "--heads describes a tree; leave it out"),
         (["top", "70000"], "Invalid value for 'PORT'"),
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],
@@ -179,20 +172,6 @@ def test_explain_json_counts_bytes():
     token = 2 * 2 * 64 * 2 * 3  # K and V, KV heads, head dimension, bytes, layers
     assert content["kv_bytes"] == (100 + 4 * 10) * token
     assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
-
-
-def test_explain_reads_a_trace(tmp_path):
-    path = tmp_path / "trace.json"
-    tree = generate_thought_tree(ThoughtTreeShape(width=5, prompt_tokens=77))
-    dump_thought_trees([tree], path)
-    code, out, _ = run("explain", "--trace", str(path), "--iteration", "1", "--json")
-    assert code == 0
-    assert json.loads(out)["tokens_stored"] == 77 + 5
-    err = refused("explain", "--trace", str(path), "--iteration", "9999")
-    assert f"iteration 9999; expected 0 to {tree.last_iteration}" in err
-    assert str(path) in err
-    err = refused("explain", "--trace", str(path), "--index", "1")
-    assert f"--index is 1; expected 0 to 0, the last tree of {path}" in err
 
 
 def steps(number, reason=None):

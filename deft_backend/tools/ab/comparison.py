@@ -13,7 +13,6 @@ from deft_backend.tools.ab.sides import Progress, RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
 from deft_backend.tools.harness.open_loop import Goodput, GoodputSearch, Seen
-from deft_backend.tools.harness.server_counters import acceptance_length
 from deft_backend.tools.harness.workload import Replayed, Workload, replay
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.traces.invented import passage
@@ -140,10 +139,9 @@ async def _run_side(
     eight_bits = state is not None and state.dtype_bytes == 1
     if eight_bits or (first is not None and first.eight_bits):
         agreements = [replace(compared, close=CLOSE * EIGHT_BITS) for compared in agreements]
-    accepted = await asyncio.to_thread(acceptance_length, server.url)
     told = (state.device, state.backend, state.policy) if state else ("", "", "")
     measured = (tuple(runs), tuple(counted), tuple(agreements), tuple(goodputs))
-    return SideRun(name, server.url, offers, *measured, *told, eight_bits, server.command, accepted)
+    return SideRun(name, server.url, offers, *measured, *told, eight_bits, server.command)
 
 
 async def _goodput(

@@ -1,16 +1,14 @@
 """The report of a comparison: a self-contained page, the JSON behind it, and one sentence: whether
 to switch, and why."""
 
-import base64
 import io
 import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
+
+from rich.console import Console
 
 from deft_backend.files.private_files import write_private
 from deft_backend.tools.ab.result import (
@@ -21,7 +19,7 @@ from deft_backend.tools.ab.result import (
     milliseconds,
     paired_change,
 )
-from deft_backend.tools.ab.tables import Table, further_tables, main_tables
+from deft_backend.tools.ab.tables import differences, further_tables, main_tables, print_tables
 from deft_backend.tools.harness.answers import CUT, SKIPPED, TOO_LONG
 
 _CPU_NOTE = (
@@ -38,7 +36,9 @@ LEAST = 0.05  # A smaller change of the time per token is no reason to switch
 
 _FIRST_TOKEN_WORSE = 0.15
 
-_COLOURS = ("#9aa5b1", "#1f6feb")  # of the two servers in a plot
+DIFFERENCES_SHOWN = 12  # in the terminal; the page has all of them
+
+_PAGE_WIDTH = 160  # characters
 
 
 def write_report(result: AbResult, folder: Path, command: str) -> tuple[Path, Path]:
@@ -86,74 +86,39 @@ def notes(result: AbResult) -> Iterator[str]:
             )
 
 
+def print_result(result: AbResult, console: Console) -> None:
+    print_tables(main_tables(result), console)
+    for note in notes(result):
+        _line(f"• {note}", console, "yellow")
+    different = differences(result)
+    for workload, request, difference in different[:DIFFERENCES_SHOWN]:
+        _line(f"{workload}, {request}: {difference}", console)
+    if different[DIFFERENCES_SHOWN:]:
+        more = len(different) - DIFFERENCES_SHOWN
+        _line(f"{more:,} more differences are in the report", console)
+    if result.exact and any(w.agreement.compared for w in result.workloads):
+        answers = sum(w.agreement.equal for w in result.workloads)
+        same = f"[green]✓ all {answers} answers have the same tokens[/green]"
+        console.print(same if result.same else "[bold red]✗ tokens differ[/bold red]")
+    _line(verdict(result), console, "bold")
+
+
 def _page(result: AbResult, command: str) -> str:
-    commands = [command, *(f"# {s.name}\n{s.command}" for s in result.sides if s.command)]
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes(result))
-    template = resources.files("deft_backend.tools.ab").joinpath("report.html")
-    return Template(template.read_text(encoding="utf-8")).substitute(
-        names=escape(" and ".join(result.names)),
-        models=escape(" · ".join(dict.fromkeys(side.offers.model for side in result.sides))),
-        date=escape(str(result.provenance.get("date", ""))),
-        verdict=escape(verdict(result)),
-        notes=f"<div class='note'>{said}</div>" if said else "",
-        main="".join(map(_table, main_tables(result))),
-        plots="".join(_plot(w, result.names) for w in result.workloads),
-        further="".join(map(_table, further_tables(result))),
-        command=escape("\n\n".join(commands)),
-    )
+    console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH)
+    models = " · ".join(dict.fromkeys(side.offers.model for side in result.sides))
+    names, date = " and ".join(result.names), result.provenance.get("date", "")
+    _line(f"deft ab · {names} · {models} · {date}", console, "bold")
+    _line(verdict(result), console, "bold")
+    for note in notes(result):
+        _line(f"• {note}", console)
+    print_tables([*main_tables(result), *further_tables(result)], console, with_notes=True)
+    for line in (command, *(f"{s.name}: {s.command}" for s in result.sides if s.command)):
+        _line(line, console)
+    return console.export_html()
 
 
-def _table(table: Table) -> str:
-    head, *rows = (
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-        for tag, row in [("th", table.columns), *(("td", row) for row in table.rows)]
-    )
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
-    return (
-        f"<h2>{escape(table.title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-        f"</table><p class='dim'>{escape(table.note)}</p>"
-    )
-
-
-def _plot(w: ComparedWorkload, names: tuple[str, str]) -> str:
-    text = escape(f"{w.name}: {w.arrivals}")
-    address = _time_plot(w, names)
-    return f"<figure><img src='{address}' alt='{text}'><figcaption>{text}</figcaption></figure>"
-
-
-def _time_plot(w: ComparedWorkload, names: tuple[str, str]) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure  # pyplot would need a display and global state
-    from matplotlib.ticker import PercentFormatter
-
-    answers = [[o.answer for o in run.outcomes if o.answer is not None] for run in w.runs]
-    ttft = [[1e3 * answer.ttft for answer in side] for side in answers]
-    tpot = [[1e3 * t for answer in side if (t := answer.tpot) is not None] for side in answers]
-    style = {"svg.fonttype": "none", "svg.hashsalt": "deft", "font.size": 9}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(9.0, 2.7), layout="constrained")
-        for axes, times, title in zip(
-            figure.subplots(1, 2),
-            (ttft, tpot),
-            ("time to first token", "time per output token"),
-            strict=True,
-        ):
-            for side, name, colour in zip(times, names, _COLOURS, strict=True):
-                if side:
-                    axes.ecdf(side, color=colour, label=name, linewidth=1.8)
-            axes.set_ylim(0, 1.01)
-            axes.xaxis.set_major_formatter("{x:,g}")
-            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-            axes.set_xlabel("ms")
-            axes.set_ylabel("% of answers")
-            axes.set_title(title, loc="left", fontweight="bold")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25)
-            if any(times):
-                axes.legend(frameon=False, loc="lower right")
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+def _line(text: str, console: Console, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False)
 
 
 def verdict(result: AbResult) -> str:

@@ -33,8 +33,6 @@ class SideRun:
     policy: str = ""
     eight_bits: bool = False  # whether its KV cache has 8 bits, by its state file
     command: str = ""  # its command, if this process started it
-    # Tokens that a verification gave on average; None if it does not speculate.
-    acceptance_length: float | None = None
 
 
 class KvRead(NamedTuple):
@@ -123,7 +121,7 @@ def contexts(run: Replayed) -> int | None:
     return total
 
 
-_SHOWN = ("name", "url", "device", "backend", "policy", "command", "acceptance_length")
+_SHOWN = ("name", "url", "device", "backend", "policy", "command")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
 """The tables of a comparison: the terminal shows the main ones, the report all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import rich.table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
 
 from deft_backend.telemetry.decode_log import reasons
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS
@@ -28,6 +33,22 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: list[list[str]]
     note: str = ""
+
+
+def print_tables(tables: Sequence[Table], console: Console, *, with_notes: bool = False) -> None:
+    for title, (first, *figures), rows, note in tables:
+        table = rich.table.Table(
+            title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+        )
+        table.add_column(first, no_wrap=True)
+        numbers = len(figures) > 2
+        for name in figures:  # no figure is cut
+            table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        if with_notes and note:
+            console.print(note, style="dim", markup=False, highlight=False)
 
 
 def main_tables(result: AbResult) -> list[Table]:
@@ -98,16 +119,6 @@ def counted_side(result: AbResult) -> int | None:
         if any(c.steps_tree for w in result.workloads if (c := w.counters[side])):
             return side
     return None
-
-
-def acceptance(result: AbResult) -> str:
-    lengths = [side.acceptance_length for side in result.sides]
-    if not any(lengths):
-        return ""
-    told = (MISSING if length is None else f"{length:.2f}" for length in lengths)
-    return ", ".join(
-        f"{side.name} {length}" for side, length in zip(result.sides, told, strict=True)
-    )
 
 
 def _reads(result: AbResult, side: int) -> Table:
@@ -239,8 +250,6 @@ def _servers(result: AbResult) -> Iterator[list[str]]:
         words += [f"policy {side.policy}"] if side.policy and side.backend != side.policy else []
         words += [f"on {side.device}"] if side.device else []
         yield [side.name, ", ".join(words)]
-    if acceptance(result):
-        yield ["tokens a verification", acceptance(result)]
     facts = dict(result.provenance)
     versions = facts.pop("versions", None)
     facts |= versions if isinstance(versions, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -102,24 +101,13 @@ def unshared(requests: int, characters: int, max_tokens: int) -> Workload:
     )
 
 
-def tree_of_thoughts(tree: ThoughtTree, scale: float) -> Workload:
+def tree_of_thoughts(tree: ThoughtTree) -> Workload:
     """A tree: one request for each thought; its children start when it ends, with a line of their
     own, or greedy decoding would give all siblings the same answer.
     """
-    if not tree.nodes:
-        raise WorkloadError("the trace's tree holds no nodes (it was recorded as incomplete)")
-    if not (scale > 0 and math.isfinite(scale)):
-        raise WorkloadError(f"the scale is {scale}; expected a number above 0")
-    scaled = tree.scaled(scale)
-    requests = thought_requests(scaled, scaled.prompt, _mark)
-    if not requests:
-        raise WorkloadError("the trace's tree holds a prompt but no thoughts; choose another")
-    return Workload(
-        "tree-of-thoughts",
-        f"{len(requests)} thoughts, {scaled.last_iteration} iterations, scale {scale:g}",
-        (scaled.prompt,),
-        requests,
-    )
+    requests = thought_requests(tree, tree.prompt, _mark)
+    said = f"{len(requests)} thoughts, {tree.last_iteration} iterations"
+    return Workload("tree-of-thoughts", said, (tree.prompt,), requests)
 
 
 def _mark(node: int) -> str:
@@ -172,28 +160,18 @@ def check_fits(
 
 
 def make_workloads(
-    names: Sequence[str],
-    sizes: Sizes,
-    *,
-    characters_a_token: float = 1.0,
-    tree: ThoughtTree | None = None,
-    scale: float = 1.0,
+    names: Sequence[str], sizes: Sizes, *, characters_a_token: float = 1.0
 ) -> list[Workload]:
-    """The workloads of these names, in order; `scale` multiplies the lengths of a recorded `tree`.
-    Raises WorkloadError if the recorded tree cannot be replayed.
-    """
     count, answer = sizes.branches, sizes.max_tokens
     characters = max(1, round(sizes.prefix_tokens * characters_a_token))
-    if tree is None:
-        shape = ThoughtTreeShape(
-            width=max(1, min(count, 8) // 2),
-            keep=2,
-            prompt_tokens=sizes.prefix_tokens,
-            shortest=max(1, answer // 2),
-            longest=answer,
-            characters_a_token=characters_a_token,
-        )
-        tree, scale = generate_thought_tree(shape), 1.0
+    shape = ThoughtTreeShape(
+        width=max(1, min(count, 8) // 2),
+        keep=2,
+        prompt_tokens=sizes.prefix_tokens,
+        shortest=max(1, answer // 2),
+        longest=answer,
+        characters_a_token=characters_a_token,
+    )
     documents = 2 if count > 1 else 1
     makers: dict[str, Callable[[], Workload]] = {
         "few-shot": partial(few_shot, count, characters, answer),
@@ -201,7 +179,7 @@ def make_workloads(
         "document-questions": partial(
             document_questions, documents, count // documents, characters, answer
         ),
-        "tree-of-thoughts": partial(tree_of_thoughts, tree, scale),
+        "tree-of-thoughts": partial(tree_of_thoughts, generate_thought_tree(shape)),
         "unshared": partial(unshared, count, max(1, characters // 2), answer),
         "rollout": partial(rollout, count, characters, 2 * answer),
     }
@@ -210,15 +188,14 @@ def make_workloads(
 
 def trace_workload(
     arrivals: Sequence[Arrival],
-    *,
     name: str,
     characters_a_token: float,
-    speed: float = 1.0,
+    *,
     rate: float | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The requests of a trace, at its times divided by `speed`, or as Poisson arrivals of `rate`.
-    Another `seed` makes other texts, which no server has cached.
+    """The requests of a trace, at its times, or as Poisson arrivals of `rate`. Another `seed` makes
+    other texts, which no server has cached.
     """
     from deft_backend.tools.traces.trace_files import shared_tokens  # it loads NumPy
 
@@ -236,8 +213,7 @@ def trace_workload(
         return "".join(blocks)[: max(1, round(arrival.input_length * characters_a_token))]
 
     origin = arrivals[0].timestamp
-    times = [(arrival.timestamp - origin) / 1e3 / speed for arrival in arrivals]
-    said = f"the trace's times, {speed:g} × as fast" if speed != 1 else "the trace's times"
+    times, said = [(arrival.timestamp - origin) / 1e3 for arrival in arrivals], "the trace's times"
     if rate is not None:
         times, said = poisson(len(arrivals), rate, seed)
     prompts = sum(arrival.input_length for arrival in arrivals)

@@ -1,6 +1,5 @@
-"""What a server counts: the plugin's counters, and the acceptance length of its drafts."""
+"""The plugin's counters of a server, from its state file or its page of metrics."""
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,9 +18,6 @@ from deft_backend.telemetry.state_reader import (
     settled_counters,
 )
 from deft_backend.tools.servers.process import get_page
-
-_DRAFTS = "vllm:spec_decode_num_drafts_total"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 class ServerCounters:
@@ -101,26 +97,6 @@ def counters_of_page(page: str) -> Counters | None:
                 steps[Content(kind, reason)] = Steps(int(number), *host[1:])
                 host = [0, 0, 0]
     return Counters({content: of for content, of in steps.items() if of.steps}, **figures)
-
-
-def acceptance_length(url: str) -> float | None:
-    """Tokens that a server's verifications gave on average, by its own count; None if none ran."""
-    length = _acceptance_of_vllm(get_page(f"{url}/metrics") or "")
-    if length is not None:
-        return length
-    with suppress(ValueError, KeyError, TypeError):
-        states = json.loads(get_page(f"{url}/server_info") or "")["internal_states"]
-        lengths = [s["avg_spec_accept_length"] for s in states if "avg_spec_accept_length" in s]
-        return sum(map(float, lengths)) / len(lengths) if lengths else None
-    return None
-
-
-def _acceptance_of_vllm(page: str) -> float | None:
-    totals = {_DRAFTS: 0.0, _ACCEPTED: 0.0}
-    for name, _, value in _samples(page):
-        if name in totals:
-            totals[name] += value
-    return 1.0 + totals[_ACCEPTED] / totals[_DRAFTS] if totals[_DRAFTS] else None
 
 
 def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:

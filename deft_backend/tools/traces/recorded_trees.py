@@ -58,16 +58,6 @@ class ThoughtTree:
             stack.extend(reversed(node.children))
         return order
 
-    def scaled(self, scale: float) -> ThoughtTree:
-        """The same branching with every length multiplied by `scale`, at least one token each."""
-        lengths = {
-            node.id: max(1, round(node.tokens * scale)) if node.tokens else 0
-            for node in self.nodes.values()
-        }
-        children = {node.id: node.children for node in self.nodes.values()}
-        characters = len(self.prompt) if scale >= 1 else max(1, round(len(self.prompt) * scale))
-        return ThoughtTree(self.prompt[:characters], self.incomplete, lay_out(lengths, children))
-
 
 @dataclass(frozen=True)
 class TokenTree:

@@ -10,8 +10,8 @@ thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from deft_backend.files.json_fields import (
 )
 from deft_backend.files.private_files import parsed
 from deft_backend.tools.traces.recorded_trees import (
-    ROOT,
     Thought,
     ThoughtTree,
     TokenTree,
@@ -62,13 +61,7 @@ def load_token_tree(path: Path) -> TokenTree:
     with _named(path):
         for index, choices in enumerate(_get(content, "Tree_Structure", list)):
             with within(f"Tree_Structure[{index}]"):
-                path_of_choices = _whole_numbers({"it": choices}, "it")
-                above = path_of_choices[:-1]
-                if path_of_choices in (*paths, ()) or above not in (*paths, ()):
-                    raise FieldError(
-                        f"it is {shown(choices)}; expected a new path whose parent came before"
-                    )
-            paths.append(path_of_choices)
+                paths.append(_whole_numbers({"it": choices}, "it"))
         for index, record in enumerate(_get(content, "Records", list)):
             with within(f"record {index}"):
                 prompts.append(_get(record, "prompt", str))
@@ -77,69 +70,18 @@ def load_token_tree(path: Path) -> TokenTree:
 
 
 def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
-    if is_arrival_trace(path):
-        raise TraceError(f"{path} holds arrivals, which 'deft ab --trace' replays; expected trees")
     content = read_json(path, TraceError, "the trace ")
     return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
 
 
 def _thought_tree(tree: Any) -> ThoughtTree:
-    incomplete = _get(tree, "incompleted", bool)
-    prompt = _get(tree, "prompt", str)
     nodes: dict[int, Thought] = {}
     for key, record in _get(tree, "data", dict).items():
         with within(f"node {key}"):
-            node = _thought(record)
-            if str(node.id) != key:
-                raise FieldError(f"id is {node.id}; expected {key}, the key it is stored under")
-        nodes[node.id] = node
-    if not nodes and not incomplete:
-        raise FieldError("data is empty, but incompleted is false; expected node 0")
-    if nodes:
-        _check_shape(nodes)
-    return ThoughtTree(prompt, incomplete, nodes)
-
-
-def _thought(record: Any) -> Thought:
-    children = _whole_numbers(record, "children", 1)
-    number, tokens, start, end = (
-        whole(record, name, -LARGEST) for name in ("id", "value", "start", "end")
-    )
-    if tokens != end - start + 1 or tokens < 0:
-        raise FieldError(
-            f"value is {tokens}, but start {start} to end {end} are {end - start + 1} iterations; "
-            "expected one token an iteration"
-        )
-    return Thought(number, tokens, start, end, children)
-
-
-def _check_shape(nodes: Mapping[int, Thought]) -> None:
-    """The nodes are one tree below node 0, and children start when their parent ends."""
-    root = nodes.get(ROOT)
-    if root is None or root.end != 0 or root.tokens < 1:
-        raise FieldError(
-            "expected node 0 to be a prompt of at least one token that ends at iteration 0"
-        )
-    parent = {ROOT: ROOT}
-    reached = [root]
-    for node in reached:
-        for child in node.children:
-            with within(f"node {node.id}"):
-                if child not in nodes:
-                    raise FieldError(f"children holds {child}, which is not a node of this tree")
-                if child in parent:
-                    raise FieldError(
-                        f"children holds {child}, which is a child of node {parent[child]} too"
-                    )
-            if nodes[child].start != node.end + 1:
-                raise FieldError(
-                    f"node {child}: start is {nodes[child].start}; expected {node.end + 1}, right "
-                    f"after the end of its parent, node {node.id}"
-                )
-            parent[child] = node.id
-            reached.append(nodes[child])
-    if lost := sorted(set(nodes) - set(parent)):
-        raise FieldError(f"node {lost[0]}: is in nobody's children; expected a parent")
+            names = ("id", "value", "start", "end")
+            id, tokens, start, end = (whole(record, name, -LARGEST) for name in names)
+            nodes[id] = Thought(id, tokens, start, end, _whole_numbers(record, "children", 1))
+    return ThoughtTree(_get(tree, "prompt", str), _get(tree, "incompleted", bool), nodes)
 
 
 @contextmanager
@@ -163,8 +105,6 @@ def _whole_numbers(record: Any, name: str, least: int = 0) -> tuple[int, ...]:
 
 BLOCK_TOKENS = 512  # tokens that one hash id stands for
 
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-
 LATEST_MS = 1e15  # largest timestamp: some thirty thousand years
 
 
@@ -187,15 +127,6 @@ class Arrival:
         tokens = full * block + min(block, math.ceil(rest * block / self.block_tokens))
         answer = max(1, round(self.output_length * scale))
         return replace(self, input_length=tokens, output_length=answer, block_tokens=block)
-
-
-def is_arrival_trace(path: Path) -> bool:
-    first = ""
-    with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as lines:
-        first = next((line for line in lines if line.strip()), "")
-    return path.suffix == ".jsonl" or (
-        first.lstrip().startswith("{") and any(f'"{name}"' in first for name in FIELDS)
-    )
 
 
 def load_arrivals(path: Path) -> list[Arrival]:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from html import unescape
 from io import StringIO
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,21 +19,14 @@ from rich.console import Console
 
 import commands
 from arrival_traces import arrival_lines
-from fake_completions import Fake, serving
-from sglang_fakes import make_state
-
-pytest.importorskip("matplotlib")
-
-
 from counted_steps import host_step, tree_step
-from deft_backend.cli.ab_run import print_result
 from deft_backend.compile.clock import COMPILING
 from deft_backend.telemetry.counters import MIXED, Content, Counters, Steps
 from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
-from deft_backend.tools.ab import report, sides
+from deft_backend.tools.ab import sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
-from deft_backend.tools.ab.report import verdict, write_report
+from deft_backend.tools.ab.report import print_result, verdict, write_report
 from deft_backend.tools.ab.result import (
     AbResult,
     ComparedWorkload,
@@ -45,6 +40,8 @@ from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
 from deft_backend.tools.traces.trace_files import load_arrivals
+from fake_completions import Fake, serving
+from sglang_fakes import make_state
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
 
@@ -62,11 +59,10 @@ def workloads(*names):
     return [word for name in names for word in ("--workload", name)]
 
 
-@pytest.fixture(autouse=True)
-def plots(request, monkeypatch):
-    """Drawing takes half a second for each workload: only the test of the page needs it."""
-    if "two_equal" not in request.node.name:
-        monkeypatch.setattr(report, "_time_plot", lambda w, names: "data:")
+def page_of(folder):
+    """The text of the page, without its tags and line breaks."""
+    page = (folder / "out" / "report.html").read_text()
+    return " ".join(unescape(re.sub("<[^>]*>", "", page)).split())
 
 
 def run(fake, workload, context=None):
@@ -104,10 +100,10 @@ def test_two_equal_servers(tmp_path):
     assert "do not fit" not in printed
     assert data["same"]
     assert "✓ all" in printed
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = page_of(tmp_path)
     assert data["verdict"] in page
-    assert "src='data:image/svg" in page
-    assert "http" not in page.replace(a.url, "").replace(b.url, "").replace("http://www.w3", "")
+    assert "Workloads" in page
+    assert "http" not in page.replace(a.url, "").replace(b.url, "")
 
 
 def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
@@ -116,16 +112,16 @@ def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
     arrivals = load_arrivals(trace)
     fits = sorted(a.input_length + a.output_length for a in arrivals)[8]
     with serving(Fake()) as a, serving(Fake(context=fits)) as b:
-        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--trace", str(trace), "--speed", "2")
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, "--trace", str(trace))
         assert len(a.bodies) <= 11 + 3
     (workload,) = data["workloads"]
     fit = sum(a.input_length + a.output_length <= fits for a in arrivals)
     second = workload["figures"][1]
     assert (second["answered"], second["lost"]) == (fit, {"too long": 11 - fit})
     assert f"{11 - fit} of 11 requests do not fit the server's context" in printed
-    # Times of sending follow the trace, at twice its speed.
+    # Times of sending follow the trace.
     due = [record["due"] for record in workload["requests"][0]]
-    assert due[-1] == pytest.approx((arrivals[10].timestamp - arrivals[0].timestamp) / 2000, 0.01)
+    assert due[-1] == pytest.approx((arrivals[10].timestamp - arrivals[0].timestamp) / 1000, 0.01)
     for record in workload["requests"][0]:
         assert record["sent"] >= record["due"] - 1e-3
     counted = [r["prompt_tokens"] for r in workload["requests"][0] if r["prompt_tokens"]]
@@ -244,7 +240,7 @@ def test_a_cache_of_8_bits_makes_larger_margins_near_ties(tmp_path, of_second):
         data, printed = ab(tmp_path, *given)
         assert data["workloads"][0]["agreement"]["close"] == pytest.approx(0.45)
         assert "where a server was sure" not in printed
-        assert "less than 0.45 apart" in (tmp_path / "out" / "report.html").read_text()
+        assert "less than 0.45 apart" in page_of(tmp_path)
         b.margin = 0.5
         _, printed = ab(tmp_path, *given, code=1)
     assert "9 of 9 answers differ where a server was sure of its token" in printed
@@ -400,8 +396,7 @@ def test_each_row_fits_a_line_of_80_columns_and_the_page_has_the_same_figures(tm
     page, data = write_report(found, tmp_path / "new", "")
     modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
     assert modes == [0o700, 0o600, 0o600]
-    read = "<td>99.99 GB</td><td>13.38 GB</td><td>86.6 %</td>"
-    assert read in page.read_text(encoding="utf-8")
+    assert re.search(r"99\.99 GB +13\.38 GB +86\.6 %", page.read_text(encoding="utf-8"))
 
 
 def test_answers_without_ids_are_compared_by_text():
@@ -502,8 +497,7 @@ def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path):
     thoughts = sum(len(requests) for requests in data["workloads"][1]["requests"]) // 2
     assert tree["compared"] + tree["not_compared"] == thoughts
     assert not data["same"]
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "B says &#x27;z&#x27; (-0.100)" in page
+    assert "B says 'z' (-0.100)" in page_of(tmp_path)
 
 
 def test_the_largest_gap_is_of_the_tokens_that_agree():

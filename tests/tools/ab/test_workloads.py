@@ -69,11 +69,11 @@ def test_unshared_prompts_share_nothing():
     assert all(a[0] != b[0] for a, b in itertools.combinations(heads, 2))
 
 
-def test_tree_of_thoughts_follows_the_recorded_tree():
-    # Thought 2 was recorded as empty, so its child continues from the prompt.
+def test_tree_of_thoughts_follows_its_tree():
+    # Thought 2 is empty, so its child continues from the prompt.
     children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
-    nodes = lay_out({0: 20, 1: 10, 2: 0, 3: 6, 4: 4, 5: 8}, children)
-    workload = tree_of_thoughts(ThoughtTree("p" * 20, False, nodes), 0.5)
+    nodes = lay_out({0: 20, 1: 5, 2: 0, 3: 3, 4: 2, 5: 4}, children)
+    workload = tree_of_thoughts(ThoughtTree("p" * 20, False, nodes))
     found = {r.name: (r.after, r.max_tokens) for r in workload.requests}
     assert found == {
         "thought 1": (None, 5),
@@ -81,7 +81,7 @@ def test_tree_of_thoughts_follows_the_recorded_tree():
         "thought 4": ("thought 1", 2),
         "thought 5": (None, 4),
     }
-    assert workload.warm == ("p" * 10,)
+    assert workload.warm == ("p" * 20,)
     siblings = [r.prompt for r in workload.requests if r.after == "thought 1"]
     assert len(set(siblings)) == 2
-    assert all(r.prompt.startswith("p" * 10) for r in workload.requests if r.after is None)
+    assert all(r.prompt.startswith("p" * 20) for r in workload.requests if r.after is None)

@@ -39,8 +39,8 @@ def test_equal_ids_share_text_and_nothing_else_does():
         Arrival(3000, 600, 5, (1,)),  # the rest has no id
         Arrival(3000, 600, 5, (1,)),
     ]
-    traffic = trace_workload(arrivals, name="x", characters_a_token=4.0, speed=2.0)
-    assert [request.at for request in traffic.requests] == [0.0, 0.25, 1.0, 1.0, 1.0]
+    traffic = trace_workload(arrivals, "x", 4.0)
+    assert [request.at for request in traffic.requests] == [0.0, 0.5, 2.0, 2.0, 2.0]
     texts = [request.own_part() for request in traffic.requests]
     assert [len(text) for text in texts] == [4 * arrival.input_length for arrival in arrivals]
     block = 512 * 4
@@ -49,7 +49,7 @@ def test_equal_ids_share_text_and_nothing_else_does():
     for first, second in ((texts[0], texts[2]), (texts[3], texts[4])):
         assert first[block : block + 8] != second[block : block + 8]
     assert shared_tokens(arrivals) == 512 + 512 + 76 + 512 + 512 + 512
-    other = trace_workload(arrivals, name="x", characters_a_token=4.0, seed=1)
+    other = trace_workload(arrivals, "x", 4.0, seed=1)
     assert other.requests[0].own_part()[:8] != texts[0][:8]
 
 

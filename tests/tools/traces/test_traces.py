@@ -78,27 +78,12 @@ def test_reads_nodes_and_parents(tmp_path):
     assert [n.id for n in tree.live(4)] == [3, 2]
 
 
-@pytest.mark.parametrize(
-    ("node", "field", "value", "said"),
-    [
-        ("1", "value", 4, "node 1: value is 4"),
-        ("1", "id", 7, "node 1: id is 7"),
-        ("3", "start", "x", "node 3: start is 'x'"),
-        ("3", "end", True, "node 3: end is True"),
-        ("2", "children", [9], "node 2: children holds 9"),
-        ("2", "children", [3], "node 2: children holds 3, which is a child of node 1"),
-        ("1", "children", [], "node 3: is in nobody's children"),
-        ("1", "children", [0], "node 1: children is 0"),
-        ("1", "children", 3, "node 1: children is 3"),
-    ],
-)
-def test_a_bad_field_is_named(node, field, value, said, tmp_path):
+@pytest.mark.parametrize(("field", "value"), [("start", "x"), ("end", True), ("children", 3)])
+def test_a_bad_field_is_named(field, value, tmp_path):
     content = example()
-    content[0]["data"][node][field] = value
-    with pytest.raises(TraceError) as error:
+    content[0]["data"]["3"][field] = value
+    with pytest.raises(TraceError, match=rf"trace.json: tree 0: node 3: {field} is {value!r}"):
         load(content, tmp_path)
-    assert "trace.json: tree 0" in str(error.value)
-    assert said in str(error.value)
 
 
 @given(trees)
@@ -129,18 +114,6 @@ def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path):
             forest_at(tree, iteration)
 
 
-@given(trees, st.floats(0.01, 3))
-def test_scaling_keeps_the_branching(tree, scale):
-    scaled = tree.scaled(scale)
-    assert {n: t.children for n, t in scaled.nodes.items()} == {
-        n: t.children for n, t in tree.nodes.items()
-    }
-    for node in scaled.nodes.values():
-        assert node.tokens == max(1, round(tree.nodes[node.id].tokens * scale))
-        for child in node.children:
-            assert scaled.nodes[child].start == node.end + 1
-
-
 def test_levels_describe_trees():
     forest = forest_from_levels("1,4,16 1024,256,32")
     assert forest.batch_size == 16
@@ -166,7 +139,3 @@ def test_token_trees(tmp_path):
     for record, step in ((1, 0), (0, 3)):
         with pytest.raises(TraceError, match="expected 0 to"):
             token_tree_forest(tree, record, step)
-    content["Tree_Structure"] = [[0, 0], [0]]
-    path.write_text(json.dumps(content))
-    with pytest.raises(TraceError, match=r"Tree_Structure\[0\]: it is \[0, 0\]"):
-        load_token_tree(path)
