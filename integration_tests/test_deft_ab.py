@@ -15,10 +15,8 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
         tmp_path,
         "--model",
         NAME,
-        "--revision",
-        REVISION,
         *["--workload", "few-shot", "--branches", "3", "--prefix-tokens", "150", "--max-tokens"],
-        "12",
+        *["12", "--", "--revision", REVISION],
         settings=hub,
     )
     assert len(data["workloads"]) == 1

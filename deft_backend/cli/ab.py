@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from deft_backend.cli.errors import fail, host_arguments
-from deft_backend.cli.models import ModelOption, RevisionOption
+from deft_backend.cli.models import ModelOption
 from deft_backend.cli.serve import HostOption
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.ab.workloads import CHOICES
@@ -20,7 +20,6 @@ def ab(
         Argument(metavar="-- HOST OPTIONS", help="Both servers get them unchanged."),
     ] = None,
     model: ModelOption = None,
-    revision: RevisionOption = None,
     host: HostOption = None,
     workload: Annotated[
         list[str] | None,
@@ -98,6 +97,6 @@ def ab(
     if find_spec("aiohttp") is None:
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
     sizes = (branches, prefix_tokens, max_tokens)
-    asked = (urls, model, revision, host, workload or (), rate, sizes, quick)
+    asked = (urls, model, host, workload or (), rate, sizes, quick)
     replayed = (trace, scale, seed)
     run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact, goodput, bound_ms))

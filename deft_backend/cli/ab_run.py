@@ -56,7 +56,6 @@ FAULTS = 1
 class AbOptions:
     urls: tuple[str, str] | None
     model: str | None
-    revision: str | None
     host: str | None
     workloads: Sequence[str]
     rate: float | None
@@ -100,7 +99,6 @@ class AbOptions:
 
     def _check_servers_that_run(self) -> None:
         given = {
-            "--revision": self.revision,
             "--host": self.host,
             "--policy": self.policy,
             "--baseline": self.baseline,
@@ -224,7 +222,7 @@ def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
     ours = ("", BACKEND, BACKEND_NAMES[host])
     if asked.baseline is not None and asked.baseline.strip() in ours:
         raise fail(f"--baseline is {asked.baseline!r}; expected a backend of the host's own")
-    served, extra = served_model(asked.model, asked.revision, list(asked.extra))
+    served, extra = served_model(asked.model, asked.extra), list(asked.extra)
     served.check()
     chosen_host(host, compared=True)
     check_port(extra)

@@ -22,19 +22,16 @@ from deft_backend.cli.checks import (
     check_packages,
     check_settings,
 )
-from deft_backend.cli.errors import fail, say
-from deft_backend.cli.models import RevisionOption, chosen_model, tiny_model
+from deft_backend.cli.errors import say
+from deft_backend.cli.models import chosen_model, tiny_model
 from deft_backend.cli.shapes import (
     HeadShape,
-    check_one_shape,
     dtype_name,
     model_shape,
-    parse_heads,
     table_of,
     this_device,
 )
 from deft_backend.settings.config import SettingsError
-from deft_backend.shapes import SHORT_DTYPES
 
 CANNOT_WORK = 1
 
@@ -49,9 +46,6 @@ _SIGNS = {"ok": "[green]✓[/green]", "note": "[yellow]•[/yellow]", "problem":
 
 def doctor(
     model: Annotated[str | None, Option(help="Which kernel decodes this model?")] = None,
-    revision: RevisionOption = None,
-    heads: Annotated[str | None, Option(help="Query heads/KV heads; default: 32/8.")] = None,
-    every: Annotated[bool, Option("--all", help="Every head dimension and dtype.")] = False,
     check: Annotated[bool, Option("--check", help="Run kernels and compare rows; 20 s.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -61,9 +55,9 @@ def doctor(
     could run.
     """
     until = time.monotonic() + CHECK_SECONDS - _AROUND_CASES
-    if every and (model is not None or revision is not None):
-        raise fail("--all shows every shape and --model one; omit one of the options")
-    shapes = _shapes(model, revision, heads, every)
+    shapes = [HeadShape(32, 8, *common) for common in _COMMON]
+    if model is not None:
+        shapes = [model_shape(chosen_model(model))]
     sections = {
         "Installed": [*check_packages(), *check_imports(), *check_entry_point()],
         "Machine": list(check_device()),
@@ -80,24 +74,9 @@ def doctor(
         more = {"check": ran} if check else {}
         typer.echo(json.dumps({"works": works, "kernels": kernels, **content, **more}, indent=2))
     else:
-        _print(sections, kernels, ran, works, every)
+        _print(sections, kernels, ran, works)
     if not works:
         raise typer.Exit(CANNOT_WORK)
-
-
-def _shapes(
-    model: str | None, revision: str | None, heads: str | None, every: bool
-) -> list[HeadShape]:
-    if model is not None or revision is not None:
-        check_one_shape(heads, None)
-        return [model_shape(chosen_model(model, revision))]
-    query_heads, kv_heads = parse_heads("32/8" if heads is None else heads)
-    return [
-        HeadShape(query_heads, kv_heads, dim, dtype)
-        for dim in (64, 96, 128, 256)
-        for dtype in SHORT_DTYPES.values()
-        if every or (dim, dtype) in _COMMON
-    ]
 
 
 def _kernels(shapes: list[HeadShape]) -> list[dict[str, Any]]:
@@ -153,10 +132,7 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
         return []  # the installation above shows the error
     device = this_device()
     if device.type == "cpu":  # the interpreter takes a second for a small batch
-        shapes = [HeadShape(4, 2, 64, "float16"), HeadShape(4, 2, 128, "bfloat16")]
-    shapes = sorted(
-        shapes, key=lambda shape: (shape.head_dim, shape.dtype) != _COMMON[0]
-    )  # the commonest first
+        shapes = [HeadShape(4, 2, 128, "bfloat16"), HeadShape(4, 2, 64, "float16")]
     run = [
         CheckedShape(*shape[:3], dtype, kv_dtype)
         for shape in shapes
@@ -223,7 +199,6 @@ def _print(
     kernels: list[dict[str, Any]],
     ran: list[dict[str, Any]],
     works: bool,
-    every: bool,
 ) -> None:
     console = Console()
     for title, checks in sections.items():
@@ -246,8 +221,8 @@ def _print(
         shape = (entry["heads"], str(entry["head_dim"]), entry["dtype"])
         table.add_row(*shape, kernel, Text(entry["why"]), Text(entry.get("table", "")))
     console.print(table)
-    if not every and len(kernels) > 1:
-        console.print("[dim]other shapes: --model, or --all[/dim]", highlight=False)
+    if len(kernels) > 1:
+        console.print("[dim]other shapes: --model[/dim]", highlight=False)
     for remedy in dict.fromkeys(entry["remedy"] for entry in kernels if "remedy" in entry):
         console.print(Text(f"→ {remedy}", style="cyan"), soft_wrap=True)
     if ran:

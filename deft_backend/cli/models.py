@@ -5,19 +5,17 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from deft_backend.cli.errors import fail, reported
+from deft_backend.cli.errors import reported
 from deft_backend.files.private_files import parsed
 from deft_backend.tools.servers.command import value_of
 
 _TINY = Path("models") / "tiny-llama"
-_REVISION = "--revision"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _OTHER_HUBS = ("SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
 _CONFIGURATIONS = ("config.json", "params.json")
@@ -30,9 +28,6 @@ ModelOption = Annotated[
         help="Checkpoint folder or hub name (Qwen/Qwen3-8B); default: models/tiny-llama of the "
         "checkout."
     ),
-]
-RevisionOption = Annotated[
-    str | None, Option(help="Branch, tag or commit of a hub name; default: main.")
 ]
 
 
@@ -67,32 +62,20 @@ class ChosenModel:
                 "names, is not installed. Run: pip install huggingface_hub, or pass a "
                 "checkpoint's folder"
             ) from None
-        at = f"{model} at revision {revision}" if revision else model
         try:
             return Path(hub.hf_hub_download(model, name, revision=revision))
-        except errors.GatedRepoError:
-            reason = (
-                "the hub asks for permission to read it. Accept its terms there, and set HF_TOKEN"
-            )
-        except errors.RepositoryNotFoundError:
-            reason = "the hub has no such model, or a private one. Check the name, or set HF_TOKEN"
-        except errors.RevisionNotFoundError:
-            reason = "the hub has no such revision of it. Check --revision"
         except errors.LocalEntryNotFoundError:
             reason = (
-                f"{name} is not in the hub's cache on this machine, and HF_HUB_OFFLINE forbids to "
-                "ask the hub. Download the model first, unset HF_HUB_OFFLINE, or pass a "
-                "checkpoint's folder"
-                if hub.constants.HF_HUB_OFFLINE
-                else f"{name} is not in the hub's cache on this machine, and the hub does not "
-                "answer. Check the connection (HF_ENDPOINT, proxies), or pass a checkpoint's folder"
+                f"{name} is not in the hub's cache on this machine, and the hub does not answer or "
+                "HF_HUB_OFFLINE forbids to ask it. Check the connection (HF_ENDPOINT, proxies), or "
+                "pass a checkpoint's folder"
             )
         except errors.EntryNotFoundError:
             return None
         except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
-            reason = f"{error}"
-        said = "is not a folder here, and cannot be read from the hub"
-        raise ModelFilesError(f"{at} {said}: {reason}")
+            reason = " ".join(str(error).split())  # with the remedy, as HF_TOKEN
+        at = f"{model} at revision {revision}" if revision else model
+        raise ModelFilesError(f"{at} is not a folder here, and the hub cannot be used: {reason}")
 
     def check(self) -> None:
         """Look up a hub name before a server starts; raises ModelFilesError if it is wrong."""
@@ -107,13 +90,9 @@ def tiny_model() -> Path | None:
 
 
 @reported(ModelFilesError)
-def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
+def chosen_model(model: str | None) -> ChosenModel:
     """The model for the host's ``--model-path``, without asking the hub; fails in one line."""
     if model is None:
-        if revision is not None:
-            raise ModelFilesError(
-                "--revision is given without --model; expected the model's hub name"
-            )
         tiny = tiny_model()
         if tiny is None:
             raise ModelFilesError(
@@ -121,12 +100,6 @@ def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
                 "folder or a hub name such as Qwen/Qwen3-8B"
             )
         return ChosenModel(str(tiny))
-    for option, value in (("model", model), ("revision", revision)):
-        if value is not None and not value.strip():
-            raise ModelFilesError(
-                f"the {option} is {value!r}; expected a checkpoint's folder, or a hub name such as "
-                "Qwen/Qwen3-8B and its branch, tag or commit"
-            )
     # These functions of `os.path` take any text; those of `Path` raise for impossible names.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -134,54 +107,21 @@ def chosen_model(model: str | None, revision: str | None = None) -> ChosenModel:
             raise ModelFilesError(
                 f"the model {model} holds no config.json; expected a checkpoint's folder"
             )
-        if revision is not None:
-            raise ModelFilesError(
-                f"--revision is {revision!r}, but the model {model} is a folder; leave it out"
-            )
         return ChosenModel(str(Path(path)))
     if os.path.isfile(path) and path.endswith(".gguf"):
         return ChosenModel(str(Path(path)))
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if os.path.exists(path) or (looks_like_path and "://" not in model):
+    if not model.strip() or os.path.exists(path) or (looks_like_path and "://" not in model):
         raise ModelFilesError(
-            f"the model {model} is not a folder; expected a checkpoint's folder, or a hub name "
+            f"the model {model!r} is not a folder; expected a checkpoint's folder, or a hub name "
             "such as Qwen/Qwen3-8B"
         )
-    if revision is None:
-        _refuse_misspelt(model)
-    return ChosenModel(model, revision)
+    return ChosenModel(model)
 
 
-def _refuse_misspelt(model: str) -> None:
-    """Refuse a missing checkpoint in a folder of checkpoints: asking the hub takes 25 s."""
-    parent = Path(os.path.dirname(model))
-    if parent == Path() or not os.path.isdir(parent):
-        return
-    siblings = []
-    with suppress(OSError):  # a folder that this user may not read
-        names = sorted(os.listdir(parent))
-        siblings = [name for name in names if os.path.isfile(parent / name / "config.json")]
-    if siblings:
-        near = get_close_matches(os.path.basename(model), siblings, n=1)
-        hint = f"did you mean {parent / near[0]}?" if near else f"it holds {', '.join(siblings)}."
-        raise ModelFilesError(
-            f"the folder {parent} holds no model {os.path.basename(model)}; {hint} If you mean the "
-            "hub's model of this name, pass --revision main"
-        )
-
-
-def served_model(
-    model: str | None, revision: str | None, host_arguments: Sequence[str]
-) -> tuple[ChosenModel, list[str]]:
-    """The model to serve, and the host's arguments with its revision, which they may give."""
-    arguments = list(host_arguments)
-    passed = value_of(_REVISION, arguments)
-    if revision is not None and passed is not None:
-        raise fail(f"{_REVISION} is given twice: {revision!r}, and {passed!r} behind '--'")
-    chosen = chosen_model(model, revision)
-    if revision is not None:
-        arguments = [_REVISION, revision, *arguments]
-    return ChosenModel(chosen.name, revision or passed), arguments
+def served_model(model: str | None, host_arguments: Sequence[str]) -> ChosenModel:
+    """The model to serve, at the revision that the host's arguments name."""
+    return ChosenModel(chosen_model(model).name, value_of("--revision", host_arguments))
 
 
 def text_config(path: Path) -> dict[str, Any]:

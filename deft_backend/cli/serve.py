@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say, stderr
-from deft_backend.cli.models import ModelFilesError, ModelOption, RevisionOption, served_model
+from deft_backend.cli.models import ModelFilesError, ModelOption, served_model
 from deft_backend.settings.policy_names import POLICY_NAMES
 
 HostOption = Annotated[
@@ -44,7 +44,6 @@ def serve(
         Argument(metavar="-- HOST OPTIONS", help="The host server gets them unchanged."),
     ] = None,
     model: ModelOption = None,
-    revision: RevisionOption = None,
     host: HostOption = None,
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 30000,
     policy: Annotated[
@@ -59,7 +58,7 @@ def serve(
     extra = host_arguments(host_args)
     checked_settings()
     check_policy(policy)
-    served, extra = served_model(model, revision, extra)
+    served = served_model(model, extra)
     host = chosen_host(host, needed=not dry_run)
     if not dry_run:
         with reported(ModelFilesError, StartError):

@@ -73,7 +73,6 @@ def check_one_shape(heads: str | None, head_dim: int | None) -> None:
 
 def chosen_shape(
     model: str | None,
-    revision: str | None,
     heads: str | None,
     head_dim: int | None,
     dtype: str | None,
@@ -81,11 +80,11 @@ def chosen_shape(
     default_dtype: str,
 ) -> HeadShape:
     check_dtype(dtype)
-    if model is None and revision is None:
+    if model is None:
         name = SHORT_DTYPES[dtype or default_dtype]
         return HeadShape(*parse_heads("32/8" if heads is None else heads), head_dim or 128, name)
     check_one_shape(heads, head_dim)
-    shape = model_shape(chosen_model(model, revision))
+    shape = model_shape(chosen_model(model))
     # A server may use another dtype than the checkpoint's.
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
 

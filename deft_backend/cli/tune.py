@@ -11,7 +11,6 @@ from rich.console import Console
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say
-from deft_backend.cli.models import RevisionOption
 from deft_backend.cli.shapes import HeadDimOption, ShapeModelOption, chosen_shape, table_of
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 def tune(
     model: ShapeModelOption = None,
-    revision: RevisionOption = None,
     heads: Annotated[str | None, Option(help="Query/KV heads on one GPU; default: 32/8.")] = None,
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, Option(help="fp16 or bf16; default: fp16.")] = None,
@@ -43,7 +41,7 @@ def tune(
     """
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
-    shape = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="fp16")
+    shape = chosen_shape(model, heads, head_dim, dtype, default_dtype="fp16")
     if kv_cache_dtype in EIGHT_BIT_CACHES:
         shape = shape._replace(dtype=EIGHT_BIT_CACHES[kv_cache_dtype])
     elif kv_cache_dtype != "auto":

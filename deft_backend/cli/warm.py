@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Option
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say
-from deft_backend.cli.models import RevisionOption, chosen_model
+from deft_backend.cli.models import chosen_model
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.cli.shapes import (
     HeadDimOption,
@@ -20,7 +20,6 @@ from deft_backend.cli.shapes import (
     check_dtype,
     check_one_shape,
     chosen_shape,
-    dtype_name,
     model_attention,
     this_device,
 )
@@ -47,7 +46,6 @@ _KV_CACHES = {
 
 def warm(
     model: ShapeModelOption = None,
-    revision: RevisionOption = None,
     heads: Annotated[str | None, Option(help="The model's query/KV heads; default: 32/8.")] = None,
     head_dim: HeadDimOption = None,
     dtype: Annotated[str | None, Option(help="fp16 or bf16; default: the model's or bf16.")] = None,
@@ -98,21 +96,19 @@ def warm(
             "model's dtype"
         )
     page_size, drafts = page_size or _PAGE_SIZES[host], _drafts(host, draft_tokens, draft_trees)
-    found = None if model is None else model_attention(chosen_model(model, revision))
+    found = None if model is None else model_attention(chosen_model(model))
     served = _Served(host, page_size, max_batch, tensor_parallel, kv_cache_dtype, drafts)
     described: DescribedServer | DescribedLatentServer
     if found is None:
-        found = chosen_shape(model, revision, heads, head_dim, dtype, default_dtype="bf16")
+        found = chosen_shape(None, heads, head_dim, dtype, default_dtype="bf16")
     else:
         check_one_shape(heads, head_dim)
     if isinstance(found, LatentHeads):
         found = found._replace(dtype=_served_dtype(found.dtype, dtype))
         described = described_latent(found, settings, served)
-        text = latent_text(described)
     else:
         described = _described(found._replace(dtype=_served_dtype(found.dtype, dtype)), served)
-        text = _text(described)
-    _fill(out or kernels_directory(settings), out, described, text, target, threads, settings)
+    _fill(out or kernels_directory(settings), out, described, target, threads, settings)
 
 
 def _served_dtype(held: str, asked: str | None) -> str:
@@ -177,15 +173,12 @@ def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
         )
     if trees and host == "vllm":
         raise fail("--draft-trees is given, but vLLM verifies chains only; leave it out")
-    if host == "sglang" and tokens == 1:
-        raise fail(
-            "--draft-tokens is 1; SGLang counts the token before the drafts, so pass 2 or more"
-        )
+    least = 1 + (host == "sglang")  # which counts the token before the drafts
     most = MAX_QUERY_TOKENS - (host == "vllm")
-    if tokens > most:
+    if not least <= tokens <= most:
         raise fail(
-            f"--draft-tokens is {tokens}; expected at most {most}, the most that the kernels "
-            "verify for a request: start the server with fewer, and pass their number"
+            f"--draft-tokens is {tokens}; expected {least} to {most}, the most that the kernels "
+            "verify for a request"
         )
     return drafts_of(host, tokens, trees=trees)
 
@@ -211,7 +204,6 @@ def _fill(
     folder: Path,
     out: Path | None,
     described: DescribedServer | DescribedLatentServer,
-    text: str,
     target: str | None,
     threads: int | None,
     settings: Settings,
@@ -230,7 +222,7 @@ def _fill(
         raise fail(f"cannot fill {folder}: {error}; use --out with another folder") from None
     with reported(AttentionError, PolicyError):
         variants = described.variants(gpu, settings)
-    say(console, f"{len(variants)} kernels for {gpu.name}: {text}")
+    say(console, f"{len(variants)} kernels for {gpu.name}: {described}")
     # A cache of its own: what the folder gets does not depend on what this machine has compiled.
     with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), compiling_for(gpu.arch):
         knobs.cache.dir = cache
@@ -245,23 +237,6 @@ def _fill(
             ) from None
     say(console, str(done))
     say(console, f"{folder} holds {held} kernels")
-
-
-def _text(described: DescribedServer) -> str:
-    parts = [
-        f"heads {described.num_query_heads}/{described.num_kv_heads} of {described.head_dim}",
-        dtype_name(described.dtype),
-        f"pages of {described.page_size} on {described.host}",
-    ]
-    if described.kv_dtype is not None:
-        parts.append(f"KV cache in {dtype_name(described.kv_dtype)}")
-    if described.drafts is not None:
-        form = "trees" if described.drafts.trees else "chains"
-        parts.append(f"{form} of {described.query_tokens} query tokens")
-    (layer,) = described.layers
-    parts += ["sinks"] if layer.sinks is not None else []
-    parts += ["soft cap"] if layer.soft_cap else []
-    return ", ".join(parts)
 
 
 def described_latent(
@@ -294,12 +269,3 @@ def described_latent(
 
     sizes = (served.page_size, served.max_batch, 1 if drafts is None else drafts.query_tokens)
     return DescribedLatentServer(served.host, heads, getattr(torch, latent.dtype), *sizes)
-
-
-def latent_text(described: DescribedLatentServer) -> str:
-    tokens = described.query_tokens
-    chains = f", chains of {tokens} query tokens" if tokens > 1 else ""
-    return (
-        f"latent attention of {described.num_query_heads} heads, {dtype_name(described.dtype)}, "
-        f"pages of {described.page_size} on {described.host}{chains}"
-    )
