@@ -287,7 +287,6 @@ def e2e(
             opened.enter_context(served_model(chosen, choice)),
             tuple(host_arguments(host_args)),
             tensor_parallel=tp,
-            sleeps="rollouts" in names and chosen.on_gpu(),
             policy=policy_for(policy, chosen, servers),
             disaggregated=disaggregated,
             start_seconds=start_timeout,

@@ -74,18 +74,6 @@ HOSTS: Mapping[str, Host] = {
     )
 }
 
-_SLEEP_OPTIONS = {
-    # Dummy weights are in no file, so the CPU keeps them while the server sleeps.
-    "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
-    "vllm": ("--enable-sleep-mode",),
-}
-
-SLEEP: Mapping[str, tuple[str, str]] = {
-    "sglang": ("/release_memory_occupation", "/resume_memory_occupation"),
-    "vllm": ("/sleep?level=1", "/wake_up"),
-}
-"""Paths that free the GPU's memory between rollouts, and take it back."""
-
 
 @dataclass(frozen=True)
 class Drafts:
@@ -172,7 +160,6 @@ class Launch:
     - `options`: the user's options of the host. They come last, so they win.
     - `environment`: further environment variables.
     - `tensor_parallel`: GPUs over which each server splits the model.
-    - `sleeps`: whether the server frees its GPU memory between rollouts.
     - `policy`: the plugin's policy.
     - `disaggregated`: whether a prefill and a decode server make a server.
     """
@@ -182,7 +169,6 @@ class Launch:
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     tensor_parallel: int = 1
-    sleeps: bool = False
     drafts: Drafts | None = None
     policy: str | None = None
     disaggregated: bool = False
@@ -195,8 +181,7 @@ class Launch:
     @property
     def label(self) -> str:
         """The options as rows hold them; ``tp`` is a field of its own."""
-        marks = ["(sleeps)"] if self.sleeps else []
-        marks += ["(disaggregated)"] if self.disaggregated else []
+        marks = ["(disaggregated)"] if self.disaggregated else []
         marks += [self.drafts.label] if self.drafts else []
         return " ".join([*marks, *self.options])
 
@@ -207,9 +192,6 @@ class Launch:
         environment = dict(self.environment)
         if host == "vllm" and "VLLM_USE_FLASHINFER_SAMPLER" not in os.environ:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiling takes minutes
-        if self.sleeps:
-            options += _SLEEP_OPTIONS[host]
-            environment["VLLM_SERVER_DEV_MODE"] = "1"
         if model.load_format is not None:
             options += ["--load-format", model.load_format]
         if self.tensor_parallel > 1:  # both hosts spell it like this

@@ -11,8 +11,6 @@ measures the latencies that a client sees, and the time per token while all requ
 equal pass before it does not count: requests that arrive one by one make batches of sizes for which
 the host compiles kernels of its own.
 
-*First tokens.* Requests arrive at once behind a cached prefix, with new tokens in every repeat.
-
 *Replays.* Requests wait for the answers that they continue. The first replay does not count.
 
 *Beams.* The time per token is the difference between a search of all tokens and one of one token.
@@ -27,9 +25,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.e2e.launch import SLEEP, Launch
+from benchmarks.e2e.launch import Launch
 from benchmarks.e2e.rows import Row
-from benchmarks.e2e.workloads import BATCHES, BEAMS, FIRST, Ids, Job
+from benchmarks.e2e.workloads import BATCHES, BEAMS, Ids, Job
 from deft_backend.tools.harness.answers import ANSWERED, FAILED, Answer, NotAnswered
 from deft_backend.tools.harness.client import ServerClient
 from deft_backend.tools.harness.workload import Workload, replay
@@ -47,19 +45,13 @@ LONGEST_WAIT = 1024
 MANY_IDS = 250_000
 """A batch with more token ids than this has fewer repeats: sending them takes most of the time."""
 
-WARM_UPS = 5
-"""Repeats of first tokens that do not count: in them the host compiles kernels of its own, by sizes
-of batches."""
-
 ENOUGH_SECONDS = 12.0
 """No further replay starts once the earlier ones together took longer than this."""
 
 
 async def measure(job: Job, launch: Launch, client: ServerClient, row: Row) -> None:
     """Measure a job and put its figures into the row; raises NotAnswered."""
-    await {BATCHES: _batches, FIRST: _first_tokens, BEAMS: _beams}.get(job.how, _replays)(
-        job, launch, client, row
-    )
+    await {BATCHES: _batches, BEAMS: _beams}.get(job.how, _replays)(job, launch, client, row)
 
 
 def prompts_of(workload: Workload) -> list[Ids]:
@@ -128,28 +120,6 @@ def _until_all_decode(one: float, all_of_them: float, gen: int) -> int:
     return min(math.ceil(one / step), LONGEST_WAIT) + 1
 
 
-async def _first_tokens(job: Job, launch: Launch, client: ServerClient, row: Row) -> None:
-    """``together_ms``: one request holds all prompts and asks for one token each, and its time ends
-    with the last first token. The others: a connection for each prompt, and answers of several
-    tokens, so the first decode steps run between the last prompts, as in a server under load."""
-    repeats = job.repeats or (10 if launch.host.on_gpu() else 2)
-    await client.batch(job.workload(launch.model.ids, 0).warm, 1)
-    together, middles, lasts = [], [], []
-    for repeat in range(WARM_UPS + repeats):
-        prompts = prompts_of(job.workload(launch.model.ids, 2 * repeat))
-        together.append(await _timed(client, prompts, 1))
-        prompts = prompts_of(job.workload(launch.model.ids, 2 * repeat + 1))
-        found = await asyncio.gather(*(client.ask(prompt, job.gen) for prompt in prompts))
-        firsts = [answer.ttft for answer, _ in found]
-        middles.append(statistics.median(firsts))
-        lasts.append(max(firsts))
-    counted = [times[WARM_UPS:] for times in (together, middles, lasts)]
-    for name, times in zip(("together", "ttft", "last"), counted, strict=True):
-        row["detail"][f"{name}_runs_ms"] = [milliseconds(time) for time in times]
-    medians = [milliseconds(statistics.median(times)) for times in counted]
-    row["detail"]["together_ms"], row["ttft_ms"], row["ttft_p99_ms"] = medians
-
-
 async def _replays(job: Job, launch: Launch, client: ServerClient, row: Row) -> None:
     """Medians over the replays that count; times to first token and gaps are of all of them.
 
@@ -159,13 +129,7 @@ async def _replays(job: Job, launch: Launch, client: ServerClient, row: Row) -> 
     rollouts = job.name == "rollouts"
     answers: list[Answer] = []
     totals: list[float] = []
-    slept: list[float] = []
     for repeat in range(wanted + 1):
-        if repeat and launch.sleeps and rollouts:
-            began = time.perf_counter()
-            for path in SLEEP[launch.host.name]:
-                await client.post(path, {})
-            slept.append(time.perf_counter() - began)
         began = time.perf_counter()
         run = await replay(job.workload(launch.model.ids, repeat), client)
         for each in run.outcomes:
@@ -196,7 +160,6 @@ async def _replays(job: Job, launch: Launch, client: ServerClient, row: Row) -> 
         "total_s": round(total, 3),
         "total_runs_s": [round(total, 3) for total in totals],
         **({"ttft_by_kind_ms": kinds} if kinds else {}),
-        **({"sleep_and_wake_s": round(statistics.median(slept), 3)} if slept else {}),
     }
 
 

@@ -19,11 +19,8 @@ from deft_backend.tools.harness.workload import Request, Workload, thought_reque
 from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError
 from deft_backend.tools.traces.trace_files import load_trace
 
-BATCHES, FIRST, REPLAY, BEAMS = "batches", "first tokens", "replay", "beams"
+BATCHES, REPLAY, BEAMS = "batches", "replay", "beams"
 """How a workload is timed (:mod:`benchmarks.e2e.timing`)."""
-
-FIRST_TOKENS = 16
-"""Tokens of each answer whose first token is timed."""
 
 MARK = 2
 """Token ids that make a thought differ from its siblings. Without them, greedy decoding would give
@@ -244,14 +241,6 @@ TABLE: Mapping[str, Entry] = {
     "grid": Entry(few_shot, BATCHES, _GRID, ((0, 2, 64), (256, 4, 16)), 256, 8),
     "draft-trees": Entry(few_shot, BATCHES, _DRAFTED, ((0, 2, 64), (256, 4, 16)), 256, 8),
     "documents": Entry(documents, BATCHES, ((8192, 80, 64),), ((192, 6, 8),), 256, 8),
-    "first-tokens": Entry(
-        few_shot,
-        FIRST,
-        [(4096, requests, 64) for requests in (32, 64, 128)],
-        ((256, 4, 16),),
-        FIRST_TOKENS,
-        FIRST_TOKENS,
-    ),
     "rollouts": Entry(rollouts, REPLAY, _SAMPLED, ((64, 4, 2),), 8000, 24),
     "agents": Entry(partial(sessions, forks=3), REPLAY, _AGENTS, ((96, 2, 8),), 128, 6),
     "chats": Entry(
@@ -352,7 +341,7 @@ def chosen_jobs(
         listed = entry.sizes if on_gpu else entry.on_cpu
         for case in own or [Case(name, Sizes(*sizes), None) for sizes in listed]:
             tokens = entry.gen if on_gpu else entry.cpu_gen
-            tokens = tokens if entry.how == FIRST else case.gen or gen or tokens
+            tokens = case.gen or gen or tokens
             title = _title(name, case.sizes)
             jobs.append(Job(title, entry.make, entry.how, case.sizes, tokens, repeats))
     return jobs

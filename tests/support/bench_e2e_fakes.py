@@ -17,7 +17,7 @@ from aiohttp import web
 # As a script, it sees only its own folder, because nothing installs the benchmarks.
 sys.path.append(str(Path(__file__).parents[2]))
 
-from benchmarks.e2e.launch import HOSTS, SLEEP, Launch
+from benchmarks.e2e.launch import HOSTS, Launch
 from benchmarks.e2e.served_model import Model
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import ServerCommand, free_port, value_of
@@ -65,20 +65,13 @@ class FakeHost:
     mode: str = "right"
     requests: int = 0
     bodies: list = field(default_factory=list)
-    slept: list = field(default_factory=list)
 
     def app(self):
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/generate", self.beams)
         app.router.add_post("/v1/completions", self.complete)
-        for path in {path for paths in SLEEP.values() for path in paths}:
-            app.router.add_post(path.partition("?")[0], self.sleep)
         return app
-
-    async def sleep(self, request):
-        self.slept.append(request.path_qs)
-        return web.Response()
 
     async def models(self, request):
         return web.json_response({"data": [{"id": "served"}]})
