@@ -328,6 +328,20 @@ class CurrentPlan:
             forest.batch_size // blocks.blocks, blocks=blocks, forest=forest, plan=plan
         )
 
+    def rows_of_ranges(self, table_rows: torch.Tensor | None) -> torch.Tensor:
+        """[segments] int32: the page table's row of each KV range of the plan.
+
+        Plans from rows of a page table hold them. Others hold requests: `table_rows` [B] are their
+        rows; None: row ``b`` for request ``b``.
+        """
+        if self.batch.from_rows:
+            return self.arrays["segment_table"]
+        requests = self.arrays["segment_request"]
+        if table_rows is None or not len(table_rows):
+            return requests
+        # Behind the plan's ranges, an earlier plan may have left other requests.
+        return table_rows[requests.clamp(max=len(table_rows) - 1)].int()
+
     def clear(self) -> None:
         """Empty the arrays: kernels then return at once for any batch."""
         with device_as_current(self._device):

@@ -179,7 +179,9 @@ class LatentAttention(PlannedAttention):
         """Plan a batch, and lay it out."""
         if query_tokens not in (None, self.query_tokens):
             raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
-        table_rows = self._rows_of(seq_lens, table_rows)
+        self._check_size(seq_lens)
+        if table_rows is None:
+            table_rows = self._own_rows[: len(seq_lens)]
         check_batch(page_table, seq_lens, table_rows, self.device)
         rows, limits = (page_table, table_rows, seq_lens), self._room(len(seq_lens)).limits
         if on_device:
@@ -199,16 +201,11 @@ class LatentAttention(PlannedAttention):
         table_rows : [B] int32 or int64, optional
             Row of the page table of each request; default: row ``b`` for request ``b``.
         """
-        rows = self._rows_of(seq_lens, table_rows)
+        self._check_size(seq_lens)
         self._laid_out = self._room(len(seq_lens))
         with device_as_current(self.device):
-            self._launches.lay_out(
-                self._laid_out,
-                seq_lens,
-                rows,
-                self.query_tokens,
-                by_segment=self._current.batch.from_rows,
-            )
+            rows = self._current.rows_of_ranges(table_rows)
+            self._launches.lay_out(self._laid_out, seq_lens, rows, self.query_tokens)
 
     def run(
         self,
@@ -271,13 +268,12 @@ class LatentAttention(PlannedAttention):
             out.copy_(found)
         return out
 
-    def _rows_of(self, seq_lens: torch.Tensor, table_rows: torch.Tensor | None) -> torch.Tensor:
+    def _check_size(self, seq_lens: torch.Tensor) -> None:
         if len(seq_lens) > self.max_batch:
             raise AttentionError(
                 f"the batch holds {len(seq_lens)} requests; the attention was made for "
                 f"{self.max_batch}: raise max_batch"
             )
-        return self._own_rows[: len(seq_lens)] if table_rows is None else table_rows
 
     def _room(self, requests: int) -> PlanCapacity:
         """Items and entries of a batch of so many requests: leaves, and nodes above them."""

@@ -63,6 +63,11 @@ def check_step(
     check_tensor("out", step.out, queries, shape.dtype, device)
     check_tensor("k_cache", k_cache, (*k_cache.shape[:1], *page), shape.kv_dtype, device)
     check_tensor("v_cache", v_cache, (*v_cache.shape[:1], *page), shape.kv_dtype, device)
+    strides = zip(k_cache.shape, k_cache.stride(), v_cache.stride(), strict=True)
+    if any(size > 1 and k != v for size, k, v in strides):
+        raise AttentionError(
+            f"v_cache has strides {v_cache.stride()}; expected those of k_cache, {k_cache.stride()}"
+        )
     check_batch(step.page_table, step.seq_lens, step.table_rows, device, requests)
     _check_scales(shape, step)
     if step.sinks is not None:

@@ -314,7 +314,8 @@ class TreeAttention(PlannedAttention):
             The query tokens, one request after another. Without `query_start` each request has
             Q: token ``j`` of request ``r`` is ``q[r * Q + j]``.
         k_cache, v_cache : [pages, page_size, Hkv, D], or [pages, Hkv, D] if `page_size` is 1
-            The KV cache of one layer; any strides with a contiguous last dimension.
+            The KV cache of one layer; any strides with a contiguous last dimension, and the same in
+            both.
         page_table, seq_lens, table_rows
             As in :meth:`plan_batch`, as they are now. A plan of :meth:`plan_batch` keeps its own
             rows and ignores these.
@@ -380,13 +381,7 @@ class TreeAttention(PlannedAttention):
         if requests == 0 or rows == 0:
             return out
         inputs.put_scales_together(step)
-        # Plans from rows of a page table hold each segment's row. Others hold its request, which is
-        # the same number where row b belongs to request b.
-        by_segment = planned.from_rows or table_rows is None
-        if by_segment:
-            step.table_rows = self._current.arrays[
-                "segment_table" if planned.from_rows else "segment_request"
-            ]
+        step.table_rows = self._current.rows_of_ranges(table_rows)
         config = self._shapes[query_tokens].config
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
@@ -402,7 +397,6 @@ class TreeAttention(PlannedAttention):
                 blocks=planned.blocks,
                 known_plan=None if static_launch else planned.plan,
                 masked_tiles=self.policy.several_segments,
-                table_by_segment=by_segment,
             )
         if truncates:
             out.copy_(step.out)

@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     out: Pointer
     partial: Partials
     page_table: Pointer
-    table_rows: Pointer
+    table_rows: Pointer  # by segment of the plan
     seq_lens: Pointer
     query_start: Pointer
     """[B + 1] int32: index in `q` of each request's first query token; only where
@@ -94,22 +94,16 @@ class Heads(NamedTuple):
 
 
 class CacheLayout(NamedTuple):
-    """Constants: where the token of a page lies in the KV cache, in elements.
+    """Constants: where the token of a page lies in K, and at the same offset in V, in elements.
 
     A server has few layouts of the cache, and none of them changes. Compiled in, they halve the
     time of address arithmetic.
     """
 
     page_size: int
-    table_by_segment: bool
-    """Whether `table_rows` holds a row for each segment of the plan, or for each request."""
-    k_page: int
-    k_token: int
-    k_head: int
-    v_page: int
-    v_token: int
-    v_head: int
-    same_strides: bool  # whether a token has the same offset in K and in V
+    page: int
+    token: int
+    head: int
     exponent_bits: int
     """Of an element of a cache of 8 bits: 4 for e4m3, 5 for e5m2. 0: the cache has the dtype of the
     queries."""
@@ -133,7 +127,6 @@ class Mode(NamedTuple):
     """Constants: variants of the arithmetic and of the launch."""
 
     soft_cap: bool
-    precision: str  # what the plain kernels pass to ``tl.dot`` as ``input_precision``
     upcast: bool  # whether the plain kernels multiply in float32, as the interpreter must
     overlapped: bool  # whether launches use programmatic dependent launch
     sinks: bool  # whether each query's softmax has a sink for each head

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from deft_backend.kernels.arguments import Partials, Scaling, Strides, Tensors
+from deft_backend.kernels.arguments import CacheLayout, Partials, Scaling, Strides, Tensors
 from deft_backend.kernels.configurations import EXPONENT_BITS, KernelConfiguration
-from deft_backend.kernels.launches import Kind, Launch, launches_of
+from deft_backend.kernels.launches import Kind, Launch, heads_of, launches_of
 from deft_backend.kernels.layer_launches import LayerLaunches
 from deft_backend.planner import DevicePlan, Plan
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
@@ -29,8 +29,7 @@ class Step:
     out: torch.Tensor
     page_table: torch.Tensor  # [rows, P] int: page ids
     seq_lens: torch.Tensor  # [B] int: current tokens of each request
-    # [B] or: row of the page table of each request, or of each KV range of the plan.
-    table_rows: torch.Tensor
+    table_rows: torch.Tensor  # [segments] int32: row of the page table of each KV range of the plan
     # [B + 1] int32: index in `q` of each request's first query token; None: all requests have
     # equally many.
     query_start: torch.Tensor | None
@@ -110,7 +109,6 @@ def run_plan(
     blocks: QueryBlocks = ONE_TOKEN,
     known_plan: Plan | None,
     masked_tiles: bool,
-    table_by_segment: bool,
 ) -> LayerLaunches | None:
     """Compute the attention of a step over a plan.
 
@@ -122,8 +120,6 @@ def run_plan(
       without items, and stage 2 without partial results. With None, `run_plan` launches every
       kernel that a batch of this size may need, as a CUDA graph must.
     - `masked_tiles`: whether to launch masked tiles if the CPU does not know the plan.
-    - `table_by_segment`: whether `step.table_rows` is by KV range. This spares every item a load
-      that other loads wait for.
     """
     exponent_bits = EXPONENT_BITS.get(step.k_cache.dtype, 0)
     if exponent_bits:  # the kernels read bytes
@@ -134,13 +130,12 @@ def run_plan(
     for tensor in (*tensors[:4], *partial, *tensors[5:]):
         pointers |= tensor.data_ptr()
     aligned = pointers % 16 == 0
-    kind = _kind(step, strides, aligned, table_by_segment, blocks, exponent_bits)
+    kind = _kind(step, strides, aligned, blocks, exponent_bits)
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (
         tensors.q.device,
         tensors.page_table.dtype,
-        tensors.table_rows.dtype,
         tensors.seq_lens.dtype,
         tensors.query_start.dtype,
         tensors.sinks.dtype,
@@ -151,9 +146,9 @@ def run_plan(
     arguments = (plain, plan.stage1, tuple(step.scaling()), tuple(strides))
     follows, repeated = False, list[_Repeated]()
     queries = len(step.seq_lens) * blocks.blocks
-    query_vectors = blocks.tokens * kind.num_heads // kind.num_kv_heads
+    heads = kind.heads
     for shape, programs in _tiles_to_launch(
-        config, known_plan, kind.num_kv_heads, queries, query_vectors, masked_tiles
+        config, known_plan, heads.num_kv, queries, heads.vectors, masked_tiles
     ):
         launch = launches.stage1[shape][follows]
         launch.run(programs, arguments, types, aligned)
@@ -165,7 +160,7 @@ def run_plan(
         return _repeatable(plain, repeated, None, types) if aligned else None
     # The batch decides, because only the device knows how many results there are to merge. So the
     # same batch has the same results, whoever planned it.
-    num_results = kind.num_heads * blocks.tokens
+    num_results = heads.num_kv * heads.vectors
     few = queries <= config.few_queries(num_results)
     reduce = config.few if few else config.reduce
     programs = min(reduce.programs, merged * reduce.blocks(num_results))
@@ -205,37 +200,33 @@ def _kind(
     step: Step,
     strides: Strides,
     aligned: bool,
-    table_by_segment: bool,
     blocks: QueryBlocks,
     exponent_bits: int,
 ) -> Kind:
     """What decides the constants of the kernels."""
     num_tokens, num_heads, head_dim = step.q.shape
     pages, page_size, num_kv_heads, _ = step.k_cache.shape
-    *k_strides, _ = step.k_cache.stride()
-    *v_strides, _ = step.v_cache.stride()
+    page, token, head, _ = step.k_cache.stride()
     # From the first page, or the first row, to the end of the last one.
-    cache_bytes = pages * max(k_strides[0], v_strides[0]) * step.k_cache.itemsize
+    cache_bytes = pages * page * step.k_cache.itemsize
     rows_bytes = num_tokens * max(strides.q_batch, strides.out_batch) * step.q.itemsize
     row_strides = strides.q_batch | strides.q_head | strides.out_batch | strides.out_head
     return Kind(
         dtype=step.q.dtype,
-        k_strides=tuple(k_strides),
-        v_strides=tuple(v_strides),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
+        heads=heads_of(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            blocks,
+            step.query_start is not None,
+            step.ancestors is not None,
+        ),
+        cache=CacheLayout(page_size, page, token, head, exponent_bits),
         soft_cap=step.logit_cap > 0.0,
         wide_rows=aligned
         and row_strides % 8 == 0
         and cache_bytes <= WIDE_REACH
         and rows_bytes <= WIDE_REACH // 2,
-        table_by_segment=table_by_segment,
-        blocks=blocks,
-        ragged=step.query_start is not None,
-        tree=step.ancestors is not None,
-        exponent_bits=exponent_bits,
         sinks=step.sinks is not None,
         device_scales=step.device_scales,
     )

@@ -112,15 +112,14 @@ class LatentLaunches:
         seq_lens: torch.Tensor,
         table_rows: torch.Tensor,
         query_tokens: int,
-        *,
-        by_segment: bool,
     ) -> None:
-        """Write the calls of a batch; `room` is the capacity for its number of requests."""
+        """Write the calls of a batch; `room` is the capacity for its number of requests, and
+        `table_rows` [segments] are the page table's rows of the plan's KV ranges.
+        """
         lanes = max(room.max_items + 1, room.max_entries, room.max_batch)
         arguments = (
             self._plan.stage1,
             self._plan.stage2,
-            self._plan["segment_table"],
             table_rows,
             seq_lens,
             tuple(self._batch),
@@ -132,12 +131,11 @@ class LatentLaunches:
             self._slots,
         )
         constants = {
-            "BY_SEGMENT": by_segment,
             "APART": query_tokens > 1,
             "TOKENS": query_tokens,
             "BLOCK": _BLOCK,
         }
-        types = (table_rows.dtype, seq_lens.dtype)
+        types = (seq_lens.dtype,)
         aligned = (table_rows.data_ptr() | seq_lens.data_ptr()) % 16 == 0
         self._launch(LAY_OUT, (-(-lanes // _BLOCK),), arguments, constants, types, aligned)
 

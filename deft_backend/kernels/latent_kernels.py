@@ -44,7 +44,6 @@ class Merges(NamedTuple):
 def lay_out(
     items: ItemArrays,
     reduction: ReduceArrays,
-    segment_table_ptr,
     table_rows_ptr,
     seq_lens_ptr,
     batch: KernelBatch,
@@ -54,7 +53,6 @@ def lay_out(
     most_items,
     most_entries,
     slots,
-    BY_SEGMENT: tl.constexpr,
     APART: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,10 +74,7 @@ def lay_out(
         items.item_query_ptr + tl.minimum(lane, num_items), mask=lane <= most_items, other=0
     )
     request = tl.load(items.segment_request + lane, mask=is_item, other=0)
-    if BY_SEGMENT:
-        table_row = tl.load(segment_table_ptr + lane, mask=is_item, other=0)
-    else:
-        table_row = tl.load(table_rows_ptr + request, mask=is_item, other=0)
+    table_row = tl.load(table_rows_ptr + lane, mask=is_item, other=0)
     begin = tl.load(items.segment_start + lane, mask=is_item, other=0)
     end = tl.load(items.segment_end + lane, mask=is_item, other=0)
     is_leaf = is_item & (end == OPEN_END)
@@ -87,11 +82,11 @@ def lay_out(
     end = tl.where(is_leaf, length, end)
     inside = lane < most_items
     tl.store(batch.query_start + lane, entry * TOKENS, mask=lane <= most_items)
-    tl.store(batch.table_rows + lane, table_row.to(tl.int32), mask=inside)
+    tl.store(batch.table_rows + lane, table_row, mask=inside)
     tl.store(batch.begin + lane, begin, mask=inside)
     if APART:
         tl.store(batch.end + lane, tl.where(is_leaf, begin, end), mask=inside)
-        tl.store(leaves.table_rows + request, table_row.to(tl.int32), mask=is_leaf)
+        tl.store(leaves.table_rows + request, table_row, mask=is_leaf)
         tl.store(leaves.begin + request, begin, mask=is_leaf)
         tl.store(leaves.end + request, end, mask=is_leaf)
     else:

@@ -22,52 +22,42 @@ from deft_backend.kernels.configurations import (
     ReduceConfig,
 )
 from deft_backend.planner.encoding import ITEM_ORDER
-from deft_backend.shapes import MAX_MERGED, ONE_TOKEN, QueryBlocks
+from deft_backend.shapes import MAX_MERGED, QueryBlocks
 
 
 class Kind(NamedTuple):
     """What decides the kernels' constants, for a kernel configuration."""
 
     dtype: torch.dtype
-    #: Elements from one page, token and head to the next.
-    k_strides: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
+    heads: Heads
+    cache: CacheLayout
     soft_cap: bool
     #: Whether pointers, and rows of queries and outputs, are multiples of 16 bytes, and all tensors
     #: lie within WIDE_REACH.
     wide_rows: bool
-    table_by_segment: bool
-    blocks: QueryBlocks = ONE_TOKEN
-    #: Whether `query_start` and `ancestors` are given.
-    ragged: bool = False
-    tree: bool = False
-    #: Of an element of a cache of 8 bits; 0: the cache has the dtype of the queries.
-    exponent_bits: int = 0
-    sinks: bool = False
-    device_scales: bool = False
+    sinks: bool
+    device_scales: bool
 
-    @property
-    def heads(self) -> Heads:
-        """The constants of the head shape and the query tokens."""
-        blocks = self.blocks
-        group = self.num_heads // self.num_kv_heads
-        return Heads(
-            num_kv=self.num_kv_heads,
-            group=group,
-            dim=self.head_dim,
-            padded_dim=triton.next_power_of_2(self.head_dim),
-            single=blocks.query_tokens == 1 and not self.ragged and not self.tree,
-            query_tokens=blocks.query_tokens,
-            blocks=blocks.blocks,
-            tokens=blocks.tokens,
-            vectors=blocks.tokens * group,
-            ragged=self.ragged,
-            tree=self.tree,
-        )
+
+@cache
+def heads_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, blocks: QueryBlocks, ragged: bool, tree: bool
+) -> Heads:
+    """The constants of the head shape and the query tokens."""
+    group = num_heads // num_kv_heads
+    return Heads(
+        num_kv=num_kv_heads,
+        group=group,
+        dim=head_dim,
+        padded_dim=triton.next_power_of_2(head_dim),
+        single=blocks.query_tokens == 1 and not ragged and not tree,
+        query_tokens=blocks.query_tokens,
+        blocks=blocks.blocks,
+        tokens=blocks.tokens,
+        vectors=blocks.tokens * group,
+        ragged=ragged,
+        tree=tree,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +131,9 @@ def launches_of(config: KernelConfiguration, kind: Kind) -> Launches:
 def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) -> Launch:
     tile = config.tiles[shape]
     # The kernels in Gluon read 16 bytes at a time.
-    unit = 16 if kind.exponent_bits else 8
-    strides = (*kind.k_strides, *kind.v_strides)
-    same_strides = kind.k_strides[:2] == kind.v_strides[:2]
-    cache = (kind.page_size, kind.table_by_segment, *strides, same_strides, kind.exponent_bits)
-    wide = kind.wide_rows and all(s % unit == 0 for s in strides)
+    cache = kind.cache
+    unit = 16 if cache.exponent_bits else 8
+    wide = kind.wide_rows and (cache.page | cache.token | cache.head) % unit == 0
     plain, pipelined = (
         (SMALL_TILE, HOPPER_SMALL_TILE),
         (PARTIAL_ATTENTION, HOPPER_LARGE_TILE),
@@ -154,7 +142,7 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
     kernel = pipelined if tile.lookahead and wide else plain
     constants = {
         "HEADS": kind.heads,
-        "CACHE": CacheLayout._make(cache),
+        "CACHE": cache,
         "TILE": Tile(
             place=ITEM_ORDER.index(shape),
             height=tile.height,
@@ -166,8 +154,6 @@ def _stage1(config: KernelConfiguration, kind: Kind, shape: int, follows: bool) 
         ),
         "MODE": Mode(
             soft_cap=kind.soft_cap,
-            # In float32 the tensor cores would round; the host's own kernels do not.
-            precision="ieee" if kind.dtype == torch.float32 else "tf32",
             upcast=config.interpreted,
             overlapped=config.overlapped,
             sinks=kind.sinks,

@@ -76,7 +76,7 @@ def use_gluon(attention, lookahead, programs, query_tokens=1):
 def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=300, **given):
     """The attention of a random batch, whose result was right; `chunk` is that of DeFT-Flatten."""
     chunk, is_tree = given.pop("chunk", None), given.pop("is_tree", False)
-    ragged, wide_v = given.pop("ragged", False), given.pop("wide_v", False)
+    ragged, heads_first = given.pop("ragged", False), given.pop("heads_first", False)
 
     def prepare(attention):
         if chunk is not None:
@@ -96,7 +96,7 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         prepare=prepare,
         tree=tree_bits(seed, requests, query_tokens) if is_tree else None,
         counts=random.integers(0, query_tokens + 1, requests).tolist() if ragged else None,
-        layout="V by head" if wide_v else "apart",
+        layout="heads first" if heads_first else "apart",
         **{"heads": (4, 1), "policy": "fasttree" if chunk is None else "deft-flatten", **given},
     )
 
@@ -115,7 +115,7 @@ FORESTS = {
     "grow": st.integers(0, 3),
     "programs": st.integers(1, 9),
     "own_rows": st.booleans(),
-    "wide_v": st.booleans(),
+    "heads_first": st.booleans(),
     "static_launch": st.booleans(),
 }
 BLOCKS = {
@@ -139,7 +139,7 @@ BYTES = {
     "head_dim": st.sampled_from([64, 128]),
     "logit_cap": st.sampled_from([0.0, 5.0]),
     "sinks": st.sampled_from([None, torch.float32]),
-    "wide_v": st.booleans(),
+    "heads_first": st.booleans(),
 }
 
 

@@ -101,15 +101,12 @@ def launch_all(
     head_dim=128,
     page_size=2,
     table=torch.int32,
-    rows=torch.int64,
     lens=torch.int64,
     columns=8,
     skip=0,
     q_width=256,
     out_width=256,
-    k_width=256,
-    v_width=256,
-    by_segment=False,
+    kv_width=256,
     queries=4,
     sinks=None,
     kv_dtype=None,
@@ -121,19 +118,18 @@ def launch_all(
         held = torch.zeros(queries, 16, width, dtype=dtype, device=device)
         return held[:, :heads, skip : skip + head_dim]
 
-    def cache(width):
-        held = torch.zeros(12, 4, 4, width, device=device).to(kv_dtype or dtype)
-        return held[:, :page_size, :kv_heads, :head_dim]
+    held = torch.zeros(2, 12, 4, 4, kv_width, device=device).to(kv_dtype or dtype)
+    k_cache, v_cache = held[:, :, :page_size, :kv_heads, :head_dim]
 
     scale = torch.ones(1) if scales == "device" else 1.0
     step = Step(
         rows_of(q_width),
-        cache(k_width),
-        cache(v_width),
+        k_cache,
+        v_cache,
         rows_of(out_width),
         torch.zeros(4, columns, dtype=table),
         torch.zeros(queries, dtype=lens),
-        torch.zeros(queries, dtype=rows),
+        torch.zeros(queries, dtype=torch.int32),
         query_start=None,
         ancestors=None,
         sinks=None if sinks is None else torch.zeros(heads, dtype=sinks),
@@ -150,7 +146,6 @@ def launch_all(
         partial,
         known_plan=known_plan,
         masked_tiles=False,
-        table_by_segment=by_segment,
     )
 
 
@@ -170,7 +165,6 @@ def launch_all(
         {"head_dim": 64},
         {"page_size": 4},
         {"table": torch.int64},
-        {"rows": torch.int32},
         {"lens": torch.int32},
         {"columns": 9},
         {"skip": 1},
@@ -178,10 +172,8 @@ def launch_all(
         {"q_width": 257},
         {"q_width": 264},
         {"out_width": 264},
-        {"k_width": 264},
-        {"v_width": 264},
-        {"v_width": 257},
-        {"by_segment": True},
+        {"kv_width": 264},
+        {"kv_width": 257},
         {"sinks": torch.float32},
         {"sinks": torch.bfloat16},
         {"kv_dtype": torch.float8_e4m3fn},
@@ -231,7 +223,7 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
                     ("reduce_partials", True),
                 ],
             )
-            for kind in ({"skip": 1}, {"q_width": 257}, {"k_width": 260}, {"v_width": 260})
+            for kind in ({"skip": 1}, {"q_width": 257}, {"kv_width": 260})
         ),
         (
             {"config": replace(CONFIG, overlapped=False)},
@@ -242,7 +234,7 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
             ],
         ),
     ],
-    ids=["", "leaves", "unaligned", "queries", "keys", "values", "one after the other"],
+    ids=["", "leaves", "unaligned", "queries", "cache", "one after the other"],
 )
 def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, monkeypatch):
     """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
@@ -287,7 +279,7 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(monkeypatch):
     pages, page_bytes = 12, 4 * 4 * 256 * 2
     monkeypatch.setattr(both_stages, "WIDE_REACH", pages * page_bytes)
     assert compiler.launches_of(launch_all)[0][0] == "hopper_large_tile_attention"
-    for name, width in (("k_width", 264), ("v_width", 264), ("q_width", 512), ("out_width", 512)):
+    for name, width in (("kv_width", 264), ("q_width", 512), ("out_width", 512)):
         launched = compiler.launches_of(partial(launch_all, **{name: width}))
         assert launched[0][0] == "partial_attention"
 

@@ -209,7 +209,7 @@ def test_values_of_any_size_survive_their_partial_results(device, policy, values
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["interleaved", "V by head"])
+@pytest.mark.parametrize("layout", ["interleaved", "heads first"])
 @pytest.mark.parametrize(
     ("page_size", "policy"), [(1, "auto"), (3, "deft-flatten"), (16, "deft-node"), (16, "auto")]
 )
@@ -319,6 +319,10 @@ def test_unsupported_attention_is_refused(change, message):
         ({"q": torch.zeros(2, 4, 64).half()}, "q has dtype torch.float16; expected torch.float32"),
         ({"k_cache": torch.zeros(9, 1, 64)}, r"k_cache has shape \[9, 1, 1, 64\]"),
         ({"v_cache": torch.zeros(9, 2, 128)[..., ::2]}, "v_cache has stride 2"),
+        (
+            {"v_cache": torch.zeros(9, 3, 64)[:, :2]},
+            r"v_cache has strides \(192, .*of k_cache, \(128",
+        ),
         ({"seq_lens": torch.tensor([1])}, r"seq_lens has shape \[1\]; expected \[2\]"),
         (
             {"seq_lens": torch.tensor([[1, 7], [2, 7]])[:, 0]},

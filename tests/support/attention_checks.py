@@ -90,9 +90,9 @@ def check(
         v_cache = normal(*pages, head_dim)
     elif layout == "interleaved":  # K and V of a head are contiguous
         k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
-    else:  # V has heads first, and gaps between pages, unlike K
-        wide = normal(batch.num_pages, kv_heads + 1, page_size, head_dim)
-        v_cache = wide[:, 1:].transpose(1, 2)
+    else:  # heads first, and gaps between pages
+        wide = normal(2, batch.num_pages, kv_heads + 1, page_size, head_dim)
+        k_cache, v_cache = wide[:, :, 1:].transpose(2, 3)
     v_cache *= values
     scales = {"k_scale": 1.0, "v_scale": 1.0}
     if kv_dtype is not None:

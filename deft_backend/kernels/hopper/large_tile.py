@@ -67,7 +67,6 @@ from deft_backend.kernels.hopper.parts import (
     range_end,
     read_item,
     sees,
-    table_row,
     tail_of,
     with_device_scales,
 )
@@ -99,11 +98,10 @@ class Inputs(NamedTuple):
 
 
 @jit
-def _find_segment(item, tensors, strides, CACHE):
+def _find_segment(item, tensors, strides):
     """Second link: an item's KV range as it is now."""
-    stop = range_end(item, tensors)
-    row = table_row(item, tensors, CACHE)
-    return Segment(tensors.page_table + row * strides.table, item.start, stop)
+    table = tensors.page_table + item.row.to(gl.int64) * strides.table
+    return Segment(table, item.start, range_end(item, tensors))
 
 
 @jit
@@ -178,27 +176,26 @@ def hopper_large_tile_attention(
     counted = 0
     if TILE.spread:
         counted = count_on_sm(plan.arrivals, LAYOUT)
-    item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=True)
+    item = read_item(first_work, work_end, tensors, plan, HEADS, AHEAD=True)
     if TILE.spread:
         # With more items, most SMs get two anyway, so numbering would not help.
         if (work_end > 0) & (2 * work_end <= step_work):
             first_work = spread_number(plan.arrivals, counted, LAYOUT)
-            item = read_item(first_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+            item = read_item(first_work, work_end, tensors, plan, HEADS, AHEAD=False)
     segment = Segment(tensors.page_table, item.start, item.stop)
     # A program without an item ends here, and only its end lets the next kernel start. Programs
     # that start while idle programs hold some SMs crowd onto the other SMs and stay there.
     if first_work < work_end:
         if MODE.overlapped:
             gdc_launch_dependents()
-        segment = _find_segment(item, tensors, strides, CACHE)
+        segment = _find_segment(item, tensors, strides)
         ask_item(True, item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
 
     for work in range(first_work, work_end, step_work):
         # KV heads of one item are neighbours: they read the same page-table entries.
         kv_head = work % HEADS.num_kv
         zero = hidden_zero(item.queries)
-        k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_kv
-        v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_kv
+        base = kv_head.to(gl.int64) * CACHE.head + offs_kv
         tokens = gl.maximum(segment.stop - segment.start, 0)
         filled = (tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)  # an empty range runs one block, all of it masked
@@ -209,12 +206,14 @@ def hopper_large_tile_attention(
         last, most = take_item(
             segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
         )
-        stream = Stream(segment.table, segment.start, most, filled, k_base, v_base)
+        stream = Stream(
+            segment.table, segment.start, most, filled, tensors.k + base, tensors.v + base
+        )
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
         position = copy_first_blocks(stream, last, buffers, CACHE, TILE, LAYOUT)
 
         # Load what the next item needs first while the program works on this item.
-        next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+        next_item = read_item(work + step_work, work_end, tensors, plan, HEADS, AHEAD=False)
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         scores = first_product(q, buffers, CACHE, TILE, LAYOUT)
@@ -246,7 +245,7 @@ def hopper_large_tile_attention(
                 state, step, inputs, tensors, strides, False, HEADS, CACHE, TILE, MODE, LAYOUT
             )
 
-        segment = _find_segment(next_item, tensors, strides, CACHE)
+        segment = _find_segment(next_item, tensors, strides)
         arrived(0)
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)

@@ -155,14 +155,6 @@ def _copy_pages(buffer, stream, position, PAGE_SIZE):
 
 
 @jit
-def know(k_known, v_known, page, position, CACHE):
-    """Store where tokens lie in the caches of K and V."""
-    k_known.store(offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE))
-    if not CACHE.same_strides:
-        v_known.store(offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE))
-
-
-@jit
 def take_item(segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT):
     """Turn what `ask_item` copied into addresses, in shared memory; returns where the segment's
     last block begins, and its last position.
@@ -177,8 +169,7 @@ def take_item(segment, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, T
     places = places_of(query, row % HEADS.vectors, some, kv_head, tensors, HEADS)
     barrier()  # the same memory holds the offsets
 
-    k_known, v_known = in_one_row(buffers.k_known, LAYOUT), in_one_row(buffers.v_known, LAYOUT)
-    know(k_known, v_known, page, position, CACHE)
+    in_one_row(buffers.offsets, LAYOUT).store(offsets_of(page, position, CACHE))
     q_at = places.row * (strides.q_batch // 8) + places.head * (strides.q_head // 8)
     buffers.places.index(0).store(q_at.to(gl.int32))
     buffers.places.index(1).store(result_place(places, slot, strides, HEADS))
@@ -204,10 +195,10 @@ def copy_ahead(ahead, stream, buffers, LAYOUT):
     UNIT: gl.constexpr = LAYOUT.kv_unit
     AT_ONCE: gl.constexpr = LAYOUT.kv_at_once
     if ahead > 0:
-        offset = read_rows(buffers.v_known.index(ahead - 1), ROW, AT_ONCE)
+        offset = read_rows(buffers.offsets.index(ahead - 1), ROW, AT_ONCE)
         v = buffers.v.index(ahead - 1)
         copy_rows(stream.filled > ahead - 1, v, stream.v_base, offset, UNIT, COPY)
-    offset = read_rows(buffers.k_known.index(ahead), ROW, AT_ONCE)
+    offset = read_rows(buffers.offsets.index(ahead), ROW, AT_ONCE)
     k = buffers.k.index(ahead)
     copy_rows(stream.filled > ahead, k, stream.k_base, offset, UNIT, COPY)
 
@@ -251,11 +242,10 @@ def copy_next_blocks(step, now, position, stream, buffers, CACHE, TILE, LAYOUT):
     PAGES: gl.constexpr = LAYOUT.pages
     before = gl.where(now == 0, LAYOUT.slots - 1, now - 1)
     v_block, k_block = step + TILE.lookahead, step + TILE.lookahead + 1
-    v_offset = read_rows(buffers.v_known.index(v_block % KNOWN), ROW, AT_ONCE)
-    k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, AT_ONCE)
+    v_offset = read_rows(buffers.offsets.index(v_block % KNOWN), ROW, AT_ONCE)
+    k_offset = read_rows(buffers.offsets.index(k_block % KNOWN), ROW, AT_ONCE)
     page = buffers.pages.index((step + KNOWN) % PAGES).load(LAYOUT.each).to(gl.int32)
-    at = step % KNOWN
-    know(buffers.k_known.index(at), buffers.v_known.index(at), page, position, CACHE)
+    buffers.offsets.index(step % KNOWN).store(offsets_of(page, position, CACHE))
     behind = PAGES // 2 * TILE.block_tokens
     pages = buffers.pages.index((step + KNOWN + PAGES // 2) % PAGES)
     _copy_pages(pages, stream, position - behind, CACHE.page_size)

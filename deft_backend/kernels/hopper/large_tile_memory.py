@@ -95,10 +95,9 @@ class Buffers(NamedTuple):
     key_operand: Any
     value_operand: Any
     """[tokens, D]: of a cache of 8 bits, the blocks being multiplied, as operands."""
-    k_known: Any
-    v_known: Any
-    """[known, tokens] int32: ring of the blocks' offsets (`offsets_of`), in the order of
-    `row_of_place`. One ring if K and V have the same strides."""
+    offsets: Any
+    """[known, tokens] int32: ring of where the blocks' tokens lie in K and in V (`offsets_of`), in
+    the order of `row_of_place`."""
     pages: Any  # [pages, tokens]: ring of page ids, in the same order
     places: Any
     """[2, M] int32: where each query vector lies, and where its result goes (`result_place`)."""
@@ -127,11 +126,8 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     gl.static_assert(BLOCK_M == BLOCK_N)
     k = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
     v = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
-    k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
+    offsets = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
     pages = gl.allocate_shared_memory(PAGE_ID, [PAGES, BLOCK_N], LAYOUT.plain)
-    v_known = k_known
-    if not CACHE.same_strides:
-        v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
     if EXPONENT_BITS > 0:
         keys = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], LAYOUT.matrix)
         values = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], LAYOUT.matrix)
@@ -140,7 +136,7 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
         keys, values, rows = k.index(0), v.index(0), v.index(LAYOUT.slots - 1)
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], LAYOUT.plain)
     first_pages = in_one_row(pages, LAYOUT).slice(0, KNOWN * BLOCK_N)
-    return Buffers(k, v, keys, values, k_known, v_known, pages, places, rows, first_pages, k_known)
+    return Buffers(k, v, keys, values, offsets, pages, places, rows, first_pages, offsets)
 
 
 @jit

@@ -187,7 +187,7 @@ def hopper_masked_tile_attention(
         if MODE.overlapped:
             gdc_launch_dependents()
     listed = list_segments(item, plan)
-    followed = follow_segments(item, listed, tensors, HEADS, CACHE)
+    followed = follow_segments(item, listed, tensors, HEADS)
     segments = join_segments(listed, followed)
     asked = ask_item(
         first_work < work_end, item, segments, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
@@ -200,9 +200,8 @@ def hopper_masked_tile_attention(
         filled = (segments.tokens + BLOCK_N - 1) // BLOCK_N
         blocks = gl.maximum(filled, 1)  # an item without tokens runs one block, all of it masked
         take_item(asked, kv_head, zero, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT)
-        k_base = tensors.k + kv_head.to(gl.int64) * CACHE.k_head + offs_kv
-        v_base = tensors.v + kv_head.to(gl.int64) * CACHE.v_head + offs_kv
-        stream = Stream(segments, filled, k_base, v_base)
+        base = kv_head.to(gl.int64) * CACHE.head + offs_kv
+        stream = Stream(segments, filled, tensors.k + base, tensors.v + base)
         copy_queries(item, zero, tensors.q + offs_d, buffers, HEADS, TILE, LAYOUT)
         for ahead in gl.static_range(TILE.lookahead + 1):
             copy_ahead(ahead, stream, buffers, LAYOUT)
@@ -215,7 +214,7 @@ def hopper_masked_tile_attention(
         arrived(2 * TILE.lookahead)
         q = buffers.rows.load(LAYOUT.queries)  # a V block comes where Q is
         scores = first_product(q, buffers, CACHE, TILE, LAYOUT)
-        followed = follow_segments(next_item, listed, tensors, HEADS, CACHE)
+        followed = follow_segments(next_item, listed, tensors, HEADS)
         scores = capped(scores, scaling, MODE.soft_cap)
         scores = _hide(scores, 0, rows, buffers, tensors, HEADS, LAYOUT)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)

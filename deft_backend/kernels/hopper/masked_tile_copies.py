@@ -28,10 +28,9 @@ class Buffers(NamedTuple):
     key_operand: Any
     value_operand: Any
     """[tokens, D]: of a cache of 8 bits, the blocks being multiplied, as operands."""
-    k_known: Any
-    v_known: Any
-    """[known, tokens] int32: ring of the blocks' offsets (`offsets_of`), in the order of
-    `row_of_place`. One ring if K and V have the same strides."""
+    offsets: Any
+    """[known, tokens] int32: ring of where the blocks' tokens lie in K and in V (`offsets_of`), in
+    the order of `row_of_place`."""
     spans: Any
     hidden: Any
     """[known, tokens] int32: rings of the tokens' spans and numbers among their request's query
@@ -80,10 +79,7 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     gl.static_assert(BLOCK_M == BLOCK_N)
     k = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
     v = gl.allocate_shared_memory(STORED, [LAYOUT.slots, BLOCK_N, HEAD_DIM], LAYOUT.kv_matrix)
-    k_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
-    v_known = k_known
-    if not CACHE.same_strides:
-        v_known = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
+    offsets = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
     spans = gl.allocate_shared_memory(gl.int32, [KNOWN, BLOCK_N], LAYOUT.plain)
     hidden = spans
     if not HEADS.single:
@@ -95,7 +91,7 @@ def allocate(tensors, HEADS, CACHE, TILE, LAYOUT):
     else:
         keys, values, rows = k.index(0), v.index(0), v.index(LAYOUT.slots - 1)
     places = gl.allocate_shared_memory(gl.int32, [2, BLOCK_M], LAYOUT.plain)
-    return Buffers(k, v, keys, values, k_known, v_known, spans, hidden, places, rows)
+    return Buffers(k, v, keys, values, offsets, spans, hidden, places, rows)
 
 
 @jit
@@ -140,13 +136,8 @@ def _know(first, blocks, buffers, HEADS, CACHE):
     BLOCK_ROWS: gl.constexpr = buffers.spans.shape[1] // 32
     SLOTS: gl.constexpr = buffers.spans.shape[0] * BLOCK_ROWS // ROWS
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    page, position = blocks.page, blocks.position
-    k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE)
-    reinterpret(buffers.k_known, gl.int32, [SLOTS, ROWS, 32], SHARED).index(first).store(k_offset)
-    if not CACHE.same_strides:
-        v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE)
-        v_known = reinterpret(buffers.v_known, gl.int32, [SLOTS, ROWS, 32], SHARED)
-        v_known.index(first).store(v_offset)
+    offset = offsets_of(blocks.page, blocks.position, CACHE)
+    reinterpret(buffers.offsets, gl.int32, [SLOTS, ROWS, 32], SHARED).index(first).store(offset)
     reinterpret(buffers.spans, gl.int32, [SLOTS, ROWS, 32], SHARED).index(first).store(blocks.span)
     if not HEADS.single:
         hidden = reinterpret(buffers.hidden, gl.int32, [SLOTS, ROWS, 32], SHARED)
@@ -183,8 +174,8 @@ def copy_next_blocks(
     KNOWN: gl.constexpr = LAYOUT.known
     before = gl.where(now == 0, LAYOUT.slots - 1, now - 1)
     v_block, k_block = step + TILE.lookahead, step + TILE.lookahead + 1
-    v_offset = read_rows(buffers.v_known.index(v_block % KNOWN), ROW, AT_ONCE)
-    k_offset = read_rows(buffers.k_known.index(k_block % KNOWN), ROW, AT_ONCE)
+    v_offset = read_rows(buffers.offsets.index(v_block % KNOWN), ROW, AT_ONCE)
+    k_offset = read_rows(buffers.offsets.index(k_block % KNOWN), ROW, AT_ONCE)
     _know(step % KNOWN, learned, buffers, HEADS, CACHE)
     v, k = buffers.v.index(before), buffers.k.index(now)
     copy_rows(stream.filled > v_block, v, stream.v_base, v_offset, UNIT, COPY)

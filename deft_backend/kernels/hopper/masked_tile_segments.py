@@ -116,17 +116,15 @@ def list_segments(item, plan):
 
 
 @jit
-def follow_segments(item, listed, tensors, HEADS, CACHE):
+def follow_segments(item, listed, tensors, HEADS):
     """Third link: what the host's tensors say about the item's segments."""
     present, request = listed.present, listed.request
     wanted = present
     if HEADS.single:
         wanted = present & (listed.stop < 0)
     length = gl.load(tensors.seq_lens + request, mask=wanted, other=0).to(gl.int32)
-    at = request
-    if CACHE.table_by_segment:
-        at = item.first_segment + _lanes()
-    row = gl.load(tensors.table_rows + at, mask=present, other=0).to(gl.int32)
+    segment = item.first_segment + _lanes()
+    row = gl.load(tensors.table_rows + segment, mask=present, other=0).to(gl.int32)
     query_tokens = request * 0 + HEADS.query_tokens
     if HEADS.ragged:
         query_tokens = gl.load(tensors.query_start + request + 1, mask=present, other=0)

@@ -18,7 +18,7 @@ class Item(NamedTuple):
     entry: Any  # its first entry
     queries: Any
     request: Any  # the request that the range's tokens belong to
-    listed: Any  # the request's row of the page table, or the request if `table_rows` is by request
+    row: Any  # the range's row of the page table
     start: Any
     stop: Any  # where the range ends; OPEN_END for an open one
 
@@ -111,7 +111,7 @@ def _listed(pointer, there, AHEAD):
 
 
 @jit
-def read_item(work, work_end, tensors, plan, HEADS, CACHE, AHEAD):
+def read_item(work, work_end, tensors, plan, HEADS, AHEAD):
     """First link of the chain of loads: the item of `work`, which is an item and a KV head.
 
     From `work_end` on, items are empty. With AHEAD, the item is one of the READ_AHEAD items for
@@ -122,21 +122,10 @@ def read_item(work, work_end, tensors, plan, HEADS, CACHE, AHEAD):
     entry = _listed(plan.item_query_ptr + number, there, AHEAD)
     entry_end = _listed(plan.item_query_ptr + number + 1, there, AHEAD)
     request = _listed(plan.segment_request + number, there, AHEAD)
-    listed = request
-    if CACHE.table_by_segment:
-        listed = _listed(tensors.table_rows + number, there, AHEAD)
+    row = _listed(tensors.table_rows + number, there, AHEAD)
     start = _listed(plan.segment_start + number, there, AHEAD)
     stop = _listed(plan.segment_end + number, there, AHEAD)
-    return Item(entry, entry_end - entry, request, listed, start, stop)
-
-
-@jit
-def table_row(item, tensors, CACHE):
-    """Row of the page table of an item's KV range: the second link, unless segments list it."""
-    found = item.listed.to(gl.int64)
-    if not CACHE.table_by_segment:
-        found = gl.load(tensors.table_rows + item.listed).to(gl.int64)
-    return found
+    return Item(entry, entry_end - entry, request, row, start, stop)
 
 
 @jit
@@ -147,15 +136,15 @@ def range_end(item, tensors):
 
 
 @jit
-def offsets_of(page, position, STRIDE_PAGE, STRIDE_TOKEN, CACHE):
-    """Offsets of tokens in a cache, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
+def offsets_of(page, position, CACHE):
+    """Offsets of tokens in K and V, in units of 16 bytes: 32 bits of these units reach 64 GiB."""
     UNIT: gl.constexpr = 16 if CACHE.exponent_bits > 0 else 8
-    gl.static_assert(STRIDE_PAGE % UNIT == 0)
-    gl.static_assert(STRIDE_TOKEN % UNIT == 0)
-    offset = page * (STRIDE_PAGE // UNIT)
+    gl.static_assert(CACHE.page % UNIT == 0)
+    gl.static_assert(CACHE.token % UNIT == 0)
+    offset = page * (CACHE.page // UNIT)
     if CACHE.page_size > 1:
         in_page = (position.to(gl.uint32) % CACHE.page_size).to(gl.int32)
-        offset += in_page * (STRIDE_TOKEN // UNIT)
+        offset += in_page * (CACHE.token // UNIT)
     return offset
 
 

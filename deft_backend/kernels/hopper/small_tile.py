@@ -107,10 +107,10 @@ def hopper_small_tile_attention(
     work_end = gl.load(plan.tile_ptr + TILE.place + 1) * HEADS.num_kv
     work = gl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + gl.program_id(0)
     step = gl.num_programs(0)
-    item = read_item(work, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    next_item = read_item(work + step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    link = read_item(work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
-    last_item = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    item = read_item(work, work_end, tensors, plan, HEADS, AHEAD=False)
+    next_item = read_item(work + step, work_end, tensors, plan, HEADS, AHEAD=False)
+    link = read_item(work + 2 * step, work_end, tensors, plan, HEADS, AHEAD=False)
+    last_item = read_item(work + 3 * step, work_end, tensors, plan, HEADS, AHEAD=False)
     stream = begin_stream(
         work, item, next_item, link, last_item, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
     )
@@ -181,9 +181,7 @@ def hopper_small_tile_attention(
                 if not HEADS.single:
                     tail = next_tail
                     next_tail = tail_of(link, tensors, plan, HEADS)
-                link = read_item(
-                    work + 2 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False
-                )
+                link = read_item(work + 2 * step, work_end, tensors, plan, HEADS, AHEAD=False)
                 left = own.length
                 online = no_tokens(HEADS, TILE, LAYOUT)
 

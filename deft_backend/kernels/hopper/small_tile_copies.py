@@ -4,7 +4,7 @@ An item is a chain of loads, in which each link gives the addresses of the next.
 each link one item or one block before the next:
 
 1. the item itself (`Item`), from the plan;
-2. its row of the page table, and where its KV range ends now (`Segment`);
+2. where its KV range ends now (`Segment`);
 3. the page ids of its first block, and its queries;
 4. keys and values.
 """
@@ -20,7 +20,6 @@ from deft_backend.kernels.hopper.parts import (
     places_of,
     range_end,
     read_item,
-    table_row,
 )
 from deft_backend.kernels.hopper.small_tile_memory import keys_of, values_of
 from deft_backend.kernels.hopper.versions import async_load, commit_group, gl, jit
@@ -71,9 +70,9 @@ def tokens_of(item, tensors):
 
 
 @jit
-def _segment_of(item, tensors, strides, CACHE):
+def _segment_of(item, tensors, strides):
     """Second link."""
-    table = tensors.page_table + table_row(item, tensors, CACHE) * strides.table
+    table = tensors.page_table + item.row.to(gl.int64) * strides.table
     return Segment(item.entry, item.queries, table, item.start, tokens_of(item, tensors))
 
 
@@ -117,9 +116,9 @@ def begin_stream(
     work, item, next_item, later_item, last_item, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
 ):
     """The stream before its first block, from the program's first four items."""
-    segment = _segment_of(item, tensors, strides, CACHE)
-    next_segment = _segment_of(next_item, tensors, strides, CACHE)
-    later_segment = _segment_of(later_item, tensors, strides, CACHE)
+    segment = _segment_of(item, tensors, strides)
+    next_segment = _segment_of(next_item, tensors, strides)
+    later_segment = _segment_of(later_item, tensors, strides)
     known = _known(segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
     ahead_page = _read_pages(segment, 1, CACHE, TILE, LAYOUT)
     next_known = _known(next_segment, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
@@ -146,15 +145,11 @@ def _copy_kv(stream, buffers, tensors, HEADS, CACHE, TILE, LAYOUT):
     head = (stream.work % HEADS.num_kv).to(gl.int64)
     segment, page = stream.item.segment, stream.item.page
     position = _positions(segment, stream.block, TILE, LAYOUT)
-    k_offset = offsets_of(page, position, CACHE.k_page, CACHE.k_token, CACHE)
-    v_offset = k_offset
-    if not CACHE.same_strides:
-        v_offset = offsets_of(page, position, CACHE.v_page, CACHE.v_token, CACHE)
-    offs_d = gl.arange(0, HEADS.dim, layout=LAYOUT.kv_dim)
-    k_base = tensors.k + head * CACHE.k_head + offs_d
-    v_base = tensors.v + head * CACHE.v_head + offs_d
-    _copy_rows(keys_of(buffers, stream.slot), k_base, k_offset, segment.length > 0, LAYOUT)
-    _copy_rows(values_of(buffers, stream.slot), v_base, v_offset, segment.length > 0, LAYOUT)
+    offset = offsets_of(page, position, CACHE)
+    base = head * CACHE.head + gl.arange(0, HEADS.dim, layout=LAYOUT.kv_dim)
+    keys, values = keys_of(buffers, stream.slot), values_of(buffers, stream.slot)
+    _copy_rows(keys, tensors.k + base, offset, segment.length > 0, LAYOUT)
+    _copy_rows(values, tensors.v + base, offset, segment.length > 0, LAYOUT)
 
 
 @jit
@@ -190,8 +185,8 @@ def _next_item(stream, step, work_end, tensors, plan, strides, HEADS, CACHE, TIL
     """The stream at the next item's first block: each later item becomes known by one more link."""
     work = stream.work + step
     known = _known(stream.later.second, tensors, plan, HEADS, CACHE, TILE, LAYOUT)
-    segment = _segment_of(stream.later.third, tensors, strides, CACHE)
-    last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, CACHE, AHEAD=False)
+    segment = _segment_of(stream.later.third, tensors, strides)
+    last = read_item(work + 3 * step, work_end, tensors, plan, HEADS, AHEAD=False)
     q_slot = next_slot(stream.q_slot, LAYOUT.slots)
     later = Later(known, segment, last)
     return Stream(work, 0, stream.slot, q_slot, stream.later.first, stream.ahead_page, later)

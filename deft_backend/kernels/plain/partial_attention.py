@@ -83,7 +83,7 @@ def _attend(online, q, k, v, allowed, scaling, MASKED, CACHE, MODE):
     """
     k = operand(k, q.dtype, CACHE.exponent_bits, MODE.upcast)
     v = operand(v, q.dtype, CACHE.exponent_bits, MODE.upcast)
-    scores = tl.dot(q, tl.trans(k), input_precision=MODE.precision)
+    scores = tl.dot(q, tl.trans(k))
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
@@ -106,7 +106,7 @@ def _attend(online, q, k, v, allowed, scaling, MASKED, CACHE, MODE):
     chains = tl.reshape(tl.reduce(chains, 2, tl.standard._sum_combine), [M, 16])
     total = online.total * rescale + tl.reduce(chains, 1, tl.standard._sum_combine)
     acc = online.acc * rescale[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=MODE.precision)
+    acc = tl.dot(weights.to(v.dtype), v, acc)
     return Online(acc, maximum, total)
 
 
@@ -124,15 +124,14 @@ def _read_item(number, plan, TILE):
 
 
 @jit
-def _first_segment(item, tensors, plan, strides, CACHE, TILE):
+def _first_segment(item, tensors, plan, strides, TILE):
     """The item's first segment if every query attends to it, and else an empty one."""
     request = tl.load(plan.segment_request + item.first_segment)
     start = tl.load(plan.segment_start + item.first_segment)
     stop = tl.load(plan.segment_end + item.first_segment)
     if stop < 0:  # open: it ends where its request's sequence ends now
         stop = tl.load(tensors.seq_lens + request).to(tl.int32)
-    listed = item.first_segment if CACHE.table_by_segment else request
-    table_row = tl.load(tensors.table_rows + listed).to(tl.int64)
+    table_row = tl.load(tensors.table_rows + item.first_segment).to(tl.int64)
     table = tensors.page_table + table_row * strides.table
     length = tl.maximum(stop - start, 0)
     if TILE.block_segments > 1:
@@ -158,9 +157,9 @@ def _attend_whole(online, inputs, segment, clear, tensors, scaling, HEADS, CACHE
     done = clear // TILE.block_tokens * TILE.block_tokens
     page = tl.load(table + (start + offs_n) // CACHE.page_size, mask=offs_n < length, other=0)
     for begin in range(0, done, TILE.block_tokens):
-        k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=in_head, other=0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=in_head, other=0)
+        offset = kv_offsets(page, start + begin + offs_n, CACHE)
+        k = tl.load(k_head + offset[:, None] + offs_d, mask=in_head, other=0)
+        v = tl.load(v_head + offset[:, None] + offs_d, mask=in_head, other=0)
         ahead = begin + TILE.block_tokens + offs_n
         page = tl.load(table + (start + ahead) // CACHE.page_size, mask=ahead < length, other=0)
         online = _attend(online, q, k, v, True, scaling, False, CACHE, MODE)
@@ -169,10 +168,10 @@ def _attend_whole(online, inputs, segment, clear, tensors, scaling, HEADS, CACHE
     for begin in tl.range(done, length, TILE.block_tokens, num_stages=1):
         inside = offs_n < length - begin
         position = start + begin + offs_n
-        k_offset, v_offset = kv_offsets(page, position, CACHE)
+        offset = kv_offsets(page, position, CACHE)
         present = inside[:, None] & in_head
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
+        k = tl.load(k_head + offset[:, None] + offs_d, mask=present, other=0)
+        v = tl.load(v_head + offset[:, None] + offs_d, mask=present, other=0)
         allowed = inside[None, :]
         if not HEADS.single:
             ahead = begin + TILE.block_tokens + offs_n
@@ -194,10 +193,10 @@ def _attend_rest(online, inputs, rest, tensors, plan, scaling, strides, HEADS, C
     query_of_row = inputs.query_of_row
     page, token, span = locate(offs_n, rest, tensors, plan, strides, CACHE)
     for begin in range(0, rest.tokens, TILE.block_tokens):
-        k_offset, v_offset = kv_offsets(page, token, CACHE)
+        offset = kv_offsets(page, token, CACHE)
         present = (begin + offs_n < rest.tokens)[:, None] & in_head
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=present, other=0)
-        v = tl.load(v_head + v_offset[:, None] + offs_d, mask=present, other=0)
+        k = tl.load(k_head + offset[:, None] + offs_d, mask=present, other=0)
+        v = tl.load(v_head + offset[:, None] + offs_d, mask=present, other=0)
         # Tokens outside the item have span 0: no query attends to them.
         allowed = (query_of_row[:, None] >= (span & SPAN_MASK)[None, :]) & (
             query_of_row[:, None] < (span >> SPAN_SHIFT)[None, :]
@@ -241,10 +240,10 @@ def partial_attention(
             tl.full([TILE.height], float("-inf"), tl.float32),
             tl.full([TILE.height], 0.0, tl.float32),
         )
-        k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
-        v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
+        head = kv_head.to(tl.int64) * CACHE.head
+        k_head, v_head = tensors.k + head, tensors.v + head
 
-        segment = _first_segment(item, tensors, plan, strides, CACHE, TILE)
+        segment = _first_segment(item, tensors, plan, strides, TILE)
         tail, clear = 0, segment.length
         if not HEADS.single:
             tail = tail_of(item.entry, item.queries, tensors, plan, strides, HEADS, TILE)

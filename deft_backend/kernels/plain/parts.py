@@ -169,10 +169,7 @@ def load_queries(tensors, strides, vectors, HEADS, UPCAST):
 @jit
 def kv_offsets(page, position, CACHE):
     """Offsets of tokens in the caches of K and V, in elements."""
-    in_page = position % CACHE.page_size
-    page = page.to(tl.int64)
-    k_offset = page * CACHE.k_page + in_page * CACHE.k_token
-    return k_offset, page * CACHE.v_page + in_page * CACHE.v_token
+    return page.to(tl.int64) * CACHE.page + position % CACHE.page_size * CACHE.token
 
 
 @jit
@@ -281,10 +278,7 @@ def locate(position, rest, tensors, plan, strides, CACHE):
     token = position + (code & ((1 << SHIFT) - 1)) - (1 << (SHIFT - 1))
     segment = rest.first_segment + (code >> SHIFT)
     span = tl.load(plan.segment_span + segment, mask=inside, other=0)
-    listed = segment
-    if not CACHE.table_by_segment:
-        listed = tl.load(plan.segment_request + segment, mask=inside, other=0)
-    table_row = tl.load(tensors.table_rows + listed, mask=inside, other=0)
+    table_row = tl.load(tensors.table_rows + segment, mask=inside, other=0)
     entry = tensors.page_table + table_row.to(tl.int64) * strides.table + token // CACHE.page_size
     page = tl.load(entry, mask=inside, other=0)
     return page, token, span

@@ -75,10 +75,9 @@ def _read_item(work, work_end, plan, HEADS):
 
 
 @jit
-def _read_row(work, work_end, item, tensors, HEADS, CACHE):
+def _read_row(work, work_end, item, tensors, HEADS):
     length = tl.load(tensors.seq_lens + item.request).to(tl.int32)
-    listed = work // HEADS.num_kv if CACHE.table_by_segment else item.request
-    table_row = tl.load(tensors.table_rows + listed, mask=work < work_end, other=0)
+    table_row = tl.load(tensors.table_rows + work // HEADS.num_kv, mask=work < work_end, other=0)
     return Row(length, table_row.to(tl.int64))
 
 
@@ -90,7 +89,7 @@ def _attend(online, q, k, v, inside, scaling, MASKED, CACHE, MODE):
     """
     k = operand(k, q.dtype, CACHE.exponent_bits, MODE.upcast)
     v = operand(v, q.dtype, CACHE.exponent_bits, MODE.upcast)
-    scores = tl.dot(k, tl.trans(q), input_precision=MODE.precision)
+    scores = tl.dot(k, tl.trans(q))
     scores, factor = capped(scores, scaling, MODE.soft_cap)
     scores = tl.where(inside, scores, float("-inf"))
     highest = tl.reduce(scores, 0, tl.standard._elementwise_max) * factor
@@ -102,7 +101,7 @@ def _attend(online, q, k, v, inside, scaling, MASKED, CACHE, MODE):
     rescale = tl.exp2(online.maximum - reference)
     total = online.total * rescale + tl.reduce(weights, 0, tl.standard._sum_combine)
     acc = online.acc * rescale[None, :]
-    acc = tl.dot(v, weights.to(v.dtype), acc, input_precision=MODE.precision)
+    acc = tl.dot(v, weights.to(v.dtype), acc)
     return Online(acc, maximum, total)
 
 
@@ -124,14 +123,14 @@ def _attend_range(
         tl.full([TILE.height], float("-inf"), tl.float32),
         tl.full([TILE.height], 0.0, tl.float32),
     )
-    k_head = tensors.k + kv_head.to(tl.int64) * CACHE.k_head
-    v_head = tensors.v + kv_head.to(tl.int64) * CACHE.v_head
+    head = kv_head.to(tl.int64) * CACHE.head
+    k_head, v_head = tensors.k + head, tensors.v + head
     for begin in range(0, length, TILE.block_tokens):
         inside = offs_n < length - begin
-        k_offset, v_offset = kv_offsets(page, start + begin + offs_n, CACHE)
-        k = tl.load(k_head + k_offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0)
+        offset = kv_offsets(page, start + begin + offs_n, CACHE)
+        k = tl.load(k_head + offset[:, None] + offs_d, mask=inside[:, None] & in_head, other=0)
         v = tl.load(
-            v_head + v_offset[None, :] + tl.trans(offs_d),
+            v_head + offset[None, :] + tl.trans(offs_d),
             mask=inside[None, :] & tl.trans(in_head),
             other=0,
         )
@@ -198,7 +197,7 @@ def small_tile_attention(
 
     item = _read_item(first_work, work_end, plan, HEADS)
     next_item = _read_item(first_work + step, work_end, plan, HEADS)
-    row = _read_row(first_work, work_end, item, tensors, HEADS, CACHE)
+    row = _read_row(first_work, work_end, item, tensors, HEADS)
 
     for work in range(first_work, work_end, step):
         # KV heads of one item are neighbours: they read the same page-table entries.
@@ -212,7 +211,7 @@ def small_tile_attention(
         vectors = vectors_of(item.entry, queries, kv_head, tensors, plan, HEADS, TILE)
 
         # The next items' links: their addresses have been here since the item before.
-        next_row = _read_row(work + step, work_end, next_item, tensors, HEADS, CACHE)
+        next_row = _read_row(work + step, work_end, next_item, tensors, HEADS)
         later_item = _read_item(work + 2 * step, work_end, plan, HEADS)
 
         q = load_queries(tensors, strides, vectors, HEADS, MODE.upcast)
