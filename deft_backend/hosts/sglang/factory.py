@@ -210,7 +210,7 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
     if (
         versions.read_end() is None and has_graphs
     ):  # the host does not ask until when tables are read
-        undo.callback(page_table_fence.install(runner, steps.replayed_tree))
+        undo.callback(page_table_fence.install(runner, steps.reads_during_forward))
     return steps
 
 

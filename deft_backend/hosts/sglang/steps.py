@@ -35,11 +35,11 @@ class TreeSteps:
     # Leaves MLA batches that share too little to the host, which captures two sets of graphs.
     sharing: LatentSharing | None = None
     mixed: MixedSteps | None = None  # for servers that mix prefill and decode in a step
-    # Batch sizes whose last captured graph holds tree attention, and sizes of which an earlier or a
-    # failed graph may hold it. Such a graph reads page tables while it runs.
+    # Batch sizes whose last captured graph holds tree attention.
     _tree_graphs: set[int] = field(default_factory=set)
-    _table_readers: set[int] = field(default_factory=set)
-    _replayed_tree: bool = False
+    # Whether any graph may hold it, also an earlier or a failed one of a size. Such a graph reads
+    # page tables while it runs.
+    _reads_tables: bool = False
     _counting: bool = False
     _recaptures: bool = False  # the host captures again and has decoded no step since
     _captures_tree: bool = False  # the host captures the second set of graphs
@@ -77,7 +77,6 @@ class TreeSteps:
         """A capture of this size begins; some backends make new buffers if told twice."""
         layers = self.layers
         layers.step = None
-        self._replayed_tree = False
         kind = self._kind_of(forward_batch.forward_mode)
         in_capture = not self._captures_tree
         layers.host.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
@@ -86,30 +85,25 @@ class TreeSteps:
         self._hold_counters(True)
         size = forward_batch.batch_size
         # The host captures a size again for LoRA adapters, and when its weights have changed.
-        if size in self._tree_graphs:
-            self._table_readers.add(size)
-            self._tree_graphs.remove(size)
+        self._tree_graphs.discard(size)
         if self.sharing is not None and not self._captures_tree:
             return
         reason = self._refused(size) or kind.unsuitable(forward_batch, captured=True)
         if reason is None:
             captured = TreeStep(forward_batch, None, captured=True, prepared=forward_batch)
-            captured.failed = partial(self._leave_graph, size)
+            captured.failed = partial(self._tree_graphs.discard, size)
             layers.step = captured
             self._tree_graphs.add(size)
+            self._reads_tables = True
 
     def begin_replay(self, forward_batch: Any) -> None:
         """A graph is replayed. Only captures have shown which graphs hold tree attention."""
         layers = self.layers
         layers.step = None
-        self._replayed_tree = False
         kind = self._kind_of(forward_batch.forward_mode)
         if kind is not None:
             self._count_steps()
             size = forward_batch.batch_size
-            # A batch that shares too little replays the host's set, without tree attention.
-            held = size in self._tree_graphs or size in self._table_readers
-            self._replayed_tree = held and self._left is None
             if size not in self._tree_graphs:
                 self._count(kind, forward_batch, self._refused(size) or "no graph")
             elif self._left is not None:
@@ -151,11 +145,7 @@ class TreeSteps:
 
     def reads_during_forward(self, mode: Any) -> bool:
         """The host asks before it names the graph that it replays, so any such graph counts."""
-        graphs = self._tree_graphs or self._table_readers
-        return self.layers.splits or (self._kind_of(mode) is not None and bool(graphs))
-
-    def replayed_tree(self, forward_batch: Any) -> bool:
-        return self._replayed_tree
+        return self.layers.splits or (self._reads_tables and self._kind_of(mode) is not None)
 
     def _kind_of(self, mode: Any) -> StepKind | None:
         if mode.is_decode():
@@ -165,11 +155,6 @@ class TreeSteps:
     def _refused(self, requests: int) -> str | None:
         most = self.layers.attention.max_batch
         return self.layers.failure.reason or refused(requests, self.settings, most)
-
-    def _leave_graph(self, size: int) -> None:
-        """A kernel failed while this size was captured: its graph holds the host's kernel."""
-        self._tree_graphs.discard(size)
-        self._table_readers.add(size)  # layers before the failure may be in it
 
     def _planned(self, step: TreeStep, kind: StepKind) -> bool:
         layers = self.layers

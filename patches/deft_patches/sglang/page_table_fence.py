@@ -2,8 +2,8 @@
 
 Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a model runner has
     instead, for runners that have a reader:
-    ``execute``: if the reader says that a replay reads page tables, later writes to them wait for
-    the whole forward. The host itself allows them once it has read its metadata, before the replay.
+    ``execute``: if the reader says that a replay may read page tables, later writes to them wait
+    for the whole forward. The host allows them once it has read its metadata, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another. Later versions ask the backend.
 Looks for: the method with the parameters used here, when it is installed.
@@ -22,7 +22,7 @@ FENCE = "war_fastpath_read_done_event"
 the end of the forward."""
 
 Reader = Callable[[Any], bool]
-"""Whether the graph that a forward batch has just replayed reads page tables."""
+"""Whether graphs of a forward mode may read page tables."""
 
 _readers: dict[int, Reader] = {}  # by the id of the model runner
 
@@ -40,6 +40,6 @@ def install(model_runner: Any, reader: Reader) -> Callable[[], object]:
 def _execute(original: Any, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> Any:
     output = original(runner, forward_batch, pp_proxy_tensors)
     reader = _readers.get(id(runner.model_runner))
-    if reader is not None and reader(forward_batch):
+    if reader is not None and reader(forward_batch.forward_mode):
         setattr(runner.model_runner, FENCE, None)
     return output

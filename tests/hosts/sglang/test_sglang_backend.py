@@ -77,7 +77,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
     static.req_pool_indices.copy_(real.req_pool_indices)
     server.replay(SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens}))
     assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
-    assert server.steps.replayed_tree(real)
+    assert server.steps.reads_during_forward(real.forward_mode)
     assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
     # The graph holds the planning, and the launches of one layer.
     table = torch.from_numpy(server.table)
@@ -101,7 +101,7 @@ def test_small_large_and_other_batches_are_the_hosts(server):
         for in_capture in (True, False):
             batch = server.batch(size=size)
             server.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-        assert not server.steps.replayed_tree(None)
+        assert not server.steps.reads_during_forward(mode("decode"))
     server.step(server.batch("extend"))
     assert server.calls == ["metadata", "decode", "capture", "replay"] * 2 + ["metadata", "extend"]
     assert server.state.counters().steps_host == {
@@ -117,24 +117,21 @@ def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server):
     assert server.state.device_tree_layers == server.state.num_layers - 1
     server.replay(server.batch())
     assert server.calls[-1] == "replay"
-    assert server.steps.replayed_tree(None)
+    assert server.steps.reads_during_forward(mode("decode"))
 
 
 @pytest.mark.parametrize(
-    ("broken", "reason", "launched"),
-    [("plan_batch", "planning failed", False), ("run", "kernel failed", True)],
+    ("broken", "reason"), [("plan_batch", "planning failed"), ("run", "kernel failed")]
 )
-def test_a_failure_leaves_the_capture_to_the_host(
-    server, monkeypatch, failures, broken, reason, launched
-):
-    """The graph may hold what was launched before a kernel failed: it reads page tables."""
+def test_a_failure_leaves_the_capture_to_the_host(server, monkeypatch, failures, broken, reason):
+    """The graph may hold what was launched before the failure: it reads page tables."""
     monkeypatch.setattr(server.attention, broken, raising(RuntimeError("out of resources")))
     batch = server.batch()
     server.capture(batch, make_layer(), make_layer(layer_id=1))
     assert written(server, batch, 0)
     assert written(server, batch, 1)
     server.replay(server.batch())
-    assert server.steps.replayed_tree(None) == launched
+    assert server.steps.reads_during_forward(mode("decode"))
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay", "metadata"]
     what = {"planning failed": "planning", "kernel failed": "a kernel"}[reason]
@@ -199,7 +196,8 @@ def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, fa
     server.capture(server.batch())
     server.replay(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "replay"]
-    assert server.steps.replayed_tree(None)  # an earlier graph of the size may still exist
+    # An earlier graph of the size may still exist.
+    assert server.steps.reads_during_forward(mode("decode"))
     assert server.state.counters().steps_host == {
         "kernel failed": 2
     }  # the eager step and the replay
@@ -239,8 +237,6 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
     server.steps.layers.failure.reason = "planning failed"
     backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
     assert backend.shared_read_ends(decode) == read_end()
-    server.replay(server.batch())
-    assert server.steps.replayed_tree(None)
 
 
 def test_full_and_windowed_layers_share_a_graph(server, host, caplog):

@@ -66,22 +66,18 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
-    replayed = []
-
     def execute(runner, batch, proxy):
         model.war_fastpath_read_done_event = "metadata was read"
-        replayed.append(batch)
         return "logits"
 
-    # The adapter's reader answers for the graph that has just been replayed.
-    readers = {id(model): lambda batch: replayed[-1] == batch == "reads"}
+    readers = {id(model): lambda mode: mode == "decode"}
     monkeypatch.setattr(patch, "_readers", readers)
-    for batch, event in (("reads", None), ("does not read", "metadata was read"), ("reads", None)):
-        replayed.append("another")
+    decode, extend = (SimpleNamespace(forward_mode=mode) for mode in ("decode", "extend"))
+    for batch, event in ((decode, None), (extend, "metadata was read"), (decode, None)):
         assert patch._execute(execute, runner, batch) == "logits"
         assert model.war_fastpath_read_done_event == event
     readers.clear()
-    patch._execute(execute, runner, "reads")  # another model runner's
+    patch._execute(execute, runner, decode)  # another model runner's
     assert model.war_fastpath_read_done_event == "metadata was read"
 
 
@@ -112,20 +108,20 @@ def test_other_packages_runners_are_patched_themselves(graphs):
 
     before = vars(DecodeCudaGraphRunner).copy()
     model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
-    undo = fence.install(model, lambda batch: True), graphs.install(model, object())
-    assert Theirs(model).execute(None) == "theirs"
+    undo = fence.install(model, lambda mode: True), graphs.install(model, object())
+    assert Theirs(model).execute(SimpleNamespace(forward_mode="decode")) == "theirs"
     assert model.war_fastpath_read_done_event is None
     assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
     assert is_wrapped(Theirs, "_resolve_lora_variant", graphs._resolve_variant)
     assert vars(DecodeCudaGraphRunner) == before
     for each in undo:
         each()
-    assert Theirs(model).execute(None) == "theirs"
+    assert Theirs(model).execute(SimpleNamespace(forward_mode="decode")) == "theirs"
     assert model.war_fastpath_read_done_event == "metadata was read"
     assert not graphs._controllers
     strange = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Strange)
     with pytest.raises(RuntimeError, match="execute of Strange takes"):
-        fence.install(strange, lambda batch: True)
+        fence.install(strange, lambda mode: True)
 
 
 def test_a_patch_is_there_whatever_other_plugins_hooked():
