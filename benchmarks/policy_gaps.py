@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -29,8 +29,10 @@ import typer
 
 from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import parse_heads
-from benchmarks.row_files import write_rows
+from benchmarks.row_files import RowsError, write_rows
 from deft_backend.attention.run_inputs import target_of
+from deft_backend.costs.tables import shipped_for
+from deft_backend.files.json_fields import read_json
 from deft_backend.files.provenance import provenance
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu
@@ -41,6 +43,7 @@ from deft_backend.policies.chunk_choice import (
     chunk_of,
     estimate,
     machine_of,
+    shape_costs,
     shapes_of,
     small_tiles,
     tiles_of,
@@ -48,12 +51,15 @@ from deft_backend.policies.chunk_choice import (
 from deft_backend.policies.edges import BoolArray, Int64Array, KVRanges, cut_ranges, grouped_ranges
 from deft_backend.policies.fasttree import EdgeCosts, search_edges
 from deft_backend.policies.grouping import longest_first
-from deft_backend.policies.measured_chunks import Cut, ShapeCosts, cut_cost
+from deft_backend.policies.measured_chunks import Cut, cut_cost
 from deft_backend.policies.policy import TwoRulePolicy
 from deft_backend.policies.target import PolicyError
 from deft_backend.shapes import AttentionShape
 
 POLICIES = ("fasttree", "flashforge", "auto")
+
+ESTIMATED = ("auto", "deft", *POLICIES[:2], "deft-node", "deft-node-chunk", "flash-decoding")
+"""Policies with one KV range an item; ``deft`` is `auto`'s name in rows of kernels."""
 
 MOST_ASSIGNMENTS, MOST_DIVISIONS = 20_000, 250_000
 """A forest with more has no ``measured`` optimum, or no ``makespan``."""
@@ -131,6 +137,67 @@ def makespan_gaps(forest: PrefixForest, target: Target) -> dict[str, float]:
     return {"flashforge": _ratio(total[0], total[1]), "optimum": _ratio(total[1], total[2])}
 
 
+# FlashForge's estimates
+
+
+def estimate_rows(record: Path) -> Iterator[dict[str, Any]]:
+    """``C_est`` against the times of a record of the set `policies`, for each head shape.
+
+    - ``profile``: as `flashforge` takes it from the cost table, by profiled length and tile height.
+    - ``tiles``: the time of an item and of a token, fitted for each tile shape.
+
+    ``ratio`` and ``spread`` are the mean of a plan's longest-first makespan over its time, and the
+    standard deviation of the logarithm. ``picks`` is the mean time of the plan with the least
+    makespan over the fastest one's.
+    """
+    content = read_json(record, RowsError)
+    rows = [
+        {"planner": part["header"].get("planner"), **row}
+        for part in content.get("runs", [content])
+        for row in part["rows"]
+    ]
+    names = dict.fromkeys(row["set"] for row in rows)
+    forests = {(w.set, w.name): w.forest for name in names for w in read_set(name, None)[1]}
+    for heads, kind in product(dict.fromkeys(row["heads"] for row in rows), ("profile", "tiles")):
+        target, logs, picks = target_on_hopper(heads, "NVIDIA H200"), [], []
+        for row in rows:
+            if row["heads"] != heads or row["planner"] != "host":
+                continue
+            forest = forests[row["set"], row.get("tree") or row["workload"]]
+            us = {name: us for name, us in row["us"].items() if name in ESTIMATED}
+            found = {
+                name: plan_makespan(name, forest, target, kind) / us[name] / 1e3 for name in us
+            }
+            logs += np.log(list(found.values())).tolist()
+            least = min(us, key=lambda name: found[name] * us[name])
+            picks.append(math.log(us[least] / min(us.values())))
+        yield {
+            "heads": heads,
+            "estimator": kind,
+            "plans": len(logs),
+            "ratio": round(math.exp(np.mean(logs)), 2),
+            "spread": round(float(np.std(logs)), 2),
+            "picks": round(math.exp(np.mean(picks)), 3),
+        }
+
+
+def plan_makespan(name: str, forest: PrefixForest, target: Target, kind: str) -> float:
+    """Nanoseconds of a policy's items, longest first, by one of the estimators."""
+    machine = machine_of(target, forest.batch_size)
+    policy = cast(TwoRulePolicy, get_policy(name))
+    ranges, parts = policy.divided_ranges(forest, target)
+    shape = shapes_of(ranges.queries, machine.tile_queries)
+    tiles = tiles_of(ranges.queries, machine.tile_queries)
+    each, shapes, total = (ranges.end - ranges.begin) / parts, len(machine.tile_queries), 0.0
+    for t in set(shape.tolist()):
+        mine = shape == t
+        times = machine.costs[t] + machine.costs[shapes + t] * each[mine]
+        if kind == "profile":
+            times = estimate(each[mine], machine.knots, machine.estimates[t])
+        total += longest_first(np.repeat(times, (tiles * parts)[mine]), int(machine.programs[t]))
+    return total
+
+
 # The measured costs
 
 
@@ -145,7 +212,7 @@ class Choice(NamedTuple):
 def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Choice:
     """A division [R] of some ranges; without one, the cheapest chunk length of each tile shape."""
     machine = machine_of(target, len(ranges.order))
-    tokens, shapes = ranges.end - ranges.begin, len(machine.tile_queries)
+    tokens = ranges.end - ranges.begin
     shape = shapes_of(ranges.queries, machine.tile_queries)
     tiles = tiles_of(ranges.queries, machine.tile_queries)
     parts_of_query = np.zeros(len(ranges.order), dtype=np.int64)
@@ -173,10 +240,7 @@ def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Cho
             cut_queries=np.zeros_like(results),
             most=parts.max(1),
         )
-        programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
-        times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
-        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, *beside)
-        prices = cut_cost(cut, costs)
+        prices = cut_cost(cut, shape_costs(machine, t, beside))
         chosen[mine] = parts[prices.argmin()]
         total += float(prices.min())
     return Choice(total, ranges, chosen)
@@ -244,13 +308,14 @@ def _ratio(cost: float, best: float) -> float:
     return round(float(cost / best), 4) if best else 1.0
 
 
-def target_on_hopper(heads: str) -> Target:
-    """An H100 with this package's kernels in 16 bits, by the shipped cost table."""
+def target_on_hopper(heads: str, gpu: str = "") -> Target:
+    """A Hopper GPU with this package's kernels in 16 bits, by its shipped table or an H100's."""
     query_heads, kv_heads = parse_heads(heads)
     on_cpu, dtype = torch.device("cpu"), torch.bfloat16
     shape = AttentionShape(query_heads, kv_heads, 128, dtype, dtype, on_cpu, 16)
-    group, gpu = shape.gqa_group, Gpu.named("sm_90")
-    return target_of(kernel_configuration(128, dtype, on_cpu, group, gpu), shape)
+    group, hopper = shape.gqa_group, Gpu.named("sm_90")
+    target = target_of(kernel_configuration(128, dtype, on_cpu, group, hopper), shape)
+    return replace(target, cost_model=shipped_for(query_heads, 128, "bfloat16", gpu, group=group))
 
 
 def policy_gaps(

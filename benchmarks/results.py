@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import correlation
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -321,7 +322,15 @@ def _paper_lines(run: Run) -> Iterator[Line]:
         methods = list(dict.fromkeys(method for of_row in times for method in of_row))
         base = "auto" if "auto" in methods else methods[0]
         shown = _means(times, {method: (method, base) for method in methods if method != base})
+        if run.header.get("table") == "deft-iterations" and "node_std" in rows[0]:
+            gains = [us["deft-node"] / us["deft-flatten"] for us in times]
+            ranks = correlation(_ranks([row["node_std"] for row in rows]), _ranks(gains))
+            shown += f"; rank correlation of Flatten's gain and the nodes' spread {ranks:.2f}"
         yield place, heads, str(len(rows)), f"`{base}`", shown
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [float(sum(other < value for other in values)) for value in values]
 
 
 def _latent_lines(run: Run) -> Iterator[Line]:

@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.e2e.command import listed, typed_command
-from benchmarks.kernel.kernel_rows import Row, averaged, merged, read_rows
-from benchmarks.kernel.kernel_tables import means_table, row_line
+from benchmarks.kernel.kernel_rows import Row, averaged, line_of, merged, read_rows
 from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure
 from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
@@ -110,8 +109,6 @@ def kernel(
             mine = record(spec, cases, setup, header, path, before, console)
             rows = rows if spec.place else [*rows, *mine]
             failed += failures(mine)
-    if rows:
-        show(rows, console)
     say(console, f"rows    {folder}")
     for line in failed:
         stderr.print(f"[bold red]wrong[/bold red] {line}", highlight=False, soft_wrap=True)
@@ -140,7 +137,7 @@ def record(
         for row in measure(cases, setup):
             rows.append(row)
             write()
-            say(console, row_line(row))
+            say(console, line_of(row))
     except DeviceLost as error:
         raise fail(f"{error}: {path}") from None
     header["complete"] = True
@@ -239,12 +236,6 @@ def _gpu(device: torch.device) -> str:
     return found.group().lower() if found else name.split()[-1].lower()
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the geometric means."""
-    wide = console if console.is_terminal else Console(width=160)
-    wide.print(means_table(rows))
-
-
 def kernel_merge(
     files: Annotated[list[Path], typer.Argument(help="Files of rows, such as of each --part.")],
     out: Annotated[Path, typer.Option(help="JSON file to write.")],
@@ -252,7 +243,6 @@ def kernel_merge(
     """Merge the rows of several runs into one file. Later rows replace earlier ones."""
     rows, header = merged([(path, *read_rows(path)) for path in files])
     write_rows(out, rows, header)
-    show(rows, Console())
 
 
 def kernel_sets() -> None:

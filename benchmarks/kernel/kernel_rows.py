@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from benchmarks import row_files
 from benchmarks.kernel.methods import OURS
 from benchmarks.row_files import RowsError
+from deft_backend.tools.ab.result import MISSING
 
 
 class _EveryRow(TypedDict):
@@ -65,28 +65,19 @@ def kv_dtype(row: Row) -> str:
     return row.get("kv_dtype", row["dtype"])
 
 
-def best_peer(row: Row) -> tuple[str, float] | None:
-    """The fastest peer with a correct result, and its microseconds."""
-    times = [(us, name) for name, us in row["us"].items() if name != OURS and us is not None]
-    return (min(times)[1], min(times)[0]) if times else None
+def line_of(row: Row) -> str:
+    """One case as a line of a log."""
+    times = "  ".join(f"{name} {_shown(us, ',.1f')}" for name, us in row["us"].items())
+    cache = f" KV cache {kv_dtype(row)}" if kv_dtype(row) != row["dtype"] else ""
+    return (
+        f"{row['set']}  {row['workload']}  {row['heads']} page {row['page_size']}{cache}: "
+        f"roof {_shown(row['roof_us'], ',.1f')}  {times}  error "
+        f"{_shown(row['error'].get(OURS), '.1e')}"
+    )
 
 
-def speed_up(row: Row) -> float | None:
-    """The fastest correct peer's time divided by the time of deft."""
-    peer, ours = best_peer(row), row["us"].get(OURS)
-    return peer[1] / ours if peer and ours else None
-
-
-def of_roof(row: Row, method: str = OURS) -> float | None:
-    """The fraction of the roof that a method reaches."""
-    us, roof = row["us"].get(method), row["roof_us"]
-    return roof / us if us and roof else None
-
-
-def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of the values that are not None; None without any."""
-    found = [math.log(value) for value in values if value]
-    return math.exp(sum(found) / len(found)) if found else None
+def _shown(value: float | None, form: str) -> str:
+    return MISSING if value is None else format(value, form)
 
 
 def read_rows(path: Path) -> tuple[list[Row], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ from benchmarks.papers.workloads import (
     TOKEN_TREES,
     every_step,
 )
-from benchmarks.policy_gaps import target_on_hopper
+from benchmarks.policy_gaps import estimate_rows, target_on_hopper
 from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.files.provenance import provenance
@@ -48,11 +48,14 @@ from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.traces.recorded_trees import TraceError
 
 STEPS, IO, WORK, COUNTERS, SERVERS = "deft-steps", "deft-io", "deft-work", "counters", "servers"
-TABLES = (STEPS, IO, WORK, COUNTERS, SERVERS)
+ESTIMATES = "estimates"
+TABLES = (STEPS, IO, WORK, COUNTERS, ESTIMATES, SERVERS)
+POLICIES_RECORD = Path("docs/results/policies-h200.json")
 PLACES = {
     STEPS: "DeFT, Figure 4, Tables 5 and 8",
     IO: "DeFT, Table 17",
     WORK: "DeFT, Tables 6, 12 and 16",
+    ESTIMATES: "FlashForge, section 5.2",
 }
 
 
@@ -82,7 +85,7 @@ def papers(
     options = host_arguments(host_args)
     if table not in TABLES:
         raise fail(f"--table is {table!r}; expected one of {', '.join(TABLES)}")
-    if table != COUNTERS and traces is None:
+    if table not in (COUNTERS, ESTIMATES) and traces is None:
         raise fail(f"{table} needs DeFT's recorded trees; add --traces FOLDER")
     if options and table != SERVERS:
         raise fail("options of the host are for the table servers")
@@ -91,17 +94,18 @@ def papers(
             raise fail("the table servers runs a host; name it with --host sglang or --host vllm")
         _servers(host, listed(sides), traces, out, checkpoint, options, together=together)
         return
-    if table not in (IO, WORK) and not torch.cuda.is_available():
+    if table not in (IO, WORK, ESTIMATES) and not torch.cuda.is_available():
         raise fail(f"{table} needs an NVIDIA GPU, and torch finds none")
     console = Console()
     rows: list[dict[str, Any]] = []
     header = {**provenance(), "table": table, "place": PLACES.get(table)}
     with reported(TraceError, NoCountersError):
-        makers = {
+        makers: dict[str, Callable[[], Any]] = {
             STEPS: lambda: _steps(traces or Path()),
             IO: lambda: counted_io(traces or Path()),
             WORK: lambda: counted_work(traces or Path()),
             COUNTERS: _counters,
+            ESTIMATES: lambda: estimate_rows(POLICIES_RECORD),
         }
         for row in makers[table]():
             rows.append(row)

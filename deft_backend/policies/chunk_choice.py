@@ -104,9 +104,8 @@ def choose_chunks(
     shape = shapes_of(queries, machine.tile_queries)
     tiles = tiles_of(queries, machine.tile_queries)
     beside = small_tiles(queries[shape == 0], tokens[shape == 0], machine)
-    shapes = len(machine.tile_queries)
     found = np.ones_like(tokens)
-    for t in range(shapes):
+    for t in range(len(machine.tile_queries)):
         mine = shape == t
         if rule == "whole" or not mine.any():
             continue
@@ -114,9 +113,7 @@ def choose_chunks(
         sizes = ranges.tokens  # what chunks divide: tokens, or nanoseconds
         if rule == "scheduled":
             sizes = estimate(sizes, machine.knots, machine.estimates[t]).astype(np.int64)
-        programs, (partial_ns, reduce_ns) = int(machine.programs[t]), machine.costs[2 * shapes :]
-        times = (machine.costs[t], machine.costs[shapes + t], partial_ns, reduce_ns)
-        costs = ShapeCosts(t > 0, programs, machine.sms, *times, machine.transfer_ns, *beside)
+        costs = shape_costs(machine, t, beside)
         longest = int(sizes.max(initial=0))
         unit = 1 if rule == "scheduled" else machine.block
         if rule == "fixed":
@@ -132,6 +129,14 @@ def choose_chunks(
         if np.isfinite(price).any():
             found[mine] = parts[price.argmin()]
     return found
+
+
+def shape_costs(machine: Machine, shape: int, beside: tuple[float, float, bool]) -> ShapeCosts:
+    """The costs of a tile shape; `beside` comes from :func:`small_tiles`."""
+    costs, shapes = machine.costs.tolist(), len(machine.tile_queries)
+    partial_ns, reduce_ns = costs[2 * shapes :]
+    times = (costs[shape], costs[shapes + shape], partial_ns, reduce_ns, machine.transfer_ns)
+    return ShapeCosts(shape > 0, int(machine.programs[shape]), machine.sms, *times, *beside)
 
 
 def small_tiles(

@@ -13,11 +13,13 @@ from benchmarks.policy_gaps import (
     best_choice,
     choice_of,
     edges_cost,
+    estimate_rows,
     gaps,
     least_edges_cost,
     makespan_gaps,
     target_on_hopper,
 )
+from benchmarks.row_files import write_rows
 from deft_backend.policies.fasttree import EdgeCosts
 from strategies import batches, check_coverage
 
@@ -41,6 +43,22 @@ def test_the_least_cost_of_edges_is_that_of_all_assignments(batch, weights, tile
         assert least_edges_cost(forest, costs) == min(found)
     else:
         assert least_edges_cost(forest, costs) <= min(found)
+
+
+def test_estimates_are_compared_with_recorded_times(tmp_path):
+    """By hand: 8 contexts of 8,192 tokens, whole, on more programs than items."""
+    costs = target_on_hopper("32/8", "NVIDIA H200").costs
+    ns = {
+        "profile": float(costs.time(8, 8192)) * 1e6,
+        "tiles": costs.tiles.item_ns[0] + 8192 * costs.tiles.token_ns[0],
+    }
+    row = {"set": "unshared", "heads": "32/8", "planner": "host"}
+    rows = [row | {"tree": "8 8192", "us": {"deft-node": 100.0}}]
+    rows.append(row | {"planner": "device", "tree": "1 8192", "us": {"deft-node": 1.0}})
+    write_rows(tmp_path / "record.json", rows, {})
+    for found in estimate_rows(tmp_path / "record.json"):
+        assert (found["plans"], found["spread"], found["picks"]) == (1, 0.0, 1.0)
+        assert found["ratio"] == round(ns[found["estimator"]] / 1e5, 2)
 
 
 def test_fasttrees_cost_of_edges_by_hand():

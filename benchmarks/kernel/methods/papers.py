@@ -153,11 +153,6 @@ class RadixAttention(Method):
     """
 
     name = "radix-attention"
-    _LAYERS = "sglang.srt.layers.attention"
-    _PLACES = (
-        ("sglang.kernels.ops.attention.decode_attention", "sglang.kernels.ops.attention.metadata"),
-        (f"{_LAYERS}.triton_ops.decode_attention", f"{_LAYERS}.triton_backend"),
-    )
     _SPLITS = 8
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -170,13 +165,9 @@ class RadixAttention(Method):
         return None
 
     def _functions(self) -> tuple[Callable[..., Any], Any]:
-        for decode, metadata in self._PLACES:
-            try:
-                kernel = import_module(decode).decode_attention_fwd
-                return kernel, import_module(metadata).get_num_kv_splits_triton
-            except ImportError as error:
-                failed = error
-        raise failed
+        kernel = import_module("sglang.kernels.ops.attention.decode_attention").decode_attention_fwd
+        metadata = import_module("sglang.kernels.ops.attention.metadata")
+        return kernel, metadata.get_num_kv_splits_triton
 
     def prepare(self, inputs: Inputs) -> Prepared:
         kernel, count_splits = self._functions()
@@ -198,15 +189,11 @@ class RadixAttention(Method):
         flat = (-1, inputs.case.kv_heads, inputs.head_dim)
         keys, values = inputs.k_cache.view(flat), inputs.v_cache.view(flat)
         out = torch.empty_like(inputs.q)
-        scales = {"k_scale": 1.0, "v_scale": 1.0}
-        if "k_scale" not in kernel.__code__.co_varnames:
-            scales = {}
-
-        where = (ends, slots, logits, lse, splits)
+        where = (ends, slots, logits, lse, splits, self._SPLITS)
+        scales = (inputs.head_dim**-0.5, 1.0, 1.0)
 
         def launch() -> torch.Tensor:
-            scale = inputs.head_dim**-0.5
-            kernel(inputs.q, keys, values, out, *where, self._SPLITS, scale, **scales)
+            kernel(inputs.q, keys, values, out, *where, *scales)
             return out
 
         return Prepared(launch)
