@@ -25,7 +25,6 @@ COMMANDS = {
     "load": "load",
     "soak": "soak",
     "start": "start",
-    "real-model": "real_model.command",
     "results": "results",
 }
 """Each command's module; only the one that runs is imported, because many import torch."""

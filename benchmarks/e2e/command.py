@@ -43,7 +43,7 @@ from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.harness.workload import WorkloadError
 from deft_backend.tools.servers.driver_stub import num_gpus
-from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.arrivals import TraceError
 
 ERRORS = (ChoiceError, ModelError, RowsError, TraceError, WorkloadError)
 """Errors that a user can fix; no server has started then."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.e2e.launch import ChoiceError
+from benchmarks.recorded_traces import load_trace
 from deft_backend.tools.harness.workload import Request, Workload, thought_requests
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, TraceError
-from deft_backend.tools.traces.trace_files import load_trace
+from deft_backend.tools.traces.arrivals import TraceError
+from deft_backend.tools.traces.thought_trees import ROOT, ThoughtTree
 
 BATCHES, REPLAY, BEAMS = "batches", "replay", "beams"
 """How a workload is timed (:mod:`benchmarks.e2e.timing`)."""

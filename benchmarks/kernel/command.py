@@ -25,7 +25,7 @@ from deft_backend.files.provenance import driver, provenance
 from deft_backend.forest import ForestError
 from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.policies import PolicyError
-from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.tuning.launch_clock import QUICK, Budget, measure_ceilings
 
 ERRORS = (WorkloadChoiceError, TraceError, ForestError, PolicyError, RowsError)

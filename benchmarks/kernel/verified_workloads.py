@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.kernel.tree_workloads import VERIFY, Workload
+from benchmarks.recorded_traces import TokenTree, load_trace
 from deft_backend.forest import PrefixForest, forest_from_paths
-from deft_backend.tools.traces.recorded_trees import TokenTree, TraceError
-from deft_backend.tools.traces.trace_files import load_trace
+from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 CHAINS = (4, 8, 2)

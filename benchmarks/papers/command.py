@@ -45,7 +45,7 @@ from deft_backend.planner import PlanCapacity, plan_grouping
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 from deft_backend.policies import get_policy
 from deft_backend.settings.policy_names import POLICY_NAMES
-from deft_backend.tools.traces.recorded_trees import TraceError
+from deft_backend.tools.traces.arrivals import TraceError
 
 STEPS, IO, WORK, COUNTERS, SERVERS = "deft-steps", "deft-io", "deft-work", "counters", "servers"
 ESTIMATES = "estimates"

@@ -10,16 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kernel.tree_workloads import TRACES, Workload, described
+from benchmarks.recorded_traces import TokenTree, decoding, forest_at, load_trace, token_tree_forest
 from deft_backend.forest import PrefixForest
-from deft_backend.tools.traces.recorded_trees import (
-    ROOT,
-    ThoughtTree,
-    TokenTree,
-    TraceError,
-    lay_out,
-)
-from deft_backend.tools.traces.trace_files import load_trace
-from deft_backend.tools.traces.tree_forests import forest_at, token_tree_forest
+from deft_backend.tools.traces.arrivals import TraceError
+from deft_backend.tools.traces.thought_trees import ROOT, ThoughtTree, lay_out
 
 THOUGHTS = ("sorting128ToT", "docmergeToT", "keywordToT", "set128ToT")
 """DeFT's multi-step reasoning tasks: sorting, document, keyword, set (Table 13)."""
@@ -144,5 +138,5 @@ def every_step(path: Path) -> Iterator[PrefixForest]:
         return
     for tree in content:
         for iteration in range(1, tree.last_iteration + 1):
-            if tree.live(iteration):
+            if decoding(tree, iteration):
                 yield forest_at(tree, iteration)

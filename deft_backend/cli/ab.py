@@ -11,7 +11,7 @@ from deft_backend.cli.models import ModelOption
 from deft_backend.cli.serve import HostOption
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.ab.workloads import CHOICES
-from deft_backend.tools.traces.recorded_trees import MOST_TOKENS
+from deft_backend.tools.traces.arrivals import MOST_TOKENS
 
 
 def ab(

@@ -45,8 +45,7 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.traces.recorded_trees import MOST_TOKENS, TraceError
-from deft_backend.tools.traces.trace_files import Arrival, load_arrivals
+from deft_backend.tools.traces.arrivals import MOST_TOKENS, Arrival, TraceError, load_arrivals
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""

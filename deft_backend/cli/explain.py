@@ -42,7 +42,6 @@ def explain(
     from deft_backend.telemetry.state_reader import StateError
     from deft_backend.tools.explain import explain as explain_grouping
     from deft_backend.tools.explain import render
-    from deft_backend.tools.traces.recorded_trees import TraceError
     from deft_backend.tools.traces.tree_forests import forest_from_levels
 
     if (tree is not None) == server:
@@ -53,7 +52,7 @@ def explain(
     for option, value in shape.items():
         if value is not None and server:
             raise fail(f"{option} describes a tree; leave it out with --server")
-    with reported(TraceError, ForestError, PolicyError, StateError):
+    with reported(ForestError, PolicyError, StateError):
         if tree is None:
             forest, target, layers, title, running = _from_server(port)
         else:

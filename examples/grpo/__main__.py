@@ -19,6 +19,7 @@ from benchmarks.row_files import make_folder, write_rows
 from deft_backend.files.folders import cache_directory
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import StartError
+from examples.grpo.checkpoint import make_checkpoint, packaged
 from examples.grpo.rollouts import MODES, Samples, served
 from examples.grpo.trainer import Trainer
 
@@ -115,8 +116,6 @@ def _prompts(model: Path, count: int, tokens: int) -> list[list[int]]:
 
 
 def _smollm(dtype: torch.dtype) -> Path:
-    from benchmarks.real_model.checkpoint import make_checkpoint, packaged
-
     kind = "bf16" if dtype == torch.bfloat16 else "fp32"
     return make_checkpoint(packaged(), cache_directory() / "models" / f"smollm2-135m-{kind}", dtype)
 

@@ -28,7 +28,7 @@ from benchmarks.e2e.workloads import (
 )
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.workload import Request, Workload, replay
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 
 IDS = MODEL.ids
 
@@ -135,7 +135,7 @@ def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat():
 def test_children_go_on_from_their_parents_answer():
     lengths = {0: 10, 1: 3, 2: 5, 3: 4, 4: 0, 5: 2}
     children = {0: (1, 2), 1: (3, 4), 2: (), 3: (), 4: (5,), 5: ()}
-    tree = ThoughtTree("a prompt", False, lay_out(lengths, children))
+    tree = ThoughtTree("a prompt", lay_out(lengths, children))
     workload = thoughts(tree, Sizes(0, 0, 0), 0, IDS, 1)
     by_name = {request.name: request for request in workload.requests}
     assert [request.max_tokens for request in by_name.values()] == [3, 4, 2, 5]

@@ -12,7 +12,7 @@ from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
 from benchmarks.papers.command import counted_io, counted_work
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 from thought_tree_files import dump_thought_trees
 
 ON_A_GPU = {
@@ -25,9 +25,7 @@ ON_A_GPU = {
     "radix-attention",
 }
 
-TREE = ThoughtTree(
-    "a prompt", False, lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []})
-)
+TREE = ThoughtTree("a prompt", lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []}))
 """A prompt of 8 tokens; thoughts of 3 and 2 tokens, and one of 1 token behind the first."""
 
 

@@ -17,8 +17,7 @@ from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.telemetry.shown_batch import forest_as_json, forest_from_json
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import StateError, read_state
-from deft_backend.tools.traces.recorded_trees import TraceError
-from deft_backend.tools.traces.trace_files import load_arrivals
+from deft_backend.tools.traces.arrivals import TraceError, load_arrivals
 from deft_backend.tools.watch.page_server import PageServer
 from sglang_fakes import make_state
 

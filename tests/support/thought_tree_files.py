@@ -9,7 +9,7 @@ def dump_thought_trees(trees, path):
     """Write a file that `load_thought_trees` reads."""
     content = [
         {
-            "incompleted": tree.incomplete,
+            "incompleted": False,
             "prompt": tree.prompt,
             "data": {
                 str(node.id): {

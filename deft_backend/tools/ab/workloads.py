@@ -14,16 +14,15 @@ from deft_backend.tools.harness.workload import (
     poisson,
     thought_requests,
 )
-from deft_backend.tools.traces.invented import (
+from deft_backend.tools.traces.invented import passage, question
+from deft_backend.tools.traces.thought_trees import (
+    ThoughtTree,
     ThoughtTreeShape,
     generate_thought_tree,
-    passage,
-    question,
 )
-from deft_backend.tools.traces.recorded_trees import ThoughtTree
 
 if TYPE_CHECKING:
-    from deft_backend.tools.traces.trace_files import Arrival
+    from deft_backend.tools.traces.arrivals import Arrival
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
@@ -197,7 +196,7 @@ def trace_workload(
     """The requests of a trace, at its times, or as Poisson arrivals of `rate`. Another `seed` makes
     other texts, which no server has cached.
     """
-    from deft_backend.tools.traces.trace_files import shared_tokens  # it loads NumPy
+    from deft_backend.tools.traces.arrivals import shared_tokens  # it loads NumPy
 
     @lru_cache(maxsize=20_000)
     def block(id: int | str, characters: int) -> str:

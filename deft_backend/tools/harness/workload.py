@@ -21,7 +21,7 @@ from deft_backend.tools.harness.answers import (
     Prompt,
 )
 from deft_backend.tools.harness.client import ServerClient
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree
+from deft_backend.tools.traces.thought_trees import ROOT, ThoughtTree
 
 
 class WorkloadError(ValueError):

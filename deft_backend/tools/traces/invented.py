@@ -2,9 +2,6 @@
 
 import random
 import re
-from dataclasses import dataclass
-
-from deft_backend.tools.traces.recorded_trees import ROOT, ThoughtTree, lay_out
 
 _KEYS = tuple(
     re.findall(
@@ -53,39 +50,3 @@ def question(branch: int, notes: str) -> str:
     known = list(dict.fromkeys(re.findall(r"The code of ([A-Z]+) is \d{4}\.", notes))) or _KEYS
     turn = f"{branch // len(known) + 1}. " if branch >= len(known) else ""
     return f"\n\n{turn}What is the code of {known[branch % len(known)]}?"
-
-
-@dataclass(frozen=True)
-class ThoughtTreeShape:
-    """The shape of a breadth-first search that keeps the best thoughts of every level."""
-
-    depth: int = 3  # Levels of thoughts
-    width: int = 4  # Thoughts proposed below each kept thought
-    keep: int = 1  # Thoughts of a level that the search expands; it prunes the others when they end
-    prompt_tokens: int = 400  # tokens of the prompt
-    # Least and most tokens of a thought; all lengths in between are equally likely.
-    shortest: int = 8
-    longest: int = 24
-    # Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
-    # byte-level tokenizers.
-    characters_a_token: float = 1.0
-
-
-def generate_thought_tree(shape: ThoughtTreeShape, seed: int = 0) -> ThoughtTree:
-    """A tree of thoughts of this shape; a seed gives the same tree everywhere."""
-    chance = random.Random(seed)
-    lengths = {ROOT: shape.prompt_tokens}
-    children: dict[int, list[int]] = {ROOT: []}
-    kept = [ROOT]
-    for _ in range(shape.depth):
-        proposed: list[int] = []
-        for parent in kept:
-            for _ in range(shape.width):
-                node = len(lengths)
-                lengths[node] = chance.randint(shape.shortest, shape.longest)
-                children[node] = []
-                children[parent].append(node)
-                proposed.append(node)
-        kept = sorted(chance.sample(proposed, min(shape.keep, len(proposed))))
-    characters = max(1, round(shape.prompt_tokens * shape.characters_a_token))
-    return ThoughtTree(passage(characters, seed), False, lay_out(lengths, children))

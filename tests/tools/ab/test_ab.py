@@ -39,7 +39,7 @@ from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
-from deft_backend.tools.traces.trace_files import load_arrivals
+from deft_backend.tools.traces.arrivals import load_arrivals
 from fake_completions import Fake, serving
 from sglang_fakes import make_state
 

@@ -17,7 +17,7 @@ from deft_backend.tools.ab.workloads import (
     tree_of_thoughts,
     unshared,
 )
-from deft_backend.tools.traces.recorded_trees import ThoughtTree, lay_out
+from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 
 SMALL = Sizes(4, 300, 8)
 
@@ -73,7 +73,7 @@ def test_tree_of_thoughts_follows_its_tree():
     # Thought 2 is empty, so its child continues from the prompt.
     children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
     nodes = lay_out({0: 20, 1: 5, 2: 0, 3: 3, 4: 2, 5: 4}, children)
-    workload = tree_of_thoughts(ThoughtTree("p" * 20, False, nodes))
+    workload = tree_of_thoughts(ThoughtTree("p" * 20, nodes))
     found = {r.name: (r.after, r.max_tokens) for r in workload.requests}
     assert found == {
         "thought 1": (None, 5),

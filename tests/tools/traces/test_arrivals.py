@@ -6,7 +6,7 @@ import pytest
 
 from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import WorkloadError, poisson
-from deft_backend.tools.traces.trace_files import (
+from deft_backend.tools.traces.arrivals import (
     Arrival,
     load_arrivals,
     shared_tokens,

@@ -1,4 +1,4 @@
-"""Trace files: reading, checks, generation, and their forests against brute force."""
+"""DeFT's recorded trees: reading, and their forests against brute force."""
 
 import json
 
@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deft_backend.tools.traces.invented import ThoughtTreeShape, generate_thought_tree
-from deft_backend.tools.traces.recorded_trees import TraceError
-from deft_backend.tools.traces.trace_files import load_thought_trees, load_token_tree, load_trace
-from deft_backend.tools.traces.tree_forests import forest_at, forest_from_levels, token_tree_forest
+from benchmarks.recorded_traces import (
+    decoding,
+    forest_at,
+    load_thought_trees,
+    load_token_tree,
+    load_trace,
+    token_tree_forest,
+)
+from deft_backend.tools.traces.arrivals import TraceError
+from deft_backend.tools.traces.thought_trees import ThoughtTreeShape, generate_thought_tree
 from thought_tree_files import dump_thought_trees
 
 shapes = st.builds(
@@ -70,12 +76,11 @@ def brute_force(tree, iteration):
     return found
 
 
-def test_reads_nodes_and_parents(tmp_path):
+def test_reads_nodes(tmp_path):
     (tree,) = load(example(), tmp_path)
-    assert tree.path(3) == [0, 1, 3]
     assert tree.last_iteration == 6
-    assert [n.id for n in tree.live(2)] == [1, 2]
-    assert [n.id for n in tree.live(4)] == [3, 2]
+    assert [n.id for n in decoding(tree, 2)] == [1, 2]
+    assert [n.id for n in decoding(tree, 4)] == [3, 2]
 
 
 @pytest.mark.parametrize(("field", "value"), [("start", "x"), ("end", True), ("children", 3)])
@@ -112,16 +117,6 @@ def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path):
     for iteration in (7, -1):
         with pytest.raises(TraceError, match=f"iteration {iteration}; expected 0 to 6"):
             forest_at(tree, iteration)
-
-
-def test_levels_describe_trees():
-    forest = forest_from_levels("1,4,16 1024,256,32")
-    assert forest.batch_size == 16
-    assert forest.tokens_stored == 1024 + 4 * 256 + 16 * 32
-    assert forest.share == pytest.approx(16 * (1024 + 256 + 32) / forest.tokens_stored)
-    uneven = forest_from_levels("2,3 10,5")
-    assert uneven.tokens_stored == 2 * 10 + 3 * 5
-    assert uneven.tokens_attended == 3 * 15
 
 
 def test_token_trees(tmp_path):

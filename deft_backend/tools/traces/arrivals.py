@@ -1,111 +1,24 @@
-"""Read and check DeFT's recorded trees: trees of thoughts and Medusa token trees.
-
-A file of trees of thoughts is a list of ``{"incompleted", "prompt", "data"}``. Here ``data`` maps
-an id to ``{"id", "value", "start", "end", "children"}``. Node 0 is the prompt (``value`` tokens
-ending at iteration 0). Every other node is a thought. Its tokens were decoded at iterations
-``start`` to ``end``, counted from the end of the prompt. When a thought ends its children start; a
-thought without children was pruned or is an answer. Source: DeFT, appendix A.6.
-"""
+"""Traces of arrivals in Mooncake's format: when requests came, and which blocks they share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from deft_backend.files.json_fields import (
-    LARGEST,
-    FieldError,
-    number,
-    read_json,
-    shown,
-    whole,
-    within,
-)
+from deft_backend.files.json_fields import LARGEST, FieldError, number, shown, whole
 from deft_backend.files.private_files import parsed
-from deft_backend.tools.traces.recorded_trees import (
-    Thought,
-    ThoughtTree,
-    TokenTree,
-    TraceError,
-)
 
-T = TypeVar("T")
-
-
-def load_thought_trees(path: Path) -> list[ThoughtTree]:
-    """Read a file of trees of thoughts; raises TraceError, which names the tree and field."""
-    content = read_json(path, TraceError, "the trace ")
-    if not isinstance(content, list) or not content:
-        raise TraceError(
-            f"{path}: expected a list of at least one tree, each with incompleted, prompt and "
-            f"data; got {shown(content)}"
-        )
-    trees = []
-    with _named(path):
-        for index, tree in enumerate(content):
-            with within(f"tree {index}"):
-                trees.append(_thought_tree(tree))
-    return trees
-
-
-def load_token_tree(path: Path) -> TokenTree:
-    """Read a Medusa token tree file (``Tree_Structure`` and ``Records``); raises TraceError."""
-    content = read_json(path, TraceError, "the trace ")
-    paths: list[tuple[int, ...]] = []
-    prompts: list[str] = []
-    accepted: list[tuple[int, ...]] = []
-    with _named(path):
-        for index, choices in enumerate(_get(content, "Tree_Structure", list)):
-            with within(f"Tree_Structure[{index}]"):
-                paths.append(_whole_numbers({"it": choices}, "it"))
-        for index, record in enumerate(_get(content, "Records", list)):
-            with within(f"record {index}"):
-                prompts.append(_get(record, "prompt", str))
-                accepted.append(_whole_numbers(record, "Accept_length"))
-    return TokenTree(tuple(paths), tuple(prompts), tuple(accepted))
-
-
-def load_trace(path: Path) -> list[ThoughtTree] | TokenTree:
-    content = read_json(path, TraceError, "the trace ")
-    return load_token_tree(path) if isinstance(content, dict) else load_thought_trees(path)
-
-
-def _thought_tree(tree: Any) -> ThoughtTree:
-    nodes: dict[int, Thought] = {}
-    for key, record in _get(tree, "data", dict).items():
-        with within(f"node {key}"):
-            names = ("id", "value", "start", "end")
-            id, tokens, start, end = (whole(record, name, -LARGEST) for name in names)
-            nodes[id] = Thought(id, tokens, start, end, _whole_numbers(record, "children", 1))
-    return ThoughtTree(_get(tree, "prompt", str), _get(tree, "incompleted", bool), nodes)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise TraceError(f"{path}: {error}") from error
-
-
-def _get(record: Any, name: str, kind: type[T]) -> T:
-    value = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(value, kind):
-        raise FieldError(f"{name} is {shown(value)}; expected {kind.__name__}")
-    return value
-
-
-def _whole_numbers(record: Any, name: str, least: int = 0) -> tuple[int, ...]:
-    return tuple(whole({name: value}, name, least) for value in _get(record, name, list))
-
+MOST_TOKENS = 10**7  # of any text in a trace
 
 BLOCK_TOKENS = 512  # tokens that one hash id stands for
 
 LATEST_MS = 1e15  # largest timestamp: some thirty thousand years
+
+
+class TraceError(ValueError):
+    """The trace is wrong; the message names the file, the place in it and the field."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""A trained model: its checkpoint, and its perplexity through tree attention."""
