@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,11 +36,13 @@ from benchmarks.papers.workloads import (
     THOUGHTS,
     TOKEN_TREES,
     every_step,
+    few_shot_steps,
 )
 from benchmarks.policy_gaps import estimate_rows, target_on_hopper
 from benchmarks.row_files import write_rows
 from deft_backend.cli.errors import fail, host_arguments, reported, say
 from deft_backend.files.provenance import provenance
+from deft_backend.forest import PrefixForest
 from deft_backend.planner import PlanCapacity, plan_grouping
 from deft_backend.planner.encoding import ITEM_ORDER, OPEN_END
 from deft_backend.policies import get_policy
@@ -134,16 +136,23 @@ def _counters() -> Any:
 
 
 def counted_io(traces: Path) -> Any:
-    """KV read over all steps of all recordings, query by query and shared.
+    """KV read over all steps of all recordings and few-shot prompts, query by query and shared.
 
-    In tokens, because a token has the same bytes for both. ``node_std`` is the mean of the standard
-    deviation of the nodes' lengths (Figure 13).
+    In tokens, because a token has the same bytes for both. ``medusa_over_kv`` is what Medusa's
+    attention moves besides: it reads or writes a number for each query and token eight times, and a
+    token has keys and values of 128 numbers. ``node_std`` is the mean of the standard deviation of
+    the nodes' lengths (Figure 13).
     """
-    for name in (*THOUGHTS, *TOKEN_TREES):
-        attended = stored = steps = 0
+    every: dict[str, Iterable[PrefixForest]] = {
+        name: every_step(traces / f"{name}.json") for name in (*THOUGHTS, *TOKEN_TREES)
+    }
+    every |= {f"b={width}": few_shot_steps(width) for width in FEW_SHOT}
+    for name, forests in every.items():
+        attended = stored = steps = dense = 0
         spread = 0.0
-        for forest in every_step(traces / f"{name}.json"):
+        for forest in forests:
             attended += forest.tokens_attended
+            dense += forest.batch_size * forest.tokens_stored
             stored += forest.tokens_stored
             spread += float(np.std(forest.length))
             steps += 1
@@ -153,6 +162,7 @@ def counted_io(traces: Path) -> Any:
             "tokens_attended": attended,
             "tokens_stored": stored,
             "saved_percent": round(100 * (1 - stored / attended), 2),
+            "medusa_over_kv": round(8 * dense / (2 * 128 * stored), 2),
             "node_std": round(spread / max(1, steps), 1),
         }
 

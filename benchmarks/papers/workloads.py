@@ -25,19 +25,25 @@ FEW_SHOT = (20, 30, 50)
 """DeFT's few-shot prompting: b branches on a prompt of 4,000 tokens (Table 13)."""
 
 PROMPT_TOKENS = 4000
-OWN_TOKENS = 200
-"""Tokens of a branch halfway through the 400 that few-shot prompting decodes."""
+OWN_TOKENS = 400
+"""Tokens that each branch of a few-shot prompt decodes."""
 
 SAMPLES = 8
 """Evenly spaced steps that stand for the steps of a recording."""
 
 
-def few_shot(branches: Sequence[int] = FEW_SHOT, own: int = OWN_TOKENS) -> list[Workload]:
-    """A prompt with `branches` continuations of `own` tokens each."""
+def few_shot(branches: Sequence[int]) -> list[Workload]:
+    """A prompt with `branches` continuations, halfway through the tokens that they decode."""
+    trees = {width: f"1,{width} {PROMPT_TOKENS},{OWN_TOKENS // 2}" for width in branches}
     return [
-        replace(described(f"1,{width} {PROMPT_TOKENS},{own}"), set=f"b={width}", page_size=16)
-        for width in branches
+        replace(described(tree), set=f"b={width}", page_size=16) for width, tree in trees.items()
     ]
+
+
+def few_shot_steps(width: int) -> Iterator[PrefixForest]:
+    """The forest of each decode step of a few-shot prompt."""
+    for own in range(1, OWN_TOKENS + 1):
+        yield described(f"1,{width} {PROMPT_TOKENS},{own}").forest
 
 
 def recorded(path: Path, steps: int) -> list[Workload]:

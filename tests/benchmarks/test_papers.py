@@ -69,6 +69,10 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     tree = [(context + 4 * context + 1 + 1 + 2 - context, context + 3) for context in (11, 13)]
     assert rows[TOKEN_TREES[0]]["tokens_attended"] == sum(a for a, _ in tree)
     assert rows[TOKEN_TREES[0]]["tokens_stored"] == sum(s for _, s in tree)
+    # 20 queries see 4,000 + 20 n tokens in step n. The paper's Table 17 has 1.05 over 1.68 TB.
+    shared = [4000 + 20 * n for n in range(1, 401)]
+    assert rows["b=20"]["tokens_stored"] == sum(shared)
+    assert rows["b=20"]["medusa_over_kv"] == round(8 * 20 / 256, 2)
 
 
 def test_work_of_plans_is_counted_item_by_item(tmp_path):
