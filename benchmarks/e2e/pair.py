@@ -1,4 +1,4 @@
-"""A prefill and a decode server of SGLang, which are one server to clients of its router."""
+"""A prefill and a decode server, which are one server to the clients of a router."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ Progress = Callable[[float], None]
 """Is called while a server starts; what it raises ends the start."""
 
 
-class ServerPair:
-    """A :class:`ServerProcess` of two servers and a router (``sglang-router``); NIXL transfers KV.
+Commands = tuple[ServerCommand, ServerCommand, ServerCommand]
+"""Of a decode server, a prefill server, and the router that clients ask."""
 
-    `command` and `log` are the decode server's; clients use `url`. Both servers see the same GPUs:
-    the prefill server runs on the first `ranks` of them, the decode server on the next ones.
+
+def sglang_pair(command: ServerCommand, ranks: int = 1) -> Commands:
+    """Two servers like `command` that transfer KV by NIXL, and ``sglang-router``.
+
+    Both see the same GPUs: the prefill server runs on the first `ranks` of them, the decode server
+    on the next ones.
     """
+    bootstrap, port, place = free_port(), free_port(), free_port()
+    shared = [*command.arguments, "--disaggregation-transfer-backend", "nixl"]
+    shared += ["--disaggregation-mode"]
+    cached = ["decode", "--disaggregation-decode-enable-radix-cache"]
+    cached += ["--base-gpu-id", str(ranks)] if command.on_gpu else []
+    alone = ["prefill", "--disaggregation-bootstrap-port", str(bootstrap), "--port", str(port)]
+    prefill = replace(command, arguments=(*shared, *alone), port=port)
+    router = [sys.executable, "-m", "sglang_router.launch_router", "--mini-lb"]
+    router += ["--pd-disaggregation", "--prefill", prefill.url, str(bootstrap)]
+    router += ["--decode", command.url, "--host", LOOPBACK, "--port", str(place)]
+    decode = replace(command, arguments=(*shared, *cached))
+    return decode, prefill, replace(command, arguments=tuple(router), port=place)
+
+
+class ServerPair:
+    """A :class:`ServerProcess` of two servers and a router; `command` and `log` are the decode
+    server's."""
 
     def __init__(
         self,
-        command: ServerCommand,
+        commands: Commands,
         log: Path,
         *,
-        ranks: int = 1,
         timeout: float = 600.0,
         progress: Progress = lambda seconds: None,
     ) -> None:
-        bootstrap, port, place = free_port(), free_port(), free_port()
-        shared = [*command.arguments, "--disaggregation-transfer-backend", "nixl"]
-        shared += ["--disaggregation-mode"]
-        cached = ["decode", "--disaggregation-decode-enable-radix-cache"]
-        cached += ["--base-gpu-id", str(ranks)] if command.on_gpu else []
-        alone = ["prefill", "--disaggregation-bootstrap-port", str(bootstrap), "--port", str(port)]
-        self.command = replace(command, arguments=(*shared, *cached))
-        prefill = replace(command, arguments=(*shared, *alone), port=port)
-        router = [sys.executable, "-m", "sglang_router.launch_router", "--mini-lb"]
-        router += ["--pd-disaggregation", "--prefill", prefill.url, str(bootstrap)]
-        router += ["--decode", command.url, "--host", LOOPBACK, "--port", str(place)]
+        self.command = commands[0]
         self.log = log
-        self._parts = {
-            log: self.command,
-            log.with_name(f"{log.stem}-prefill.log"): prefill,
-            log.with_name(f"{log.stem}-router.log"): replace(
-                command, arguments=tuple(router), port=place
-            ),
-        }
+        names = (f"{log.stem}{name}.log" for name in ("", "-prefill", "-router"))
+        self._parts = dict(zip(map(log.with_name, names), commands, strict=True))
         self._timeout = timeout
         self._progress = progress
         self._servers: list[ServerProcess] = []

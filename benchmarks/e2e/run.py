@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.e2e.answers import LIKELIEST, compare
 from benchmarks.e2e.launch import Launch
-from benchmarks.e2e.pair import Progress, ServerPair, at_once
+from benchmarks.e2e.pair import Progress, ServerPair, at_once, sglang_pair
 from benchmarks.e2e.rows import (
     Row,
     case_name,
@@ -69,11 +69,14 @@ def server_of(launch: Launch, backend: str, logs: Path, say: Say, **more: Any) -
     name = backend if policy is None else f"{backend}-{policy}"
     log = logs / f"{launch.host.name}-{name}.log"
     say(f"{name}: starting the server; its log is {log}")
-    kind: Any = ServerProcess
-    if launch.disaggregated:
-        kind = partial(ServerPair, ranks=launch.tensor_parallel)
+    command = launch.command(backend)
     began = time.perf_counter()
-    with kind(launch.command(backend), log, timeout=launch.start_seconds, **more) as server:
+    more["timeout"] = launch.start_seconds
+    with (
+        ServerPair(sglang_pair(command, launch.tensor_parallel), log, **more)
+        if launch.disaggregated
+        else ServerProcess(command, log, **more)
+    ) as server:
         say(f"{name}: ready after {time.perf_counter() - began:.1f} s: {server.command.shell()}")
         yield server
 

@@ -1,14 +1,16 @@
 """Servers on GPUs with different dtypes, pages, ranks and modes, all started at once."""
 
+import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
-from benchmarks.e2e.pair import ServerPair
+from benchmarks.e2e.pair import ServerPair, sglang_pair
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import (
@@ -18,7 +20,7 @@ from deft_backend.settings.policy_names import (
     FASTTREE,
     FLASHFORGE,
 )
-from deft_backend.tools.servers.command import StartError, free_port, server_command
+from deft_backend.tools.servers.command import LOOPBACK, StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.server import START_SECONDS, Server
 
@@ -127,10 +129,12 @@ _VLLM = Fleet(
         "host-lora": Variant("FLASH_ATTN", lora=True),
         "host-invariant": Variant("FLASH_ATTN", settings=_INVARIANT),
         "host-sleeping": Variant("FLASH_ATTN", "--enable-sleep-mode", _DEVELOPMENT),
+        "host-disaggregated": Variant("FLASH_ATTN", **_PAIR),
     },
     {
         "default": Variant("deft"),
         **_POLICIES,
+        "disaggregated": Variant("deft", **_PAIR),
         # Prompts come in chunks, so that most steps with prefills also decode.
         "chunks": Variant("deft", _SHORT_CHUNKS),
         "chunks-lookup": Variant(
@@ -199,7 +203,51 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
         gpu=True,
         environment={"CUDA_VISIBLE_DEVICES": gpus, **variant.settings},
     )
-    kind = ServerPair if variant.disaggregated else ServerProcess
-    process = kind(command, folder / name / "server.log", timeout=START_SECONDS)
+    log = folder / name / "server.log"
+    pair = {"sglang": sglang_pair, "vllm": _vllm_pair}[fleet.host]
+    process = (
+        ServerPair(pair(command), log, timeout=START_SECONDS)
+        if variant.disaggregated
+        else ServerProcess(command, log, timeout=START_SECONDS)
+    )
     stack.enter_context(process)
     return Server(process, state_directory(Settings.from_env()))
+
+
+_VLLM_ROUTER = """
+import toy_proxy_server as proxy
+import uvicorn
+from fastapi.responses import RedirectResponse
+
+given = proxy.global_args = proxy.parse_args()
+models = f"http://127.0.0.1:{given.decoder_ports[0]}/v1/models"
+proxy.app.get("/v1/models")(lambda: RedirectResponse(models))
+uvicorn.run(proxy.app, host=given.host, port=given.port)
+"""
+"""The proxy of vLLM's own tests (tests/v1/kv_connector/nixl_integration), on the Python path."""
+
+
+def _vllm_pair(command):
+    """Two servers that transfer KV by NixlConnector, each on one of the command's GPUs."""
+    port, place = free_port(), free_port()
+    transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    arguments = (*command.arguments, "--kv-transfer-config", transfer)
+    gpus = command.environment["CUDA_VISIBLE_DEVICES"].split(",")
+    decode, prefill = (
+        replace(
+            command,
+            arguments=(*arguments, "--port", str(at)),
+            port=at,
+            environment={
+                **command.environment,
+                "CUDA_VISIBLE_DEVICES": gpu,
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            },
+        )
+        for at, gpu in ((command.port, gpus[-1]), (port, gpus[0]))
+    )
+    router = [sys.executable, "-c", _VLLM_ROUTER, "--port", str(place)]
+    router += ["--prefiller-hosts", LOOPBACK, "--prefiller-ports", str(port)]
+    router += ["--decoder-hosts", LOOPBACK, "--decoder-ports", str(command.port)]
+    return decode, prefill, replace(command, arguments=tuple(router), port=place)

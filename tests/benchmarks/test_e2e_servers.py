@@ -1,6 +1,8 @@
 """Whole runs with servers of our own: e2e, start, load and soak; the model and the command."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -90,8 +92,13 @@ def test_a_prefill_and_a_decode_server_are_one_side(tmp_path):
     router.write_text(
         f"import runpy; runpy.run_path({bench_e2e_fakes.__file__!r}, None, '__main__')"
     )
-    found = {"disaggregated": True, "environment": {"PYTHONPATH": str(tmp_path)}}
-    rows, _ = run(tmp_path, ("right", "dies"), [GRID], **found)
+    rows, _ = run(
+        tmp_path,
+        ("right", "dies"),
+        [GRID],
+        disaggregated=True,
+        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
     assert rows["few-shot", "right"]["error"] is None
     assert rows["few-shot", "right"]["options"] == "(disaggregated)"
     assert "ended with exit code" in rows["few-shot", "dies"]["error"]
