@@ -1,8 +1,8 @@
 """The library: plan a batch once, then run its decode attention for every layer and step."""
 
-from deft_backend.attention.current_plan import PlannedAttention
+from deft_backend.attention.checks import AttentionError
 from deft_backend.attention.latent_attention import LatentAttention
-from deft_backend.attention.run_inputs import AttentionError
+from deft_backend.attention.planned_attention import PlannedAttention
 from deft_backend.attention.tree_attention import TreeAttention
 from deft_backend.kernels import HEAD_DIMS, Gpu, LayerAddresses, layer_addresses
 from deft_backend.kernels.latent import LatentCall, LatentKernel, plain_latent_attention

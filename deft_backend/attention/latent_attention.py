@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from deft_backend.attention.current_plan import (
-    CurrentPlan,
+from deft_backend.attention.checks import AttentionError, check_tensor
+from deft_backend.attention.planned_attention import (
     PlannedAttention,
     device_as_current,
     numbered,
 )
-from deft_backend.attention.run_inputs import AttentionError, check_batch, check_tensor
 from deft_backend.costs.cost_model import (
     LAUNCH_NS,
     LEAVES_NS,
@@ -92,43 +91,35 @@ class LatentAttention(PlannedAttention):
         rope_dim: int = 64,
         compiled_for: Gpu | None = None,
     ) -> None:
-        self.device = numbered(device)
         reason = gains_nothing(num_query_heads, query_tokens)
         if reason is not None:
             raise AttentionError(reason)
-        self.shape = LatentShape(
-            num_query_heads, dtype, self.device, page_size, value_dim, rope_dim
-        )
+        device = numbered(device)
+        self.shape = LatentShape(num_query_heads, dtype, device, page_size, value_dim, rope_dim)
         self.max_batch = max_batch
         self.query_tokens = query_tokens
-        self.capacity = self._room(max_batch)
         self._kernel = kernel
         self._blocks = QueryBlocks(query_tokens, 1, query_tokens)
-        gpu = Gpu.at(self.device) if self.device.type == "cuda" else compiled_for
-        target = _target(self.shape, max_batch, query_tokens, 1 if gpu is None else gpu.sms)
-        self._current = CurrentPlan(
+        gpu = Gpu.at(device) if device.type == "cuda" else compiled_for
+        sms = 1 if gpu is None else gpu.sms
+        super().__init__(
             Auto(chunks="whole"),
-            target,
-            self.capacity,
-            self.device,
+            _target(self.shape, max_batch, query_tokens, sms),
+            self._room(max_batch),
+            device,
             page_size,
             overlapped=gpu is not None and gpu.capability[0] >= 9,
             interpreted=gpu is None,
         )
         self._launches = LatentLaunches(
-            self.shape,
-            self.capacity,
-            self._current.arrays,
-            sms=1 if gpu is None else gpu.sms,
-            interpreted=self.interpreted,
+            self.shape, self.capacity, self.arrays, sms=sms, interpreted=self.interpreted
         )
-        self._own_rows = torch.arange(max_batch, dtype=torch.int32, device=self.device)
         self._laid_out: PlanCapacity | None = None
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that stay allocated."""
-        return self._launches.num_bytes + self._current.num_bytes
+        return self._launches.num_bytes + self._plan_bytes()
 
     def plan(self, forest: PrefixForest, *, policy: Policy | None = None) -> Plan:
         """Plan a forest on the CPU; copy the plan to the device, on the current stream.
@@ -136,16 +127,16 @@ class LatentAttention(PlannedAttention):
         A tree that needs more than a call has room for is computed request by request. `policy`
         replaces `auto`. Raises PlanError if the batch is larger than `max_batch`.
         """
-        plan = self._current.plan_forest(forest, self._blocks, self.target, policy)
+        plan = self._plan_forest(forest, self._blocks, self.target, policy)
         if not self._has_room(plan, forest):
             alone = get_policy(FLASH_DECODING)
-            plan = self._current.plan_forest(forest, self._blocks, self.target, alone)
+            plan = self._plan_forest(forest, self._blocks, self.target, alone)
         return plan
 
     def gains(self, forest: PrefixForest, num_layers: int) -> bool:
         """Whether plans of `auto` make a server of so many layers faster than the host's kernel."""
         blocks = forest_of_blocks(forest, 1, self._blocks.private_tokens)
-        plan, _ = plan_forest(blocks, self._current.policy, self.target, self.capacity)
+        plan, _ = plan_forest(blocks, self.policy, self.target, self.capacity)
         return self._has_room(plan, forest) and not self.loses(plan, forest, num_layers)
 
     def _has_room(self, plan: Plan, forest: PrefixForest) -> bool:
@@ -179,15 +170,12 @@ class LatentAttention(PlannedAttention):
         """Plan a batch, and lay it out."""
         if query_tokens not in (None, self.query_tokens):
             raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
-        self._check_size(seq_lens)
-        if table_rows is None:
-            table_rows = self._own_rows[: len(seq_lens)]
-        check_batch(page_table, seq_lens, table_rows, self.device)
-        rows, limits = (page_table, table_rows, seq_lens), self._room(len(seq_lens)).limits
+        rows = self._checked(page_table, seq_lens, table_rows, self._blocks)
         if on_device:
-            self._current.plan_on_device(*rows, self._blocks, self.target, limits=limits)
+            limits = self._room(len(seq_lens)).limits
+            self._launch_plan(rows, self._blocks, self.target, limits)
         else:
-            self._current.plan_rows(*rows, self.plan)
+            self._plan_by_reference(rows, self.plan)
         self.lay_out(seq_lens, table_rows=table_rows)
 
     def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
@@ -201,10 +189,10 @@ class LatentAttention(PlannedAttention):
         table_rows : [B] int32 or int64, optional
             Row of the page table of each request; default: row ``b`` for request ``b``.
         """
-        self._check_size(seq_lens)
+        self._check_size(len(seq_lens), self._blocks)
         self._laid_out = self._room(len(seq_lens))
         with device_as_current(self.device):
-            rows = self._current.rows_of_ranges(table_rows)
+            rows = self._rows_of_ranges(table_rows)
             self._launches.lay_out(self._laid_out, seq_lens, rows, self.query_tokens)
 
     def run(
@@ -267,13 +255,6 @@ class LatentAttention(PlannedAttention):
         if truncates:
             out.copy_(found)
         return out
-
-    def _check_size(self, seq_lens: torch.Tensor) -> None:
-        if len(seq_lens) > self.max_batch:
-            raise AttentionError(
-                f"the batch holds {len(seq_lens)} requests; the attention was made for "
-                f"{self.max_batch}: raise max_batch"
-            )
 
     def _room(self, requests: int) -> PlanCapacity:
         """Items and entries of a batch of so many requests: leaves, and nodes above them."""

@@ -8,22 +8,18 @@ from functools import partial
 
 import torch
 
-from deft_backend.attention.current_plan import (
-    CurrentPlan,
+from deft_backend.attention.checks import AttentionError, check_attention, check_step
+from deft_backend.attention.planned_attention import (
     PlannedAttention,
     PlannedBatch,
     device_as_current,
     numbered,
 )
 from deft_backend.attention.run_inputs import (
-    AttentionError,
     QueryShape,
     QueryShapes,
     RunInputs,
     allocate_workspace,
-    check_attention,
-    check_batch,
-    check_step,
     requests_to_run,
 )
 from deft_backend.costs.table_lookup import shipped_on
@@ -145,20 +141,19 @@ class TreeAttention(PlannedAttention):
         capacity: PlanCapacity | None = None,
         compiled_for: Gpu | None = None,
     ) -> None:
-        self.device = numbered(device)
+        device = numbered(device)
         heads = (num_query_heads, num_kv_heads, head_dim)
-        shape = AttentionShape(*heads, dtype, kv_dtype or dtype, self.device, page_size)
+        shape = AttentionShape(*heads, dtype, kv_dtype or dtype, device, page_size)
         check_attention(shape, max_batch=max_batch, query_tokens=query_tokens, gpu=compiled_for)
         self.num_query_heads = num_query_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.kv_dtype = shape.kv_dtype
-        self.page_size = page_size
         self.query_tokens = query_tokens
 
-        self.policy = get_policy(policy)
-        one_way = isinstance(self.policy, Invariant)
+        rule = get_policy(policy)
+        one_way = isinstance(rule, Invariant)
         self._shapes = QueryShapes(shape, compiled_for, one_way=one_way)
         _, config, target = self._shapes[1]
         blocks = self._shapes[query_tokens].blocks.blocks
@@ -168,34 +163,34 @@ class TreeAttention(PlannedAttention):
         if one_way:
             # A table that `deft tune` measured on one machine must not change bits.
             costs = shipped_on(shape)
-            self.policy = invariant = Invariant.for_target(replace(target, cost_model=costs))
+            rule = invariant = Invariant.for_target(replace(target, cost_model=costs))
             invariant.check_workspace(max_batch * blocks, max_tokens, result_bytes)
             capacity = capacity or PlanCapacity.for_chunks(
                 max_batch * blocks, invariant.num_chunks(max_tokens)
             )
-        self.capacity = capacity or PlanCapacity.for_batch(
+        capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks, max(target.tile_programs), result_bytes
         )
-        self.max_batch = self.capacity.max_batch // blocks
-        self._current = CurrentPlan(
-            self.policy,
+        self.max_batch = capacity.max_batch // blocks
+        super().__init__(
+            rule,
             target,
-            self.capacity,
-            self.device,
+            capacity,
+            device,
             page_size,
             overlapped=config.overlapped,
             interpreted=config.interpreted,
         )
         self._workspace = allocate_workspace(
-            self.capacity.max_entries * tokens, num_query_heads, head_dim, dtype, self.device
+            capacity.max_entries * tokens, num_query_heads, head_dim, dtype, device
         )
-        self._inputs = RunInputs(shape, self.capacity.max_batch)
+        self._inputs = RunInputs(shape)
         # The last run's batch, the layout of its layer, and what repeats it for other layers.
         self._repeatable: tuple[PlannedBatch, tuple[object, ...], LayerLaunches] | None = None
 
     @property
     def _shape(self) -> QueryShape:
-        return self._shapes[self._current.batch.blocks.query_tokens]
+        return self._shapes[self.batch.blocks.query_tokens]
 
     @property
     def target(self) -> Target:
@@ -211,7 +206,7 @@ class TreeAttention(PlannedAttention):
     @property
     def grouping(self) -> Grouping | None:
         """The groups behind `last_plan`."""
-        return self._current.batch.grouping
+        return self.batch.grouping
 
     @property
     def unit_scale(self) -> torch.Tensor:
@@ -222,7 +217,7 @@ class TreeAttention(PlannedAttention):
     def workspace_bytes(self) -> int:
         """Bytes of device memory: partial results, the plan and the device planner, if used."""
         held: list[torch.Tensor] = list(self._workspace)
-        return sum(part.nbytes for part in held) + self._current.num_bytes
+        return sum(part.nbytes for part in held) + self._plan_bytes()
 
     def plan(self, forest: PrefixForest, *, query_tokens: int = 1) -> Plan:
         """Plan a forest on the CPU; copy the plan to the device, on the current stream.
@@ -241,7 +236,7 @@ class TreeAttention(PlannedAttention):
             tree needs more than the arrays hold.
         """
         shape = self._shape_of(query_tokens)
-        return self._current.plan_forest(forest, shape.blocks, shape.target)
+        return self._plan_forest(forest, shape.blocks, shape.target)
 
     def _plan_rows(
         self,
@@ -252,21 +247,13 @@ class TreeAttention(PlannedAttention):
         *,
         on_device: bool,
     ) -> None:
-        tokens, batch = 1 if query_tokens is None else query_tokens, len(seq_lens)
+        tokens = 1 if query_tokens is None else query_tokens
         shape = self._shape_of(tokens)
-        if batch * shape.blocks.blocks > self.capacity.max_batch:
-            raise AttentionError(
-                f"the batch holds {batch} requests; the plan was sized for "
-                f"{self.capacity.max_batch // shape.blocks.blocks}: raise max_batch"
-            )
-        if table_rows is None:
-            table_rows = self._inputs.first_rows(page_table, batch)
-        check_batch(page_table, seq_lens, table_rows, self.device)
-        rows = (page_table, table_rows, seq_lens)
+        rows = self._checked(page_table, seq_lens, table_rows, shape.blocks)
         if on_device:
-            self._current.plan_on_device(*rows, shape.blocks, shape.target)
+            self._launch_plan(rows, shape.blocks, shape.target)
         else:
-            self._current.plan_rows(*rows, partial(self.plan, query_tokens=tokens))
+            self._plan_by_reference(rows, partial(self.plan, query_tokens=tokens))
 
     def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.
@@ -276,7 +263,7 @@ class TreeAttention(PlannedAttention):
         PlanError if the plan does not fit `capacity`, or needs the masked tile and the policy does
         not.
         """
-        self._current.use(plan, forest, self._shape_of(query_tokens).blocks)
+        self._use(plan, forest, self._shape_of(query_tokens).blocks)
 
     def poison_workspace(self) -> None:
         """Fill the workspace with NaN, so that a read before a write shows in the output."""
@@ -352,7 +339,7 @@ class TreeAttention(PlannedAttention):
             If nothing was planned, shapes, dtypes or devices do not match, or `sm_scale` is not
             finite and above 0.
         """
-        planned = self._current.batch
+        planned = self.batch
         query_tokens = planned.blocks.query_tokens
         inputs = self._inputs
         given = len(seq_lens) if query_start is not None else len(q) // query_tokens
@@ -360,7 +347,7 @@ class TreeAttention(PlannedAttention):
         rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
             out = inputs.new_output(q, requests, query_start, planned, static_launch)
-        by_request = inputs.first_rows(page_table, requests) if table_rows is None else table_rows
+        by_request = self._first_rows(page_table, requests) if table_rows is None else table_rows
         step = Step(
             q,
             inputs.paged(k_cache),
@@ -381,7 +368,7 @@ class TreeAttention(PlannedAttention):
         if requests == 0 or rows == 0:
             return out
         inputs.put_scales_together(step)
-        step.table_rows = self._current.rows_of_ranges(table_rows)
+        step.table_rows = self._rows_of_ranges(table_rows)
         config = self._shapes[query_tokens].config
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of
         # requests that the plan does not cover stay as they are.
@@ -391,7 +378,7 @@ class TreeAttention(PlannedAttention):
         with device_as_current(self.device):
             launches = run_plan(
                 config,
-                self._current.arrays,
+                self.arrays,
                 step,
                 self._workspace,
                 blocks=planned.blocks,
@@ -435,7 +422,7 @@ class TreeAttention(PlannedAttention):
         if self._repeatable is None:
             return False
         batch, layout, launches = self._repeatable
-        return batch is self._current.batch and launches.run(layout, layer, q, out)
+        return batch is self.batch and launches.run(layout, layer, q, out)
 
     def _shape_of(self, query_tokens: int) -> QueryShape:
         """How a batch of so many query tokens a request is planned and run."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deft_backend.attention import Gpu, TreeAttention, layer_addresses
-from deft_backend.attention.current_plan import PlannedBatch
+from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.kernels import layer_launches
 from deft_backend.shapes import QueryBlocks
@@ -63,7 +63,7 @@ class Step:
 
     def plan(self):
         blocks = QueryBlocks.of(self.tokens, HEADS // KV_HEADS)
-        self.attention._current.batch = PlannedBatch(BATCH, from_rows=True, blocks=blocks)
+        self.attention.batch = PlannedBatch(BATCH, from_rows=True, blocks=blocks)
 
     def layer(self, **changes):
         cache = torch.zeros((9, KV_HEADS, PAGE, 2 * DIM), dtype=self.kv_dtype).transpose(1, 2)

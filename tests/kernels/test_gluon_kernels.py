@@ -80,7 +80,7 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
 
     def prepare(attention):
         if chunk is not None:
-            attention._current.policy = DeftFlatten(chunk)
+            attention.policy = DeftFlatten(chunk)
         use_gluon(attention, lookahead, programs, query_tokens)
 
     page_size, grow = given.get("page_size", 1), given.get("grow", 0)

@@ -80,7 +80,7 @@ class Attended(NamedTuple):
 
     @property
     def arrivals(self):
-        return self.attention._current.arrays["arrivals"]
+        return self.attention.arrays["arrivals"]
 
     def plan(self):
         return self.attention.plan(forest_from_page_tables(self.table, self.lens, 16))

@@ -1,4 +1,4 @@
-"""The plan that the kernels follow: its arrays on the device, its batch, and its replacement."""
+"""What every attention over a plan has: its arrays on the device, its batch, and the planners."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deft_backend.attention.checks import AttentionError, check_batch
 from deft_backend.forest import PrefixForest, forest_from_page_tables, forest_of_blocks
 from deft_backend.planner import (
     DevicePlan,
@@ -25,6 +26,9 @@ from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
 _AS_IT_IS = nullcontext()
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A batch: the page table, the row of each request, and its tokens."""
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -59,18 +63,43 @@ class PlannedBatch:
 
 
 class PlannedAttention(ABC):
-    """What adapters need of an attention over a plan, whatever it computes."""
+    """What adapters need of an attention over a plan, whatever it computes.
 
-    device: torch.device
-    capacity: PlanCapacity
+    The plan's arrays lie at addresses that CUDA graphs can hold. `batch` is what they cover.
+    """
+
     max_batch: int  # most requests of a batch
     query_tokens: int  # most query tokens of a request
-    _current: CurrentPlan
+
+    def __init__(
+        self,
+        policy: Policy,
+        target: Target,
+        capacity: PlanCapacity,
+        device: torch.device,
+        page_size: int,
+        *,
+        overlapped: bool,
+        interpreted: bool,
+    ) -> None:
+        self.policy = policy
+        self.capacity = capacity
+        self.device = device
+        self.page_size = page_size
+        #: Whether Triton's interpreter runs the kernels, and the reference plans batches.
+        self.interpreted = interpreted
+        self.arrays = DevicePlan(capacity, device)
+        self.batch = PlannedBatch()
+        self._target = target
+        self._overlapped = overlapped
+        self._device_planner: DevicePlanner | None = None
+        self._counters = new_counters(device)
+        self._own_rows = torch.arange(capacity.max_batch, dtype=torch.int32, device=device)
 
     @property
     def target(self) -> Target:
         """The attention, the GPU and the costs that plans are made for."""
-        return self._current.target
+        return self._target
 
     def plan_batch(
         self,
@@ -148,93 +177,84 @@ class PlannedAttention(ABC):
         after each plan. Raises PolicyError if no server can run the policy, or the device planner
         cannot plan for this attention. So adapters ask for the counters at start.
         """
-        return self._current.counters
-
-    @property
-    def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, and the reference plans batches."""
-        return self._current.interpreted
-
-    @property
-    def device_planner(self) -> DevicePlanner:
-        """The planner behind `plan_on_device`; the first use allocates its memory."""
-        return self._current.device_planner
-
-    @property
-    def forest(self) -> PrefixForest | None:
-        """The plan's forest, with a query for each query block; None if the device planned."""
-        return self._current.batch.forest
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The plan; None if the device planned."""
-        return self._current.batch.plan
-
-    def clear_plan(self) -> None:
-        """Empty the plan on the device: kernels then return at once for any batch."""
-        self._current.clear()
-
-
-class CurrentPlan:
-    """A plan's arrays on the device, at addresses that CUDA graphs can hold, and the planners that
-    write them; `batch` is what they cover.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        target: Target,
-        capacity: PlanCapacity,
-        device: torch.device,
-        page_size: int,
-        *,
-        overlapped: bool,
-        interpreted: bool,
-    ) -> None:
-        self.policy = policy
-        self.target = target
-        self.capacity = capacity
-        self.arrays = DevicePlan(capacity, device)
-        self.batch = PlannedBatch()
-        self._device = device
-        self._page_size = page_size
-        self._overlapped = overlapped
-        self.interpreted = interpreted
-        self._device_planner: DevicePlanner | None = None
-        self._counters = new_counters(device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory: the arrays, and the device planner's memory if it is used."""
-        planner = self._device_planner.num_bytes if self._device_planner is not None else 0
-        return self.arrays.num_bytes + planner
-
-    @property
-    def counters(self) -> torch.Tensor:
-        """The counts of both planners; see :attr:`PlannedAttention.counters`."""
-        if not self.interpreted:
-            return self.device_planner.counters
-        check_served(self.policy)
+        if self.interpreted:
+            check_served(self.policy)
+        else:
+            _ = self.device_planner
         return self._counters
 
     @property
     def device_planner(self) -> DevicePlanner:
-        """The device planner; the first use allocates its memory. Raises PolicyError as it does."""
+        """The planner behind `plan_on_device`; the first use allocates its memory.
+
+        Raises PolicyError as the planner does.
+        """
         if self._device_planner is None:
             check_served(self.policy)
             self._device_planner = DevicePlanner(
-                self.target,
+                self._target,
                 self.policy,
                 self.arrays,
-                self._device,
-                self._page_size,
+                self.device,
+                self.page_size,
                 overlapped=self._overlapped,
                 interpreted=self.interpreted,
                 counters=self._counters,
             )
         return self._device_planner
 
-    def plan_forest(
+    @property
+    def forest(self) -> PrefixForest | None:
+        """The plan's forest, with a query for each query block; None if the device planned."""
+        return self.batch.forest
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan; None if the device planned."""
+        return self.batch.plan
+
+    def clear_plan(self) -> None:
+        """Empty the plan on the device: kernels then return at once for any batch."""
+        with device_as_current(self.device):
+            self.arrays.clear()
+        self.batch = replace(self.batch, requests=0)
+
+    def _plan_bytes(self) -> int:
+        """Bytes of device memory: the arrays, and the device planner's memory if it is used."""
+        planner = self._device_planner.num_bytes if self._device_planner is not None else 0
+        return self.arrays.num_bytes + planner
+
+    def _check_size(self, requests: int, blocks: QueryBlocks) -> None:
+        if requests * blocks.blocks > self.capacity.max_batch:
+            raise AttentionError(
+                f"the batch holds {requests} requests; the plan was sized for "
+                f"{self.capacity.max_batch // blocks.blocks}: raise max_batch"
+            )
+
+    def _first_rows(self, page_table: torch.Tensor, requests: int) -> torch.Tensor:
+        """[requests] int32: row ``r`` of the page table for request ``r``."""
+        if requests > min(len(page_table), len(self._own_rows)):
+            raise AttentionError(
+                f"{requests} requests, a page table of {len(page_table)} rows and max_batch "
+                f"{len(self._own_rows)}; expected a row each, or table_rows, and a larger max_batch"
+            )
+        return self._own_rows[:requests]
+
+    def _checked(
+        self,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table_rows: torch.Tensor | None,
+        blocks: QueryBlocks,
+    ) -> Rows:
+        """The rows of a batch; AttentionError if they do not fit together, or are too many."""
+        self._check_size(len(seq_lens), blocks)
+        if table_rows is None:
+            table_rows = self._first_rows(page_table, len(seq_lens))
+        check_batch(page_table, seq_lens, table_rows, self.device)
+        return page_table, table_rows, seq_lens
+
+    def _plan_forest(
         self,
         forest: PrefixForest,
         blocks: QueryBlocks,
@@ -247,55 +267,42 @@ class CurrentPlan:
         """
         forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
         plan, grouping = plan_forest(forest, policy or self.policy, target, self.capacity)
-        self.use(plan, forest, blocks)
+        self._use(plan, forest, blocks)
         self.batch = replace(self.batch, grouping=grouping)
         return plan
 
-    def plan_on_device(
-        self,
-        page_table: torch.Tensor,
-        table_rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        blocks: QueryBlocks,
-        target: Target,
-        limits: Limits | None = None,
+    def _launch_plan(
+        self, rows: Rows, blocks: QueryBlocks, target: Target, limits: Limits | None = None
     ) -> None:
         """Replace the plan by the device planner's, or by an empty one for an empty batch."""
-        planner = self.device_planner
+        planner, requests = self.device_planner, len(rows[2])
         # A failed launch leaves the arrays half written, so they belong to no batch.
         self.batch = PlannedBatch()
-        with device_as_current(self._device):
-            if len(seq_lens):
+        with device_as_current(self.device):
+            if requests:
                 planner.plan(
-                    page_table,
-                    table_rows,
-                    seq_lens,
+                    *rows,
                     target=target,
                     private_tokens=blocks.private_tokens,
                     limits=limits,
                 )
             else:
                 self.arrays.clear()
-        self.batch = PlannedBatch(requests=len(seq_lens), from_rows=True, blocks=blocks)
+        self.batch = PlannedBatch(requests=requests, from_rows=True, blocks=blocks)
 
-    def plan_rows(
-        self,
-        page_table: torch.Tensor,
-        table_rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        plan: Callable[[PrefixForest], Plan],
-    ) -> None:
+    def _plan_by_reference(self, rows: Rows, plan: Callable[[PrefixForest], Plan]) -> None:
         """Replace the plan by the reference's for these rows of a page table; count it.
 
         `plan` makes the plan of a forest current.
         """
         began = time.perf_counter_ns()
+        page_table, table_rows, seq_lens = rows
         lens = seq_lens.numpy()
-        columns = -(-int(lens.max(initial=0)) // self._page_size)
+        columns = -(-int(lens.max(initial=0)) // self.page_size)
         table = page_table.numpy()[:, :columns][table_rows.numpy()]
         # Page tables of hosts need no check. vLLM keeps both copies of a page computed twice, and
         # later requests may hold either; equal page ids still mean equal tokens before them.
-        found = plan(forest_from_page_tables(table, lens, self._page_size, check=False))
+        found = plan(forest_from_page_tables(table, lens, self.page_size, check=False))
         requests = torch.from_numpy(found.segment_request)
         self.arrays["segment_table"][: len(requests)] = table_rows[requests]
         self.batch = replace(self.batch, from_rows=True)
@@ -303,7 +310,7 @@ class CurrentPlan:
         if len(lens):  # as the device planner, which has nothing to launch
             self._counters += torch.tensor(counts)
 
-    def use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks = ONE_TOKEN) -> None:
+    def _use(self, plan: Plan, forest: PrefixForest, blocks: QueryBlocks) -> None:
         """Replace the plan by one of `forest`, which has a query for each query block.
 
         Raises PlanError if the arrays cannot hold the plan, or it needs the masked tile and the
@@ -322,13 +329,13 @@ class CurrentPlan:
                 "policy='deft-flatten'"
             )
         check_capacity(plan, self.capacity)
-        with device_as_current(self._device):
+        with device_as_current(self.device):
             self.arrays.upload(plan)
         self.batch = PlannedBatch(
             forest.batch_size // blocks.blocks, blocks=blocks, forest=forest, plan=plan
         )
 
-    def rows_of_ranges(self, table_rows: torch.Tensor | None) -> torch.Tensor:
+    def _rows_of_ranges(self, table_rows: torch.Tensor | None) -> torch.Tensor:
         """[segments] int32: the page table's row of each KV range of the plan.
 
         Plans from rows of a page table hold them. Others hold requests: `table_rows` [B] are their
@@ -341,9 +348,3 @@ class CurrentPlan:
             return requests
         # Behind the plan's ranges, an earlier plan may have left other requests.
         return table_rows[requests.clamp(max=len(table_rows) - 1)].int()
-
-    def clear(self) -> None:
-        """Empty the arrays: kernels then return at once for any batch."""
-        with device_as_current(self._device):
-            self.arrays.clear()
-        self.batch = replace(self.batch, requests=0)
