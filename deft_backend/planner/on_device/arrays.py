@@ -147,7 +147,7 @@ class Tiles(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """The arrays of ``flatten.py``."""
+    """The arrays of ``flatten.py`` and ``write_flattened.py``."""
 
     order: Pointer
     cut: Pointer

@@ -44,7 +44,7 @@ class ProgramWork:
     node_columns: int
     leaves: int  # requests whose leaves one program of ``write_plan`` writes
     node_programs: int  # programs of ``write_plan`` that write nodes, at most
-    tile_programs: int  # programs of each kernel of ``flatten.py``, at most
+    tile_programs: int  # programs of each kernel for tiles of `deft-flatten`, at most
     width: int  # entries of a node that one program writes at a time
     candidates: int  # chunk lengths that are priced for each tile shape; a power of two
     warps: Warps  # warps of a program

@@ -15,7 +15,14 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
-from deft_backend.planner.on_device.tiles import Estimate, chunk_at, parts_of, sizes_of, tiles_of
+from deft_backend.planner.on_device.tiles import (
+    Estimate,
+    chunk_at,
+    parts_of,
+    sizes_of,
+    sum_of_rows,
+    tiles_of,
+)
 
 
 class Range(NamedTuple):
@@ -119,11 +126,6 @@ def _is_before(other, other_cut, range_, cut):
     return (other_rank > rank) | ((other_rank == rank) & earlier)
 
 
-@jit
-def _sum(values):
-    return tl.reduce(values, 1, tl.standard._sum_combine)
-
-
 @jit(do_not_specialize=["batch", "small_tile", "large_tile", "block"])
 def measure_ranges(
     ranges: Ranges,
@@ -188,7 +190,7 @@ def measure_ranges(
         other_cut = _cut_leaves(other, lengths, held, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         before_leaves += tl.where(before, other_cut.num_chunks[None, :], 0)
-    item = _sum(before_leaves)
+    item = sum_of_rows(before_leaves)
     entry = item
     part = tl.full([BLOCK], 0, tl.int32)
     small_part = tl.full([BLOCK], 0, tl.int32)
@@ -197,15 +199,15 @@ def measure_ranges(
         other_cut = _cut_nodes(other, lengths, held, large_tile, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         num_chunks = other_cut.num_chunks
-        item += _sum(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))
-        entry += _sum(tl.where(before, (other.queries * num_chunks)[None, :], 0))
+        item += sum_of_rows(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))
+        entry += sum_of_rows(tl.where(before, (other.queries * num_chunks)[None, :], 0))
         above = other.end[None, :] <= mine.begin[:, None]
         above = above & (other.first[None, :] <= mine.first[:, None])
         stop = mine.first + mine.queries
         above = above & ((other.first + other.queries)[None, :] >= stop[:, None])
-        part += _sum(tl.where(above, num_chunks[None, :], 0))
+        part += sum_of_rows(tl.where(above, num_chunks[None, :], 0))
         num_small_chunks = tl.where(other_cut.is_large, 0, num_chunks)
-        small_part += _sum(tl.where(above, num_small_chunks[None, :], 0))
+        small_part += sum_of_rows(tl.where(above, num_small_chunks[None, :], 0))
     place = tl.load(chosen.place + nodes.number, mask=nodes.queries > 0, other=0)
     at = tl.where(is_leaf, leaves.number, place)
     there = mine.queries > 0

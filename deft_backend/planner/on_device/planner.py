@@ -19,6 +19,7 @@ from deft_backend.planner.on_device import (
     measure_ranges,
     order_rows,
     price_chunks,
+    write_flattened,
     write_plan,
 )
 from deft_backend.planner.on_device.arrays import Scratch, Tables, new_counters
@@ -43,8 +44,8 @@ WRITE_PLAN = Kernel(write_plan, "write_plan")
 FLATTEN_FOREST = Kernel(flatten, "flatten_forest")
 FIND_GROUPS = Kernel(flatten, "find_groups")
 CUT_GROUPS = Kernel(flatten, "cut_groups")
-MEASURE_TILES = Kernel(flatten, "measure_tiles")
-WRITE_FLATTENED = Kernel(flatten, "write_flattened")
+MEASURE_TILES = Kernel(write_flattened, "measure_tiles")
+WRITE_FLATTENED = Kernel(write_flattened, "write_flattened")
 
 _Rule = assign_edges.EdgeCosts | flatten.Rule | None
 """What the kernels of some rules of edges are compiled for."""
@@ -165,7 +166,8 @@ class DevicePlanner:
         (small, large), work, scratch = numbers.tiles, self._work(size), self._scratch
         tables = Tables(page_table, table_rows, seq_lens)
         dtypes = (page_table.dtype, table_rows.dtype, seq_lens.dtype)
-        self._kind = (self._fixed, size, dtypes, blocks, vectors, rule)
+        knots = len(numbers.estimate[0])  # how many arguments some kernels have
+        self._kind = (self._fixed, size, dtypes, blocks, vectors, knots, rule)
         pointers = addresses_of(tuple(tables))
         self._aligned = (pointers[0] | pointers[1] | pointers[2]) % 16 == 0
         shape = (batch, columns, page_table.stride(0), private_tokens)

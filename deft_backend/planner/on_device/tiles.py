@@ -30,6 +30,12 @@ def total(values):
     return tl.reduce(values, 0, tl.standard._sum_combine)
 
 
+@jit
+def sum_of_rows(values):
+    """Sum of each row's values."""
+    return tl.reduce(values, 1, tl.standard._sum_combine)
+
+
 class Estimate(NamedTuple):
     """``C_est`` of each tile shape in nanoseconds: linear between profiled lengths."""
 
