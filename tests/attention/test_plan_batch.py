@@ -23,7 +23,7 @@ def padded_batch(seed, query_tokens):
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("query_tokens", [1, 3])
 def test_equals_the_device_planner(policy, query_tokens):
-    """Outputs, with every kernel launched or only those with items, and counters."""
+    """Outputs of both, with every kernel launched or only those with items, and counters."""
     reference, device = (
         tree_attention(page_size=2, max_batch=10, policy=policy, query_tokens=query_tokens)
         for _ in range(2)
@@ -39,20 +39,20 @@ def test_equals_the_device_planner(policy, query_tokens):
         # A graph may hold more requests than the plan.
         q = torch.randn(9 * query_tokens, 4, 64, generator=generator)
         want = reference_attention(q[: 8 * query_tokens], k_cache, v_cache, table[rows], lens)
-        for static_launch in (False, True):
-            for requests in (8, 9):
-                reference.poison_workspace()
-                out = reference.run(
-                    q[: requests * query_tokens],
-                    k_cache,
-                    v_cache,
-                    table,
-                    torch.cat([lens, torch.ones(1).long()])[:requests],
-                    table_rows=torch.cat([rows, rows[:1]])[:requests],
-                    static_launch=static_launch,
-                )
-                assert relative_error(out[: len(want)], want) < 2e-6
-                assert not out[len(want) :].any()
+        runs = [(reference, static, held) for static in (False, True) for held in (8, 9)]
+        for attention, static_launch, requests in [*runs, (device, True, 9)]:
+            attention.poison_workspace()
+            out = attention.run(
+                q[: requests * query_tokens],
+                k_cache,
+                v_cache,
+                table,
+                torch.cat([lens, torch.ones(1).long()])[:requests],
+                table_rows=torch.cat([rows, rows[:1]])[:requests],
+                static_launch=static_launch,
+            )
+            assert relative_error(out[: len(want)], want) < 2e-6
+            assert not out[len(want) :].any()
     assert reference.counters[0] == 2
     assert reference.counters[3] > 0
 

@@ -11,7 +11,6 @@ pytest.importorskip("safetensors", reason="the example reads its model with safe
 
 from deft_backend.attention import TreeAttention
 from deft_backend.planner.on_device import largest_batch
-from examples.page_table_engine.cache import PADDING_PAGE, PagePool, page_keys
 from examples.page_table_engine.engine import Engine
 from examples.page_table_engine.model import Llama
 
@@ -113,20 +112,6 @@ def test_shared_prefix_is_read_once(model):
     assert requests == [0, 1, 2]
 
 
-def test_padding_writes_nothing_that_is_read(model):
-    caches = []
-    for attention, max_batch in (("tree", 4), ("torch", 3)):
-        engine = Engine(model, num_pages=64, page_size=8, max_batch=max_batch, attention=attention)
-        for prompt in PROMPTS:
-            engine.add(prompt, 3)
-        engine.step()  # of three requests: padded to four, and not padded
-        caches.append(torch.stack((engine._cache.k, engine._cache.v)))
-    padded, exact = (cache[:, :, PADDING_PAGE + 1 :] for cache in caches)
-    torch.testing.assert_close(padded, exact, rtol=1e-3, atol=1e-4)
-    assert caches[0][:, :, PADDING_PAGE].any()
-    assert not caches[1][:, :, PADDING_PAGE].any()
-
-
 def test_graph_replays_read_the_static_buffers(model, monkeypatch):
     """With a stand-in for CUDA graphs: a replay repeats the captured forward."""
     plain = Engine(model, num_pages=64, page_size=8, max_batch=4, attention="torch")
@@ -216,26 +201,6 @@ def test_requests_wait_for_pages_and_rows(model):
         request: expected[request] for request in requests[1:]
     }
     assert tight.pool.num_unused == 12
-
-
-def test_pages_given_out_anew_are_forgotten():
-    pool = PagePool(4)
-    tokens = list(range(24))
-    keys = page_keys(tokens, 8, 3)
-    assert keys == page_keys(tokens, 8, 3, keys[:1])
-    assert page_keys([9, *tokens[1:]], 8, 3)[2] != keys[2]  # of all tokens up to its end
-    pages = pool.acquire([], 3)
-    assert pages is not None
-    assert PADDING_PAGE not in pages
-    for page, key in zip(pages, keys, strict=True):
-        pool.publish(page, key)
-    assert pool.acquire([], 1) is None
-    pool.release(pages)
-    assert pool.match(keys) == pages
-    assert pool.acquire(pages[:1], 3) is None  # the matched page is one of the three unused
-    fresh = pool.acquire([], 1)
-    assert fresh == pages[2:]  # the end of a prefix goes first
-    assert pool.match(keys) == pages[:2]
 
 
 def test_page_quotes_the_example():

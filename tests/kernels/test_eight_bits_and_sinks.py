@@ -2,51 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_kernels import DEVICES, check, chunks_and_leaves, random_batch, shapes_of, star
+from test_kernels import DEVICES, check, chunks_and_leaves, shapes_of, star
 
 from attention_checks import tree_attention
-from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
-from deft_backend.attention import HEAD_DIMS
+from deft_backend import AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
-SINKS = [torch.float32, torch.bfloat16]
-SHAPES = [(4, 4), (10, 2), (6, 1), (14, 2), (12, 1), (4, 4), (10, 2), (6, 1)]
 WIDE = torch.zeros(9, 2, 64)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    requests=st.integers(1, 14),
-    page_size=st.sampled_from([1, 3, 16, 64]),
-    grow=st.sampled_from([0, 1, 20]),
-    kv_dtype=st.sampled_from([None, *EIGHT_BITS]),
-    sinks=st.sampled_from([None, *SINKS]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    on_device=st.booleans(),
-    room=st.sampled_from([0, 1, 50]),
-    wider=st.sampled_from([0, 9]),
-    own_rows=st.booleans(),
-)
-def test_policies_on_random_forests(policy, device, seed, requests, on_device, **drawn):
-    """Caches of 16 and of 8 bits, with and without sinks."""
-    batch = random_batch(seed, drawn["page_size"], requests, spare=20)
-    scaled = on_device and drawn["kv_dtype"] is not None
-    check(batch, policy=policy, device=device, scales_on_device=scaled, **drawn)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("head_dim", "heads"), [*zip(2 * HEAD_DIMS, SHAPES, strict=True)])
-def test_head_shapes(device, head_dim, heads):
-    """GQA groups of 1, 5, 6, 7 and 12 query heads."""
-    given = {"kv_dtype": EIGHT_BITS[heads[0] % 4 // 2], "sinks": torch.float32}
-    given |= {"device": device, "dtype": torch.bfloat16, "policy": "deft-node", "page_size": 16}
-    check(star(9, 96, [3, 40, 0], 16), head_dim=head_dim, heads=heads, **given)
 
 
 @pytest.mark.parametrize("device", DEVICES)

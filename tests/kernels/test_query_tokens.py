@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import chunks_and_leaves, star
 
 from attention_checks import DEVICES, Batch, check, tree_attention
-from deft_backend import POLICY_NAMES, AttentionError, forest_from_page_tables
+from deft_backend import AttentionError, forest_from_page_tables
 from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.shapes import QueryBlocks
 from random_batches import random_batch
@@ -52,61 +52,6 @@ def tree_bits(seed, requests, query_tokens):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@settings(max_examples=6, deadline=None)
-@given(data=st.data())
-def test_chains_and_trees_on_random_forests(on_device, device, data):
-    seed = data.draw(st.integers(0, 2**32), "seed")
-    page_size = data.draw(st.sampled_from([1, 3, 16, 64]), "page size")
-    query_tokens = data.draw(st.sampled_from([1, 2, 3, 4, 8, 17, 40]), "query tokens")
-    requests = data.draw(st.integers(1, 5), "requests")
-    heads = data.draw(st.sampled_from([(2, 2), (4, 2), (4, 1), (8, 1)]), "heads")
-    grow = data.draw(st.sampled_from([0, 1, 20]), "grow")
-    tree, counts = None, None
-    if data.draw(st.booleans(), "tree"):
-        tree = tree_bits(seed, requests, query_tokens)
-    if data.draw(st.booleans(), "ragged"):
-        counts = data.draw(
-            st.lists(st.integers(0, query_tokens), min_size=requests, max_size=requests), "counts"
-        )
-    batch = drafts(seed, requests, page_size, query_tokens, spare=20)
-    check(
-        batch,
-        query_tokens,
-        on_device=on_device,
-        device=device,
-        heads=heads,
-        page_size=page_size,
-        tree=tree,
-        counts=counts,
-        grow=grow,
-        room=data.draw(st.sampled_from([0, 1, 50]), "room"),
-        wider=data.draw(st.sampled_from([0, 9]), "wider"),
-        sinks=data.draw(st.sampled_from([None, torch.float32]), "sinks"),
-        own_rows=data.draw(st.booleans(), "own rows"),
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_policies(policy, device):
-    """Blocks of one tile and of several, over ranges that each policy cuts in its own way."""
-    query_tokens = 24
-    batch = drafts(7, 4, 3, query_tokens, longest=90, spare=9)
-    tree = tree_bits(7, 4, query_tokens)
-    check(
-        batch,
-        query_tokens,
-        policy=policy,
-        device=device,
-        heads=(8, 2),
-        page_size=3,
-        tree=tree,
-        grow=9,
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("query_tokens", [65, 256])
 def test_many_query_tokens(on_device, device, query_tokens):
     """Several blocks of each request and several words of bits, as in DeFT's token trees."""
@@ -122,31 +67,6 @@ def test_many_query_tokens(on_device, device, query_tokens):
         tree=None if on_device and query_tokens == 65 else tree,
     )
     assert attention.target.query_blocks == -(-query_tokens // 64)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("head_dim", "heads"), [(64, (4, 4)), (96, (6, 2)), (128, (8, 1)), (256, (4, 4))]
-)
-def test_head_shapes(device, head_dim, heads):
-    batch = drafts(head_dim, 4, 16, 4)
-    dtype = torch.bfloat16 if head_dim == 128 else torch.float16
-    tree = tree_bits(head_dim, 4, 4) if head_dim < 128 else None
-    check(
-        batch,
-        4,
-        device=device,
-        head_dim=head_dim,
-        heads=heads,
-        page_size=16,
-        tree=tree,
-        dtype=dtype,
-    )
-
-
-def test_float32_soft_cap_and_fewer_query_tokens_than_the_most():
-    batch = drafts(3, 6, 1, 6)
-    check(batch, 6, most=40, dtype=torch.float32, logit_cap=3.0, tree=tree_bits(3, 6, 6))
 
 
 @pytest.mark.parametrize(
@@ -178,13 +98,6 @@ def test_query_tokens_of_equal_pages_are_read_apart():
     batch = Batch(table, torch.tensor([12, 12, 9, 10], dtype=torch.int32), 12)
     for on_device in (False, True):
         check(batch, 4, on_device=on_device, tree=tree_bits(5, 4, 4))
-
-
-def test_fewer_query_tokens_than_the_plan_has():
-    """Rows lie where `query_start` says, also of requests with one token or none."""
-    check(drafts(9, 5, 1, 1), 1, counts=[1, 0, 1, 1, 0])
-    for tree in (None, tree_bits(9, 4, 5)):
-        check(drafts(9, 4, 1, 5), 5, counts=[2, 5, 4, 1], tree=tree)
 
 
 def test_rows_of_no_request_stay_as_they_are():

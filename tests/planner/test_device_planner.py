@@ -122,38 +122,8 @@ def plans_of(batch, target, capacity, device=CPU, policy=AUTO):
     return host, made
 
 
-def random_forest(seed, requests, depths, private):
-    """Neighbours share random depths; each request has up to `private` tokens of its own."""
-    random = np.random.default_rng(seed)
-    requests = int(random.integers(*requests))
-    shared = random.choice(depths, size=requests - 1)
-    longest = np.maximum(np.append(shared, 0), np.append(0, shared))
-    lens = longest + random.integers(1, private, size=requests)
-    return batch_of(build_forest(np.arange(requests), shared, lens), seed)
-
-
-TREES = {
-    "one level": ([1, 32], [4000, 5]),
-    "many small levels": ([1, 2, 2, 2, 2], [16, 16, 16, 16, 16]),
-    "two trees": ([2, 8, 2], [1000, 33, 16]),
-    "unshared": ([16], [500]),
-    "one request": ([1], [3000]),
-    "long and wide": ([1, 3, 20], [20_000, 700, 90]),
-}
 # The interpreted planner prices four chunk lengths; with one block in a range there is only one.
 ONE_BLOCK = replace(TARGET, block_tokens=32_768)
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_host_planner_decides_the_same(name):
-    plans_of(batch_of(regular_forest(*TREES[name])), ONE_BLOCK, PlanCapacity.for_batch(64))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_host_planner_decides_the_same_on_random_forests(seed):
-    """Nodes are long enough for close decisions."""
-    batch = random_forest(seed, (2, 40), [0, 16, 48, 96, 160, 400, 900, 3000], 300)
-    plans_of(batch, ONE_BLOCK, PlanCapacity.for_batch(64))
 
 
 def test_leaves_merge_as_many_results_as_the_hosts_do():
@@ -189,6 +159,30 @@ def random_batch(seed, requests, depths, private=1500):
     rows = zip(batch.page_tables.tolist(), batch.seq_lens.tolist(), strict=True)
     tables, lengths = zip(*sorted(rows, key=lambda row: row[0][: row[1]]), strict=True)
     return Batch(np.array(tables, np.int32), np.array(lengths, np.int32), 1)
+
+
+weights = st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])
+edge_policies = st.one_of(
+    st.just(AUTO), st.builds(lambda *abc: FastTree(FastTreeCoefficients(*abc)), *[weights] * 3)
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 20),
+    requests=st.integers(1, 40),
+    policy=edge_policies,
+    # Long nodes make close decisions of `auto`, short ones those of FastTree.
+    lengths=st.sampled_from(
+        [([0, 16, 48, 96, 160, 400, 900, 3000], 300), ([0, 3, 8, 16, 33, 96, 400], 40)]
+    ),
+    heads=st.sampled_from([(32, 32), (32, 8), (16, 1)]),
+)
+def test_edges_are_cut_as_the_reference_cuts_them(seed, requests, policy, lengths, heads):
+    """One KV block holds every range, so only the edges decide."""
+    batch = random_batch(seed, requests, *lengths)
+    target = Target(*heads, head_dim=128, block_tokens=32_768)
+    plans_of(batch, target, PlanCapacity.for_batch(64, 2000), policy=policy)
 
 
 ON_DEVICE = [name for name, policy in POLICIES.items() if policy.rules is not None]
@@ -240,21 +234,6 @@ def test_every_policys_plan_attends_to_every_token_once(batch, target, name, wei
     check(batch, plan_of(batch, target, policy=policy), target)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 1 << 20),
-    requests=st.integers(2, 30),
-    weights=st.tuples(*[st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])] * 3),
-    heads=st.sampled_from([(32, 32), (32, 8), (16, 1)]),
-)
-def test_fasttrees_search_is_the_hosts(seed, requests, weights, heads):
-    batch = random_batch(seed, requests, [0, 3, 8, 16, 33, 96, 400], private=40)
-    policy = FastTree(FastTreeCoefficients(*weights))
-    # One KV block holds every range, so only the edges decide.
-    target = Target(*heads, head_dim=128, block_tokens=32_768)
-    plans_of(batch, target, PlanCapacity.for_batch(64, 2000), policy=policy)
-
-
 @pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "fasttree"])
 def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
@@ -284,7 +263,7 @@ def test_flattened_chunks_are_as_long_as_the_hosts(seed, programs):
 def test_how_programs_divide_the_work_decides_nothing(seed, policy, monkeypatch):
     """Many small programs and loops, as on a GPU; the interpreter runs few programs."""
     depths, own = ([0, 400, 900, 900, 3000, 5000], 1500) if policy is AUTO else ([0, 40, 90], 30)
-    batch = random_forest(seed, (33, 60), depths, own)
+    batch = random_batch(seed, 45, depths, own)
     expected = plan_of(batch, policy=policy)
     assert len(set(expected.segment_span.tolist())) > 1  # some nodes have items
     few = {"rows": 8, "sorted": 8, "nodes": 4, "ranges": 4, "leaf_columns": 16, "node_columns": 4}
