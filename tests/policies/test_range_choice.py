@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import tiles_of
+from deft_backend.policies.chunk_choice import (
+    machine_of,
+    shape_costs,
+    small_tiles,
+    tiles_of,
+)
 from deft_backend.policies.edges import grouped_ranges
-from deft_backend.policies.measured_chunks import EXPOSED, Cut, cut_into
+from deft_backend.policies.measured_chunks import EXPOSED, Cut, cut_cost, cut_into
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
@@ -53,6 +58,20 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
     check_coverage(batch, grouping, target, np.array(growth))
     assert not grouping.several_ranges.any()
+
+
+def test_chunks_pay_for_stage_2_only_if_they_cause_it():
+    """A range of two queries in a small tile leaves results for stage 2, even uncut."""
+    machine, tokens, one = machine_of(GQA, 8), np.array([300, 900]), np.array([1, 1])
+    cut = cut_into(one, tokens, one, np.array([900, 300]))  # whole, and in three chunks
+
+    def prices(queries, shape):
+        beside = small_tiles(np.array(queries), tokens, machine)
+        return cut_cost(cut, shape_costs(machine, shape, beside))
+
+    caused, anyway = prices([1, 1], 0), prices([1, 2], 0)
+    assert caused - anyway == pytest.approx([0, machine.costs[-1]])
+    assert prices([1, 1], 1) == pytest.approx(prices([1, 2], 1))
 
 
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
