@@ -1,16 +1,22 @@
-"""JSON files and their fields, each with the type and the limits that its reader expects."""
+"""JSON files and their fields, each with the type and the limits that its reader expects.
+
+Commands import this module before they know their work: only readers of arrays load NumPy.
+"""
+
+from __future__ import annotations
 
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from deft_backend.files.private_files import parsed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 LARGEST = (1 << 63) - 1  # largest whole number of a field, unless its reader expects a smaller one
 
@@ -102,30 +108,31 @@ def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
     array = _array(content.get(name))
     if array is None or array.dtype.kind not in "iuf":
         raise _refused(content, name, "a list of numbers")
-    return array.astype(np.float64)
+    return array.astype("float64")
 
 
 def whole_numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.int32]:
     value = content.get(name)
     array = _array(value)
-    limits = np.iinfo(np.int32)
     if array is not None and array.shape == (0,):
-        return array.astype(np.int32)
+        return array.astype("int32")
     if (
         array is None
         or array.ndim != 1
         or array.dtype.kind not in "iu"
-        or array.min() < limits.min
-        or array.max() > limits.max
+        or array.min() < -(1 << 31)
+        or array.max() >= 1 << 31
     ):
         raise _refused(content, name, "a list of whole numbers of 32 bits")
-    return array.astype(np.int32)
+    return array.astype("int32")
 
 
 def _array(value: Any) -> npt.NDArray[Any] | None:
     """A list as an array of its own dtype; None if it is not a list, or its rows are uneven."""
     if not isinstance(value, list):
         return None
+    import numpy as np
+
     try:
         return np.asarray(value)
     except (TypeError, ValueError, OverflowError):
