@@ -23,7 +23,6 @@ from deft_backend.forest import PrefixForest, forest_of_blocks
 from deft_backend.kernels import Gpu
 from deft_backend.kernels.latent import LatentKernel, LatentLaunches, LatentStep
 from deft_backend.planner import Plan, PlanCapacity, plan_forest
-from deft_backend.planner.encoding import OPEN_END
 from deft_backend.policies import Auto, Policy, Target, get_policy
 from deft_backend.settings.policy_names import FLASH_DECODING
 from deft_backend.shapes import LatentShape, QueryBlocks, gains_nothing
@@ -146,12 +145,9 @@ class LatentAttention(PlannedAttention):
 
     def loses(self, plan: Plan, forest: PrefixForest, num_layers: int) -> bool:
         """Whether a server of so many layers is faster with the host's kernel than over a plan."""
-        ends = np.where(
-            plan.segment_end == OPEN_END, forest.seq_lens[plan.segment_request], plan.segment_end
-        )
         queries = np.diff(plan.item_query_ptr)
         tiles = -(-queries // self.shape.tile_queries(self.query_tokens))
-        computed = int((tiles.astype(np.int64) * (ends - plan.segment_start)).sum())
+        computed = int((tiles * plan.range_tokens(forest.seq_lens)).sum())
         saved = (forest.tokens_attended - computed) * TOKEN_NS
         spent = plan.num_partials * self.target.partial_ns + LAUNCH_NS + STEP_NS / num_layers
         if self.query_tokens > 1:

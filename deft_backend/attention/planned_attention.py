@@ -21,7 +21,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
-from deft_backend.policies import Grouping, Policy, Target, check_served
+from deft_backend.policies import Policy, Target, check_served
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
@@ -55,11 +55,9 @@ class PlannedBatch:
     from_rows: bool = False
     blocks: QueryBlocks = ONE_TOKEN  # the query blocks of a request
     # None for a plan of the device planner, of which the CPU knows nothing: the plan's forest, with
-    # a query for each query block, the plan, and the groups behind it. No groups if the plan was
-    # made elsewhere.
+    # a query for each query block, and the plan.
     forest: PrefixForest | None = None
     plan: Plan | None = None
-    grouping: Grouping | None = None
 
 
 class PlannedAttention(ABC):
@@ -266,9 +264,8 @@ class PlannedAttention(ABC):
         `target` is that of requests with these `blocks`. A `policy` replaces the usual one once.
         """
         forest = forest_of_blocks(forest, blocks.blocks, blocks.private_tokens)
-        plan, grouping = plan_forest(forest, policy or self.policy, target, self.capacity)
+        plan, _ = plan_forest(forest, policy or self.policy, target, self.capacity)
         self._use(plan, forest, blocks)
-        self.batch = replace(self.batch, grouping=grouping)
         return plan
 
     def _launch_plan(

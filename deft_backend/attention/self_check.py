@@ -39,16 +39,6 @@ RECORDED = {
 Triton and of torch that decoded there. A server on anything else checks its kernels itself before
 it captures graphs. Add a line here together with its record."""
 
-COMPILED = {
-    "A100, A30": "sm_80",
-    "A10, A40, RTX 30": "sm_86",
-    "L4, L40S, RTX 40": "sm_89",
-    "B200, GB200": "sm_100",
-    "RTX 50, RTX PRO": "sm_120",
-}
-"""GPUs that nobody has run the kernels on. Tests compile every kernel for their compute capability,
-and check that it fits their shared memory. Servers there check themselves."""
-
 
 @dataclass(frozen=True)
 class Case:

@@ -34,7 +34,7 @@ from deft_backend.kernels import (
     unsupported,
 )
 from deft_backend.planner import Plan, PlanCapacity
-from deft_backend.policies import Grouping, Invariant, Target, get_policy
+from deft_backend.policies import Invariant, Target, get_policy
 from deft_backend.policies.grouping import partial_result_bytes
 from deft_backend.shapes import AttentionShape, QueryBlocks
 
@@ -202,11 +202,6 @@ class TreeAttention(PlannedAttention):
         """Tokens of a chunk by the policy's rule, as in :class:`~deft_backend.policies.Rules`."""
         rules = self.policy.rules
         return 0 if rules is None else rules.chunk_tokens
-
-    @property
-    def grouping(self) -> Grouping | None:
-        """The groups behind `last_plan`."""
-        return self.batch.grouping
 
     @property
     def unit_scale(self) -> torch.Tensor:

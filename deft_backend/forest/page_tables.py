@@ -74,9 +74,6 @@ def forest_from_page_tables(
 
 
 def _check_tables(tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int) -> None:
-    if lens.size and lens.min() < 0:
-        row = int(lens.argmin())
-        raise ForestError(f"seq_lens[{row}] is {lens[row]}; expected a length of 0 or more")
     used = -(-lens.astype(np.int64) // page_size)
     if used.size and used.max() > tables.shape[1]:
         raise _too_short(tables, lens, page_size, int(used.argmax()))

@@ -8,7 +8,6 @@ from deft_backend.planner.encoding import ARRIVALS, ITEM_ORDER, READ_AHEAD
 from deft_backend.planner.plan import Plan, PlanCapacity
 
 _ALIGNMENT = 4  # numbers, of 16 bytes: the widest vector load of a kernel
-_STAGING_BUFFERS = 4
 
 Pointer = Any  # A tensor where a kernel is launched, a pointer to its first element in the kernel
 
@@ -78,15 +77,6 @@ class DevicePlan:
         #: The arrays that each stage reads, in the order of its structure's fields.
         self.stage1 = tuple(self._views[name] for name in ItemArrays._fields)
         self.stage2 = tuple(self._views[name] for name in ReduceArrays._fields)
-        # A copy to the GPU may still read its staging buffer when the next plan is made. So several
-        # buffers take turns, and an event guards each of them. On the CPU the arrays are written in
-        # place.
-        self._staging: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        if device.type == "cuda":
-            for _ in range(_STAGING_BUFFERS):
-                host = torch.zeros(total, dtype=torch.int32, pin_memory=True)
-                self._staging.append((host, torch.cuda.Event()))  # type: ignore[no-untyped-call]
-        self._turn = 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
@@ -101,15 +91,12 @@ class DevicePlan:
 
     def upload(self, plan: Plan) -> None:
         """Replace the plan on the device, in the order of the current stream."""
-        if not self._staging:
-            self._fill(self._views, plan)
-            return
-        self._turn = (self._turn + 1) % len(self._staging)
-        host, copied = self._staging[self._turn]
-        copied.synchronize()
-        self._fill(self._views_of(host), plan)
-        self._buffer.copy_(host, non_blocking=True)
-        copied.record()
+        on_cpu = torch.zeros(self._buffer.shape, dtype=torch.int32)
+        views = self._views_of(on_cpu)
+        for name, array in plan.arrays().items():
+            views[name].numpy()[: len(array)] = array
+        views["num_reduce"].numpy()[0] = len(plan.reduce_query)
+        self._buffer.copy_(on_cpu)
 
     def clear(self) -> None:
         """Make the plan empty, so that every kernel returns at once."""
@@ -117,10 +104,3 @@ class DevicePlan:
 
     def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: buffer[place] for name, place in self._places.items()}
-
-    @staticmethod
-    def _fill(views: dict[str, torch.Tensor], plan: Plan) -> None:
-        for name, array in plan.arrays().items():
-            views[name].numpy()[: len(array)] = array
-        views["num_reduce"].numpy()[0] = len(plan.reduce_query)
-        views["arrivals"].zero_()

@@ -113,11 +113,15 @@ class Plan:
         """Partial results for each query head that a later launch must merge."""
         return int((self.entry_slot >= 0).sum())
 
-    def loaded_tokens(self, seq_lens: npt.NDArray[np.integer]) -> int:
-        """Tokens that all items load if the requests have these lengths: [B] int."""
+    def range_tokens(self, seq_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """[S] tokens of each KV range if the requests have these lengths: [B] int."""
         is_open = self.segment_end == OPEN_END
         end = np.where(is_open, seq_lens[self.segment_request], self.segment_end)
-        return int((end - self.segment_start).sum(dtype=np.int64))
+        return (end - self.segment_start).astype(np.int64)
+
+    def loaded_tokens(self, seq_lens: npt.NDArray[np.integer]) -> int:
+        """Tokens that all items load if the requests have these lengths: [B] int."""
+        return int(self.range_tokens(seq_lens).sum())
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """Every array by name."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_compiled_kernels import attention_of, launched, resources, tiles_of, variants_of
 
+from compiled_gpus import COMPILED
 from deft_backend.attention import Gpu
-from deft_backend.attention.self_check import COMPILED
 
 KIB = dict(zip((*COMPILED.values(), "sm_90"), (163, 99, 99, 227, 99, 227), strict=True))
 """Shared memory that a program may take."""

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.attention.self_check import COMPILED, RECORDED
+from compiled_gpus import COMPILED
+from deft_backend.attention.self_check import RECORDED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
