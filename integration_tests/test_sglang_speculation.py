@@ -8,20 +8,17 @@ from integration_tests.sglang_server import GROUPS, Ask, running
 
 @on("chain", "tree")
 def test_answers(server, model):
-    check_answers(server, model, most=3)
+    check_answers(server, model)
 
 
 @on("lookup", "chain-pages")
 @pytest.mark.rare
 def test_answers_with_n_grams_and_with_larger_pages(server, model):
-    check_answers(server, model, most=5)
+    check_answers(server, model)
 
 
-def check_answers(server, model, most):
-    """Requests that share a prefix, one that ends early, and one alone.
-
-    A verification accepts at most `most` draft tokens of a request.
-    """
+def check_answers(server, model):
+    """Requests that share a prefix, one that ends early, and one alone."""
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=14) for t in TOPICS[:3]]
     check(server, model, [*asks, Ask(PREFIX, tokens=5), Ask("Alone, and alone.", tokens=9)])
     state = server.state()
@@ -29,8 +26,6 @@ def check_answers(server, model, most):
     assert state["verified_tokens"] > 0
     assert not state["steps_host"]
     assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
-    # The host tells of drafts that it verified with either kernel.
-    assert 0 < state["accepted_tokens"] <= most * state["verified_drafts"]
     assert "deft: verification of" in server.log
 
 
@@ -55,13 +50,9 @@ def host(server, request, tmp_path_factory):
 def test_as_many_drafts_are_accepted(server, host):
     """One request after another: the drafts of each verification then depend on nothing else."""
     prompts = [f"{PREFIX}Of {topic} it is told" for topic in TOPICS[:3]]
-    before = server.state()
     found = [[drafts(each, prompt) for prompt in prompts] for each in (server, host)]
     assert found[0] == found[1]
     verified, accepted = (sum(counts) for counts in zip(*found[0], strict=True))
-    counted = server.state()
-    assert counted["verified_drafts"] - before["verified_drafts"] == verified
-    assert counted["accepted_tokens"] - before["accepted_tokens"] == accepted
     assert verified < accepted  # the draft model is made for this
 
 

@@ -59,10 +59,6 @@ class Counters:
     plan_seconds: float = 0.0
     # Query tokens of verifications through tree attention: draft tokens, and the token before them.
     verified_tokens: int = 0
-    # Drafts that the host verified with any kernel, one for each request of a verification; 0 if
-    # the host does not tell.
-    verified_drafts: int = 0
-    accepted_tokens: int = 0  # draft tokens of these drafts that the host accepted
     compile_seconds: float = 0.0  # spent on compiling or loading kernels
 
     def total(self, kind: str | None = None, *, tree: bool | None = None) -> Steps:
@@ -101,16 +97,6 @@ class Counters:
         """Which part of the decoding tree attention did, by KV bytes of contexts; None without."""
         every = self.total().kv_bytes
         return self.total(tree=True).kv_bytes / every if every else None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens that a verification gives a request on average; None if the host reports no draft.
-
-        >>> Counters(verified_drafts=10, accepted_tokens=13).acceptance_length
-        2.3
-        """
-        drafts = self.verified_drafts
-        return 1.0 + self.accepted_tokens / drafts if drafts else None
 
     @property
     def saved(self) -> float | None:
@@ -153,11 +139,6 @@ def _steps_of(row: Mapping[str, Any]) -> tuple[Content, Steps]:
         reason = None if row.get("reason", "") is None else text(row, "reason")
         counts = (whole(row, name) for name in Steps._fields)
         return Content(text(row, "kind"), reason), Steps(*counts)
-
-
-class DraftCounts(NamedTuple):
-    drafts: int
-    accepted: int
 
 
 class DeviceCounts(NamedTuple):

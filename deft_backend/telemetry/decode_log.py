@@ -52,8 +52,6 @@ def describe(stretch: Counters) -> str:
         parts.append(f"tree attention did {100 * stretch.tree_share:.0f} % of the decoding")
     if stretch.verified_tokens:
         parts.append(f"{stretch.verified_tokens:,} tokens verified")
-    if stretch.acceptance_length is not None:
-        parts.append(f"acceptance length {stretch.acceptance_length:.2f}")
     read, guided = stretch.kv_bytes_read, stretch.kv_bytes_query_guided
     if read > guided:  # a verification's request can have several query blocks
         held = f"KV read {size(read)} of contexts that hold {size(guided)}"

@@ -76,13 +76,6 @@ FIGURES = {
     "plans": Metric("deft_plans", "Plans of tree attention."),
     "plan_seconds": Metric("deft_plan_seconds", "Seconds spent on those plans."),
     "verified_tokens": Metric("deft_verified_tokens", "Query tokens that tree attention verified."),
-    "verified_drafts": Metric(
-        "deft_verified_drafts",
-        "Drafts that the host verified with any kernel, one for each request of a verification.",
-    ),
-    "accepted_tokens": Metric(
-        "deft_accepted_tokens", "Draft tokens of those drafts that the host accepted."
-    ),
     "compile_seconds": Metric(
         "deft_compile_seconds", "Seconds spent on compiling or loading kernels."
     ),

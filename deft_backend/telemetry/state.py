@@ -24,7 +24,6 @@ from deft_backend.telemetry.counters import (
     Counters,
     Decoded,
     DeviceCounters,
-    DraftCounts,
     Place,
     ServerDescription,
     StateName,
@@ -48,9 +47,6 @@ KEPT_SECONDS = 7 * 86400.0  # a file without a sign of life for this long is del
 class ServerState(ServerDescription):
     """Counters of one process, without a lock: the forward thread adds, the writer reads."""
 
-    # Gives the host's counts of verified drafts; None if the host does not tell. The log and the
-    # writer thread call it.
-    read_drafts: Callable[[], DraftCounts] | None = None
     on_device: DeviceCounters = field(default_factory=DeviceCounters)  # of the planner
     # Layers that follow the plans; None: all. The others read query by query.
     device_tree_layers: int | None = None
@@ -96,7 +92,6 @@ class ServerState(ServerDescription):
         layers = self.num_layers if self.device_tree_layers is None else self.device_tree_layers
         by_host = sum(of.kv_bytes for content, of in by_content.items() if content.reason)
         loaded_by_all = loaded * layers + attended * (self.num_layers - layers)
-        drafts = DraftCounts(0, 0) if self.read_drafts is None else self.read_drafts()
         return Counters(
             {content: steps for content, steps in by_content.items() if steps.steps},
             plans=plans,
@@ -104,8 +99,6 @@ class ServerState(ServerDescription):
             kv_bytes_query_guided=by_host + attended * self.num_layers * self.token_bytes,
             plan_seconds=spent * 1e-9,
             verified_tokens=self._verified,
-            verified_drafts=drafts.drafts,
-            accepted_tokens=drafts.accepted,
             compile_seconds=COMPILING.seconds,
         )
 

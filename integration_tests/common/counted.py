@@ -11,7 +11,7 @@ LINE = re.compile(
     r"deft: (?:(?P<tree>[^;(]*?) steps? through tree attention)?(?:, )?"
     r"(?:(?P<host>[^;(]*?)(?: steps?)? on the host's kernel \(.+?\))?"
     r"(?:; tree attention did \d+ % of the decoding)?"
-    r"(?:; [\d,]+ tokens verified)?(?:; acceptance length [\d.]+)?; KV read "
+    r"(?:; [\d,]+ tokens verified)?; KV read "
 )
 
 
@@ -44,8 +44,6 @@ def expected_series(state):
         ("deft_plans_total", {}, state["plans"]),
         ("deft_plan_seconds_total", {}, state["plan_seconds"]),
         ("deft_verified_tokens_total", {}, state["verified_tokens"]),
-        ("deft_verified_drafts_total", {}, state["verified_drafts"]),
-        ("deft_accepted_tokens_total", {}, state["accepted_tokens"]),
         ("deft_compile_seconds_total", {}, state["compile_seconds"]),
     ]
     return {(name, frozenset((labels | {"tp_rank": "0"}).items())): n for name, labels, n in values}

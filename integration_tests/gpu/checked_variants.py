@@ -88,7 +88,6 @@ def reported_states(name, variant, ours):
         "kv_bytes_read",
         "kv_bytes_query_guided",
         "verified_tokens",
-        "accepted_tokens",
     )
     late = ours.log.count(" at its first launch, in ")
     report(name, "steps", {**{each: states[0][each] for each in counts}, "compiled_late": late})

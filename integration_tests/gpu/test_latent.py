@@ -120,4 +120,3 @@ def test_chains_of_drafts(shape, ranks, tmp_path):
     for state in states:
         assert state["steps_tree"] > 20
         assert state["verified_tokens"] > 0
-    assert SGLANG or states[0]["accepted_tokens"] > 100

@@ -36,5 +36,4 @@ def test_ab_compares_two_servers_that_speculate(tmp_path):
     )
     (workload,) = data["workloads"]
     counted = workload["counters"][1]
-    assert 0.5 < counted["accepted_tokens"] / counted["verified_drafts"] <= 3.0
     assert counted["verified_tokens"] > 0

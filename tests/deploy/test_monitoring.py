@@ -1,7 +1,5 @@
 """A real Prometheus scrapes the real exporter: every query of the dashboard and alerts has data."""
 
-import json
-import os
 import subprocess
 import threading
 import time
@@ -34,13 +32,6 @@ def decode(folder, healthy, ended):
         else:
             host_step(state, "kernel failed", tokens=100)
         writer.look()
-        content = json.loads(writer.path.read_text())
-        plans = content["plans"]
-        content |= {"verified_drafts": plans * 10, "accepted_tokens": plans * 13}
-        whole = writer.path.with_suffix(".new")
-        whole.write_text(json.dumps(content))
-        whole.chmod(0o600)
-        os.replace(whole, writer.path)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +101,6 @@ def _check_dashboard(running, addresses):
     assert value(share, HEALTHY, kind=MIXED) == 1
     assert value(share, FAILED, kind=DECODE) == 0
     assert value("Planning time", HEALTHY) == pytest.approx(0.001, rel=0.1)
-    assert value("Acceptance length", HEALTHY) == pytest.approx(2.3, rel=0.1)
     assert value("Batch", HEALTHY) == 3
 
 

@@ -38,7 +38,7 @@ READINGS = (
     Counters(steps(2, small=1), 1, 100, 400, 0.5, compile_seconds=9.5),
     Counters(
         {**steps(5, small=3), Content("mixed", "shares nothing"): Steps(1, 4, 8)},
-        *(2, 250, 1000, 0.75, 21, 10, 13, 9.5),
+        *(2, 250, 1000, 0.75, 21, 9.5),
     ),
 )
 PUBLISH = """
@@ -86,7 +86,7 @@ def of_rank(rank, counted, **figures):
     """All series of a rank that counted steps by content; unnamed figures are zero."""
     names = (
         *["kv_read_bytes", "kv_query_guided_bytes", "plans", "plan_seconds", "verified_tokens"],
-        *["verified_drafts", "accepted_tokens", "compile_seconds"],
+        "compile_seconds",
     )
     tp_rank = str(rank)
     found = {of(name, tp_rank=tp_rank): figures.get(name, 0) for name in names}
@@ -122,10 +122,10 @@ def test_processes_of_one_server_publish_into_its_page(tmp_path):
     registry = client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     first = {"kv_read_bytes": 250, "kv_query_guided_bytes": 1000, "plans": 2, "plan_seconds": 0.75}
-    drafts = {"verified_tokens": 21, "verified_drafts": 10, "accepted_tokens": 13}
+    first["verified_tokens"] = 21
     other = {"kv_read_bytes": 100, "kv_query_guided_bytes": 400, "plans": 1, "plan_seconds": 0.5}
     assert series(registry) == {
-        **of_rank(0, READINGS[2].steps | steps(5 + 1), **first, **drafts, compile_seconds=9.5),
+        **of_rank(0, READINGS[2].steps | steps(5 + 1), **first, compile_seconds=9.5),
         **of_rank(1, steps(2 + 1, small=1), **other, compile_seconds=9.5),
         ("theirs_total", frozenset()): 3,
         ("later_total", frozenset()): 4,
@@ -257,10 +257,10 @@ def test_what_the_line_says():
         "1 decode step on the host's kernel (small); KV read 999 B of 999 B query by query (100 %)"
     )
     kinds = {Content(kind, None): Steps(1) for kind in ("decode", "mixed", "verification")}
-    verified = Counters(kinds, 3, 10, 100, 0.0, 1240, verified_drafts=310, accepted_tokens=403)
+    verified = Counters(kinds, 3, 10, 100, 0.0, 1240)
     assert describe(verified).startswith(
         "1 decode, 1 mixed and 1 verification steps through tree attention; 1,240 tokens verified; "
-        "acceptance length 2.30; KV read"
+        "KV read"
     )
     # A reading may fall between the counts of a plan and of its time.
     between = Counters(steps(1), 0, 50, 100, 0.002)

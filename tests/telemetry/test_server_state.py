@@ -13,7 +13,6 @@ from deft_backend.telemetry.counters import (
     Counters,
     Decoded,
     DeviceCounters,
-    DraftCounts,
     Steps,
 )
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
@@ -195,13 +194,11 @@ def test_counters_come_back_from_json_and_subtract():
     state = make_state()
     host_step(state, "small", tokens=10)
     state.count(Decoded("verification", 2, 8, verified=5))
-    state.read_drafts = lambda: DraftCounts(2, 1)
     before = Counters.from_json(json.loads(json.dumps(state.counters().as_json())))
     assert before == state.counters()
     tree_step(state, tokens=6, loaded=4)
     host_step(state, "other", tokens=2)
     state.count(Decoded("verification", 3, 8, verified=7))
-    state.read_drafts = lambda: DraftCounts(5, 6)
     token = LAYERS * TOKEN
     assert state.counters() - before == Counters(
         {
@@ -213,8 +210,6 @@ def test_counters_come_back_from_json_and_subtract():
         kv_bytes_read=(4 + 2) * token,
         kv_bytes_query_guided=(6 + 2) * token,
         verified_tokens=7,
-        verified_drafts=3,
-        accepted_tokens=5,
     )
 
 

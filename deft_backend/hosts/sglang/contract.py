@@ -68,7 +68,7 @@ sglang.srt.speculative.ngram_info
     NgramVerifyInput.{draft_token_num retrieve_next_token retrieve_next_sibling}
 sglang.srt.managers.schedule_batch
     ScheduleBatch.{reqs tree_cache decoding_reqs}
-    Req.{last_node spec_verify_ct spec_num_correct_drafts seqlen origin_input_ids tokenizer}
+    Req.{last_node seqlen origin_input_ids tokenizer}
     Req.{req_pool_idx cache_protected_len} | <0.5.19
     Req.kv | >=0.5.19
     ReqKvInfo.{req_pool_idx cache_protected_len} | >=0.5.19

@@ -40,12 +40,7 @@ from deft_backend.hosts.sglang.layers import (
 )
 from deft_backend.hosts.sglang.mixed import MixedSteps
 from deft_backend.hosts.sglang.prefixes import BatchObserver
-from deft_backend.hosts.sglang.report import (
-    AcceptedDrafts,
-    leave_out_warm_up,
-    start_reporting,
-    state_of,
-)
+from deft_backend.hosts.sglang.report import leave_out_warm_up, start_reporting, state_of
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
@@ -184,9 +179,6 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
     if not getattr(versions.resolved(runner.server_args), "skip_server_warmup", False):
         undo.callback(leave_out_warm_up(layers.state, runner))
     if attention.query_tokens > 1:
-        drafts = AcceptedDrafts(runner)
-        undo.callback(observe_batch.install(drafts.observe))
-        layers.state.read_drafts = drafts.read
         verification = Verification(attention.query_tokens, attention.max_batch, attention.device)
     steps = TreeSteps(
         layers,

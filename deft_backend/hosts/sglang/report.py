@@ -1,15 +1,14 @@
-"""What the adapter reports about its server: its counters, and the drafts the host accepted."""
+"""What the adapter reports about its server: its description and its counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import planned_shape
 from deft_backend.hosts.sglang.versions import SGLANG, ranks, resolved
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import DraftCounts
 from deft_backend.telemetry.decode_log import DecodeLog
 from deft_backend.telemetry.state import ServerState, report_counters
 from deft_patches.sglang import observe_batch
@@ -80,43 +79,3 @@ def _warms_up(request: Any) -> bool:
     if tokenizer is None or len(ids) == _LONGEST:
         return ids == WARM_UP_IDS
     return bool(tokenizer.decode(ids, skip_special_tokens=True).strip() == WARM_UP_TEXT)
-
-
-class _Reading(NamedTuple):
-    requests: Sequence[Any]
-    before: DraftCounts  # of earlier batches, minus what these requests had when their batch began
-
-
-class AcceptedDrafts:
-    """Counts verified drafts and their accepted tokens, whichever kernel verified them. The host's
-    own counts on the CPU are added up when requests join or leave, and at each reading.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        # One object, because another thread reads it.
-        self._last = _Reading((), DraftCounts(0, 0))
-
-    def observe(self, forward_batch: Any, batch: Any, runner: Any) -> None:
-        if runner is not self._runner or not forward_batch.forward_mode.is_target_verify():
-            return
-        # Requests that leave are counted to their end: the host has all results of a request
-        # before it takes the request out of the batch.
-        if self._last.requests != batch.reqs:
-            counted = self.read()
-            requests = list(batch.reqs)  # the host changes its list
-            had = _counts(requests)
-            before = DraftCounts(counted.drafts - had.drafts, counted.accepted - had.accepted)
-            self._last = _Reading(requests, before)
-
-    def read(self) -> DraftCounts:
-        requests, before = self._last
-        has = _counts(requests)
-        return DraftCounts(before.drafts + has.drafts, before.accepted + has.accepted)
-
-
-def _counts(requests: Sequence[Any]) -> DraftCounts:
-    return DraftCounts(
-        sum(request.spec_verify_ct for request in requests),
-        sum(request.spec_num_correct_drafts for request in requests),
-    )

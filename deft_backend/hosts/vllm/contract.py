@@ -130,16 +130,14 @@ vllm.config.attention
 vllm.config.speculative
     SpeculativeConfig.num_speculative_tokens | read: query tokens of a verification
 vllm.v1.worker.worker_base
-    WorkerWrapperBase.execute_model(scheduler_output) | wrapped: accepted draft tokens, and what
-        requests share
+    WorkerWrapperBase.execute_model(scheduler_output) | wrapped: what requests share
 vllm.v1.core.sched.output
     SchedulerOutput.{scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens
-        scheduled_spec_decode_tokens finished_req_ids preempted_req_ids} | read: the same
-    NewRequestData.{req_id block_ids} | read: what requests share
-    CachedRequestData.{req_ids resumed_req_ids num_computed_tokens new_block_ids} | read: the same
+        finished_req_ids preempted_req_ids} | read: the same
+    NewRequestData.{req_id block_ids} | read: the same
+    CachedRequestData.{req_ids resumed_req_ids new_block_ids} | read: the same
 vllm.config.scheduler
-    SchedulerConfig.{async_scheduling max_num_seqs} | read: when results are known, and the
-        largest batch
+    SchedulerConfig.max_num_seqs | read: the largest batch
 vllm.config.compilation
     CompilationConfig.static_forward_context | read: all layers
     CompilationConfig.cudagraph_mode | read, and set for DEFT_VERIFY

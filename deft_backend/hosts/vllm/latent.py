@@ -20,11 +20,12 @@ from deft_backend.hosts.common.limits import (
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, query_tokens_of
+from deft_backend.hosts.vllm.server import untold
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import AUTO
-from deft_patches.vllm import observe_steps, tree_graphs
+from deft_patches.vllm import tree_graphs
 
 UNKNOWN = "blocks of unknown requests"
 UNEVEN = "requests without all their drafts"
@@ -149,9 +150,9 @@ def latent_attention(
         # Each rank would choose between its two sets of graphs by its own requests. But graphs hold
         # collectives, so all ranks must replay the same set.
         raise Unsupported("MLA with data parallelism is not supported")
-    reason = observe_steps.missing()
-    if reason is None and device.type == "cuda":
-        reason = unsupported_graphs(vllm_config)
+    reason = untold(vllm_config)
+    if device.type == "cuda" and not vllm_config.use_v2_model_runner:
+        reason = "only model runner V2 has graphs for both (VLLM_USE_V2_MODEL_RUNNER=1)"
     if reason is not None:
         raise Unsupported(f"MLA cannot leave batches to the host: {reason}")
     if settings.policy != AUTO:
@@ -162,12 +163,6 @@ def latent_attention(
     sizes["query_tokens"] = query_tokens_of(vllm_config)
     integers = (torch.int32, torch.int32)
     return checked_latent_attention(*shaped, kernel, settings, integers=integers, **sizes)
-
-
-def unsupported_graphs(vllm_config: Any) -> str | None:
-    if not vllm_config.use_v2_model_runner:
-        return "only model runner V2 has graphs for both (VLLM_USE_V2_MODEL_RUNNER=1)"
-    return tree_graphs.missing()
 
 
 def capture_both(group: LatentGroup | None, vllm_config: Any, settings: Settings) -> str | None:

@@ -106,8 +106,8 @@ def lines(row: Row) -> Iterator[Line]:
     if counters.compile_seconds >= 0.1:
         said = f"{counters.compile_seconds:,.1f} s since the start"
         yield Line("compiling", ((said, PLAIN),))
-    if counters.verified_tokens or counters.verified_drafts:  # only servers that speculate
-        yield Line("verified", _verified(counters, row.now))
+    if counters.verified_tokens:  # only servers that speculate
+        yield Line("verified", ((counted(counters.verified_tokens, "query token"), PLAIN),))
 
 
 def _steps(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
@@ -145,15 +145,6 @@ def _reads(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
     ]
     if now is not None and now.counters.saved is not None:
         parts.append((f" · now {percent(now.counters.saved)}", NOW))
-    return tuple(parts)
-
-
-def _verified(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
-    parts = [(counted(counters.verified_tokens, "query token"), PLAIN)]
-    if counters.acceptance_length is not None:
-        parts.append((f" · acceptance length {counters.acceptance_length:.2f}", PLAIN))
-    if now is not None and now.counters.acceptance_length is not None:
-        parts.append((f" · now {now.counters.acceptance_length:.2f}", NOW))
     return tuple(parts)
 
 

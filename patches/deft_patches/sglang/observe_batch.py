@@ -47,8 +47,7 @@ def _observe(
             _observers.pop(observer, None)
             logger.warning(
                 "deft: an observer of the host's batches failed (%r). What needs it stops: MLA's "
-                "plans, the split of mixed steps or counts of drafts; restart the server to get it "
-                "back",
+                "plans or the split of mixed steps; restart the server to get it back",
                 error,
             )
     return forward_batch

@@ -6,7 +6,7 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a 
     for the whole forward. The host allows them once it has read its metadata, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another. Later versions ask the backend.
-Looks for: the method with the parameters used here, when it is installed.
+Looks for: nothing; the adapter checks its contract before it installs the patch.
 Harmless to runners without a reader: the wrapper only calls the host's method.
 """
 
@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deft_patches.wrapping import checked_graph_runner, wrap
+from deft_patches.wrapping import graph_runner, wrap
 
-PARAMETERS = {"execute": ["self", "forward_batch", "pp_proxy_tensors"]}
 FENCE = "war_fastpath_read_done_event"
 """Attribute of the model runner: the event after which the host may write page tables. None means
 the end of the forward."""
@@ -32,7 +31,7 @@ def install(model_runner: Any, reader: Reader) -> Callable[[], object]:
 
     The returned function leaves all replays to the host's own fence again.
     """
-    wrap(checked_graph_runner(model_runner, PARAMETERS), "execute", _execute)
+    wrap(graph_runner(model_runner), "execute", _execute)
     _readers[id(model_runner)] = reader
     return partial(_readers.pop, id(model_runner), None)
 

@@ -9,7 +9,7 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class tha
 Why: the CPU knows before every step of MLA whether it shares enough; a graph cannot choose.
     The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
-Looks for: the two methods with the parameters used here, when it is installed. Serves the graph
+Looks for: nothing; the adapter checks its contract before it installs the patch. Serves the graph
     backend "full" alone (one graph for a whole forward).
 Harmless to runners without a controller: the wrappers only call the host's methods.
 """
@@ -18,14 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deft_patches.wrapping import checked_graph_runner, wrap
+from deft_patches.wrapping import graph_runner, wrap
 
 LABEL = "deft"
-PARAMETERS = {
-    "capture_one_shape": ["self", "size", "forward", "stream_idx", "variant_label"],
-    "_resolve_lora_variant": ["self", "forward_batch"],
-}
-
 
 _controllers: dict[int, Any] = {}  # by the id of the model runner
 
@@ -37,7 +32,7 @@ def install(model_runner: Any, controller: Any) -> Callable[[], object]:
     ``controller.capture_tree(capturing)`` hears when its captures begin and end. The returned
     function leaves the runner the host's graphs alone.
     """
-    owner = checked_graph_runner(model_runner, PARAMETERS)
+    owner = graph_runner(model_runner)
     wrap(owner, "capture_one_shape", _capture_one_shape)
     wrap(owner, "_resolve_lora_variant", _resolve_variant)
     _controllers[id(model_runner)] = controller

@@ -2,9 +2,9 @@
 
 Changes: wraps the method ``WorkerWrapperBase.execute_model(scheduler_output)`` (vLLM 0.26 to 0.33);
     its result is unchanged.
-Why: attention backends learn neither the requests of a batch nor which draft tokens the target
-    accepts. The scheduler's message shows both, in CPU memory, so nobody waits for the GPU.
-Looks for: the method with this parameter.
+Why: attention backends do not learn the requests of a batch. The scheduler's message tells them
+    and their blocks, in CPU memory, so nobody waits for the GPU.
+Looks for: nothing; the adapter checks its contract before it installs the patch.
 Harmless to other servers: the observer only reads, and the patch drops an observer that fails.
     Workers under Ray do not use the method: there the observer sees nothing.
 """
@@ -15,27 +15,20 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from deft_patches.wrapping import lacking, wrap
+from deft_patches.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
-METHOD = "execute_model"
 Observer = Callable[[Any], None]  # called with the ``SchedulerOutput`` of a step
 
 _observers: list[Observer] = []
 
 
-def missing() -> str | None:
-    """What the host lacks for this patch, in one line; or None."""
-    try:
-        return lacking(_worker(), {METHOD: ("self", "scheduler_output")})
-    except ImportError as error:
-        return str(error)
-
-
 def install(observer: Observer) -> None:
     """Call `observer` before every step of this process's worker."""
-    wrap(_worker(), METHOD, _observe)
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    wrap(WorkerWrapperBase, "execute_model", _observe)
     _observers.append(observer)
 
 
@@ -43,12 +36,6 @@ def remove(observer: Observer) -> None:
     """Stop calling `observer`."""
     if observer in _observers:
         _observers.remove(observer)
-
-
-def _worker() -> Any:
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    return WorkerWrapperBase
 
 
 def _observe(

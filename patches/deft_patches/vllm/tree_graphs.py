@@ -7,7 +7,7 @@ Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.26 to 0.33), fo
     memory profile, which captures its largest graphs, gets the bytes of both sets;
     ``run_fullgraph``: replays the second graph of a batch's size if the controller takes the step.
 Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
-Looks for: the two methods with the parameters used here, and the fields that hold the graphs.
+Looks for: the fields that hold the graphs; the adapter checks its contract before.
 Harmless to managers without a controller: the wrappers only call the host's methods. Drafters have
     managers of another class.
 """
@@ -19,11 +19,10 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, Protocol
 
-from deft_patches.wrapping import lacking, wrap
+from deft_patches.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
-PARAMETERS = {"capture": ["self", "model"], "run_fullgraph": ["self", "desc"]}
 _GRAPHS = "deft_graphs"  # the attribute of a manager that holds its second set
 
 
@@ -38,14 +37,6 @@ class Controller(Protocol):
 
 
 _controllers: dict[int, Controller] = {}  # by the id of the server's configuration
-
-
-def missing() -> str | None:
-    """What the host lacks for this patch, in one line; or None."""
-    try:
-        return lacking(_manager(), PARAMETERS)
-    except ImportError as error:
-        return str(error)
 
 
 def install(vllm_config: Any, controller: Controller) -> None:

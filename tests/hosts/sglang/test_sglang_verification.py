@@ -240,17 +240,6 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     assert server.calls == ["metadata", "extend"] * 3
 
 
-def request(drafts=0, accepted=0):
-    return SimpleNamespace(spec_verify_ct=drafts, spec_num_correct_drafts=accepted)
-
-
-def accept(requests, *accepted):
-    """What the host counts when the results of a verification arrive."""
-    for one, tokens in zip(requests, accepted, strict=True):
-        one.spec_verify_ct += 1
-        one.spec_num_correct_drafts += tokens
-
-
 @pytest.mark.parametrize("kind", ["text", "ids"])
 def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
     """Counting begins with the first other request, even if it asks while the warm-up decodes."""
@@ -281,40 +270,3 @@ def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
     assert not observe_batch._observers
     step(own)
     assert state.counters().total() == (2, 3, 10 * state.num_layers * state.token_bytes)
-
-
-def test_accepted_drafts_are_the_growth_of_the_hosts_counts(host):
-    """Requests join, leave and come back; results arrive before or after the next batch."""
-    from deft_backend.hosts.sglang.report import AcceptedDrafts
-
-    runner, verify = object(), SimpleNamespace(forward_mode=mode("verify"))
-    drafts = AcceptedDrafts(runner)
-
-    def step(requests):
-        drafts.observe(verify, SimpleNamespace(reqs=requests), runner)
-
-    first, second, third = request(7, 9), request(), request(1, 1)
-    running = [first, second]
-    step(running)
-    assert drafts.read() == (0, 0)  # counts of earlier batches are not ours
-    accept(running, 3, 0)
-    assert drafts.read() == (2, 3)  # an idle server's last results count, too
-    step(running)
-    running.append(third)  # the host changes its list
-    step(running)  # before the results of the step ahead of it
-    accept(running[:2], 1, 2)
-    assert drafts.read() == (4, 6)
-    accept(running, 0, 0, 3)
-    step([third])
-    assert drafts.read() == (7, 9)
-    accept([first], 5)  # in a batch that is not ours
-    accept([third], 2)
-    step([third, first])
-    accept([third, first], 0, 1)
-    assert drafts.read() == (10, 12)
-    others = [request()]  # of another runner, or of a batch that verifies nothing
-    for kind, whose in (("verify", object()), ("decode", runner)):
-        batch = SimpleNamespace(forward_mode=mode(kind))
-        drafts.observe(batch, SimpleNamespace(reqs=others), whose)
-        accept(others, 2)
-        assert drafts.read() == (10, 12)

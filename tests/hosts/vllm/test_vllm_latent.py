@@ -15,11 +15,13 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
-from deft_backend.hosts.vllm import server
+from deft_backend.hosts.common.limits import Unsupported
+from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing, unsupported_graphs
+from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend
@@ -410,7 +412,7 @@ class Manager:
 def second_set(monkeypatch):
     monkeypatch.setattr(tree_graphs, "_controllers", {})
     monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
-    for name in tree_graphs.PARAMETERS:
+    for name in ("capture", "run_fullgraph"):
         monkeypatch.setattr(Manager, name, getattr(Manager, name))  # unwrapped afterwards
     return tree_graphs.install
 
@@ -500,14 +502,13 @@ def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 
-def test_hosts_graphs_are_as_the_patch_expects(monkeypatch):
-    assert tree_graphs.missing() is None
-    monkeypatch.setattr(Manager, "capture", lambda self: None)
-    monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
-    assert "capture of Manager takes ['self']" in tree_graphs.missing()
+def test_a_runner_without_a_second_set_of_graphs_is_refused():
     config = make_config()
     config.use_v2_model_runner = False
-    assert "VLLM_USE_V2_MODEL_RUNNER=1" in unsupported_graphs(config)
+    with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        latent.latent_attention(
+            SimpleNamespace(value_dim=VALUE), config, torch.device("cuda"), Settings()
+        )
 
 
 def shared_by(batch, gains=True):
