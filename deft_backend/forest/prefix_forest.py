@@ -82,15 +82,6 @@ class PrefixForest:
         return mask
 
     @cached_property
-    def depth(self) -> Int32Array:
-        """[N] number of ancestors; roots are at depth 0."""
-        depth = np.zeros(self.num_nodes, dtype=np.int32)
-        for node, parent in enumerate(self.parent.tolist()):
-            if parent != VIRTUAL_ROOT:
-                depth[node] = depth[parent] + 1
-        return depth
-
-    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """[N] children of each node, in depth-first order."""
         below: list[list[int]] = [[] for _ in range(self.num_nodes)]
@@ -117,15 +108,6 @@ class PrefixForest:
     def queries(self, node: int) -> Int32Array:
         """Request indices of the queries that attend to `node`."""
         return self.order[self.query_begin[node] : self.query_end[node]]
-
-    def path(self, place: int) -> list[int]:
-        """Nodes from the root to the leaf of the query at `place` in forest order."""
-        path = []
-        node = int(self.leaf[place])
-        while node != VIRTUAL_ROOT:
-            path.append(node)
-            node = int(self.parent[node])
-        return path[::-1]
 
 
 def build_forest(

@@ -16,6 +16,7 @@ from benchmarks.recorded_traces import (
 )
 from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.thought_trees import ThoughtTreeShape, generate_thought_tree
+from forest_oracle import path_of
 from thought_tree_files import dump_thought_trees
 
 shapes = st.builds(
@@ -56,7 +57,7 @@ def rows_of(forest):
     """The (node, token) pairs that each request attends to, sorted by length."""
     rows = []
     for position in range(forest.batch_size):
-        rows.append([(n, t) for n in forest.path(position) for t in range(forest.length[n])])
+        rows.append([(n, t) for n in path_of(forest, position) for t in range(forest.length[n])])
     return rows
 
 

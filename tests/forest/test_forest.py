@@ -17,7 +17,7 @@ from deft_backend.forest import (
     forest_of_blocks,
 )
 from deft_backend.forest.page_tables import insert_rows
-from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables
+from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables, path_of
 
 FIELDS = (
     *("order", "seq_lens", "parent", "request", "start", "length"),
@@ -32,7 +32,7 @@ def check_invariants(forest):
     assert nodes <= max(0, 2 * batch - 1) if batch else nodes == 0
     for position in range(batch):
         row = forest.order[position]
-        path = forest.path(position)
+        path = path_of(forest, position)
         at = 0
         for node in path:  # the path is contiguous from 0 to the request's end
             assert forest.start[node] == at
@@ -238,9 +238,8 @@ def test_equal_and_prefix_requests_keep_open_leaves():
     assert forest.share == 2.5
 
 
-def test_depth_and_children():
+def test_children():
     forest = build_forest([0, 1, 2], [4, 2], [5, 6, 7])
-    assert forest.depth.tolist() == [0, 1, 2, 2, 1]
     assert forest.children == ((1, 4), (2, 3), (), (), ())
 
 

@@ -5,6 +5,15 @@ import numpy as np
 from deft_backend.forest import VIRTUAL_ROOT
 
 
+def path_of(forest, place):
+    """Nodes from the root to the leaf of the query at `place` in forest order."""
+    path, node = [], int(forest.leaf[place])
+    while node != VIRTUAL_ROOT:
+        path.append(node)
+        node = int(forest.parent[node])
+    return path[::-1]
+
+
 def oracle_of_tables(tables, lens, page_size):
     """From page tables: split groups of equal rows, with a binary search for the column."""
     full = [max(0, int(n)) // page_size for n in lens]

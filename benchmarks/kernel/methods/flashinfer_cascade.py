@@ -33,9 +33,12 @@ def cascade_levels(
     - `page_table`: [B, P] int32
     """
     size = forest.page_size
-    shared = np.flatnonzero(~forest.is_leaf)
-    depth = forest.depth[shared]
-    levels = [shared[depth == d].tolist() for d in range(int(depth.max(initial=-1)) + 1)]
+    levels: list[list[int]] = []
+    depth: dict[int, int] = {}
+    for node in np.flatnonzero(~forest.is_leaf).tolist():
+        depth[node] = depth.get(int(forest.parent[node]), -1) + 1
+        levels += [[]] * (depth[node] == len(levels))
+        levels[depth[node]].append(node)
     levels.append(forest.leaf.tolist())
     found = []
     for nodes in levels:
