@@ -15,6 +15,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from deft_backend.cli.ab import MOST_TOKENS
 from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder, unwound
 from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
@@ -45,7 +46,7 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.traces.arrivals import MOST_TOKENS, Arrival, TraceError, load_arrivals
+from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
@@ -119,7 +120,7 @@ def asked_workloads(
         loaded = load_arrivals(asked.trace)
         arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
         longest = max(arrival.input_length for arrival in arrivals)
-        if longest > MOST_TOKENS:  # making its text would take the client's memory
+        if longest > MOST_TOKENS:
             raise fail(
                 f"with --scale {asked.scale:g}, a prompt of {asked.trace} has {longest:,} tokens; "
                 f"expected at most {MOST_TOKENS:,}"

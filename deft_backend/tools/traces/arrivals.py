@@ -10,8 +10,6 @@ from pathlib import Path
 from deft_backend.files.json_fields import LARGEST, FieldError, number, shown, whole
 from deft_backend.files.private_files import parsed
 
-MOST_TOKENS = 10**7  # of any text in a trace
-
 BLOCK_TOKENS = 512  # tokens that one hash id stands for
 
 LATEST_MS = 1e15  # largest timestamp: some thirty thousand years
