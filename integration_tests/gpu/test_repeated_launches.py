@@ -1,10 +1,14 @@
-"""On a GPU: later layers of a step give the bits of a full run."""
+"""On a GPU: repeated launches of layers and of plans give the bits of full ones."""
+
+from collections import Counter
 
 import pytest
 import torch
 
 from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.compile.triton_kernel import Kernel
+from deft_backend.policies import POLICIES
 from deft_backend.tools.servers.driver_stub import num_gpus
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a GPU")
@@ -100,3 +104,53 @@ def test_repeated_layers_have_the_bits_of_full_runs(kind):
             q[: step.rows], *step.caches[-1], step.table, step.lens, sm_scale=DIM**-0.5
         )
         assert relative_error(out[: step.rows], want) < 1e-2
+
+
+@pytest.mark.parametrize("policy", [name for name, each in POLICIES.items() if each.rules])
+def test_repeated_plans_have_the_bits_of_full_plans(policy, monkeypatch):
+    """Eagerly and in a CUDA graph, while the lengths change."""
+
+    def launch(kernel, *arguments, **options):
+        launched[kernel] += 1
+        full_launch(kernel, *arguments, **options)
+
+    launched, full_launch = Counter(), Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", launch)
+    repeating, full = (
+        TreeAttention(
+            num_query_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=DIM,
+            dtype=torch.bfloat16,
+            device="cuda",
+            page_size=PAGE,
+            max_batch=64,
+            policy=policy,
+            max_tokens=100 * PAGE,
+        )
+        for _ in range(2)
+    )
+    full.device_planner._repeats = False
+    table = torch.arange(48 * 100, dtype=torch.int32, device="cuda").view(48, 100)
+    table[1::2, :60] = table[1, :60].clone()
+    lens = torch.empty(48, dtype=torch.int32, device="cuda")
+
+    def plan(again):
+        """Plan other lengths; the launches that this took besides repeats."""
+        lens.copy_(torch.randint(1000, 1600, (48,), device="cuda"))
+        repeating.clear_plan(), full.clear_plan()
+        full.plan_batch(table, lens)
+        before = launched.total()
+        again()
+        assert torch.equal(repeating.arrays.arrays(), full.arrays.arrays())
+        return launched.total() - before
+
+    taken = [plan(lambda: repeating.plan_batch(table, lens)) for _ in range(6)]
+    assert taken[0] > 0
+    assert taken == [taken[0]] * 3 + [0] * 3  # the third is a trial, and a full plan
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeating.plan_batch(table, lens)
+    assert plan(graph.replay) == 0
+    torch.cuda.synchronize()
+    assert repeating.counters[:3].tolist() == full.counters[:3].tolist()
