@@ -17,8 +17,6 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.attention.self_check import failed_latent_check
 from deft_backend.costs.cost_model import STEP_NS
 from deft_backend.kernels.latent import plain_latent_attention
-from deft_backend.tools.tuning.launch_clock import captured
-from random_batches import random_batch
 from tests.support.strategies import Batch, batches
 
 VALUE, ROPE = 64, 16  # of the tests on the CPU
@@ -27,26 +25,18 @@ RECORDS = Path(__file__).parents[2] / "docs/results"
 
 
 class Counted:
-    """The stand-in; remembers its calls. Of an empty range it gives `empty` and any output."""
+    """The stand-in. Of an empty range it gives `empty` and any output."""
 
     def __init__(self, empty=float("-inf")):
-        self.calls = []
         self.empty_ranges = 0
         self._empty = empty
 
     def __call__(self, call):
-        self.calls.append(call)
         out, lse = plain_latent_attention(call)
         empty = lse == float("-inf")
         self.empty_ranges += int(empty.sum())
         out[empty.T] = float("nan")
         return out, lse.masked_fill(empty, self._empty)
-
-    @property
-    def tokens(self):
-        """KV tokens of all calls."""
-        ends = [(call.batch.end - call.batch.begin) for call in self.calls]
-        return int(sum(part.sum() for part in ends))
 
 
 def expected(q_nope, q_rope, cache, table, lens):
@@ -125,18 +115,6 @@ def test_an_empty_range_weighs_nothing(empty):
     assert kernel.empty_ranges == 4 * 8
 
 
-def flash_attention():
-    """The host's kernel on this machine; tests without a Hopper GPU or a host are skipped."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    from benchmarks.latent.latent_case import hosts_kernel
-
-    try:
-        return hosts_kernel()[1]
-    except ImportError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize(
     ("at", "off", "most"),
     [(None, 0.0, 4), (1, 0.5, 4), (3, float("nan"), 4), (None, 0.0, 2), (0, 0.5, 2)],
@@ -164,75 +142,6 @@ def test_the_check_at_start_names_a_wrong_result(at, off, most):
     assert len(calls) == 6
     assert (said is None) == (at is None), said
     assert said is None or "other results than float64" in said
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("heads", "tokens"), [(8, 1), (16, 1), (20, 1), (32, 1), (8, 4), (16, 2)])
-def test_flash_attention_in_a_graph(heads, tokens, page_size):
-    """One graph serves plans of both planners, of other trees and of fewer requests."""
-    kernel = flash_attention()
-    attention = LatentAttention(
-        num_query_heads=heads,
-        dtype=torch.bfloat16,
-        device="cuda",
-        kernel=kernel,
-        page_size=page_size,
-        max_batch=24,
-        query_tokens=tokens,
-    )
-    made = [
-        random_batch(seed, 24 - 3 * (seed % 3), page_size, longest=900, spare=tokens)
-        for seed in range(6)
-    ]
-    width, pages = max(m.page_table.shape[1] for m in made), max(m.num_pages for m in made)
-    table = torch.zeros(25, width, dtype=torch.int32, device="cuda")
-    cache = torch.randn(pages, page_size, 576, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(24 * tokens, heads, 576, device="cuda", dtype=torch.bfloat16)
-    lens = torch.full((24,), tokens, dtype=torch.int64, device="cuda")
-    rows = torch.arange(24, device="cuda").flip(0).contiguous()
-
-    def layer():
-        return attention.run(q[..., :512], q[..., 512:], cache, table, sm_scale=SCALE)
-
-    def from_tables():
-        attention.plan_on_device(table, lens, table_rows=rows)
-        return layer()
-
-    def from_plan():
-        attention.lay_out(lens, table_rows=rows)
-        return layer()
-
-    def plan(requests):
-        tables = table[rows[:requests]].cpu()
-        attention.plan(forest_from_page_tables(tables, lens[:requests].cpu(), page_size))
-
-    graphs = [(captured(from_tables), None)]
-    plan(24)
-    attention.clear_plan()
-    graphs.append((captured(from_plan), plan))
-    for batch in made:
-        requests = len(batch.seq_lens)
-        table.zero_()
-        table[rows[:requests], : batch.page_table.shape[1]] = torch.from_numpy(
-            batch.page_table
-        ).cuda()
-        lens.fill_(tokens)
-        lens[:requests] += torch.from_numpy(batch.seq_lens).cuda()
-        real = requests * tokens
-        want = expected(
-            q[:real, :, :512].double(),
-            q[:real, :, 512:].double(),
-            cache.double(),
-            table[rows[:requests]],
-            lens[:requests],
-        )
-        for (replay, out), prepare in graphs:
-            if prepare is not None:
-                prepare(requests)
-            out.fill_(float("nan"))
-            replay()
-            assert not out.isnan().any()
-            assert relative_error(out[:real], want) < 1e-2
 
 
 def recorded(row, heads, tokens, own):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from cost_keys import KEY
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, CostModelError, default_cost_model
 from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in_use
 from deft_backend.costs.tables import (
     SHIPPED_TABLES,
     GpuFacts,
-    TableKey,
     derived_table,
     gpu_facts,
     nearest_table,
@@ -24,19 +24,6 @@ from deft_backend.costs.tables import (
     shipped_tables,
 )
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS
-
-KEY = TableKey(
-    gpu="NVIDIA A100-SXM4-40GB",
-    package="1.2.3",
-    kernels="0123",
-    torch="2.11.0",
-    triton="3.6.0",
-    query_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    dtype="float16",
-    page_size=1,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from cost_keys import KEY
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table
-from deft_backend.costs.tables import TableKey
 from deft_backend.files import private_files
 from deft_backend.files.private_files import (
     is_private,
@@ -27,7 +27,6 @@ from made_kernels import made_kernel
 from sglang_fakes import make_state
 
 PACKAGE = Path(__file__).parents[2] / "deft_backend"
-KEY = TableKey("GPU", "1", "2", "3", "4", 32, 8, 128, "bfloat16", 16)
 
 
 @pytest.fixture(params=[0o000, 0o022])

@@ -229,15 +229,6 @@ def test_forests_keep_nothing_of_their_arguments():
     assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
 
 
-def test_equal_and_prefix_requests_keep_open_leaves():
-    forest = forest_from_page_tables([[5, 6], [5, 6], [5, 0]], [2, 2, 1])
-    assert forest.order.tolist() == [0, 1, 2]
-    assert forest.length[forest.leaf].tolist() == [0, 0, 0]
-    assert forest.tokens_stored == 2
-    assert forest.tokens_attended == 5
-    assert forest.share == 2.5
-
-
 def test_children():
     forest = build_forest([0, 1, 2], [4, 2], [5, 6, 7])
     assert forest.children == ((1, 4), (2, 3), (), (), ())

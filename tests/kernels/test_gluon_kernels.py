@@ -14,7 +14,6 @@ from test_query_tokens import drafts, tree_bits
 import attention_checks
 import gluon_emulator
 from attention_checks import tree_attention
-from deft_backend import forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import build_forest
 from deft_backend.kernels import configurations
@@ -24,14 +23,11 @@ from deft_backend.kernels.configurations import (
     HOPPER_SMALL_TILE,
 )
 from deft_backend.kernels.hopper import large_tile as hopper_large_tile
-from deft_backend.kernels.hopper import large_tile_copies
+from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
 from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.planner import plan_grouping
 from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
-
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-HEADS = [(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]
 
 launched = Counter()
 """Launches of each kernel since the last check began."""
@@ -74,13 +70,19 @@ def use_gluon(attention, lookahead, programs, query_tokens=1):
 
 
 def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=300, **given):
-    """The attention of a random batch, whose result was right; `chunk` is that of DeFT-Flatten."""
-    chunk, is_tree = given.pop("chunk", None), given.pop("is_tree", False)
-    ragged, heads_first = given.pop("ragged", False), given.pop("heads_first", False)
+    """The attention of a random batch, whose result was right.
+
+    `policy` may be a number: the chunk of DeFT-Flatten, which runs in the masked tile.
+    """
+    policy = given.pop("policy", "fasttree")
+    is_tree, ragged, heads_first = (
+        given.pop(name, False) for name in ("is_tree", "ragged", "heads_first")
+    )
+    flat = isinstance(policy, int)
 
     def prepare(attention):
-        if chunk is not None:
-            attention.policy = DeftFlatten(chunk)
+        if flat:
+            attention.policy = DeftFlatten(policy)
         use_gluon(attention, lookahead, programs, query_tokens)
 
     page_size, grow = given.get("page_size", 1), given.get("grow", 0)
@@ -90,61 +92,43 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         batch = drafts(seed, requests, page_size, query_tokens, longest, grow)
     random = np.random.default_rng(seed)
     launched.clear()
-    return attention_checks.check(
+    attention = attention_checks.check(
         batch,
         query_tokens,
         prepare=prepare,
         tree=tree_bits(seed, requests, query_tokens) if is_tree else None,
         counts=random.integers(0, query_tokens + 1, requests).tolist() if ragged else None,
         layout="heads first" if heads_first else "apart",
-        **{"heads": (4, 1), "policy": "fasttree" if chunk is None else "deft-flatten", **given},
+        policy="deft-flatten" if flat else policy,
+        **{"heads": (4, 1), **given},
     )
+    if flat:
+        begin, end = attention.last_plan.items_of(2)
+        has_items = begin < end or given.get("static_launch", False)
+        assert launched["hopper_masked_tile_attention"] == has_items
 
 
-SEED, PAGES, LOOKAHEAD = (
-    st.integers(0, 2**31 - 1),
-    st.sampled_from([1, 3, 16]),
-    st.sampled_from([1, 2, 3]),
+policies = st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding", 32, 128, 700])
+seeds = st.integers(0, 2**31 - 1)
+pages = st.sampled_from([1, 3, 16])
+lookaheads = st.sampled_from([1, 2, 3])
+heads_of = st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)])
+
+
+@settings(max_examples=60)
+@given(
+    seed=seeds,
+    requests=st.integers(1, 24),
+    page_size=pages,
+    lookahead=lookaheads,
+    heads=heads_of,
+    policy=policies,
+    grow=st.integers(0, 3),
+    programs=st.integers(1, 9),
+    own_rows=st.booleans(),
+    heads_first=st.booleans(),
+    static_launch=st.booleans(),
 )
-FORESTS = {
-    "seed": SEED,
-    "requests": st.integers(1, 24),
-    "page_size": PAGES,
-    "lookahead": LOOKAHEAD,
-    "heads": st.sampled_from(HEADS),
-    "grow": st.integers(0, 3),
-    "programs": st.integers(1, 9),
-    "own_rows": st.booleans(),
-    "heads_first": st.booleans(),
-    "static_launch": st.booleans(),
-}
-BLOCKS = {
-    "seed": SEED,
-    "requests": st.integers(1, 6),
-    "page_size": PAGES,
-    "query_tokens": st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
-    "heads": st.sampled_from(HEADS),
-    "grow": st.integers(0, 3),
-    "is_tree": st.booleans(),
-    "ragged": st.booleans(),
-}
-BYTES = {
-    "seed": SEED,
-    "requests": st.integers(1, 12),
-    "page_size": PAGES,
-    "lookahead": LOOKAHEAD,
-    "query_tokens": st.sampled_from([1, 1, 2, 4]),
-    "kv_dtype": st.sampled_from(EIGHT_BITS),
-    "heads": st.sampled_from(HEADS),
-    "head_dim": st.sampled_from([64, 128]),
-    "logit_cap": st.sampled_from([0.0, 5.0]),
-    "sinks": st.sampled_from([None, torch.float32]),
-    "heads_first": st.booleans(),
-}
-
-
-@settings(max_examples=30)
-@given(**FORESTS, policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]))
 def test_random_forests(**drawn):
     """A block as long as a tile has rows lets Q share a V block's memory.
 
@@ -153,11 +137,18 @@ def test_random_forests(**drawn):
     check(longest=260, **drawn)
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(
-    **BLOCKS,
-    lookahead=LOOKAHEAD,
-    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding"]),
+    seed=seeds,
+    requests=st.integers(1, 6),
+    page_size=pages,
+    lookahead=lookaheads,
+    heads=heads_of,
+    policy=policies,
+    query_tokens=st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
+    grow=st.integers(0, 3),
+    is_tree=st.booleans(),
+    ragged=st.booleans(),
 )
 def test_several_query_tokens(**drawn):
     """Chains and trees, for every tile that the query tokens of a request fill."""
@@ -170,10 +161,20 @@ def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads):
     check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(
-    **BYTES,
-    policy=st.sampled_from(["auto", "deft-node", "flash-decoding"]),
+    seed=seeds,
+    requests=st.integers(1, 12),
+    page_size=pages,
+    lookahead=lookaheads,
+    heads=heads_of,
+    policy=policies,
+    query_tokens=st.sampled_from([1, 1, 2, 4]),
+    kv_dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
+    head_dim=st.sampled_from([64, 128]),
+    logit_cap=st.sampled_from([0.0, 5.0]),
+    sinks=st.sampled_from([None, torch.float32]),
+    heads_first=st.booleans(),
     scales_on_device=st.booleans(),
 )
 def test_caches_of_eight_bits(query_tokens, policy, heads, **drawn):
@@ -196,21 +197,20 @@ def test_an_empty_leaf_at_the_end_of_a_full_row(requests, heads, page_size):
     """Large tiles read no page behind the table, whether they read the leaf or only prefetch for
     it."""
     table = torch.arange(48 // page_size, dtype=torch.int32).repeat(requests, 1)
-    lens = torch.full((requests,), 48, dtype=torch.int32)
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(requests, heads, 64, generator=generator).half()
-    caches = torch.randn(2, 48 // page_size, page_size, 1, 64, generator=generator).half()
-    shape = {"num_query_heads": heads, "num_kv_heads": 1, "page_size": page_size}
-    attention = tree_attention(**shape, dtype=torch.float16, max_batch=requests, policy="deft-node")
-    use_gluon(attention, 2, 3)
-    attention.plan(forest_from_page_tables(table, lens, page_size))
-    out = attention.run(q, *caches, table, lens)
-    assert relative_error(out, reference_attention(q, *caches, table, lens)) <= 1e-3
+    batch = attention_checks.Batch(table, torch.full((requests,), 48).int(), 48 // page_size)
+    attention_checks.check(
+        batch,
+        heads=(heads, 1),
+        page_size=page_size,
+        policy="deft-node",
+        prepare=lambda attention: use_gluon(attention, 2, 3),
+    )
 
 
+@pytest.mark.parametrize("policy", ["fasttree", 5000])
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
-def test_long_segments_go_round_the_rings(lookahead):
-    check(3, 6, lookahead=lookahead, longest=1500)
+def test_long_segments_go_round_the_rings(lookahead, policy):
+    check(3, 6, lookahead=lookahead, longest=1500, policy=policy)
 
 
 @pytest.mark.parametrize("module", [large_tile_copies, hopper_small_tile])
@@ -225,6 +225,30 @@ def test_a_copy_that_is_not_waited_for_shows(late, module, monkeypatch):
             check(1, 12)
     else:
         check(1, 12)
+
+
+@pytest.mark.parametrize("fault", [None, "a copy is not waited for", "spans", "ancestors", "lanes"])
+def test_a_fault_of_the_masked_tile_shows(fault, monkeypatch):
+    """The emulation can fail: without a wait, a mask or a segment, results are wrong."""
+    copies, segments, kernel = map(
+        gluon_emulator.emulated, (large_tile_copies, masked_tile_segments, hopper_masked_tile)
+    )
+    if fault == "a copy is not waited for":
+        wait = gluon_emulator._MACHINE.wait
+        monkeypatch.setattr(copies, "wait_group", lambda outstanding: wait(outstanding + 1))
+    elif fault == "spans":
+        monkeypatch.setattr(kernel, "in_span", lambda query, span: span[None] + query[:, None] >= 0)
+    elif fault == "ancestors":
+        rows = kernel.Rows
+        monkeypatch.setattr(kernel, "Rows", lambda query, token, bits: rows(query, token + 1, bits))
+    elif fault == "lanes":
+        from_lane = segments.from_lane
+        monkeypatch.setattr(segments, "from_lane", lambda x, lane: from_lane(x, lane * 0))
+    if fault is None:
+        check(1, 12, 4, lookahead=2, longest=200, policy=128)
+    else:
+        with pytest.raises(AssertionError):
+            check(1, 12, 4, lookahead=2, longest=200, policy=128)
 
 
 @pytest.mark.parametrize(

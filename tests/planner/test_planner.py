@@ -47,21 +47,33 @@ def test_plans_cover_every_query_once(name, batch, target, data):
     check_plan(batch, plan, target, np.array(growth, dtype=np.int32))
 
 
-def wide_batch(requests, shared=100, own=60):
+def wide_batch(requests, shared=100, own=60, lens=None):
     tables = np.zeros((requests, shared + own + GROWTH), dtype=np.int32)
     tables[:, :shared] = np.arange(shared)
     private = own + GROWTH
     tables[:, shared:] = shared + np.arange(requests * private).reshape(requests, private)
-    return Batch(tables, np.full(requests, shared + own, dtype=np.int32), 1)
+    lens = np.full(requests, shared + own, dtype=np.int32) if lens is None else lens
+    return Batch(tables, lens, 1)
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-@pytest.mark.parametrize("requests", [1, 2, 3, 16, 17, 32, 33, 150])
-def test_every_tile_shape_and_its_neighbours(name, requests):
-    batch = wide_batch(requests, own=3)
+@pytest.mark.parametrize(
+    ("lens", "shared"),
+    [
+        *(([103] * requests, 100) for requests in (1, 2, 3, 16, 17, 32, 33, 200)),
+        ([256, 256, 260], 256),  # ends at the end of a KV block
+        (range(100, 300), 100),
+        (range(200), 100),
+        ([50] * 3, 50),
+        ([0, 50, 0], 50),
+        ([300], 100),
+    ],
+)
+def test_every_tile_shape_and_special_batches(name, lens, shared):
+    batch = wide_batch(len(lens), shared, max(lens) - shared, np.array(lens, dtype=np.int32))
     forest = batch.forest()
     plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
-    check_plan(batch, plan, GQA, 5)
+    check_plan(batch, plan, GQA, 7)
 
 
 def _corruptions(plan):

@@ -40,28 +40,6 @@ GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, **PROGRAMS)
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
-def test_coverage_of_large_and_special_batches(name):
-    wide = np.zeros((200, 400), dtype=np.int32)
-    wide[:, :100] = np.arange(100)
-    wide[:, 100:] = 100 + np.arange(200 * 300).reshape(200, 300)
-    equal = np.tile(np.arange(100, dtype=np.int32), (3, 1))
-    equal[:, 50:] = 100 + np.arange(150).reshape(3, 50)
-    edge = np.tile(np.arange(300, dtype=np.int32), (3, 1))
-    edge[:, 256:] = 300 + np.arange(132).reshape(3, 44)
-    for batch in (
-        Batch(edge, np.array([256, 256, 260], dtype=np.int32), 1),  # ends at the end of a KV block
-        Batch(wide, np.full(200, 101, dtype=np.int32), 1),
-        Batch(wide, np.arange(100, 300, dtype=np.int32), 1),
-        Batch(wide, np.arange(200, dtype=np.int32), 1),
-        Batch(equal, np.full(3, 50, dtype=np.int32), 1),
-        Batch(equal, np.array([0, 50, 0], dtype=np.int32), 1),
-        Batch(wide[:1], np.array([300], dtype=np.int32), 1),
-    ):
-        grouping = get_policy(name).group(batch.forest(), GQA)
-        check_coverage(batch, grouping, GQA, 7)
-
-
-@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_coverage_of_pages_in_two_copies(name):
     """vLLM's rows may hold either copy of a page. Copies hold the same tokens."""
     for seed in range(40):

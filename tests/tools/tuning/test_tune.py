@@ -8,32 +8,19 @@ import pytest
 import torch
 
 from commands import run
+from cost_keys import KEY
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.costs.tables import (
     GpuFacts,
-    TableKey,
     read_key,
 )
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import machine as machine_module
 from deft_backend.tools.tuning.machine import Machine, Trials
 from deft_backend.tools.tuning.measure import search
-
-KEY = TableKey(
-    gpu="NVIDIA A100-SXM4-40GB",
-    package="1.2.3",
-    kernels="0123",
-    torch="2.11.0",
-    triton="3.6.0",
-    query_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    dtype="float16",
-    page_size=1,
-)
 
 
 @pytest.fixture(autouse=True)
