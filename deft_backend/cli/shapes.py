@@ -11,7 +11,7 @@ from typer import Option
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel, ModelFilesError, chosen_model, text_config
-from deft_backend.shapes import SHORT_DTYPES
+from deft_backend.shapes import EIGHT_BIT_CACHES, SHORT_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -42,14 +42,6 @@ class HeadShape(NamedTuple):
         return f"{self.query_heads}/{self.kv_heads}"
 
 
-class LatentHeads(NamedTuple):
-    query_heads: int
-    value_dim: int
-    rope_dim: int
-    dtype: str
-    sparse: bool  # it reads some of a request's tokens
-
-
 def parse_heads(heads: str) -> tuple[int, int]:
     try:
         query_heads, kv_heads = (int(part) for part in heads.split("/"))
@@ -60,17 +52,6 @@ def parse_heads(heads: str) -> tuple[int, int]:
     return query_heads, kv_heads
 
 
-def check_dtype(dtype: str | None) -> None:
-    if dtype not in (None, "fp16", "bf16"):
-        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
-
-
-def check_one_shape(heads: str | None, head_dim: int | None) -> None:
-    for option, value in (("--heads", heads), ("--head-dim", head_dim)):
-        if value is not None:
-            raise fail(f"{option} and --model both set the shape; leave one of them out")
-
-
 def chosen_shape(
     model: str | None,
     heads: str | None,
@@ -79,52 +60,55 @@ def chosen_shape(
     *,
     default_dtype: str,
 ) -> HeadShape:
-    check_dtype(dtype)
+    if dtype not in (None, "fp16", "bf16"):
+        raise fail(f"--dtype is {dtype!r}; expected fp16 or bf16")
     if model is None:
         name = SHORT_DTYPES[dtype or default_dtype]
         return HeadShape(*parse_heads("32/8" if heads is None else heads), head_dim or 128, name)
-    check_one_shape(heads, head_dim)
+    for option, value in (("--heads", heads), ("--head-dim", head_dim)):
+        if value is not None:
+            raise fail(f"{option} and --model both set the shape; leave one of them out")
     shape = model_shape(chosen_model(model))
     # A server may use another dtype than the checkpoint's.
     return shape if dtype is None else shape._replace(dtype=SHORT_DTYPES[dtype])
 
 
 def model_shape(model: ChosenModel) -> HeadShape:
-    found = model_attention(model)
-    if isinstance(found, LatentHeads):
-        raise fail(
-            f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
-            "their own; a server checks it at its start, on the host's kernel"
-        )
-    return found
-
-
-def model_attention(model: ChosenModel) -> HeadShape | LatentHeads:
-    """The attention that a model's ``config.json`` describes; fails in one line."""
+    """The heads that a model's ``config.json`` describes; fails in one line."""
     with reported(ModelFilesError):
         path = model.file("config.json")
     if path is None:
         raise fail(f"the model {model.name} has no config.json; its attention's shape is unknown")
     try:
-        return _attention(model, _text_config(path))
+        return _heads_of(model, _text_config(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise fail(f"cannot read the attention's shape from {path}: {error!r}") from None
 
 
-def _attention(model: ChosenModel, config: Mapping[str, Any]) -> HeadShape | LatentHeads:
-    query_heads, dtype = int(config["num_attention_heads"]), _dtype_of(model, config)
-    if rank := config.get("kv_lora_rank"):
-        sparse = bool(config.get("index_topk"))
-        return LatentHeads(query_heads, int(rank), int(config["qk_rope_head_dim"]), dtype, sparse)
+def _heads_of(model: ChosenModel, config: Mapping[str, Any]) -> HeadShape:
+    query_heads = int(config["num_attention_heads"])
+    if config.get("kv_lora_rank"):
+        raise fail(
+            f"{model.name} has latent attention (MLA), so its heads have no keys and values of "
+            "their own; a server compiles and checks its kernels at its start"
+        )
     sinks = config.get("model_type") in _MODELS_WITH_SINKS
     return HeadShape(
         query_heads,
         int(config.get("num_key_value_heads") or query_heads),
         int(config.get("head_dim") or config["hidden_size"] // query_heads),
-        dtype,
+        _dtype_of(model, config),
         soft_cap=bool(config.get("attn_logit_softcapping")),
         sinks=sinks or bool(config.get("add_full_attention_sink_bias")),
     )
+
+
+def eight_bit_cache(name: str) -> str | None:
+    """The dtype of a KV cache in the hosts' words; None for the queries' own."""
+    if name != "auto" and name not in EIGHT_BIT_CACHES:
+        names = ", ".join(EIGHT_BIT_CACHES)
+        raise fail(f"--kv-cache-dtype is {name!r}; expected auto or one of {names}")
+    return EIGHT_BIT_CACHES.get(name)
 
 
 def _dtype_of(model: ChosenModel, config: Mapping[str, Any]) -> str:

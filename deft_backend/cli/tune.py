@@ -11,10 +11,16 @@ from rich.console import Console
 from typer import Option
 
 from deft_backend.cli.errors import fail, reported, say
-from deft_backend.cli.shapes import HeadDimOption, ShapeModelOption, chosen_shape, table_of
+from deft_backend.cli.shapes import (
+    HeadDimOption,
+    ShapeModelOption,
+    chosen_shape,
+    eight_bit_cache,
+    table_of,
+)
 from deft_backend.files.folders import create_private, tables_directory
 from deft_backend.settings.config import SettingsError
-from deft_backend.shapes import EIGHT_BIT_CACHES, TILE_NAMES
+from deft_backend.shapes import TILE_NAMES
 
 if TYPE_CHECKING:
     from deft_backend.costs import CostModel
@@ -42,11 +48,7 @@ def tune(
     if show and out is not None:
         raise fail("--show measures nothing, so there is nothing for --out to write")
     shape = chosen_shape(model, heads, head_dim, dtype, default_dtype="fp16")
-    if kv_cache_dtype in EIGHT_BIT_CACHES:
-        shape = shape._replace(dtype=EIGHT_BIT_CACHES[kv_cache_dtype])
-    elif kv_cache_dtype != "auto":
-        names = ", ".join(EIGHT_BIT_CACHES)
-        raise fail(f"--kv-cache-dtype is {kv_cache_dtype!r}; expected auto or one of {names}")
+    shape = shape._replace(dtype=eight_bit_cache(kv_cache_dtype) or shape.dtype)
     with reported(SettingsError):
         key, used = table_of(shape, page_size)
         path = out or tables_directory() / key.file_name

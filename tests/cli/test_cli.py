@@ -96,15 +96,10 @@ MODEL = "<model>"  # stands for the folder of a model
         (["explain", "--tree", "1 1", "--server"], "expected exactly one of"),
         (["explain", "--tree", "1,2"], "the tree is described as '1,2'"),
         (["explain", "--tree", "1 1", "--policy", "best"], "no policy 'best'"),
-        (["explain", "--tree", "1 1", "--heads", "7/2"], "--heads is '7/2'"),
-        (["explain", "--tree", "1 1", "--dtype", "int8"], "--dtype is 'int8'"),
         (["explain", "--tree", "1 1", "--policy", ""], "no policy ''"),
-        (["explain", "--tree", "1 1", "--heads", ""], "--heads is ''"),
-        (["explain", "--tree", "1 1", "--dtype", ""], "--dtype is ''"),
         (["explain", "30000", "--tree", "1 1"], "a port goes with --server"),
         (["explain", "--tree", "1,4 1024,9999999999"], "expected at most 2,147,483,647 tokens"),
         (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
-        (["explain", "--server", "--heads", "8/8"], "--heads describes a tree; leave it out"),
         (["top", "70000"], "Invalid value for 'PORT'"),
         (["top", "--interval", "inf"], "Invalid value for '--interval'"),
     ],
@@ -157,16 +152,10 @@ def test_serve_prints_the_command_it_would_run(host, words, model):
 
 
 def test_explain_json_counts_bytes():
-    code, out, _ = run(
-        "explain",
-        "--tree",
-        "1,4 100,10",
-        *["--policy", "deft-node", "--heads", "8/2", "--head-dim", "64", "--layers", "3"],
-        "--json",
-    )
+    code, out, _ = run("explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--json")
     assert code == 0
     content = json.loads(out)
-    token = 2 * 2 * 64 * 2 * 3  # K and V, KV heads, head dimension, bytes, layers
+    token = 2 * 8 * 128 * 2  # K and V, KV heads, head dimension, bytes
     assert content["kv_bytes"] == (100 + 4 * 10) * token
     assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
 

@@ -6,20 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deft_backend.attention import (
-    AttentionError,
-    Gpu,
-    LatentAttention,
-    TreeAttention,
-    plain_latent_attention,
-)
+from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
-from deft_backend.hosts.common.limits import HOPPER, planned_on_device
+from deft_backend.hosts.common.limits import planned_on_device
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
     StepTensors,
-    latent_variants,
     step_variants,
 )
 from deft_backend.settings.config import Settings
@@ -97,34 +90,3 @@ def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
     if host == "sglang":
         return Drafts(draft_tokens, trees=trees, always=True)
     return Drafts(draft_tokens + 1, ragged=True)
-
-
-@dataclass(frozen=True)
-class DescribedLatentServer:
-    host: str
-    num_query_heads: int  # on one GPU
-    dtype: torch.dtype
-    page_size: int  # tokens of a page; 1 with SGLang
-    max_batch: int  # most requests that decode at once
-    query_tokens: int = 1  # of each request: more in the verification of chains
-
-    def variants(self, gpu: Gpu, settings: Settings) -> list[Variant]:
-        if gpu.capability != HOPPER:
-            raise AttentionError(
-                f"MLA needs a GPU of compute capability 9.0 (Hopper), and the target is {gpu.name}"
-            )
-        group = self.num_query_heads if self.host == "vllm" else 1
-        largest = min(settings.max_batch, self.max_batch)
-        largest = planned_on_device(largest, self.query_tokens, group)
-        attention = LatentAttention(
-            num_query_heads=self.num_query_heads,
-            dtype=self.dtype,
-            device="cpu",
-            kernel=plain_latent_attention,
-            page_size=self.page_size,
-            max_batch=largest,
-            query_tokens=self.query_tokens,
-            compiled_for=gpu,
-        )
-        integers = _INTEGERS[self.host]
-        return latent_variants(attention, (integers, integers))
