@@ -26,11 +26,11 @@ from benchmarks.kernel.measure_case import measure
 from benchmarks.kernel.mixed_forests import mixed_forest
 from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, cases_of, parse_heads
-from benchmarks.row_files import make_folder, write_rows
+from benchmarks.row_files import driver, make_folder, write_rows
 from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.cli.errors import fail
-from deft_backend.files.provenance import driver, provenance
+from deft_backend.files.provenance import provenance
 from deft_backend.tools.tuning.launch_clock import captured
 
 REQUESTS, SIZES = 54, (8, 64, 256)

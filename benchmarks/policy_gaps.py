@@ -29,10 +29,9 @@ import typer
 
 from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import parse_heads
-from benchmarks.row_files import RowsError, write_rows
+from benchmarks.row_files import RowsError, read_json, write_rows
 from deft_backend.attention.run_inputs import target_of
 from deft_backend.costs.tables import shipped_for
-from deft_backend.files.json_fields import read_json
 from deft_backend.files.provenance import provenance
 from deft_backend.forest import PrefixForest
 from deft_backend.kernels import Gpu

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deft_backend.files.json_fields import LARGEST, FieldError, read_json, shown, whole, within
+from benchmarks.row_files import read_json
+from deft_backend.files.json_fields import LARGEST, FieldError, shown, whole, within
 from deft_backend.forest import PrefixForest, forest_from_paths
 from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.thought_trees import ROOT, Thought, ThoughtTree

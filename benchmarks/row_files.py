@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deft_backend.files.json_fields import read_json
+from deft_backend.files.private_files import parsed
 
 
 class RowsError(ValueError):
@@ -70,3 +71,30 @@ def _replace(path: Path, text: str) -> None:
         raise RowsError(f"cannot write {path}: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise error(f"cannot read {what}{path}: {cause.strerror or cause}") from cause
+    except ValueError as cause:
+        raise error(f"{path}: expected JSON; {cause}") from cause
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver."""
+    try:
+        return (
+            subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=30,
+            )
+            .stdout.splitlines()[0]
+            .strip()
+        )
+    except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError):
+        return None

@@ -38,10 +38,10 @@ from benchmarks.e2e.command import (
 from benchmarks.e2e.launch import HOSTS, Launch, checked_backends
 from benchmarks.e2e.run import LOST, client_of, server_of
 from benchmarks.e2e.workloads import draw
-from benchmarks.row_files import make_folder, read_rows, write_rows
+from benchmarks.row_files import driver, make_folder, read_rows, write_rows
 from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
-from deft_backend.files.provenance import driver, provenance
+from deft_backend.files.provenance import provenance
 from deft_backend.tools.harness.answers import NotAnswered
 
 CACHES = (

@@ -26,9 +26,9 @@ from benchmarks.e2e.rows import (
 )
 from benchmarks.e2e.timing import measure, prompts_of
 from benchmarks.e2e.workloads import BATCHES, Job
-from benchmarks.row_files import make_folder, write_rows
+from benchmarks.row_files import driver, make_folder, write_rows
 from deft_backend.files.folders import state_directory
-from deft_backend.files.provenance import driver, provenance
+from deft_backend.files.provenance import provenance
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.harness.answers import Answer

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.ceilings import measure_ceilings
 from benchmarks.e2e.command import listed, typed_command
 from benchmarks.kernel.kernel_rows import Row, averaged, line_of, merged, read_rows
 from benchmarks.kernel.measure_case import DTYPES, KV_DTYPES, DeviceLost, Setup, measure
@@ -19,14 +20,14 @@ from benchmarks.kernel.methods import METHODS, OURS, make_method
 from benchmarks.kernel.methods.ours import PLANNERS, Ours
 from benchmarks.kernel.sets import Spec, chosen, set_names
 from benchmarks.kernel.tree_workloads import Case, WorkloadChoiceError, cases_of, parse_heads
-from benchmarks.row_files import RowsError, write_rows
+from benchmarks.row_files import RowsError, driver, write_rows
 from deft_backend.cli.errors import fail, reported, say, stderr
-from deft_backend.files.provenance import driver, provenance
+from deft_backend.files.provenance import provenance
 from deft_backend.forest import ForestError
 from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.policies import PolicyError
 from deft_backend.tools.traces.arrivals import TraceError
-from deft_backend.tools.tuning.launch_clock import QUICK, Budget, measure_ceilings
+from deft_backend.tools.tuning.launch_clock import QUICK, Budget
 
 ERRORS = (WorkloadChoiceError, TraceError, ForestError, PolicyError, RowsError)
 

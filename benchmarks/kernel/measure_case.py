@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import Inputs, make_inputs
 from benchmarks.kernel.kernel_rows import Row
@@ -17,7 +18,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.tools.tuning.launch_clock import Budget, Ceilings, captured, launch_us
+from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative error above which a result is wrong: several times the error of rounding."""

@@ -1,18 +1,16 @@
-"""JSON files and their fields, each with the type and the limits that its reader expects.
+"""Fields of JSON files, each with the type and the limits that its reader expects.
 
 Commands import this module before they know their work: only readers of arrays load NumPy.
 """
 
 from __future__ import annotations
 
+
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from deft_backend.files.private_files import parsed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,15 +26,6 @@ _short.maxstring = _short.maxother = _MOST_SHOWN
 
 class FieldError(ValueError):
     """A field is missing or impossible; the message names it and what the reader expected."""
-
-
-def read_json(path: Path, error: type[Exception], what: str = "") -> Any:
-    try:
-        return parsed(path.read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise error(f"cannot read {what}{path}: {cause.strerror or cause}") from cause
-    except ValueError as cause:
-        raise error(f"{path}: expected JSON; {cause}") from cause
 
 
 def shown(value: Any) -> str:

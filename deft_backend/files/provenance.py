@@ -23,23 +23,6 @@ def provenance() -> dict[str, object]:
     }
 
 
-def driver() -> str | None:
-    try:
-        return (
-            subprocess.run(
-                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=30,
-            )
-            .stdout.splitlines()[0]
-            .strip()
-        )
-    except (OSError, subprocess.SubprocessError, IndexError, UnicodeDecodeError):
-        return None
-
-
 def _device() -> str:
     import torch
 

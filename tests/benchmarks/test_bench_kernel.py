@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.ceilings import Ceilings
 from benchmarks.kernel import batched_reference as reference_module
 from benchmarks.kernel import measure_case as run_module
 from benchmarks.kernel.batched_reference import batched_reference
@@ -19,7 +20,7 @@ from benchmarks.kernel.sets import Spec, read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.forest import build_forest, forest_from_page_tables, forest_from_paths
-from deft_backend.tools.tuning.launch_clock import QUICK, Ceilings
+from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
 RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])

@@ -1,7 +1,7 @@
 """GPU time of a kernel launch inside a CUDA graph, with a cold L2 cache."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,38 +36,22 @@ def launch_us(launch: Callable[[], object], budget: Budget) -> float:
 
 
 _READ_BYTES = 4 << 30
-_PRODUCT = 8192
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    read_gb_s: float  # bytes that a large reduction reads, per second
-    copy_gb_s: float  # bytes that a large copy reads and writes, per second
-    tflop_s: float  # a product of two 8192 × 8192 matrices of the dtype
-
-    def to_dict(self) -> dict[str, float]:
-        return {name: round(value, 1) for name, value in asdict(self).items()}
-
-
-def measure_ceilings(dtype: torch.dtype) -> Ceilings:
-    read_ms, copy_ms = _memory_ms()
-    a, b = (torch.randn(_PRODUCT, _PRODUCT, device="cuda").to(dtype) for _ in range(2))
-    product_ms = _median_ms(lambda: a @ b)
-    return Ceilings(
-        read_gb_s=max(_READ_BYTES / read_ms, _READ_BYTES / copy_ms) / 1e6,
-        copy_gb_s=_READ_BYTES / copy_ms / 1e6,
-        tflop_s=2 * _PRODUCT**3 / product_ms / 1e9,
-    )
-
-
-def _memory_ms() -> tuple[float, float]:
+def read_gb_s() -> float:
+    """Bytes that a large reduction or a copy reads, in 1e9 per second."""
     large = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
-    half = len(large) // 2
     # Of two reductions, the faster one is closer to the memory's bandwidth.
-    read_ms = min(_median_ms(lambda: large.sum()), _median_ms(lambda: large.amax()))
-    return read_ms, _median_ms(lambda: large[:half].copy_(large[half:]))
+    read_ms = min(median_ms(lambda: large.sum()), median_ms(lambda: large.amax()), copy_ms(large))
+    return _READ_BYTES / read_ms / 1e6
 
 
-def _median_ms(work: object) -> float:
+def copy_ms(large: torch.Tensor) -> float:
+    """Milliseconds of a copy from one half of a tensor into the other."""
+    half = len(large) // 2
+    return median_ms(lambda: large[:half].copy_(large[half:]))
+
+
+def median_ms(work: Callable[[], object]) -> float:
     time: float = triton.testing.do_bench(work, warmup=25, rep=100, return_mode="median")
     return time

@@ -12,7 +12,7 @@ from deft_backend.costs import CostModel
 from deft_backend.costs.tables import TableKey
 from deft_backend.files.provenance import provenance
 from deft_backend.shapes import AttentionShape
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, measure_ceilings
+from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, read_gb_s
 from deft_backend.tools.tuning.machine import Launch, Machine, Trials
 
 _BUDGET = Budget(launch_ms=20)
@@ -66,7 +66,7 @@ def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
         key.query_heads, key.kv_heads, key.head_dim, dtype, kv_dtype, device, key.page_size
     )
     say("memory bandwidth")
-    bandwidth = float(np.round(measure_ceilings(dtype).read_gb_s))
+    bandwidth = float(np.round(read_gb_s()))
     # Costs that only the papers' policies read stay those of the table in use.
     kept = replace(before, source=source_of(key), head_dim=key.head_dim)
     say("plans of whole batches")
