@@ -11,8 +11,7 @@ from deft_backend.cli.models import ModelOption
 from deft_backend.cli.serve import HostOption
 from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.ab.workloads import CHOICES
-
-MOST_TOKENS = 10**7  # of a prompt: the client makes its text
+from deft_backend.tools.traces.invented import MOST_TOKENS
 
 
 def ab(

@@ -15,7 +15,6 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from deft_backend.cli.ab import MOST_TOKENS
 from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder, unwound
 from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
 from deft_backend.cli.serve import check_policy, chosen_host
@@ -47,6 +46,7 @@ from deft_backend.tools.servers.command import (
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
 from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals
+from deft_backend.tools.traces.invented import MOST_TOKENS
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""

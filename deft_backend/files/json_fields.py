@@ -5,7 +5,6 @@ Commands import this module before they know their work: only readers of arrays 
 
 from __future__ import annotations
 
-
 import math
 import reprlib
 from collections.abc import Iterator, Mapping

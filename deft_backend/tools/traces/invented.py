@@ -3,6 +3,8 @@
 import random
 import re
 
+MOST_TOKENS = 10**7  # of a prompt: the client makes its text
+
 _KEYS = tuple(
     re.findall(
         r"\w+",
