@@ -68,13 +68,13 @@ draws: $(VENV)/.test
 	$(BIN)/python -m tests.support.new_draws --seconds $(SECONDS_OF_DRAWS)
 
 integration: $(VENV)/.test
-	$(MATRIX) suite --host sglang --environment $(VENV) --processes $(PROCESSES)
+	$(MATRIX) suite --environment $(VENV) --processes $(PROCESSES)
 
 integration-vllm: $(VENV_VLLM)/.test
 	$(VENV_VLLM)/bin/python -m pytest -q deft_backend/hosts/vllm tests/hosts/vllm \
 		tests/hosts/common/test_contract.py tests/hosts/common/test_registration.py
 	$(VENV_VLLM)/bin/python -m pytest -q $(OTHER_TRITON)
-	$(MATRIX) suite --host vllm --environment $(VENV_VLLM) --processes 1
+	$(MATRIX) suite --environment $(VENV_VLLM) --processes 1
 
 # The oldest supported version of each host. Environments are deleted after their run; KEEP=1 keeps
 # them.
@@ -82,12 +82,12 @@ smoke: smoke-sglang smoke-vllm
 
 smoke-sglang: $(VENV_SGLANG_OLDEST)/.test
 	$(VENV_SGLANG_OLDEST)/bin/python -m pytest -q $(OTHER_TRITON)
-	$(MATRIX) suite --host sglang --suite smoke --environment $(VENV_SGLANG_OLDEST) \
+	$(MATRIX) suite --suite smoke --environment $(VENV_SGLANG_OLDEST) \
 		--processes 1
 	$(if $(KEEP),,rm -rf $(VENV_SGLANG_OLDEST))
 
 smoke-vllm: $(VENV_VLLM_OLDEST)/.test
-	$(MATRIX) suite --host vllm --suite smoke --environment $(VENV_VLLM_OLDEST) \
+	$(MATRIX) suite --suite smoke --environment $(VENV_VLLM_OLDEST) \
 		--processes 1
 	$(if $(KEEP),,rm -rf $(VENV_VLLM_OLDEST))
 

@@ -1,1 +1,1 @@
-"""Tests with real servers: SGLang's here, vLLM's in ``vllm``, shared parts in ``common``."""
+"""Tests with real servers of the installed host; shared parts in ``common`` and ``hosts``."""

@@ -1,27 +1,69 @@
 """Servers that the tests share: the baseline from its first use on, the others one by one."""
 
+import signal
+
 import pytest
 
-pytest.importorskip("sglang", reason="the integration tests start real SGLang servers")
+from deft_backend.tools.servers.command import HOSTS, installed_hosts
+from integration_tests.common.adapter import write_adapter
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import MODEL, Reference
+from integration_tests.hosts import GROUPS, HOST, running
+from integration_tests.hosts.cpu_speculation import unusable
 
-from integration_tests.common.fixtures import model, model_exists, servers_end_with_the_tests  # noqa: F401
-from integration_tests.cpu_speculation import unusable
-from integration_tests.sglang_server import GROUPS, Group, running
+collect_ignore_glob = [f"test_{host}_*" for host in HOSTS if host != HOST]
+if not installed_hosts():
+    collect_ignore_glob = ["test_*"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_exists():
+    if not (MODEL / "config.json").is_file():
+        pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_with_the_tests():
+    """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must also end the servers."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def baseline(tmp_path_factory):
+def model():
+    """The right answers of servers in float32; no server is needed for them."""
+    return PlainModel(MODEL)
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory):
+    """A LoRA adapter with random weights."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(folder, MODEL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def baseline(tmp_path_factory, adapter):
     """The host's own backend."""
-    with running(None, Group(), tmp_path_factory.mktemp("baseline")) as server:
+    with running(None, GROUPS["default"], tmp_path_factory.mktemp("baseline"), adapter) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def server(request, tmp_path_factory):
+def expected(request):
+    """The right answers: the model's own, and vLLM's own for its servers, which run in float16."""
+    if HOST == "sglang":
+        return request.getfixturevalue("model")
+    return Reference(request.getfixturevalue("baseline"))
+
+
+@pytest.fixture(scope="session")
+def server(request, tmp_path_factory, adapter):
     """A server with the plugin, under the flags of the test's group."""
     group = GROUPS[request.param]
     reason = unusable() if group.cpu_speculation else None
     if reason is not None:
         pytest.skip(reason)
-    with running("deft", group, tmp_path_factory.mktemp(request.param)) as server:
+    with running("deft", group, tmp_path_factory.mktemp(request.param), adapter) as server:
+        server.group = request.param
         yield server

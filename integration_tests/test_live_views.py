@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from deft_backend.tools.servers.command import HOST_NAMES
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.plugins import ROOT
-from integration_tests.sglang_server import Ask
+from integration_tests.common.server import Ask
+from integration_tests.hosts import HOST
 
 pytestmark = pytest.mark.rare
 
@@ -103,7 +105,7 @@ def test_top_and_inspect_show_the_batch_that_decodes(server):
     # Other requests may have split the prefix: all six read each part.
     assert sum(node[2] for node in shared) > len(PREFIX) // 2
     assert found["status"] in ("decoding", "idle")  # on a slow machine
-    assert found["title"].startswith("SGLang ")
+    assert found["title"].startswith(f"{HOST_NAMES[HOST]} ")
     assert re.search(r"[1-9]\d? % saved", "".join(text for text, _ in read))
     assert f"{port} decoding" in panel or f"{port} idle" in panel
     assert max(map(len, panel.splitlines())) <= 80

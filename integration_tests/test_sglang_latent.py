@@ -8,8 +8,8 @@ import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import DRAFT, EAGER, MODEL
-from integration_tests.sglang_server import GROUPS, Ask, Group, running
+from integration_tests.common.server import DRAFT, EAGER, MODEL, Ask, Group
+from integration_tests.hosts import GROUPS, running
 
 pytestmark = pytest.mark.xdist_group("latent")
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
-from integration_tests.common.server import complete
+from integration_tests.common.server import POLICY_GROUPS, complete
+from integration_tests.hosts import HOST
 
 TOPICS = ("the harbour", "an old map", "seven lamps", "the northern road", "a grey cat", "salt")
 PREFIX = (
@@ -15,8 +15,8 @@ PREFIX = (
 )
 
 
-def on(*groups, smoke=(), rare=()):
-    """Run the test on a server of each group.
+def on(*groups, sglang=(), vllm=(), smoke=(), rare=()):
+    """Run the test on a server of each of these groups, and of each of the installed host's.
 
     The groups in `smoke` are also in the smoke suite; those in `rare` are left out by default.
 
@@ -24,7 +24,7 @@ def on(*groups, smoke=(), rare=()):
     once, in one of the processes.
     """
     chosen = []
-    for group in groups:
+    for group in (*groups, *{"sglang": sglang, "vllm": vllm}[HOST]):
         marks = [pytest.mark.xdist_group(process_of(group))]
         if group in smoke:
             marks.append(pytest.mark.smoke)
@@ -34,22 +34,16 @@ def on(*groups, smoke=(), rare=()):
     return pytest.mark.parametrize("server", chosen, indirect=True)
 
 
+def only(host):
+    return pytest.mark.skipif(host != HOST, reason=f"of {host} alone")
+
+
 def process_of(group):
     """Groups that need the baseline as well share a process, so that the baseline starts once."""
     return "baseline" if group in ("default", "policy-fasttree") else group
 
 
-POLICY_GROUPS = tuple(f"policy-{name}" for name in POLICY_NAMES if name != AUTO)
-"""Groups of servers with a policy other than the default."""
-
 RARE_POLICIES = tuple(group for group in POLICY_GROUPS if group != "policy-fasttree")
-
-
-def check_policy(server, reference, asks, group):
-    """Tree attention decodes by the policy that the group is named after, and the log names it."""
-    check(server, reference, asks)
-    assert server.state()["steps_tree"] > 0
-    assert group.removeprefix("policy-") in server.log
 
 
 def assert_same(asks, found, expected, *, gaps=False):
@@ -129,13 +123,3 @@ def check_joins_and_aborts(server, reference, *, kept, cut, later):
     assert_same(kept, stayed, reference.answers(kept), gaps=gaps)
     assert_same(later, joined, reference.answers(later), gaps=gaps)
     assert not server.trouble()
-
-
-def check_both_ranks(server):
-    """Check that both ranks decoded the same steps, each with half of the KV heads."""
-    ours, theirs = server.state("tp0"), server.state("tp1")
-    assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
-    for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):
-        assert ours[name] == theirs[name], name
-    assert (ours["rank"], theirs["rank"]) == (0, 1)
-    assert ours["num_kv_heads"] == theirs["num_kv_heads"] == 1

@@ -1,9 +1,8 @@
 """Use a server's control endpoints while its requests decode, and change its weights."""
 
 import asyncio
-import json
 import shutil
-import urllib.error
+import time
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,16 +37,6 @@ def check_while_decoding(server, reference, asks, act):
     assert not server.trouble()
 
 
-def ask_to(server, path, body=None):
-    """Send a control request; returns the HTTP status."""
-    try:
-        with server.open(path, json.dumps(body or {}).encode()) as response:
-            response.read()
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def changed_weights(model, folder):
     """A copy of a checkpoint in which every weight matrix differs a little."""
     copy = folder / "changed"
@@ -62,3 +51,11 @@ def changed_weights(model, folder):
                 weights[name] = changed.to(weight.dtype)
         save_file(weights, str(file), metadata={"format": "pt"})
     return copy
+
+
+def until(done, seconds=30.0):
+    """Wait until it is done: a host notices only after a while that a client has left."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not done within {seconds} s"
+        time.sleep(0.2)

@@ -2,13 +2,13 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import openai
 
 from integration_tests.common.answers import assert_same
+from integration_tests.common.control import until
 from integration_tests.common.server import REQUEST_SECONDS, Answer, complete
 
 _NOTE = (
@@ -109,7 +109,7 @@ class Round:
     requests have their answers, and other answers may be cut off."""
 
 
-def check_openai_client(server, own, rounds, flush):
+def check_openai_client(server, own, rounds):
     """Compare each answer of the `openai` package with the host's own; returns how many were whole.
 
     Each round sends requests of every form at once, behind a few long prefixes. Some clients leave
@@ -122,8 +122,6 @@ def check_openai_client(server, own, rounds, flush):
     own : Server
         The server with the host's own backend. It answers the same requests undisturbed.
     rounds : sequence of Round
-    flush : callable
-        Flushes the server's cache; returns whether the host did so, which needs an idle server.
     """
     whole, parts = 0, 0
     for number, each in enumerate(rounds):
@@ -138,7 +136,7 @@ def check_openai_client(server, own, rounds, flush):
                 whole += len(ours)
         _check_steps(before, server.state())
         assert not server.trouble()
-        _until(flush)
+        until(server.flush)
     assert parts > 0, "no answer was cut off"
     return whole
 
@@ -236,11 +234,3 @@ def _check_steps(before, after):
     )
     assert steps > 0
     assert 0 < read < guided
-
-
-def _until(done, seconds=30.0):
-    """Wait until it is done: a host notices only after a while that a client has left."""
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"not done within {seconds} s"
-        time.sleep(0.2)

@@ -30,7 +30,8 @@ class PlainModel:
         return [self._choices(ask.body()) for ask in asks]
 
     def _choices(self, body):
-        assert body["temperature"] == 0, "only greedy answers have a reference"
+        greedy = body["temperature"] == 0 or body["extra_body"].get("top_k") == 1
+        assert greedy, "only greedy answers have a reference"
         prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
         return [self._answer(p, body["max_tokens"]) for p in prompts for _ in range(body["n"])]
 

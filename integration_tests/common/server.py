@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import openai
 
+from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 from deft_backend.tools.servers.process import ServerProcess, get_page
 from integration_tests.common.plugins import HOST_CALLS, QUICK_INTERPRETER, ROOT, plugin_settings
 from integration_tests.common.result import StepTotal
@@ -36,11 +38,86 @@ TROUBLE = re.compile(
 # The tests are small, so small batches and short prefixes must also go through the kernels.
 EAGER = {"DEFT_MIN_BATCH": "1"}
 
+POLICY_GROUPS = tuple(f"policy-{name}" for name in POLICY_NAMES if name != AUTO)
+"""Groups of servers with a policy other than the default."""
+
 
 def cores_of_two_ranks():
     """One CPU core for each of two tensor-parallel ranks, in both hosts' variables."""
     cores = sorted(os.sched_getaffinity(0))
     return f"{cores[0]}|{cores[-1]}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags and settings of a server that serves several tests."""
+
+    flags: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    model: Path = MODEL
+    cpu_speculation: bool = False
+    """SGLang: speculate on the CPU, with stand-ins for what the host's wheel lacks."""
+    cli: bool = False
+    """SGLang: start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
+    lora: bool = False
+    """vLLM: serve an adapter beside the model."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion of exactly the requested length: greedy, or sampled with a seed."""
+
+    prompt: str
+    tokens: int = 8
+    n: int = 1
+    logprobs: int = 1
+    """0: none. SGLang mixes no prefill into the steps of requests that ask for them."""
+    sampled: bool = False
+    model: str = "tiny"
+    pattern: str | None = None
+    """vLLM: pattern that the answer must match, by guided decoding."""
+    beams: int = 0
+    """vLLM: number of beams of a beam search."""
+    also: tuple[str, ...] = ()
+    """Further prompts of the same request; each gets its own choice."""
+
+    @property
+    def choices(self):
+        return (self.beams or self.n) * (1 + len(self.also))
+
+    def body(self):
+        """The request in the form of the `openai` client.
+
+        vLLM refuses several choices at temperature 0. The likeliest token alone, sampled, is the
+        same answer.
+        """
+        several = self.n > 1
+        extra = {"ignore_eos": True}
+        if self.pattern is not None:
+            extra = {"structured_outputs": {"regex": self.pattern}}
+        body = {
+            "model": self.model,
+            "prompt": [self.prompt, *self.also] if self.also else self.prompt,
+            "max_tokens": self.tokens,
+            "n": self.beams or self.n,
+            "temperature": 1.6 if self.sampled else 1 if several else 0,
+        }
+        if self.sampled:
+            body["seed"] = 7
+        elif several:
+            extra["top_k"] = 1
+        if self.beams:
+            extra["use_beam_search"] = True
+        elif self.logprobs:
+            body["logprobs"] = self.logprobs
+        return {**body, "extra_body": extra}
+
+
+def together(asks):
+    """Several greedy completions in one request, so that they decode together. On few cores,
+    separate requests may arrive so late that each decodes alone.
+    """
+    return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
 
 
 @dataclass(frozen=True)
@@ -56,6 +133,8 @@ class Answer:
 
 class Server:
     """A running server."""
+
+    group = ""  # of :data:`integration_tests.hosts.GROUPS`
 
     def __init__(self, process, state_dir):
         self.process = process
@@ -157,6 +236,16 @@ class Server:
             f"{self.process.url}/{path}", data, {"Content-Type": "application/json"}
         )
         return opener.open(request, timeout=30 if data is None else REQUEST_SECONDS)
+
+
+def ask_to(server, path, body=None):
+    """Send a control request; returns the HTTP status."""
+    try:
+        with server.open(path, json.dumps(body or {}).encode()) as response:
+            response.read()
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @dataclass
@@ -273,11 +362,11 @@ def state_settings(backend, folder, *plugins):
 
 
 @contextmanager
-def started(command, folder):
-    """A server for a `with` block; its decode steps then count in :class:`StepTotal`."""
+def started(command, folder, kind=Server):
+    """A server of this class for a `with` block; its decode steps count in :class:`StepTotal`."""
     with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
         try:
-            yield Server(process, folder / "cache" / "servers")
+            yield kind(process, folder / "cache" / "servers")
         finally:
             path = _state_path(folder / "cache" / "servers", command, "tp0")
             if path is not None:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import psutil
 
 from deft_backend.telemetry.counters import Place, StateName
-from integration_tests.common.control import ask_to
 from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import ask_to
 from integration_tests.faults.tested_server import draw_prompts, start
 
 TOKENS = 12

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.e2e.answers import LIKELIEST, check, compare
 from deft_backend.tools.servers.driver_stub import num_gpus
-from integration_tests.common.control import ask_to, changed_weights
+from integration_tests.common.control import changed_weights
+from integration_tests.common.server import ask_to
 from integration_tests.gpu.checked_variants import (
     check_adapters,
     check_every_token,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from deft_backend.attention import TreeAttention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.prefixes import Observed
@@ -179,12 +178,6 @@ class HybridLinearKVPool:
     def __init__(self, full, slots=64):
         self.full_kv_pool = MHATokenToKVPool(slots)
         self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
-
-
-def small_attention(**arguments):
-    """Tree attention of the shape of :func:`make_layer`, on the CPU."""
-    heads = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    return TreeAttention(**{**heads, "dtype": torch.float32, "device": "cpu", **arguments})
 
 
 def decode_attention(pool, table, rows, lens, q, scale=0.125, sinks=None):

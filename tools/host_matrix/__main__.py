@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(run=_environment)
 
     suite = commands.add_parser("suite", help="Run a suite in an environment; record nothing.")
-    suite.add_argument("--host", choices=HOSTS, required=True)
     suite.add_argument("--suite", choices=SUITES, default="common")
     suite.add_argument("--environment", type=Path, required=True)
     suite.set_defaults(run=_suite)
@@ -65,7 +64,7 @@ def _environment(arguments: argparse.Namespace) -> int:
 
 def _suite(arguments: argparse.Namespace) -> int:
     environment = arguments.environment.absolute()
-    outcome = run_suite(arguments.host, arguments.suite, environment, processes=arguments.processes)
+    outcome = run_suite(arguments.suite, environment, processes=arguments.processes)
     return int(outcome.exit_code != 0)
 
 
@@ -99,7 +98,7 @@ def _record(host: str, suite: str, environment: Path, processes: int) -> int:
         raise NoEnvironmentError(f"{environment} is not a virtual environment; expected bin/python")
     contract = run_contract(host, environment)
     in_window = TESTED[host].holds(version_of(host, environment))
-    outcome = run_suite(host, suite, environment, in_window=in_window, processes=processes)
+    outcome = run_suite(suite, environment, in_window=in_window, processes=processes)
     if not outcome.passed + outcome.failed:
         print(f"Error: no test of {host} ran in {environment}; no row is added", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Run a host's integration tests in an environment and read their result."""
+"""Run the integration tests of an environment's host and read their result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,6 @@ _MARKS = {"smoke": ("-m", "smoke"), "common": ("-m", "not rare"), "full": ()}
 PROCESSES = 2
 """Each takes about 7 GB of memory: two servers."""
 
-_TESTS = {
-    "sglang": ("--ignore", "integration_tests/vllm", "integration_tests"),
-    # Ignore the other host's test configuration.
-    "vllm": ("--confcutdir", "integration_tests/vllm", "integration_tests/vllm"),
-}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -38,7 +32,7 @@ class Outcome:
 
 
 def run_suite(
-    host: str, suite: str, environment: Path, *, in_window: bool = True, processes: int = PROCESSES
+    suite: str, environment: Path, *, in_window: bool = True, processes: int = PROCESSES
 ) -> Outcome:
     """Run a suite in an environment; pytest's output goes to the terminal.
 
@@ -52,7 +46,7 @@ def run_suite(
         command = [
             *(python_of(environment), "-m", "pytest", "-q"),
             *("-p", "integration_tests.common.result", "--result", result),
-            *(*_MARKS[suite], *shared, *_TESTS[host]),
+            *(*_MARKS[suite], *shared, "integration_tests"),
         ]
         done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
         if not result.exists():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.settings.config import Settings
@@ -25,7 +26,6 @@ from sglang_fakes import (
     query,
     recording_backend,
     requests_of,
-    small_attention,
 )
 
 PREFIX = list(range(10, 510))
@@ -36,7 +36,7 @@ SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 def server(host):
     """A backend over a host that records its calls; the host's graphs hold static tensors."""
     _, table, lens = requests_of(SHARED, Tree())
-    calls, pool, attention = [], FakePool(520), small_attention(max_batch=4)
+    calls, pool, attention = [], FakePool(520), tree_attention(max_batch=4)
     own = recording_backend(host, pool, table, calls)()
 
     def batch(kind="decode", size=2):
@@ -161,7 +161,7 @@ def test_keys_and_values_of_8_bits(host, fails, scales, monkeypatch, failures):
                 pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
             return torch.zeros_like(q)
 
-    attention = small_attention(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=4)
+    attention = tree_attention(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=4)
     backend = device_planned(Host(), attention, make_state(), Settings(min_batch=1))
     batch = make_batch("decode", table, [0, 1], [5, 6])
     backend.init_forward_metadata(batch)

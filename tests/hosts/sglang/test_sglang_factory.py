@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_checks import latent_attention
+from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
@@ -19,7 +19,6 @@ from sglang_fakes import (
     MHATokenToKVPool,
     make_state,
     recording_backend,
-    small_attention,
     tree_layers,
 )
 
@@ -230,7 +229,7 @@ def test_why_the_host_computes_steps_that_prefill(host, options, backends, reaso
     monkeypatch.setattr(factory.versions, "decodes_per_rank", lambda arguments: False)
     monkeypatch.setattr(factory.observe_batch, "install", lambda observer: lambda: None)
     own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32), [])()
-    layers = tree_layers(own, small_attention(), make_state(), **options)
+    layers = tree_layers(own, tree_attention(), make_state(), **options)
     with ExitStack() as undo:
         steps = factory._mixed(SimpleNamespace(server_args=None), layers, Settings(), undo)
     assert str(steps.unsplit).startswith(str(reason))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
@@ -23,7 +24,6 @@ from sglang_fakes import (
     mode,
     recording_backend,
     requests_of,
-    small_attention,
 )
 
 
@@ -67,7 +67,7 @@ class MixedServer(FakeServer):
 
         own = Host()
         backend = device_planned(
-            own, small_attention(max_batch=8, **attention), state, Settings(min_batch=2)
+            own, tree_attention(max_batch=8, **attention), state, Settings(min_batch=2)
         )
         observer = BatchObserver("runner")
         layers = backend.deft.layers

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from counted_steps import host_step
 from failure_lines import raising
 from sglang_fakes import (
@@ -20,7 +21,6 @@ from sglang_fakes import (
     query,
     recording_backend,
     requests_of,
-    small_attention,
 )
 
 PREFIX = list(range(10, 310))
@@ -71,7 +71,7 @@ def server(host):
         def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
             calls.append("after draft")
 
-    attention = small_attention(max_batch=3, query_tokens=N)
+    attention = tree_attention(max_batch=3, query_tokens=N)
 
     def batch(spec, kind="verify", size=2):
         rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
@@ -201,7 +201,7 @@ def test_verifications_of_another_form_are_the_hosts(server):
 def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeypatch, failures):
     """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
     pool = eight_bit_pool(400)
-    attention = small_attention(
+    attention = tree_attention(
         dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=2, query_tokens=N
     )
     seen = []

@@ -7,12 +7,12 @@ import torch
 
 from integration_tests.common.answers import PREFIX, TOPICS, assert_same
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL
-from integration_tests.vllm.vllm_server import Ask, Group, running, together
+from integration_tests.common.server import EAGER, MODEL, Ask, Group, together
+from integration_tests.hosts import running
 
 FP8 = Group(
     ("--block-size", "32", "--max-model-len", "1024", "--kv-cache-dtype", "fp8"),
-    {"DEFT_MIN_BATCH": "1"},
+    EAGER,
 )
 CLOSE = 0.1
 """Nats. On the CPU, the host's kernel computes with fewer bits over such a cache. Tree attention
@@ -44,14 +44,12 @@ def same_or_tied(ours, theirs):
 
 @needs_avx512
 @pytest.mark.xdist_group("fp8")
-def test_answers_over_an_fp8_cache(tmp_path, adapter):
+def test_answers_over_an_fp8_cache(tmp_path):
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=12, logprobs=5) for t in TOPICS]
     asks = [asks[0], together(asks[1:])]
     answers = {}
     for backend in (None, "deft"):
-        folder = tmp_path / str(backend)
-        folder.mkdir()
-        with running(backend, FP8, folder, adapter) as server:
+        with running(backend, FP8, tmp_path / str(backend)) as server:
             found = server.complete(asks)
             answers[backend] = [a for some in found for a in some]
             assert not server.trouble()

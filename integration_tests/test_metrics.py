@@ -1,18 +1,19 @@
-"""vLLM's own ``/metrics`` and the log show the values that the server counted."""
+"""The server's ``/metrics``, its log and `deft explain` show the values that it counted."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
 from integration_tests.common.counted import check_metrics, logged_steps
-from integration_tests.vllm.vllm_server import Ask, together
+from integration_tests.common.server import Ask, together
+from integration_tests.hosts import HOST
 
 
-@on("default")
+@on(sglang=("no-overlap",), vllm=("default",))
 def test_metrics_and_log_say_what_was_counted(server):
-    """Group default: VLLM_LOG_STATS_INTERVAL is a second."""
-    asks = [Ask(PREFIX + f"Of {topic} they wrote", tokens=24) for topic in TOPICS[:4]]
+    """SGLang's group logs every 4 steps, vLLM's every second."""
+    asks = [Ask(PREFIX + f"Of {topic} they wrote", tokens=16) for topic in TOPICS[:4]]
     server.complete([together(asks)])
-    server.complete([Ask("A single line.", tokens=4)])  # below DEFT_MIN_BATCH
+    server.complete([Ask("A single line.", tokens=6)])  # the host's kernel, with a reason
     state = check_metrics(server)
     assert state["steps_tree"] > 0
     assert state["steps_host"]
@@ -22,7 +23,8 @@ def test_metrics_and_log_say_what_was_counted(server):
     tree, host = logged_steps(server.log)
     assert 0 < tree <= state["steps_tree"]
     assert host <= sum(state["steps_host"].values())
-    assert server.metrics("vllm:")  # the host's own, on the same page
+    assert HOST == "vllm" or 0 <= state["decode_steps"] - tree - host < 4
+    assert server.metrics(f"{HOST}:")  # the host's own, on the same page
     assert not server.trouble()
 
 
@@ -37,11 +39,5 @@ def test_explain_shows_what_decodes_at_once(server):
             if server.state()["steps_tree"]:
                 shown.append(server.explain()["batch_size"])
     assert len(answers.result()[0]) == len(asks)
-    assert shown
-    assert 2 <= max(shown) <= len(asks)
+    assert any(2 <= requests <= len(asks) for requests in shown)
     assert not server.trouble()
-
-
-def test_another_backend_is_left_alone(baseline):
-    baseline.complete([Ask("A short line about snow.", tokens=4)] * 2)
-    assert baseline.is_left_alone()

@@ -3,8 +3,7 @@
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
-from integration_tests.common.control import ask_to
-from integration_tests.vllm.vllm_server import Ask
+from integration_tests.common.server import Ask, ask_to
 
 pytest.importorskip("vllm.model_executor.determinism")  # what the tests' CPU backend replaces
 

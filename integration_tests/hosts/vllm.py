@@ -1,29 +1,22 @@
-"""Real vLLM servers on the CPU: started once for many tests, and always ended."""
+"""Real vLLM servers on the CPU."""
 
 import json
-from dataclasses import dataclass, field, replace
 
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
-from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.plugins import CPU_BACKEND
 from integration_tests.common.server import (
     DRAFT,
-    MODEL,
+    EAGER,
+    POLICY_GROUPS,
+    Ask,
+    Group,
+    Server,
+    ask_to,
     cores_of_two_ranks,
     started,
     state_settings,
 )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Flags and settings of a server that serves several tests."""
-
-    flags: tuple[str, ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
-    lora: bool = False
-
 
 _SPECULATING = (
     *["--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"],
@@ -31,7 +24,7 @@ _SPECULATING = (
 )
 _CHUNKS = ("--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64")
 _LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
-_SHORT_LINES = {"DEFT_MIN_BATCH": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
+_SHORT_LINES = {**EAGER, "VLLM_LOG_STATS_INTERVAL": "1"}
 _LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"
 _DRAFT = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 4})
 
@@ -49,7 +42,7 @@ GROUPS = {
             *["--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching"],
             *["--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20"],
         ),
-        {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, "DEFT_MIN_BATCH": "1"},
+        {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, **EAGER},
     ),
     # Prompts in chunks behind cached prefixes, so that most steps with prefills also decode. The
     # first cache has few blocks.
@@ -68,90 +61,98 @@ GROUPS = {
     "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
     # Fewer blocks than the documents of a test need, in the precision of the plain model. The host
     # prefills in pieces, and reports each eviction.
-    "rollouts": Group(
+    "small-cache": Group(
         (
             *["--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens"],
             *["128", "--num-gpu-blocks-override", "40", "--dtype", "float32"],
             *["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"],
         ),
-        {"DEFT_MIN_BATCH": "1"},
+        EAGER,
+        POLICY_GROUPS,
     ),
     **{
         group: Group(
             ("--block-size", "32", "--max-model-len", "1024"),
-            {"DEFT_MIN_BATCH": "1", "DEFT_POLICY": group.removeprefix("policy-")},
+            {**EAGER, "DEFT_POLICY": group.removeprefix("policy-")},
         )
         for group in POLICY_GROUPS
     },
     "two-ranks": Group(
         ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
-        {"DEFT_MIN_BATCH": "1", "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
+        {**EAGER, "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
     ),
 }
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One completion: greedy, or several answers sampled with a seed."""
-
-    prompt: str
-    tokens: int = 8
-    n: int = 1
-    model: str = "tiny"
-    logprobs: int = 1
-    pattern: str | None = None
-    """Pattern that the answer must match, by guided decoding."""
-    beams: int = 0
-    """Number of beams of a beam search."""
-    also: tuple[str, ...] = ()
-    """Further prompts of the same request; each gets its own choice."""
-
-    @property
-    def choices(self):
-        return (self.beams or self.n) * (1 + len(self.also))
-
-    def body(self):
-        """The request in the form of the `openai` client."""
-        extra = {}
-        if self.pattern is not None:
-            extra["structured_outputs"] = {"regex": self.pattern}
-        else:
-            extra["ignore_eos"] = True
-        body = {
-            "model": self.model,
-            "prompt": [self.prompt, *self.also],
-            "max_tokens": self.tokens,
-            "n": self.n,
-            "temperature": 1.6 if self.n > 1 else 0.0,
-            "seed": 7,
-        }
-        if self.beams:
-            extra["use_beam_search"] = True
-            body["n"] = self.beams
-            body["temperature"] = 0.0
-        else:
-            body["logprobs"] = self.logprobs
-        return {**body, "extra_body": extra}
+WATCHED = Group(GROUPS["default"].flags)
+WITHOUT_PLUGINS = {"VLLM_PLUGINS": ""}
 
 
-def together(asks):
-    """Several greedy completions in one request, so that they decode together. On few cores,
-    separate requests may arrive so late that each decodes alone.
-    """
-    return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
+class HostServer(Server):
+    """vLLM's own endpoints and counts."""
+
+    PAUSES = ("keep", "wait")
+
+    def settings(self):
+        """The host tells nothing about itself."""
+        return {}
+
+    def pause(self, mode):
+        assert ask_to(self, f"pause?mode={mode}") == 200
+
+    def resume(self):
+        assert ask_to(self, "resume") == 200
+
+    def flush(self):
+        """Whether the host flushed its prefix cache, which needs an idle server."""
+        return bool(self.post("reset_prefix_cache", {})["success"])
+
+    def flush_while_decoding(self):
+        """The host preempts every request, flushes, and computes all of them again."""
+        assert ask_to(self, "reset_prefix_cache?reset_running_requests=true") == 200
+
+    def abort_all(self):
+        assert ask_to(self, "abort_requests") == 200
+
+    def load_weights(self, folder):
+        self.pause("wait")
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        assert ask_to(self, "collective_rpc", call) == 200
+        assert ask_to(self, "reset_prefix_cache") == 200
+        self.resume()
+
+    def counted(self, *names):
+        """The sums of the host's own counters of these names."""
+        return tuple(sum(self.metrics(f"vllm:{name}").values()) for name in names)
+
+    def evicted(self):
+        """Blocks that the host evicted from its prefix cache."""
+        return self.counted("kv_block_lifetime_seconds_count")[0]
+
+    def taken_back(self):
+        """Requests that the host took back while they decoded."""
+        assert self.metrics("vllm:num_preemptions_total"), "the host has no such counter"
+        return self.counted("num_preemptions_total")[0]
+
+    def drafts(self, prompt):
+        """Verifications and accepted drafts of a request alone, by the host's own count."""
+        names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
+        before = self.counted(*names)
+        self.complete([Ask(prompt, tokens=24)])
+        return tuple(after - b for after, b in zip(self.counted(*names), before, strict=True))
 
 
-def running(backend, group, folder, adapter):
+def running(backend, group, folder, adapter=None):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
+    folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
-    if backend == "deft":
-        settings |= group.settings
+    settings |= group.settings
     flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]
     if group.lora:
         flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8"]
         flags += ["--lora-modules", f"adapted={adapter}"]
     command = server_command(
-        str(MODEL),
+        str(group.model),
         free_port(),
         host="vllm",
         backend=backend,
@@ -159,4 +160,4 @@ def running(backend, group, folder, adapter):
         environment=settings,
         gpu=False,
     )
-    return started(command, folder)
+    return started(command, folder, HostServer)

@@ -1,34 +1,25 @@
-"""Real SGLang servers on the CPU engine: started once for many tests, and always ended."""
+"""Real SGLang servers on the CPU engine."""
 
+import json
+import re
 import sys
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from deft_backend.tools.servers.command import free_port, server_command
-from integration_tests.common.answers import POLICY_GROUPS
 from integration_tests.common.server import (
     DRAFT,
     EAGER,
-    MODEL,
+    POLICY_GROUPS,
+    Group,
+    Server,
+    ask_to,
     cores_of_two_ranks,
     started,
     state_settings,
 )
-from integration_tests.cpu_speculation import REGISTER
-
-
-@dataclass(frozen=True)
-class Group:
-    """Flags and settings of a server that serves several tests."""
-
-    flags: tuple[str, ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
-    cpu_speculation: bool = False
-    """Let it speculate on the CPU, with stand-ins for what the host's wheel lacks."""
-    model: Path = MODEL
-    cli: bool = False
-    """Start it with ``sglang serve``, not ``python -m sglang.launch_server``."""
-
+from integration_tests.hosts.cpu_speculation import REGISTER
 
 # If the host finds NCCL, its group of two ranks needs a GPU.
 _TWO_PROCESSES = {
@@ -92,41 +83,75 @@ GROUPS = {
 }
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One greedy completion of exactly the requested length."""
-
-    prompt: str
-    tokens: int = 8
-    n: int = 1
-    logprobs: bool = True  # the host mixes no prefill into the steps of requests that ask for them
-
-    @property
-    def choices(self):
-        return self.n
-
-    def body(self):
-        """The request in the form of the `openai` client."""
-        body = {
-            "model": "default",
-            "prompt": self.prompt,
-            "max_tokens": self.tokens,
-            "n": self.n,
-            "temperature": 0,
-            "extra_body": {"ignore_eos": True},
-        }
-        return {**body, "logprobs": 1} if self.logprobs else body
+WATCHED = Group(("--enable-metrics",))
+WITHOUT_PLUGINS = {"SGLANG_PLUGINS": "none"}
+_OF_A_RUN = (
+    "port",
+    "nccl_port",
+    "random_seed",
+    "internal_states",
+    "launch_command",
+    "startup_time",
+)
 
 
-def running(backend, group, folder):
-    """A server for a `with` block. It checks every plan against the page tables."""
+class HostServer(Server):
+    """SGLang's own endpoints and counts."""
+
+    PAUSES = ("in_place", "retract")
+
+    def settings(self):
+        """What the host decided about itself."""
+        with self.open("server_info") as response:
+            found = json.load(response)
+        return {name: value for name, value in found.items() if name not in _OF_A_RUN}
+
+    def pause(self, mode):
+        assert ask_to(self, "pause_generation", {"mode": mode}) == 200
+
+    def resume(self):
+        assert ask_to(self, "continue_generation") == 200
+
+    def flush(self):
+        """Whether the host flushed its prefix cache: it refuses while requests run or wait."""
+        return ask_to(self, "flush_cache") == 200
+
+    flush_while_decoding = flush
+
+    def abort_all(self):
+        assert ask_to(self, "abort_request", {"abort_all": True}) == 200
+
+    def load_weights(self, folder):
+        self.pause("retract")
+        time.sleep(1)  # the host wants to be idle
+        assert ask_to(self, "update_weights_from_disk", {"model_path": str(folder)}) == 200
+        self.resume()
+
+    def evicted(self):
+        """Tokens that the host evicted from its prefix cache."""
+        return sum(self.metrics("sglang:evicted_tokens_total").values())
+
+    def taken_back(self):
+        """Requests that the host took back while they decoded."""
+        return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.log)))
+
+    def drafts(self, prompt):
+        """Verifications and accepted drafts of a request alone, by the host's own count."""
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        found = self.post("generate", {"text": prompt, "sampling_params": sampling})["meta_info"]
+        return found["spec_verify_ct"], found["spec_num_correct_drafts"]
+
+
+def running(backend, group, folder, adapter=None):
+    """A server for a `with` block. It checks every decode step against the host's kernel."""
     folder.mkdir(parents=True, exist_ok=True)
     plugins = [REGISTER] if group.cpu_speculation else []
     settings = {**state_settings(backend, folder, *plugins), **group.settings}
     # Servers that start side by side would load what the other one has half written.
     settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
-    flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle", *group.flags]
+    flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle"]
+    flags += ["--served-model-name", "tiny", *group.flags]
     command = server_command(
         str(group.model),
         free_port(),
@@ -138,7 +163,7 @@ def running(backend, group, folder):
     if group.cli:
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
-    return started(command, folder)
+    return started(command, folder, HostServer)
 
 
 def in_shared_memory(folder):

@@ -1,0 +1,23 @@
+"""A small selection of the faults, which share one server.
+
+`python -m integration_tests.faults` injects all of them.
+"""
+
+import pytest
+
+from integration_tests.common.server import MODEL
+from integration_tests.faults.run import Harness
+from integration_tests.hosts import HOST
+
+SELECTED = {
+    "sglang": {"files", "poison", "planner", "launch", "sigkill"},
+    "vllm": {"files", "poison", "planner", "sigkill"},
+}
+
+
+@pytest.mark.rare
+def test_faults_end_in_right_answers(tmp_path):
+    """As docs/reliability.md promises."""
+    rows = Harness(HOST, tmp_path, MODEL, 1, 0, print).run(SELECTED[HOST])
+    assert {row["fault"] for row in rows} == SELECTED[HOST]
+    assert [row for row in rows if not row["ok"]] == []

@@ -1,0 +1,121 @@
+"""Answers stay right while a server evicts, pauses, flushes, aborts, sleeps and loads weights.
+
+The reference is the model itself, which no control request reaches.
+"""
+
+import pytest
+
+from integration_tests.common.answers import PREFIX, TOPICS, check, on, only
+from integration_tests.common.control import (
+    changed_weights,
+    check_while_decoding,
+    until,
+    while_decoding,
+)
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import MODEL, Ask, ask_to, together
+from integration_tests.hosts import HOST, HostServer
+from integration_tests.hosts.sglang import in_shared_memory
+
+on_small_cache = on("small-cache", rare=["small-cache"] if HOST == "vllm" else [])
+
+
+def asked(opening, tokens, topics=3):
+    """Requests that share a prefix and decode together."""
+    return [together([Ask(PREFIX + f"{opening} {t},", tokens=tokens) for t in TOPICS[:topics]])]
+
+
+@on_small_cache
+def test_evicted_documents_are_computed_again(server, model):
+    """Six documents, more than the cache holds, then the first one again."""
+    documents = [f"{topic} " * 20 + PREFIX[:120] for topic in TOPICS]
+    before = server.evicted()
+    for document in [*documents, documents[0]]:
+        check(server, model, [together([Ask(document + end, tokens=5) for end in ("One", "Two")])])
+    assert server.evicted() > before
+    assert server.state()["steps_tree"] > 0
+
+
+@on_small_cache
+@pytest.mark.parametrize("mode", HostServer.PAUSES)
+def test_paused_requests_go_on(server, model, mode):
+    def pause():
+        server.pause(mode)
+        server.resume()
+
+    check_while_decoding(server, model, asked("It paused at", 16), pause)
+
+
+@on_small_cache
+def test_the_cache_is_flushed(server, model):
+    """While requests decode, SGLang refuses; vLLM preempts them and computes all of them again."""
+    asks = asked("They flushed", 14)
+    check_while_decoding(server, model, asks, server.flush_while_decoding)
+    until(server.flush)
+    check(server, model, [*asks, Ask(PREFIX + "After it.")])
+
+
+@on_small_cache
+def test_every_request_is_aborted(server, model):
+    """Aborts of all requests, twice; requests that come later get their answers."""
+    for topic in TOPICS[:2]:
+        asks = [together([Ask(PREFIX + f"Stop {topic} {i}", tokens=40) for i in range(3)])]
+        found = while_decoding(server, asks, server.abort_all)
+        assert all(len(choices) == 3 for choices in found)
+    check(server, model, asked("Later", 8, topics=4))
+
+
+@pytest.mark.rare
+@on("small-cache")
+def test_weights_change_between_rollouts(server, model, tmp_path):
+    """As an RL trainer does: samples, new weights, samples, and the old weights.
+
+    SGLang's CPU engine cannot release its memory: `integration_tests/gpu` tests that.
+    """
+    asks = [Ask(PREFIX + f"Of {topic}", n=4, tokens=6) for topic in TOPICS[:2]]
+    first = check(server, model, asks)
+    other = changed_weights(MODEL, tmp_path)
+    server.load_weights(other)
+    second = check(server, PlainModel(other), asks)
+    assert [a.text for c in first for a in c] != [a.text for c in second for a in c]
+    server.load_weights(MODEL)
+    check(server, model, asks)
+
+
+@pytest.mark.rare
+@only("sglang")
+@on("small-cache")
+def test_weights_come_as_tensors(server, model, tmp_path):
+    other = changed_weights(MODEL, tmp_path)
+    for folder, reference in ((other, PlainModel(other)), (MODEL, model)):
+        for path, body in (
+            ("begin_weight_update", None),
+            ("update_weights_from_tensor", in_shared_memory(folder)),
+            ("end_weight_update", None),
+        ):
+            assert ask_to(server, path, body) == 200
+        check(server, reference, asked("By", 6))
+
+
+@pytest.mark.rare
+@only("vllm")
+@on("small-cache")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_sleeps_and_wakes(server, model, level):
+    """On the CPU the host keeps its memory: the engine only flushes and stops scheduling."""
+    check(server, model, asked("Before it slept", 6))
+    assert ask_to(server, f"sleep?level={level}") == 200
+    assert ask_to(server, "wake_up") == 200
+    check(server, model, asked("Before it slept", 6))
+
+
+@pytest.mark.rare
+@on(sglang=("stages", "engines"))
+def test_every_stage_and_every_engine_plans_for_itself(server, model):
+    """Stages decode the same batches, engines different ones."""
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=6, n=2) for t in TOPICS[:4]]
+    check(server, model, asks)
+    kind = {"stages": "pp", "engines": "dp"}[server.group]
+    first, second = (server.state(f"tp0-{kind}{at}")["steps_tree"] for at in range(2))
+    assert min(first, second) > 0
+    assert server.group == "engines" or first == second

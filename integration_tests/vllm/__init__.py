@@ -1,1 +1,0 @@
-"""Real vLLM servers, in the environment in which vLLM is installed."""
