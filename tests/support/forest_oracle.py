@@ -1,4 +1,4 @@
-"""The forest in plain Python: the reference for the compiled builders, array by array."""
+"""The forest in plain Python: the reference for the builders, array by array."""
 
 import numpy as np
 
@@ -15,10 +15,10 @@ def path_of(forest, place):
 
 
 def oracle_of_tables(tables, lens, page_size):
-    """From page tables: split groups of equal rows, with a binary search for the column."""
+    """From page tables: the path of a request is its full pages, one by one."""
     full = [max(0, int(n)) // page_size for n in lens]
-    order, shared = _sort_rows(np.asarray(tables), np.array(full, dtype=np.int64))
-    return oracle_of_neighbours(order, [n * page_size for n in shared], [int(n) for n in lens])
+    rows = zip(np.asarray(tables).tolist(), full, strict=True)
+    return oracle_of_paths([[(page, page_size) for page in row[:n]] for row, n in rows], lens)
 
 
 def oracle_of_paths(paths, lens):
@@ -30,20 +30,16 @@ def oracle_of_paths(paths, lens):
             depth += tokens
             node = node.setdefault(("node", identity), (depth, {}))[1]
         node["request", request] = (depth, request)
-    order = []
-    shared = []
-
-    def walk(node, depth, seam):
-        for (kind, _), (below, content) in node.items():
-            if kind == "request":
-                if order:
-                    shared.append(seam)
-                order.append(content)
-            else:
-                walk(content, below, seam)
-            seam = depth
-
-    walk(root, 0, 0)
+    order, shared, stack = [], [], [("node", root, 0, 0)]
+    while stack:
+        kind, content, depth, seam = stack.pop()
+        if kind == "node":
+            inner = [(name, held, below) for (name, _), (below, held) in content.items()]
+            stack += [(*each, depth if at else seam) for at, each in enumerate(inner)][::-1]
+            continue
+        if order:
+            shared.append(seam)
+        order.append(content)
     return oracle_of_neighbours(order, shared, [int(n) for n in lens])
 
 
@@ -88,44 +84,3 @@ def oracle_of_neighbours(order, shared, lens):
             path.append(add(position, stop, depth))
         found["leaf"].append(add(position, position + 1, lens[order[position]]))
     return found
-
-
-def _sort_rows(tables, full):
-    """The forest order, and the full pages that neighbours share."""
-    batch = len(full)
-    order = []
-    shared = [0] * max(0, batch - 1)
-    # Groups of rows (ascending) that agree on the first `pages` pages, in depth-first order.
-    # Neighbours of different groups share the pages of the group that was split (`seam`).
-    stack = [(np.arange(batch), 0, 0)] if batch else []
-    while stack:
-        rows, pages, seam = stack.pop()
-        if order:
-            shared[len(order) - 1] = seam
-        if len(rows) == 1:
-            order.append(int(rows[0]))
-            continue
-        parts = _split(tables, rows, pages, full)
-        for part, agreed in reversed(parts[1:]):
-            stack.append((part, agreed, pages))
-        stack.append((*parts[0], seam))
-    return order, shared
-
-
-def _split(tables, rows, pages, full):
-    """Split rows that agree on `pages` pages by their next page; a row that ends is alone."""
-    going_on = full[rows] > pages
-    parts = [(rows[i : i + 1], pages) for i in np.flatnonzero(~going_on)]
-    rest = rows[going_on]
-    for page in np.unique(tables[rest, pages] if len(rest) else []):
-        members = rest[tables[rest, pages] == page]
-        parts.append((members, _agreement(tables, members, full) if len(members) > 1 else pages))
-    return sorted(parts, key=lambda part: int(part[0][0]))
-
-
-def _agreement(tables, rows, full):
-    """Pages on which all rows agree, by reading them."""
-    for page in range(int(full[rows].min())):
-        if len(set(tables[rows, page].tolist())) > 1:
-            return page
-    return int(full[rows].min())

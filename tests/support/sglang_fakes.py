@@ -8,7 +8,6 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
-from deft_backend.hosts.sglang.prefixes import Observed
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 
@@ -106,11 +105,6 @@ def make_state():
     model = {"num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     kind = {"policy": "auto", "device": "cpu", "dtype": "float32", "dtype_bytes": 4}
     return ServerState(**server, **model, **kind)
-
-
-def observed(requests, tree_cache=None):
-    """A batch, under the plain radix tree unless another cache is given."""
-    return Observed(None, requests, RADIX_CACHE if tree_cache is None else tree_cache)
 
 
 def make_layer(**changes):

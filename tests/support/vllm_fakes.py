@@ -1,7 +1,7 @@
 """The data of a vLLM worker, without a worker: configuration, KV cache, batches, layers."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,17 +202,20 @@ def cached(batch):
 
 
 class Step:
-    """A batch that a builder has made the metadata of, and a cache that holds its pages."""
+    """A batch that a builder has made the metadata of, and a cache that holds its pages.
 
-    def __init__(self, batch, layers=None, common=None, **spec):
-        self.layers = layers or tree_layers()
+    `changes`: of what the host says about the batch, in this step and in the next ones.
+    """
+
+    def __init__(self, batch, layers=None, changes=None, **spec):
+        self.layers, self.changes = layers or tree_layers(), changes or {}
         self.builder = self.layers.builder(make_spec(batch.block_size, **spec))
         self.batch, self.cache = cached(batch)
-        self.build(common)
+        self.build()
 
-    def build(self, common=None):
+    def build(self):
         """The metadata of the next step."""
-        self.metadata = self.builder.build(0, common or self.batch.common())
+        self.metadata = self.builder.build(0, self.batch.common(**self.changes))
 
     @property
     def tree(self):
@@ -250,6 +253,78 @@ class Step:
         stored = stored.view(torch.uint8)
         impl.forward(module, query, key, value, stored, self.metadata, output)
         close(output, reference(self.batch, self.cache))
+
+
+def told(batch):
+    """The scheduler tells the worker of the batch's requests, which have decoded before."""
+    from deft_backend.hosts.vllm import server
+
+    prefixes = server._current.prefixes
+    prefixes.observe(message(replace(batch, query_lens=None)))
+    prefixes.observe(message(batch, scheduled_new_reqs=[]))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of steps: requests that share two blocks."""
+
+    name: str
+    """As counters name it."""
+    lens: list[int]
+    query_lens: list[int] | None = None
+    prefilling: list[bool] | None = None
+    drafts: int = 0
+    rest: int = 0
+    """Query tokens that the host computes."""
+    invariant: bool = False
+    """In a server of the host's batch-invariant mode."""
+
+    @property
+    def decoding(self):
+        """Contexts of the requests that decode."""
+        prefilling = self.prefilling or [False] * len(self.lens)
+        return [n for n, prompt in zip(self.lens, prefilling, strict=True) if not prompt]
+
+    @property
+    def rows(self):
+        return len(self.decoding)
+
+    @property
+    def tokens(self):
+        return sum(self.decoding)
+
+    @property
+    def changes(self):
+        return {} if self.prefilling is None else {"is_prefilling": torch.tensor(self.prefilling)}
+
+    def config(self):
+        return make_config(speculative_config=speculating(self.drafts) if self.drafts else None)
+
+    def layers(self, config=None, **kwargs):
+        return tree_layers(config or self.config(), **{"prefix": "model.layers", **kwargs})
+
+    def batch(self, shared=2, **changes):
+        return Batch(self.lens, shared=shared, query_lens=self.query_lens, **changes)
+
+    def step(self, layers=None, shared=2, changes=None, **spec):
+        """A step of which the scheduler has told the worker."""
+        layers, batch = layers or self.layers(), self.batch(shared)
+        layers.builder(make_spec(**spec))
+        told(batch)
+        return Step(batch, layers, {**self.changes, **(changes or {})}, **spec)
+
+
+KINDS = {
+    "decode": Kind("decode", [40, 37, 33, 65, 5]),
+    "verification": Kind("verification", [40, 37, 33, 65, 5], [5, 1, 1, 4, 2], drafts=4),
+    # Three decode, one ends its prompt, one begins.
+    "mixed": Kind(
+        "mixed", [40, 37, 33, 50, 5], [1, 1, 1, 30, 5], [False] * 3 + [True] * 2, rest=35
+    ),
+    "picked": Kind(
+        "mixed", [40, 37, 33, 50], [1] * 4, [False, True, False, False], rest=4, invariant=True
+    ),
+}
 
 
 def state():

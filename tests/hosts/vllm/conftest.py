@@ -74,3 +74,14 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Two policies whose plans differ."""
     monkeypatch.setenv("DEFT_POLICY", request.param)
     return request.param
+
+
+@pytest.fixture(params=["decode", "verification", "mixed", "picked"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kind of steps, in a server that has them."""
+    from vllm_fakes import KINDS
+
+    found = KINDS[request.param]
+    if found.invariant:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    return found

@@ -17,7 +17,7 @@ from deft_backend.hosts.common.latches import FailureLatch
 from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.group import GroupAttention
-from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import ShownBatchError, forest_of
 from failure_lines import raising
@@ -36,7 +36,6 @@ from vllm_fakes import (
     make_spec,
     reference,
     run,
-    speculating,
     state,
     tree_layers,
 )
@@ -77,13 +76,6 @@ def test_decode_reads_every_layout(block_size, layout, padded, policy, planned):
     step.cache = Cache(batch.pages, block_size, layout, padded)
     step.check()
     assert len(planned) == 1
-
-
-def test_soft_cap_and_scale_are_the_layers_own():
-    step = Step(Batch(DECODE, shared=2), tree_layers(arguments={"logits_soft_cap": 2.0}))
-    assert step.tree is not None
-    found = step.check(cap=2.0)
-    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
 
 
 def test_a_scale_that_the_model_sets_later_counts():
@@ -153,8 +145,7 @@ def test_only_unsupported_layers_make_no_group(caplog):
     step.check(window=9)
 
 
-@pytest.fixture
-def two_groups():
+def test_groups_have_plans_of_their_own(planned):
     """Two KV cache groups that hold the same requests in different pages.
 
     The second group shares nothing: the first group's plan would read other requests' tokens.
@@ -164,30 +155,12 @@ def two_groups():
     batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
     batches[1].query = batches[0].query
     cache = Cache(max(batch.pages for batch in batches), 16)
-    return groups, [layers.builder(make_spec()) for layers in groups], batches, cache
-
-
-def test_groups_have_plans_of_their_own(planned, two_groups):
-    groups, builders, batches, cache = two_groups
+    builders = [layers.builder(make_spec()) for layers in groups]
     built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
     for index in range(2):  # the groups' layers take turns
         for layers, batch, metadata in zip(groups, batches, built, strict=True):
             close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
     assert len(planned) == 2
-
-
-@pytest.mark.usefixtures("copied_metadata")
-def test_an_updated_block_table_is_planned_anew(planned, two_groups):
-    """The host copies a group's metadata for another group, which must get its own step."""
-    (first, second), builders, (batch, other), cache = two_groups
-    metadata = builders[0].build(0, batch.common())
-    updated = builders[1].update_block_table(metadata, other.table, None)
-    assert step_of(updated).group is builders[1].deft_group
-    close(run(first.impls[0], batch, cache, metadata), reference(batch, cache))
-    close(run(second.impls[0], other, cache, updated), reference(other, cache))
-    mixed = Batch(DECODE, shared=0, query_lens=[2, 1, 1, 1, 1])
-    prefill = builders[0].build(0, mixed.common())
-    assert step_of(builders[1].update_block_table(prefill, mixed.table, None)) is None
 
 
 @pytest.fixture
@@ -332,8 +305,7 @@ def test_documents_in_a_prompt_change_no_decode(changes):
 
     Prompt lengths alone are no window: the model's configuration states one.
     """
-    batch = Batch(DECODE, shared=2)
-    assert Step(batch, common=batch.common(**changes)).tree is not None
+    assert Step(Batch(DECODE, shared=2), changes=changes).tree is not None
 
 
 def test_plans_are_counted_with_what_they_load(monkeypatch):
@@ -383,39 +355,6 @@ def test_kv_of_another_kind_makes_no_group(caplog):
         assert "; these layers run through CPU_ATTN alone" in line
 
 
-@pytest.mark.parametrize("drafts", [None, [5, 1, 1, 4, 2]])
-@pytest.mark.usefixtures("policy")
-def test_a_failing_kernel_costs_a_line(drafts, monkeypatch, failures):
-    """The host's implementation runs the layer; the step that failed is one of the host's."""
-    layers = tree_layers(make_config(speculative_config=speculating(4)))
-    step = Step(Batch(DECODE, shared=2, query_lens=drafts), layers)
-    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-    step.check()
-    assert [line.count("no such instruction") for line in failures] == [1]
-    failures.clear()
-    step.build()
-    assert step.tree is None
-    counters = state().counters()
-    assert (counters.steps_tree, counters.steps_host) == (0, {"kernel failed": 2})
-    assert counters.verified_tokens == 0
-
-
-def test_a_plan_that_fails_leaves_its_step_to_the_host(monkeypatch, failures):
-    """A launch that failed would fail in every step, so no later step tries it."""
-    step = Step(Batch(DECODE, shared=2))
-    with monkeypatch.context() as planted:
-        planted.setattr(TreeAttention, "plan_batch", raising(ValueError("no room")))
-        for _ in range(2):
-            step.check()
-            step.build()
-    assert [line.count("no room") for line in failures] == [1]
-    failures.clear()
-    step.check()
-    assert step.tree is None
-    assert state().counters().steps_host == {"planning failed": 3}
-    assert state().counters().steps_tree == 0
-
-
 @pytest.mark.parametrize("replayed", [True, False])
 def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
     """A graph that was captured before still holds tree attention, so it decodes its steps.
@@ -456,31 +395,6 @@ def test_a_graph_in_whose_capture_a_kernel_failed_is_the_hosts(monkeypatch, fail
     step.build()
     assert step.tree is None
     assert (state().counters() - before).steps_host == {"kernel failed": 1}
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-5])
-def test_verification_finds_a_wrong_kernel(size, monkeypatch, failures):
-    """The tolerance is relative to the largest value, whatever it is."""
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    step = Step(Batch(DECODE, shared=2))
-    step.cache.tensor *= size
-    step.run()
-    assert not failures
-    attention_run = TreeAttention.run
-
-    def wrong(self, *args, **kwargs):
-        out = attention_run(self, *args, **kwargs)
-        out[2, 1, 3] += 0.01 * size
-        return out
-
-    monkeypatch.setattr(TreeAttention, "run", wrong)
-    step.build()
-    close(step.run(), reference(step.batch, step.cache))
-    (line,) = failures
-    assert "of tree attention and of the host's kernel differ by" in line
-    failures.clear()
-    step.build()
-    assert step.tree is None
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -617,20 +531,3 @@ def test_what_a_sleeping_server_needs_lies_outside_of_its_pools(flag, monkeypatc
     else:
         with pytest.raises(ShownBatchError, match="may be unmapped while it is read"):
             forest_of(state().batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "query_lens"), [("fp8", None), ("fp8_e5m2", None), ("fp8", [5, 1, 1, 4, 2])]
-)
-@pytest.mark.usefixtures("policy")
-def test_a_cache_of_eight_bits(kind, query_lens):
-    """In decode and in verification. A layer holds one scale for all keys, one for all values."""
-    config = make_config(speculative_config=speculating(4) if query_lens else None)
-    layers = tree_layers(config, arguments={"kv_cache_dtype": kind}, prefix="model.layers")
-    batch = Batch(DECODE, shared=2, query_lens=query_lens)
-    step = Step(batch, layers, dtype=torch.uint8)
-    step.check_quantised(kind)
-    assert (state().counters().steps_tree, state().counters().steps_host) == (1, {})
-    attach(step.metadata, None)
-    step.cache, step.batch = cached(Batch(DECODE, shared=2, query_lens=query_lens))[::-1]
-    step.check_quantised(kind)  # the host's own

@@ -31,6 +31,7 @@ from vllm_fakes import (
     make_spec,
     run,
     state,
+    told,
     tree_layers,
 )
 from vllm_fakes import reference as expected
@@ -94,9 +95,10 @@ def test_every_group_decides_for_its_layers(caplog):
     assert (found.num_layers, found.counters().steps_tree) == (2, 1)
 
 
-def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
-    """Without vLLM's hybrid cache manager, all layers have one kind of cache."""
-    config = make_config()
+def test_a_layer_is_the_hosts_in_a_group_of_full_layers(kind, rests, caplog):
+    """Without vLLM's hybrid cache manager, all layers have one kind of cache. The host's layers get
+    the whole batch."""
+    config = kind.config()
     full = layers_of(config, "full", make_spec())
     chunked = layers_of(config, "chunked", make_spec(attention_chunk_size=8))
     window = layers_of(config, "window", make_spec(sliding_window=9), sliding_window=9)
@@ -108,8 +110,9 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
         "deft: 1 of 3 layers decode through tree attention; 1 with chunked local attention, 1 with "
         "a sliding window through the host's kernels"
     ]
-    batch, cache = cached(Batch(DECODE, shared=2))
-    metadata = builder.build(0, batch.common())
+    batch, cache = cached(kind.batch())
+    told(batch)
+    metadata = builder.build(0, batch.common(**kind.changes))
     group = step_of(metadata).group
     assert [group.takes(layers.impls[0].deft_layer) for layers in (full, chunked, window)] == [
         True,
@@ -119,6 +122,8 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(caplog):
     for layers, size, plans in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
         close(run(layers.impls[0], batch, cache, metadata), expected(batch, cache, window=size))
         assert state().counters().plans == plans
+    whole = [len(batch.query)]
+    assert rests == whole + [kind.rest] * bool(kind.rest) + whole
 
 
 def test_layers_with_a_cache_of_another_dtype_are_not_counted():
@@ -134,22 +139,6 @@ def test_layers_with_a_cache_of_another_dtype_are_not_counted():
     layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
     group = build(layers, Settings(policy="deft-node"))
     assert (state().num_layers, state().dtype_bytes, group.tree_layers) == (2, 1, 2)
-
-
-@pytest.mark.parametrize("lens", [None, [3, 1, 1, 1]], ids=["decode", "mixed"])
-def test_sinks_are_part_of_every_softmax(lens):
-    """In tree attention, and in the CPU's replacement of the host's kernel, window or not."""
-    config = make_config()
-    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
-    full = layers_of(config, "full", make_spec(), sinks=sinks)
-    windowed = layers_of(config, "windowed", WINDOWED, sinks=sinks, sliding_window=9)
-    batch, cache = cached(Batch(DECODE, shared=0 if lens else 2, query_lens=lens))
-    for layers, spec, window in ((full, make_spec(), None), (windowed, WINDOWED, 9)):
-        metadata = layers.builder(spec).build(0, batch.common())
-        assert (step_of(metadata) is not None) == (lens is None and window is None)
-        found = run(layers.impls[0], batch, cache, metadata)
-        close(found, expected(batch, cache, window=window, sinks=sinks))
-        assert not torch.allclose(found.double(), expected(batch, cache, window=window), atol=1e-2)
 
 
 def test_sinks_that_the_hosts_implementation_hides_are_its_own():

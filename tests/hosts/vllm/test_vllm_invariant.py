@@ -1,34 +1,29 @@
 """vLLM's batch-invariant mode: a request's bits do not depend on the other requests."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.factory import unsupported_server
 from deft_backend.hosts.vllm.latent import unsupported_latent
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import Content, Steps
 from vllm_cpu_backend import PlainCpuBackend, PlainCpuBuilder, PlainCpuImplementation
 from vllm_fakes import (
     DIM,
+    KINDS,
     KV_HEADS,
     Batch,
-    Step,
     make_config,
     make_spec,
-    message,
     reference,
     run,
     speculating,
-    state,
     tree_layers,
 )
-
-TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +31,9 @@ def mode(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
 
 
-def step_of_requests(lens, query_lens, prefilling, layers=None, *, shared=2, **changes):
-    layers = layers or tree_layers()
-    layers.builder(make_spec())
-    batch = Batch(lens, shared=shared, query_lens=query_lens)
-    server._current.prefixes.observe(message(batch))
-    common = batch.common(is_prefilling=torch.tensor(prefilling), **changes)
-    return Step(batch, layers, common)
+def step_of_requests(lens, query_lens, prefilling, shared=2, **changes):
+    kind = replace(KINDS["picked"], lens=lens, query_lens=query_lens, prefilling=prefilling)
+    return kind.step(shared=shared, changes=changes)
 
 
 def alone(step, row, query):
@@ -61,7 +52,7 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
     draw.shuffle(kinds)
     lens = [draw.randint(40, 700) for _ in kinds]
     queries = [draw.randint(2, 30) if kind == "prompt" else 1 for kind in kinds]
-    step = step_of_requests(lens, queries, [kind != "decode" for kind in kinds], shared=2)
+    step = step_of_requests(lens, queries, [kind != "decode" for kind in kinds])
     found, hosts = step.run(), [*rests]
     decodes = [row for row, kind in enumerate(kinds) if kind == "decode"]
     in_front = decodes == list(range(len(decodes)))
@@ -82,15 +73,6 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
     )
 
 
-def test_a_prompts_last_token_among_decode_rows(rests):
-    """All requests have one token, as in a decode step. The host's kernel computes one of them."""
-    step = step_of_requests([40, 37, 33, 50], [1] * 4, [False, True, False, False])
-    assert step.tree.picked.requests.tolist() == [0, 2, 3]
-    step.check()
-    assert rests == [4, 4]
-    assert state().counters().steps == {Content("mixed", None): Steps(1, 3, (40 + 33 + 50) * TOKEN)}
-
-
 @pytest.mark.parametrize(
     "changes", [{"mm_req_doc_ranges": {3: [(20, 30)]}}, {"seq_lens_cpu_upper_bound": None}]
 )
@@ -108,29 +90,6 @@ def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
         assert step.tree.tokens == 1
         step.check()
     assert step.tree.group.attention.policy.name == "invariant"
-
-
-def test_a_failure_leaves_a_picked_step_to_the_host(monkeypatch, failures, rests):
-    step = step_of_requests([40, 37, 33], [1] * 3, [False, True, False])
-    monkeypatch.setattr(type(step.tree.group.attention), "run", lambda *_, **__: 1 / 0)
-    step.check()
-    assert rests == [3, 3]
-    assert "ZeroDivisionError" in failures[0]
-    failures.clear()
-
-
-def test_verified_results_of_a_picked_step(monkeypatch, rests):
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    step_of_requests([40, 37, 33], [1] * 3, [False, True, False]).check()
-    assert rests == [3, 3]
-
-
-def test_another_groups_page_table_is_picked_from():
-    """Model runner V1 copies a group's metadata for another group."""
-    step = step_of_requests([40, 37, 33], [1] * 3, [False, True, False])
-    other = Batch([40, 37, 33], shared=0, first_page=3)
-    copied = step.tree.with_page_table(step.tree.group, other.table, None)
-    assert torch.equal(copied.page_table, other.table[[0, 2]])
 
 
 def test_no_graph_holds_attention(monkeypatch):

@@ -8,29 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import LayerShape
-from deft_backend.hosts.vllm import group, server
+from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer
-from deft_backend.hosts.vllm.step import step_of
-from deft_backend.telemetry.counters import Content, Steps
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBuilder
 from vllm_fakes import (
-    DIM,
-    KV_HEADS,
+    KINDS,
     Batch,
-    Cache,
     Step,
     close,
     make_config,
     make_spec,
-    message,
     reference,
-    run,
     speculating,
     state,
     tree_layers,
@@ -38,38 +31,12 @@ from vllm_fakes import (
 
 LENS = [40, 37, 33, 50, 5]
 MIXED = [1, 1, 1, 30, 5]  # three decode, one ends its prompt, one begins
-PREFILLING = torch.tensor([False, False, False, True, True])
-TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
-
-
-def told(batch, **changes):
-    """The scheduler tells the worker of the batch's requests, which have decoded before."""
-    prefixes = server._current.prefixes
-    prefixes.observe(message(replace(batch, query_lens=None)))
-    prefixes.observe(message(batch, scheduled_new_reqs=[], **changes))
 
 
 def mixed(query_lens=MIXED, layers=None, shared=2, lens=LENS, **changes):
     """A mixed step of requests that share their first blocks."""
-    layers = layers or tree_layers()
-    layers.builder(make_spec())
-    batch = Batch(lens, shared=shared, query_lens=query_lens)
-    told(batch)
-    changes = {"is_prefilling": PREFILLING, **changes}
-    return Step(batch, layers, batch.common(**changes))
-
-
-@pytest.mark.usefixtures("policy")
-def test_decode_rows_go_through_tree_attention(rests):
-    step = mixed()
-    assert (step.tree.tokens, step.tree.query_tokens) == (3, 1)
-    step.check()
-    assert rests == [35, 35]  # in two layers
-    counted = state().counters()
-    assert counted.steps == {Content("mixed", None): Steps(1, 3, (40 + 37 + 33) * TOKEN)}
-    assert counted.plans == 1
-    assert counted.kv_bytes_query_guided == 110 * TOKEN
-    assert counted.kv_bytes_read < counted.kv_bytes_query_guided
+    kind = replace(KINDS["mixed"], lens=lens, query_lens=query_lens)
+    return kind.step(layers or tree_layers(), shared, changes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,93 +74,6 @@ def test_a_fused_kernel_has_written_keys_and_values(rests):
     assert rests == [35]
 
 
-def test_sinks_and_soft_caps_in_both_parts():
-    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
-    layers = tree_layers(arguments={"sinks": sinks, "logits_soft_cap": 2.0})
-    step = mixed(layers=layers)
-    assert step.tree is not None
-    found = step.check(sinks=sinks, cap=2.0)
-    assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-def test_a_cache_of_eight_bits(kind):
-    layers = tree_layers(arguments={"kv_cache_dtype": kind})
-    layers.builder(make_spec(dtype=torch.uint8))
-    batch = Batch(LENS, shared=2, query_lens=MIXED)
-    told(batch)
-    step = Step(batch, layers, batch.common(is_prefilling=PREFILLING), dtype=torch.uint8)
-    assert step.tree is not None
-    step.check_quantised(kind)
-
-
-def test_a_layer_of_the_host_gets_the_whole_batch(rests):
-    """In a group of full layers, and in one of windows: hybrids are divided layer by layer."""
-    config = make_config()
-    full = tree_layers(config, count=1, prefix="full", spec=make_spec())
-    shape = {"num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.float32}
-    window = SlidingWindowSpec(block_size=16, sliding_window=9, **shape)
-    given = {"prefix": "window", "arguments": {"sliding_window": 9}, "spec": window}
-    windowed = tree_layers(config, count=1, **given)
-    builder = full.backend.get_builder_cls()(
-        make_spec(), ["full.0", "window.0"], config, torch.device("cpu")
-    )
-    batch = Batch(LENS, shared=2, query_lens=MIXED)
-    told(batch)
-    metadata = builder.build(0, batch.common(is_prefilling=PREFILLING))
-    cache = Cache(batch.pages, 16)
-    close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
-    close(run(full.impls[0], batch, cache, metadata), reference(batch, cache))
-    close(run(windowed.impls[0], batch, cache, metadata), reference(batch, cache, window=9))
-    assert rests == [38, 35, 38]
-    assert state().counters().plans == 1
-
-
-@pytest.mark.usefixtures("policy")
-@pytest.mark.parametrize("failing", ["plan_batch", "run"])
-def test_a_failure_in_a_mixed_step_leaves_all_of_it_to_the_host(
-    failing, monkeypatch, failures, rests
-):
-    """The first layer may have run, and the metadata of the whole batch is still there."""
-    step = mixed()
-    if failing == "run":
-        close(step.run(0), reference(step.batch, step.cache))
-        rests.clear()
-    else:
-        step.tree.ran.clear()
-    monkeypatch.setattr(TreeAttention, failing, raising(RuntimeError("no such instruction")))
-    close(step.run(1), reference(step.batch, step.cache))
-    assert rests == [38]
-    (line,) = failures
-    assert "no such instruction" in line
-    failures.clear()
-    reason = {"run": "kernel failed", "plan_batch": "planning failed"}[failing]
-    assert state().counters().steps == {Content("mixed", reason): Steps(1, 3, 110 * TOKEN)}
-    step.build(step.batch.common(is_prefilling=PREFILLING))
-    assert step.tree is None
-    step.check()
-    assert state().counters().total("mixed", tree=False).steps == 2
-
-
-def test_verified_results_in_a_mixed_step(monkeypatch, failures):
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    step = mixed()
-    step.check()
-    attention_run = TreeAttention.run
-
-    def wrong(self, *args, **kwargs):
-        out = attention_run(self, *args, **kwargs)
-        out[2, 1, 3] += 0.01
-        return out
-
-    monkeypatch.setattr(TreeAttention, "run", wrong)
-    step.build(step.batch.common(is_prefilling=PREFILLING))
-    step.check()
-    (line,) = failures
-    assert "of tree attention and of the host's kernel differ by" in line
-    failures.clear()
-
-
 def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeypatch):
     """A builder may keep buffers between builds: FLASH_ATTN's, which graphs read."""
     build = PlainCpuBuilder.build
@@ -212,29 +92,6 @@ def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeyp
     step.check()
 
 
-@pytest.mark.parametrize("slices", [True, False])
-@pytest.mark.usefixtures("copied_metadata")
-def test_another_group_with_the_same_requests(slices, rests):
-    """Model runner V1 copies a group's metadata for another group, which may slice no batch."""
-    config = make_config()
-    first, second = (tree_layers(config, prefix=name) for name in ("first", "second"))
-    builders = [layers.builder(make_spec()) for layers in (first, second)]
-    batch = Batch(LENS, shared=2, query_lens=MIXED)
-    other = Batch(LENS, shared=0, first_page=3, query_lens=MIXED)
-    other.query = batch.query
-    told(batch)
-    cache = Cache(max(batch.pages, other.pages), 16)
-    metadata = builders[0].build(0, batch.common(is_prefilling=PREFILLING))
-    slots = torch.full((38,), -1)
-    if not slices:
-        builders[1].deft_rest = None
-    updated = builders[1].update_block_table(metadata, other.table, slots)
-    assert (step_of(updated) is not None) == slices
-    for layers, of, held in ((first, batch, metadata), (second, other, updated)):
-        close(run(layers.impls[0], of, cache, held), reference(of, cache))
-    assert rests == [35, 35 if slices else 38]
-
-
 def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
     """The host's function to slice a batch may refuse; then the host computes such steps alone."""
     from vllm.v1.worker import ubatch_utils
@@ -242,7 +99,7 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(ubatch_utils, "_make_metadata_with_slice", raising(AssertionError("empty")))
     with caplog.at_level(logging.WARNING, "deft_backend"):
         step = mixed()
-        step.build(step.batch.common(is_prefilling=PREFILLING))
+        step.build()
     assert step.tree is None
     step.check()
     assert caplog.text.count("made no metadata for a part of a batch") == 1
@@ -295,7 +152,7 @@ def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):
     assert "steps with prefills are the host's alone: workers under Ray" in caplog.text
     assert builder.deft_rest is None
     batch = Batch(LENS, shared=2, query_lens=MIXED)
-    step = Step(batch, layers, batch.common(is_prefilling=PREFILLING))
+    step = Step(batch, layers, KINDS["mixed"].changes)
     assert step.tree is None
     step.check()
 
@@ -361,12 +218,11 @@ def repeated(monkeypatch):
 
 def test_later_layers_repeat_the_first(repeated):
     step = mixed(layers=tree_layers(count=3))
-    common = step.batch.common(is_prefilling=PREFILLING)
     step.tree.group.repeats = True
     step.check()
     assert not repeated  # each layer has to run once
     for _ in range(2):
-        step.build(common)
+        step.build()
         step.check()
         assert repeated == [38, 38]
         repeated.clear()
@@ -378,7 +234,6 @@ def test_later_layers_repeat_the_first(repeated):
 
 def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
     step = mixed(layers=tree_layers(count=3))
-    common = step.batch.common(is_prefilling=PREFILLING)
     step.tree.group.repeats = True
     step.check()
     full = TreeAttention.repeat
@@ -390,7 +245,7 @@ def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
 
     monkeypatch.setattr(TreeAttention, "repeat", wrong)
     for tried in ([38], []):
-        step.build(common)
+        step.build()
         step.check()  # the answer is the full run's
         assert repeated == tried
         repeated.clear()
@@ -400,10 +255,9 @@ def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
 def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
     step = mixed()
-    common = step.batch.common(is_prefilling=PREFILLING)
     step.tree.group.repeats = True
     step.check()
-    step.build(common)
+    step.build()
     options = {}
     if change == "cache":
         step.run(0)
@@ -418,7 +272,7 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
         failures.clear()
     close(step.run(1), reference(step.batch, step.cache, **options))
     assert not repeated
-    step.build(common)
+    step.build()
     if step.tree is not None:
         step.run(0)
         close(step.run(1), reference(step.batch, step.cache, **options))

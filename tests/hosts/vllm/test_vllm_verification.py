@@ -82,7 +82,7 @@ def test_the_same_metadata_serves_another_batch_of_a_graph():
 
 def test_padding_tokens_behind_the_batch_are_not_read(monkeypatch):
     batch = Batch([40, 37, 33], shared=2, query_lens=[5, 3, 4])
-    step = Step(batch, make_layers(), batch.common(num_actual_tokens=14))
+    step = Step(batch, make_layers(), {"num_actual_tokens": 14})
     rows = []
     attention_run = TreeAttention.run
 
@@ -102,7 +102,7 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
     """Their tokens attend to later ones. Once the prompts are computed, they do not matter."""
     batch = Batch(LENS, shared=0, query_lens=[5, 1, 5, 1, 5])
     changes = {"is_prefilling": prefilling, "mm_req_doc_ranges": {1: [(0, 3)], 2: []}}
-    step = Step(batch, make_layers(), batch.common(**changes))
+    step = Step(batch, make_layers(), changes)
     assert step.tree is None
     step.check()
     counters = state().counters()
@@ -115,7 +115,7 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
 def test_a_short_end_of_a_prompt_is_computed_like_a_draft():
     batch = Batch(LENS, shared=2, query_lens=[5, 1, 5, 1, 5])
     prefilling = torch.tensor([False, True, False, False, False])
-    step = Step(batch, make_layers(), batch.common(is_prefilling=prefilling))
+    step = Step(batch, make_layers(), {"is_prefilling": prefilling})
     assert step.tree is not None
     step.check()
 

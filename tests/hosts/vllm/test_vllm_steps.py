@@ -1,0 +1,129 @@
+"""Steps of every kind: decode, verification, and those that also prefill, split or picked from."""
+
+import pytest
+import torch
+
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.telemetry.counters import Content, Steps
+from failure_lines import raising
+from vllm_fakes import DIM, KV_HEADS, Cache, close, make_spec, reference, run, state, told
+
+TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
+
+
+def steps_of(kind, reason=None):
+    return {Content(kind.name, reason): Steps(1, kind.rows, kind.tokens * TOKEN)}
+
+
+def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kind, rests):
+    step = kind.step()
+    assert step.tree.query_tokens == 1 + kind.drafts
+    step.check()
+    assert rests == [kind.rest] * 2 * bool(kind.rest)
+    counted = state().counters()
+    assert counted.steps == steps_of(kind)
+    assert counted.plans == 1
+    assert counted.verified_tokens == (sum(kind.query_lens) if kind.drafts else 0)
+    assert counted.kv_bytes_query_guided == kind.tokens * TOKEN
+    # The prefixes are shorter than a chunk of the policy `invariant`.
+    assert (counted.kv_bytes_read < counted.kv_bytes_query_guided) != kind.invariant
+
+
+def test_sinks_and_soft_caps_are_the_layers_own(kind):
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.5])
+    step = kind.step(kind.layers(arguments={"sinks": sinks, "logits_soft_cap": 2.0}))
+    assert step.tree is not None
+    found = step.check(sinks=sinks, cap=2.0)
+    for one in ({"sinks": sinks}, {"cap": 2.0}):
+        assert not torch.allclose(
+            found.double(), reference(step.batch, step.cache, **one), atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
+def test_a_cache_of_eight_bits(kind, cache):
+    """A layer holds one scale for all keys, and one for all values."""
+    step = kind.step(kind.layers(arguments={"kv_cache_dtype": cache}), dtype=torch.uint8)
+    step.check_quantised(cache)
+    assert (state().counters().total(tree=True).steps, state().counters().steps_host) == (1, {})
+    attach(step.metadata, None)
+    step.cache = Cache(step.batch.pages, step.batch.block_size)
+    step.check_quantised(cache)  # the host's own
+
+
+@pytest.mark.parametrize("failing", ["plan_batch", "run"])
+def test_after_a_failure_the_host_computes_all_of_the_step(
+    kind, failing, monkeypatch, failures, rests
+):
+    """The first layer may have run. A launch that failed would fail again: no later step tries."""
+    step = kind.step()
+    expected = reference(step.batch, step.cache)
+    if failing == "run":
+        close(step.run(0), expected)
+        rests.clear()
+    monkeypatch.setattr(TreeAttention, failing, raising(RuntimeError("no such instruction")))
+    close(step.run(1), expected)
+    assert rests == [len(step.batch.query)]
+    (line,) = failures
+    assert "no such instruction" in line
+    failures.clear()
+    reason = {"run": "kernel failed", "plan_batch": "planning failed"}[failing]
+    assert state().counters().steps == steps_of(kind, reason)
+    assert state().counters().verified_tokens == 0
+    step.build()
+    assert step.tree is None
+    step.check()
+    assert state().counters().total(kind.name, tree=False).steps == 2
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_verified_results_show_a_wrong_kernel(kind, size, monkeypatch, failures):
+    """The tolerance is relative to the largest value, whatever it is."""
+    monkeypatch.setenv("DEFT_VERIFY", "1")
+    step = kind.step()
+    step.cache.tensor *= size
+    step.check()
+    assert not failures
+    attention_run = TreeAttention.run
+
+    def wrong(self, *args, **kwargs):
+        out = attention_run(self, *args, **kwargs)
+        out[2, 1, 3] += 0.01 * size
+        return out
+
+    monkeypatch.setattr(TreeAttention, "run", wrong)
+    step.build()
+    step.check()
+    (line,) = failures
+    assert "of tree attention and of the host's kernel differ by" in line
+    failures.clear()
+    step.build()
+    assert step.tree is None
+
+
+@pytest.mark.parametrize("slices", [True, False])
+@pytest.mark.usefixtures("copied_metadata")
+def test_another_group_with_the_same_requests(kind, slices, rests):
+    """Model runner V1 copies a group's metadata for another group, which may slice no batch."""
+    config = kind.config()
+    groups = [kind.layers(config, prefix=name) for name in ("first", "second")]
+    builders = [layers.builder(make_spec()) for layers in groups]
+    batches = [kind.batch(), kind.batch(shared=0, first_page=3)]
+    batches[1].query = batches[0].query
+    told(batches[0])
+    cache = Cache(max(batch.pages for batch in batches), 16)
+    metadata = builders[0].build(0, batches[0].common(**kind.changes))
+    if not slices:
+        builders[1].deft_rest = None
+    slots = torch.full((len(batches[0].query),), -1)
+    updated = builders[1].update_block_table(metadata, batches[1].table, slots)
+    taken = slices or kind.name != "mixed" or kind.invariant
+    assert (step_of(updated) is not None) == taken
+    assert not taken or step_of(updated).group is builders[1].deft_group
+    for layers, batch, held in zip(groups, batches, (metadata, updated), strict=True):
+        close(run(layers.impls[0], batch, cache, held), reference(batch, cache))
+    whole = len(batches[0].query)
+    assert rests == ([kind.rest] * bool(kind.rest)) + (
+        [kind.rest] * bool(kind.rest) if taken else [whole]
+    )
