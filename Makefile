@@ -28,7 +28,8 @@ SUITE ?= smoke
 # process of a server would then compile them again, which takes 24 s.
 PIP := python -m pip install --quiet --progress-bar off --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-SECONDS_OF_DRAWS ?= 60
+SECONDS_OF_DRAWS ?= 15
+SEED_OF_DRAWS := $(shell date +%s)
 MINUTES_OF_FAULTS ?= 120
 # Groups of unit tests, and of SGLang's integration tests, side by side; each of the latter takes a
 # core and about 7 GB of memory. `test` also runs this many of the shorter suites side by side.
@@ -63,9 +64,12 @@ unit: $(VENV)/.test
 deploy: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m rare tests/deploy
 
-# Unit tests repeat the same random examples; these are new ones, with the seeds printed.
+# Unit tests repeat the same random examples; these are new ones. A failure prints its examples.
 draws: $(VENV)/.test
-	$(BIN)/python -m tests.support.new_draws --seconds $(SECONDS_OF_DRAWS)
+	DEFT_RANDOM_TESTS=1 $(BIN)/python -m pytest -q -m hypothesis tests/forest tests/policies \
+		tests/planner/test_planner.py tests/files tests/tools/explain tests/tools/traces
+	$(BIN)/python -m benchmarks fuzz --seconds $(SECONDS_OF_DRAWS) --seed $(SEED_OF_DRAWS) \
+		--out $(REPORTS)/fuzz.json
 
 integration: $(VENV)/.test
 	$(MATRIX) suite --environment $(VENV) --processes $(PROCESSES)

@@ -1,5 +1,7 @@
 """The server's ``/metrics``, its log and `deft explain` show the values that it counted."""
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 from integration_tests.common.answers import PREFIX, TOPICS, on
@@ -29,15 +31,20 @@ def test_metrics_and_log_say_what_was_counted(server):
 
 
 @on("default")
-def test_explain_shows_what_decodes_at_once(server):
-    """Ask while they decode, because the last step may hold one request only."""
-    asks = [Ask(PREFIX + f"On {topic} one reads", tokens=48) for topic in TOPICS[:4]]
-    shown = []
+def test_explain_and_top_show_what_decodes_at_once(server):
+    """Ask while they decode, because the last step may hold one request only. No view shows a word
+    of the prompts."""
+    asks = [Ask(PREFIX + f"On {topic} one reads", tokens=64) for topic in TOPICS[:4]]
+    port, shown, panels = str(server.process.command.port), [], []
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(server.complete, [together(asks)])
         while not answers.done():
             if server.state()["steps_tree"]:
-                shown.append(server.explain()["batch_size"])
+                shown.append(server.deft("explain", "--json", "--server", port))
+                panels.append(server.deft("top", "--once"))
     assert len(answers.result()[0]) == len(asks)
-    assert any(2 <= requests <= len(asks) for requests in shown)
+    assert any(2 <= json.loads(found)["batch_size"] <= len(asks) for found in shown)
+    assert any(re.search(rf"{port} (decoding|idle)", panel) for panel in panels)
+    assert max(len(line) for panel in panels for line in panel.splitlines()) <= 80
+    assert "library" not in "".join(shown + panels)
     assert not server.trouble()

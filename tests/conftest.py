@@ -1,8 +1,7 @@
 """Settings for all tests: no downloads, checked integers, and the profiles of hypothesis.
 
 The same commit draws the same examples, so that a change answers for its own failures alone; the
-edges are pinned by `@example`. `python -m tests.support.new_draws` draws new ones from seeds that
-it prints.
+edges are pinned by `@example`. `make draws` draws new ones, and prints how to draw them again.
 """
 
 import os

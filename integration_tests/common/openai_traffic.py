@@ -9,7 +9,7 @@ import openai
 
 from integration_tests.common.answers import assert_same
 from integration_tests.common.control import until
-from integration_tests.common.server import REQUEST_SECONDS, Answer, complete
+from integration_tests.common.server import REQUEST_SECONDS, Answer, Ask, Reference, complete
 
 _NOTE = (
     "The town of {town} stands on the river {river}. Its ruler is King {king}. "
@@ -55,50 +55,6 @@ _TIMES = 3
 
 
 @dataclass(frozen=True)
-class Call:
-    """One greedy request: a completion or a chat completion, streamed or not, of `n` choices."""
-
-    prefix: str
-    """Text that other requests share: the prompt's beginning, or the chat's system message."""
-    question: str
-    tokens: int
-    n: int = 1
-    chat: bool = False
-    stream: bool = False
-
-    @property
-    def prompt(self):
-        return f"{self.prefix}\n\n{self.question}"
-
-    @property
-    def choices(self):
-        return self.n
-
-    def body(self):
-        """The request without the model's name.
-
-        vLLM refuses several choices at temperature 0. The likeliest token alone, sampled, is the
-        same answer. A completion has the requested length; a chat may end earlier, as usual.
-        """
-        extra = {"top_k": 1} if self.n > 1 else {}
-        body = {
-            "max_tokens": self.tokens,
-            "n": self.n,
-            "temperature": 1 if self.n > 1 else 0,
-            "stream": self.stream,
-            "extra_body": extra,
-        }
-        if not self.chat:
-            extra["ignore_eos"] = True
-            return {**body, "prompt": self.prompt, "logprobs": 1}
-        messages = [
-            {"role": "system", "content": self.prefix},
-            {"role": "user", "content": self.question},
-        ]
-        return {**body, "messages": messages, "logprobs": True, "top_logprobs": 1}
-
-
-@dataclass(frozen=True)
 class Round:
     """What happens to a server while requests are in flight."""
 
@@ -124,9 +80,10 @@ def check_openai_client(server, own, rounds):
     rounds : sequence of Round
     """
     whole, parts = 0, 0
+    reference = Reference(own)
     for number, each in enumerate(rounds):
         kept, left = _kept(number), _left(number)
-        expected = asyncio.run(_undisturbed(own, [*kept, *left]))
+        expected = reference.answers([*kept, *left])
         before = server.state()
         found = asyncio.run(_disturbed(server, kept, left, each))
         for call, ours, theirs in zip([*kept, *left], found, expected, strict=True):
@@ -146,7 +103,7 @@ def _kept(number):
     prefixes, lengths = itertools.cycle(_PREFIXES), itertools.cycle(_LENGTHS)
     questions = itertools.islice(itertools.cycle(_QUESTIONS), number, None)
     return [
-        Call(next(prefixes), next(questions), next(lengths), n, chat, stream)
+        _call(next(prefixes), next(questions), next(lengths), n, chat, stream)
         for chat, stream, n in 2 * _FORMS
     ]
 
@@ -154,36 +111,28 @@ def _kept(number):
 def _left(number):
     """Streams that the client closes: completions and chats, of one choice and of several."""
     forms = [(chat, n) for chat, stream, n in _FORMS if stream]
+    question = _QUESTIONS[2 * number]
     return [
-        Call(
-            _PREFIXES[i % len(_PREFIXES)],
-            _QUESTIONS[2 * number],
-            _LEFT_LENGTH,
-            n,
-            chat,
-            stream=True,
-        )
-        for i, (chat, n) in enumerate(forms)
+        _call(prefix, question, _LEFT_LENGTH, n, chat, stream=True)
+        for prefix, (chat, n) in zip(itertools.cycle(_PREFIXES), forms)
     ]
 
 
-async def _undisturbed(server, calls):
-    async with server.client() as client:
-        model = await _served(client)
-        return list(await asyncio.gather(*(complete(client, call, model=model) for call in calls)))
+def _call(prefix, question, tokens, n, chat, stream):
+    """A greedy request behind a text that others share."""
+    if chat:
+        return Ask(question, tokens, n, system=prefix, stream=stream)
+    return Ask(f"{prefix}\n\n{question}", tokens, n, stream=stream)
 
 
 async def _disturbed(server, kept, left, each):
     """Answers of the requests that stay, and the parts that came for clients that left."""
     begun = asyncio.Event()
     async with server.client() as client:
-        model = await _served(client)
 
         async def sent(call, leave_after=None):
             try:
-                return await complete(
-                    client, call, begun=begun, leave_after=leave_after, model=model
-                )
+                return await complete(client, call, begun=begun, leave_after=leave_after)
             except openai.APIError:
                 # The host aborts running requests, and refuses waiting ones.
                 if not each.aborts:
@@ -209,11 +158,6 @@ async def _first(number, tasks):
     pending = set(tasks)
     while len(tasks) - len(pending) < number:
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _served(client):
-    """The name of the served model."""
-    return (await client.models.list()).data[0].id
 
 
 def _is_part(call, ours, theirs, may_be_cut):

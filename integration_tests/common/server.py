@@ -18,7 +18,6 @@ import openai
 from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 from deft_backend.tools.servers.process import ServerProcess, get_page
 from integration_tests.common.plugins import HOST_CALLS, QUICK_INTERPRETER, ROOT, plugin_settings
-from integration_tests.common.result import StepTotal
 
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
 """The served model; the environment may name another one."""
@@ -65,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion of exactly the requested length: greedy, or sampled with a seed."""
+    """One completion of exactly the requested length, or a chat: greedy, or sampled with a seed."""
 
     prompt: str
     tokens: int = 8
@@ -80,6 +79,9 @@ class Ask:
     """vLLM: number of beams of a beam search."""
     also: tuple[str, ...] = ()
     """Further prompts of the same request; each gets its own choice."""
+    system: str | None = None
+    """Of a chat, in which `prompt` is the user's message; its answer may end earlier."""
+    stream: bool = False
 
     @property
     def choices(self):
@@ -97,7 +99,7 @@ class Ask:
             extra = {"structured_outputs": {"regex": self.pattern}}
         body = {
             "model": self.model,
-            "prompt": [self.prompt, *self.also] if self.also else self.prompt,
+            "stream": self.stream,
             "max_tokens": self.tokens,
             "n": self.beams or self.n,
             "temperature": 1.6 if self.sampled else 1 if several else 0,
@@ -106,6 +108,12 @@ class Ask:
             body["seed"] = 7
         elif several:
             extra["top_k"] = 1
+        if self.system is not None:
+            del extra["ignore_eos"]
+            messages = [("system", self.system), ("user", self.prompt)]
+            body["messages"] = [{"role": role, "content": text} for role, text in messages]
+            return {**body, "logprobs": True, "top_logprobs": 1, "extra_body": extra}
+        body["prompt"] = [self.prompt, *self.also] if self.also else self.prompt
         if self.beams:
             extra["use_beam_search"] = True
         elif self.logprobs:
@@ -180,20 +188,20 @@ class Server:
         lines = (_VOLATILE.sub("#", line) for line in self.log.splitlines())
         return names, {line for line in lines if not _POLLED.search(line)}
 
-    def explain(self):
-        """The JSON that ``deft explain --server`` prints about the last batch."""
-        command = [sys.executable, "-m", "deft_backend", "explain", "--json", "--server"]
+    def deft(self, *arguments):
+        """What `deft` prints next to this server."""
+        command = [sys.executable, "-m", "deft_backend", *arguments]
+        settings = {"DEFT_CACHE_DIR": str(self._state_dir.parent), "COLUMNS": "80"}
         done = subprocess.run(
-            [*command, str(self.process.command.port)],
+            command,
             capture_output=True,
             text=True,
             timeout=120,
-            env={**os.environ, "DEFT_CACHE_DIR": str(self._state_dir.parent)},
+            env={**os.environ, **settings},
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found
+        return done.stdout
 
     def metrics(self, prefix):
         """Values in ``/metrics`` by name and labels, of names that begin with `prefix`."""
@@ -288,7 +296,7 @@ async def complete(client, ask, *, begun=None, leave_after=None, **changes):
     Parameters
     ----------
     client : openai.AsyncOpenAI
-    ask : Ask or Call
+    ask : Ask
     begun : asyncio.Event, optional
         Set when the first piece of the answer is here.
     leave_after : int, optional
@@ -363,13 +371,14 @@ def state_settings(backend, folder, *plugins):
 
 @contextmanager
 def started(command, folder, kind=Server):
-    """A server of this class for a `with` block; its decode steps count in :class:`StepTotal`."""
+    """A server of this class for a `with` block; a file that the environment names then gets its
+    decode steps through tree attention and its device."""
     with ServerProcess(command, folder / "server.log", timeout=START_SECONDS) as process:
         try:
             yield kind(process, folder / "cache" / "servers")
         finally:
             path = _state_path(folder / "cache" / "servers", command, "tp0")
-            if path is not None:
+            if path is not None and "INTEGRATION_STEPS" in os.environ:
                 state = json.loads(path.read_text())
-                StepTotal.tree_steps += state["steps_tree"]
-                StepTotal.device = state["device"]
+                with open(os.environ["INTEGRATION_STEPS"], "a") as file:
+                    print(json.dumps([state["steps_tree"], state["device"]]), file=file)

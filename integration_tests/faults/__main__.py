@@ -13,9 +13,9 @@ from pathlib import Path
 
 from benchmarks.row_files import read_rows, write_rows
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.servers.command import installed_hosts
 from integration_tests.common.server import MODEL
 from integration_tests.faults.run import Harness
+from integration_tests.hosts import HOST
 
 FAULTS = json.loads(Path(__file__).with_name("faults.json").read_text())
 """By name: what happens, what the server does then, and the hosts that have the fault."""
@@ -78,7 +78,6 @@ def _cell(rows, fault, host):
 def main():
     parser = argparse.ArgumentParser(prog="python -m integration_tests.faults", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="rows of the other host stay")
-    parser.add_argument("--host", choices=BOTH, default=installed_hosts()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and combinations")
     parser.add_argument("--combinations", type=int, default=4, help="random triples of faults")
@@ -93,14 +92,13 @@ def main():
     command = shlex.join(["python", "-m", "integration_tests.faults", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.logs or Path(temporary)
-        harness = Harness(
-            asked.host, folder, asked.model.resolve(), asked.seed, asked.combinations, print
-        )
+        model = asked.model.resolve()
+        harness = Harness(folder, model, asked.seed, asked.combinations, print)
         try:
             harness.run(asked.only and set(asked.only))
         finally:
             header = {**provenance(), "command": command, "seed": asked.seed}
-            write_rows(asked.out, *merged(asked.out, asked.host, harness.rows, header))
+            write_rows(asked.out, *merged(asked.out, HOST, harness.rows, header))
     failed = [row for row in harness.rows if not row["ok"]]
     print(f"{len(harness.rows)} faults, {len(failed)} not as promised")
     sys.exit(bool(failed))

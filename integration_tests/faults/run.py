@@ -15,6 +15,7 @@ from deft_backend.telemetry.counters import Place, StateName
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import ask_to
 from integration_tests.faults.tested_server import draw_prompts, start
+from integration_tests.hosts import HOST
 
 TOKENS = 12
 LONG_TOKENS = 100
@@ -35,8 +36,7 @@ class Harness:
     - `say`: gets a line for each fault.
     """
 
-    def __init__(self, host, folder, model, seed, combinations, say):
-        self.host = host
+    def __init__(self, folder, model, seed, combinations, say):
         self.rows = []
         self._folder = folder
         self._model = model
@@ -53,7 +53,7 @@ class Harness:
 
         with self._server("first", spoilt=wanted("files")) as first:
             # vLLM gives tree attention up at a failed plan, SGLang only at a failed kernel.
-            sglang = self.host == "sglang"
+            sglang = HOST == "sglang"
             last = "launch" if sglang else "planner"
             faults = [n for n in (*INSIDE_FAULTS, *LOAD_FAULTS) if n != "weights" or sglang]
             for name in faults:
@@ -86,10 +86,8 @@ class Harness:
         began, shared = time.monotonic(), self._folder / "cache"
         before = (lambda port: spoil(shared, port)) if spoilt else None
         folder = self._folder / name
-        server = start(
-            self.host, folder, self._model, self._reference, armed, shared=shared, before=before
-        )
-        self._say(f"{self.host}: a server is up after {time.monotonic() - began:.0f} s")
+        server = start(folder, self._model, self._reference, armed, shared=shared, before=before)
+        self._say(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
         try:
             if spoilt:
                 self._record("files", server, self._plain(server, "files"))
@@ -104,7 +102,7 @@ class Harness:
 
     def _record(self, name, server, work, **more):
         began = time.monotonic()
-        row = {"fault": name, "host": self.host, **more, **asyncio.run(work)}
+        row = {"fault": name, "host": HOST, **more, **asyncio.run(work)}
         row["seconds"] = round(time.monotonic() - began, 1)
         found = server.new_log_lines("deft: .*(fail|cannot|planted|could not)")
         lines = [line[line.index("deft: ") :][:200] for line in found]
@@ -112,7 +110,7 @@ class Harness:
         row["log"] = [line.replace(f"{self._folder}/", "") for line in lines[:6]]
         row["ok"] = is_ok(row)
         self.rows.append(row)
-        self._say(f"{self.host}: {name}: {json.dumps(row)}")
+        self._say(f"{HOST}: {name}: {json.dumps(row)}")
 
     async def _plain(self, server, name):
         judged = await server.judged(self._prompts(), TOKENS)
@@ -145,27 +143,22 @@ class Harness:
 
     async def _under_load(self, server, name):
         """Inject a fault from outside; returns how often the server took it."""
-        sglang = self.host == "sglang"
-
-        def asked(path, body=None):
-            return asyncio.to_thread(ask_to, server, path, body)
-
         if name == "aborts":
             await server.hang_up(self._prompts(12))
             return 12
-        if name == "flush":
-            path = "flush_cache" if sglang else "reset_prefix_cache"
-            # SGLang refuses while requests run; asking is part of the fault.
-            return sum([await asked(path) in (200, 400) for _ in range(3)])
+        if name == "flush":  # SGLang refuses while requests run; asking is part of the fault
+            for _ in range(3):
+                await asyncio.to_thread(server.flush)
+            return 3
         if name == "weights":
             body = {"model_path": str(self._model)}
-            return int(await asked("update_weights_from_disk", body) == 200)
-        pause, body, goes_on = "pause?mode=keep", None, "resume"
-        if sglang:
-            pause, body, goes_on = "pause_generation", {"mode": "retract"}, "continue_generation"
-        paused = await asked(pause, body)
+            return int(
+                await asyncio.to_thread(ask_to, server, "update_weights_from_disk", body) == 200
+            )
+        await asyncio.to_thread(server.pause, server.PAUSES[-1])
         await asyncio.sleep(2)
-        return int(paused == 200 and await asked(goes_on) == 200)
+        await asyncio.to_thread(server.resume)
+        return 1
 
     def _end(self, name, server):
         """SIGTERM to the server, or SIGKILL to the process that decodes, under load."""

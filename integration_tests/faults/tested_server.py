@@ -16,7 +16,7 @@ from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.plugins import CPU_BACKEND, plugin_settings
-from integration_tests.common.server import Server
+from integration_tests.hosts import HOST, HostServer
 
 INSIDE = Path(__file__).parent / "inside"
 SECONDS = 240.0
@@ -74,14 +74,13 @@ class Judged:
         return Judged(**{name: left[name] + right[name] for name in left})
 
 
-class TestedServer(Server):
+class TestedServer(HostServer):
     """A server whose faults are armed by files."""
 
     __test__ = False
 
-    def __init__(self, process, host, faults, reference):
+    def __init__(self, process, faults, reference):
         super().__init__(process, faults.parent)
-        self.host = host
         self.arriving = []
         self._faults = faults
         self._reference = reference
@@ -156,7 +155,7 @@ class TestedServer(Server):
 
     def decoding_process(self):
         """The process that runs the model."""
-        name = _DECODES[self.host]
+        name = _DECODES[HOST]
         for process in self.family():
             with contextlib.suppress(psutil.Error):
                 if name in process.name() or any(name in word for word in process.cmdline()):
@@ -165,8 +164,8 @@ class TestedServer(Server):
         return max(self.family()[1:], key=lambda process: process.memory_info().rss)
 
 
-def start(host, folder, model, reference, armed=(), *, shared, before=None):
-    """Start a server of `host` with the plugin; its process's `stop` ends it.
+def start(folder, model, reference, armed=(), *, shared, before=None):
+    """Start a server with the plugin; its process's `stop` ends it.
 
     - `armed`: faults that happen at the start.
     - `shared`: the package's cache folder.
@@ -176,7 +175,7 @@ def start(host, folder, model, reference, armed=(), *, shared, before=None):
     faults.mkdir(parents=True)
     for name in armed:
         (faults / name).touch()
-    targets = [CPU_BACKEND] if host == "vllm" else []
+    targets = [CPU_BACKEND] if HOST == "vllm" else []
     paths = [str(INSIDE), plugin_settings(folder / "plugins", *targets)["PYTHONPATH"]]
     settings = {
         "DEFT_MIN_BATCH": "1",
@@ -189,8 +188,8 @@ def start(host, folder, model, reference, armed=(), *, shared, before=None):
     if before is not None:
         before(port)
     command = server_command(
-        str(model), port, host=host, host_arguments=_FLAGS[host], environment=settings, gpu=False
+        str(model), port, host=HOST, host_arguments=_FLAGS[HOST], environment=settings, gpu=False
     )
     process = ServerProcess(command, folder / "server.log", timeout=580.0)
     process.__enter__()
-    return TestedServer(process, host, faults, reference)
+    return TestedServer(process, faults, reference)

@@ -91,7 +91,7 @@ WITHOUT_PLUGINS = {"VLLM_PLUGINS": ""}
 class HostServer(Server):
     """vLLM's own endpoints and counts."""
 
-    PAUSES = ("keep", "wait")
+    PAUSES = ("wait", "keep")
 
     def settings(self):
         """The host tells nothing about itself."""

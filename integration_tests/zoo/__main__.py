@@ -1,14 +1,12 @@
 """``python -m integration_tests.zoo``: many architectures, decoded and then checked.
 
-On the CPU, only architectures run that the host's CPU engine can run. Options behind ``--`` go to
-the host's engines, such as ``-- --kv-cache-dtype fp8_e4m3 --page-size 64``.
+On the CPU, only architectures run that the host's CPU engine can run.
 """
 
 import argparse
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 from benchmarks.row_files import write_rows
@@ -33,26 +31,6 @@ def readme_line(rows):
     return f"| architectures checked | {titles[0]} | {titles[1] or '–'} |"
 
 
-def engine_arguments(words):
-    """A server's options as arguments of the host's engine: ``--page-size 64`` is page_size=64.
-
-    An option without a value is True, one with several values is a list. Values in JSON are read.
-    """
-    found = {}
-    for word in words:
-        if word.startswith("--"):
-            name, assigned, value = word[2:].partition("=")
-            values = found.setdefault(name.replace("-", "_"), [])
-            word = value if assigned else None
-        if word is not None:
-            try:
-                values.append(json.loads(word))
-            except json.JSONDecodeError:
-                values.append(word)
-    several = {name: values[0] if len(values) == 1 else values for name, values in found.items()}
-    return {name: True if values == [] else values for name, values in several.items()}
-
-
 def _key(row):
     names = ("host", "version", "architecture", "kv_dtype", "device")
     options = json.dumps(row.get("options", {}), sort_keys=True)
@@ -60,8 +38,6 @@ def _key(row):
 
 
 def main():
-    words = sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="python -m integration_tests.zoo", description=__doc__)
     parser.add_argument("--only", action="append", choices=ARCHITECTURES, help="may be repeated")
     parser.add_argument("--host", choices=("sglang", "vllm"), default=installed_hosts()[0])
@@ -69,7 +45,13 @@ def main():
     parser.add_argument("--logs", type=Path, default=Path("reports/zoo"))
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    asked = parser.parse_args(words[:at])
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default={},
+        help="of the engines, as JSON",
+    )
+    asked = parser.parse_args()
     gpu = use_gpu() and not (asked.host == "vllm" and vllm_is_cpu_build())
     names = asked.only or [
         name for name, each in ARCHITECTURES.items() if gpu or asked.host in each.cpu
@@ -87,7 +69,7 @@ def main():
         content = json.loads(asked.out.read_text())
         rows, runs = {_key(row): row for row in content["rows"]}, content["header"]["runs"]
     runs.append(provenance())
-    place = Place(asked.host, gpu, engine_arguments(words[at + 1 :]))
+    place = Place(asked.host, gpu, asked.options)
     for row in run(names, place, asked.logs, asked.at_once, asked.seconds):
         rows[_key(row)] = {**row, "run": len(runs) - 1}
         write_rows(asked.out, list(rows.values()), {"runs": runs})

@@ -1,6 +1,5 @@
 """The tool behind `make matrix`: requirements, versions, rows and the smoke suite's counts."""
 
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from deft_backend.hosts.windows import TESTED
 from tools.host_matrix import releases
 from tools.host_matrix.environment import requirements_of
+from tools.host_matrix.suite import Outcome, outcome_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,35 +57,24 @@ def test_the_extras_are_the_windows(host):
     assert extra == f">={tested.lowest},<{tested.beyond}"
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "loadgroup")])
-def test_the_plugin_counts_tests_and_the_servers_steps(processes, tmp_path):
-    """In one process and in two, with the steps of all processes."""
+def test_a_suites_outcome_counts_tests_and_the_servers_steps(tmp_path):
     (tmp_path / "test_made_up.py").write_text(
         "import pytest\n"
-        "from integration_tests.common.result import StepTotal\n"
         "@pytest.fixture\n"
         "def broken():\n    raise RuntimeError\n"
         "@pytest.fixture\n"
         "def untidy():\n    yield\n    raise RuntimeError\n"
-        "@pytest.fixture(scope='session', params=['a', 'b'])\n"
-        "def server(request):\n    yield\n    StepTotal.tree_steps += 10 + (request.param == 'b')\n"
-        "@pytest.mark.parametrize('server', [pytest.param(g, marks=pytest.mark.xdist_group(g)) "
-        "for g in 'ab'], indirect=True)\n"
-        "def test_good(server): pass\n"
+        "@pytest.mark.parametrize('at', range(2))\n"
+        "def test_good(at): pass\n"
         "def test_bad(): assert False\n"
         "def test_no_set_up(broken): pass\n"
         "def test_no_tear_down(untidy): pass\n"
         "@pytest.mark.skip\ndef test_left_out(): pass\n"
     )
-    result = tmp_path / "result.json"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "integration_tests.common.result"),
-            *("--result", result, "--rootdir", tmp_path, "-c", "/dev/null", *processes, tmp_path),
-        ],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-    )
-    expected = {"passed": 2, "failed": 3, "tree_steps": 21, "device": "cpu"}
-    assert json.loads(result.read_text()) == expected
+    report, steps = tmp_path / "report.xml", tmp_path / "steps.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "--junitxml", report, "--rootdir", tmp_path]
+    done = subprocess.run([*command, "-c", "/dev/null", tmp_path], check=False, capture_output=True)
+    steps.write_text('[10, "cpu"]\n[11, "cpu"]\n')
+    assert outcome_of(done.returncode, report, steps) == Outcome(1, 2, 3, 21, "cpu")
+    nothing = tmp_path / "nothing"
+    assert outcome_of(0, nothing, nothing) == Outcome(1, 0, 0, 0, "")

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 from tools.host_matrix.environment import ROOT, python_of
 
@@ -39,16 +40,27 @@ def run_suite(
     Outside the window of supported versions, ``DEFT_UNTESTED_HOST=1`` is set. The `processes` share
     the groups of tests; each runs a server with the host's own backend and a server with ours.
     """
-    variables = dict(os.environ) if in_window else {**os.environ, "DEFT_UNTESTED_HOST": "1"}
+    untested = {} if in_window else {"DEFT_UNTESTED_HOST": "1"}
     with tempfile.TemporaryDirectory(prefix="host-matrix-") as folder:
-        result = Path(folder) / "result.json"
+        report, steps = Path(folder) / "report.xml", Path(folder) / "steps.jsonl"
         shared = ("-n", str(processes), "--dist", "loadgroup") if processes > 1 else ()
-        command = [
-            *(python_of(environment), "-m", "pytest", "-q"),
-            *("-p", "integration_tests.common.result", "--result", result),
-            *(*_MARKS[suite], *shared, "integration_tests"),
-        ]
-        done = subprocess.run(command, cwd=ROOT, env=variables, check=False)
-        if not result.exists():
-            return Outcome(done.returncode or 1, 0, 0, 0, "")
-        return Outcome(done.returncode, **json.loads(result.read_text()))
+        tests = ("--junitxml", report, *_MARKS[suite], *shared, "integration_tests")
+        done = subprocess.run(
+            [python_of(environment), "-m", "pytest", "-q", *tests],
+            cwd=ROOT,
+            env={**os.environ, **untested, "INTEGRATION_STEPS": str(steps)},
+            check=False,
+        )
+        return outcome_of(done.returncode, report, steps)
+
+
+def outcome_of(code: int, report: Path, steps: Path) -> Outcome:
+    """From pytest's report in JUnit's format, and a line of each server."""
+    cases = ElementTree.parse(report).findall(".//testcase") if report.exists() else []
+    failed = sum({each.tag for each in case} & {"failure", "error"} != set() for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    lines = steps.read_text().splitlines() if steps.exists() else []
+    servers = [json.loads(line) for line in lines]
+    device = servers[-1][1] if servers else ""
+    passed, tree_steps = len(cases) - failed - skipped, sum(server[0] for server in servers)
+    return Outcome(code or int(not cases), passed, failed, tree_steps, device)
