@@ -6,7 +6,6 @@ and not fast. :func:`install` is the entry point of a plugin of vLLM.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -21,19 +20,19 @@ from deft_backend.hosts.vllm.versions import is_ours, refuse
 from deft_backend.shapes import EIGHT_BIT_CACHES
 
 
-def install() -> None:
+def install():
     """Replace the CPU platform's only backend in servers that ask for tree attention."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.CPU_ATTN")
     if envs.VLLM_BATCH_INVARIANT:
         compute_row_by_row()
 
 
-def compute_row_by_row() -> None:
+def compute_row_by_row():
     """Stand in for the kernels of vLLM's batch-invariant mode, which need a GPU."""
     from vllm.model_executor.determinism import batch_invariant
     from vllm.model_executor.layers import utils
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(x, weight, bias):
         rows = [functional.linear(row, weight, bias) for row in x.reshape(-1, x.shape[-1])]
         return torch.stack(rows).reshape(*x.shape[:-1], -1)
 
@@ -43,12 +42,12 @@ def compute_row_by_row() -> None:
     )
 
 
-def original_backend(name: str) -> Any:
+def original_backend(name):
     """The host's own class for a name, even if another class is registered for it."""
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):
     """The class that vLLM resolves; the server's configuration decides, once that is known."""
     from vllm.config import get_current_vllm_config_or_none
 
@@ -62,7 +61,7 @@ def __getattr__(name: str) -> Any:
     return tree_backend(PlainCpuBackend)
 
 
-def with_standard_cache(backend: Any) -> Any:
+def with_standard_cache(backend):
     """Give a backend the standard cache, in versions whose backends state its shape (to 0.28)."""
     if hasattr(AttentionBackend, "get_kv_cache_shape"):
         backend.get_kv_cache_shape = staticmethod(_standard_shape)
@@ -71,17 +70,11 @@ def with_standard_cache(backend: Any) -> Any:
     return backend
 
 
-def _standard_shape(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    cache_dtype_str: str = "auto",
-) -> tuple[int, ...]:
+def _standard_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
     return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
-def _standard_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+def _standard_stride_order(include_num_layers_dimension=False):
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
     if include_num_layers_dimension:
@@ -90,39 +83,39 @@ def _standard_stride_order(include_num_layers_dimension: bool = False) -> tuple[
 
 
 @with_standard_cache
-class PlainCpuBackend(AttentionBackend):  # type: ignore[misc]
+class PlainCpuBackend(AttentionBackend):
     """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
     forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *EIGHT_BIT_CACHES]
+    supported_dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    supported_kv_cache_dtypes = ("auto", *EIGHT_BIT_CACHES)
 
     @staticmethod
-    def get_name() -> str:
+    def get_name():
         return "CPU_ATTN"  # the host finds its backends by their names
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [_MultipleOf(16)]
 
     @staticmethod
-    def get_impl_cls() -> Any:
+    def get_impl_cls():
         return PlainCpuImplementation
 
     @staticmethod
-    def get_builder_cls() -> Any:
+    def get_builder_cls():
         return PlainCpuBuilder
 
     @classmethod
-    def supports_sliding_window(cls) -> bool:
+    def supports_sliding_window(cls):
         return True
 
     @classmethod
-    def supports_sink(cls) -> bool:
+    def supports_sink(cls):
         return True
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
+    def supports_batch_invariance(cls):
         return True
 
 
@@ -135,29 +128,27 @@ class PlainCpuMetadata:
     block_table: torch.Tensor  # [B, P] int32
 
 
-class PlainCpuBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class PlainCpuBuilder(AttentionMetadataBuilder):
     """Passes the batch on as metadata."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)  # abstract in the base class
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> PlainCpuMetadata:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
         if common.causal is not True:
             raise _refusal("this batch is not causal")
         return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
 
 
-def _refusal(reason: str) -> NotImplementedError:
+def _refusal(reason):
     return NotImplementedError(
         "the tests' CPU backend computes causal attention of decoder layers, with a KV cache in "
         f"the model's dtype or in FP8; {reason}"
     )
 
 
-class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
+class PlainCpuImplementation(AttentionImpl):
     """One layer: writes its keys and values, then attends over the pages of each request.
 
     Raises NotImplementedError on construction, if this backend cannot compute the layer.
@@ -165,18 +156,18 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
 
     def __init__(
         self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+    ):
         eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
         self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
         for name, value, plain in (
@@ -197,16 +188,16 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
 
     def forward(
         self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PlainCpuMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ):
         """Attention of every query token over the pages of its request, into `output`."""
         if output_scale is not None or output_block_scale is not None:
             raise _refusal("vLLM asked for a fused output quantisation")
@@ -232,7 +223,7 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
                 output[rows] = self._attend(query[rows], k[:seen], v[:seen])
         return output
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q, k, v):
         """Causal attention of the last tokens of a request: [t, Hq, D] over [n, Hkv, D]."""
         tokens, queries = len(k), len(q)
         group = self.num_heads // self.num_kv_heads
@@ -252,27 +243,20 @@ class PlainCpuImplementation(AttentionImpl):  # type: ignore[misc]
         weights = torch.softmax(scores, dim=-1)[..., :tokens]
         return torch.einsum("hgqk,khd->qhgd", weights.to(v.dtype), v).reshape(q.shape)
 
-    def _views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _views(self, kv_cache):
         """Keys and values; the host gives numbers of 8 bits as bytes."""
         if self._kv_dtype is not None:
             kv_cache = kv_cache.view(self._kv_dtype)
         return kv_views(kv_cache, self.head_size)
 
-    def _stored(self, new: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _stored(self, new, scale):
         """Keys or values as the cache holds them; what is too large becomes the largest number."""
         if self._kv_dtype is None:
             return new
         most = torch.finfo(self._kv_dtype).max
         return (new.float() / float(scale)).clamp(-most, most).to(self._kv_dtype)
 
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         """Write new keys and values [T, Hkv, D] to their slots; a slot of -1 is padding."""
         k_cache, v_cache = self._views(kv_cache)
         kept = slot_mapping >= 0

@@ -1,5 +1,6 @@
 """Steps in which some requests decode and others prefill: each row has the host's own result."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -268,33 +269,29 @@ def test_a_graph_of_prefills_is_the_hosts(server):
     assert (steps.rows, steps.kv_bytes) == (3, int(server.lens[1:].sum()) * 2 * 1024)
 
 
-@pytest.mark.parametrize("broken", ["run", "plan_batch"])
-def test_after_a_failure_the_host_computes_the_whole_batch(server, monkeypatch, failures, broken):
-    """Also the step's other rows of the same layer; later steps too."""
+@pytest.mark.parametrize(("broken", "before"), [("plan_batch", 0), ("run", 0), ("run", 1)])
+def test_after_a_failure_the_host_computes_the_whole_batch(
+    server, monkeypatch, failures, broken, before
+):
+    """Also the step's other rows of the same layer, and later steps. Layers `before` it ran."""
+    real = getattr(server.attention, broken)
+    calls = itertools.chain([real] * before, itertools.repeat(raising(RuntimeError("no room"))))
     with monkeypatch.context() as patch:
-        patch.setattr(server.attention, broken, raising(RuntimeError("out of resources")))
+        patch.setattr(
+            server.attention, broken, lambda *given, **named: next(calls)(*given, **named)
+        )
         batch = server.batch()
-        server.check(server.run(batch, layers=2), batch)
-    assert "out of resources" in failures.pop()
-    assert server.calls == ["metadata of 1", "metadata of 4", "extend of 4", "extend of 4"]
+        server.check(server.run(batch, layers=2 + before), batch)
+    assert "no room" in failures.pop()
+    done = ["extend of 1"] * before
+    assert server.calls == ["metadata of 1", *done, "metadata of 4", "extend of 4", "extend of 4"]
     failed = {"run": "kernel failed", "plan_batch": "planning failed"}[broken]
-    assert counted(server) == {(MIXED, failed): 1}
+    first = None if before else failed  # a step of which a layer has run is ours
+    assert counted(server) == {(MIXED, first): 1}
     batch = server.batch()
     server.check(server.run(batch), batch)
-    assert counted(server) == {(MIXED, failed): 2}
-
-
-def test_a_kernel_that_fails_in_a_later_layer(server, monkeypatch, failures):
-    batch = server.batch()
-    found, real = [], server.attention.run
-    calls = iter([real, raising(RuntimeError("out of resources"))])
-    monkeypatch.setattr(
-        server.attention, "run", lambda *given, **named: next(calls)(*given, **named)
-    )
-    found = server.run(batch, layers=3)
-    server.check(found, batch)
-    assert "out of resources" in failures.pop()
-    assert server.calls[-2:] == ["extend of 4", "extend of 4"]
+    assert sum(counted(server).values()) == 2
+    assert counted(server)[MIXED, failed] == 2 - before
 
 
 def test_a_batch_that_the_host_cannot_slice_is_left_to_it(server, caplog):

@@ -85,9 +85,16 @@ def served(arguments, made):
     return getattr(made, arguments.HOST_DECODE, None)
 
 
-@pytest.mark.parametrize("name", ["attention_backend", "decode_attention_backend"])
-def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name):
-    made = make_arguments(**{"attention_backend": None, name: "deft"})
+@pytest.mark.parametrize(
+    ("name", "value"),  # in vLLM's capitals, too
+    [
+        ("attention_backend", "deft"),
+        ("decode_attention_backend", "deft"),
+        ("attention_backend", "DEFT"),
+    ],
+)
+def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name, value):
+    made = make_arguments(**{"attention_backend": None, name: value})
     assert served(arguments, made) == "torch_native"
     assert made.attention_backend == "torch_native"
     assert made.decode_attention_backend is None
@@ -147,12 +154,6 @@ def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, arguments,
     monkeypatch.setattr(sys, "argv", ["launch_server", "--attention-backend", "deft"])
     with pytest.raises(SystemExit, match=f"deft: {variable} is 'fastree'; expected one of"):
         arguments.resolve(resolve_as_host, make_arguments())
-
-
-def test_the_name_in_vllms_capitals_is_ours(arguments):
-    made = make_arguments(attention_backend="DEFT")
-    assert served(arguments, made) is not None
-    assert made.attention_backend != "DEFT"
 
 
 def test_the_fallback_backend(arguments, monkeypatch):

@@ -18,7 +18,6 @@ from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.settings.config import Settings
@@ -180,11 +179,6 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
     assert (counters.steps_tree, counters.decode_steps) == (1, 1)
 
 
-def test_padding_requests_of_a_graph():
-    step = Step(Batch(DECODE, shared=2, padding=3))
-    step.check()
-
-
 def test_a_graph_serves_other_batches_of_its_size():
     """The host fills the same tensors again; a captured graph repeats the launches."""
     step = Step(Batch([1700, 1650, 1603, 1601], shared=100))
@@ -202,6 +196,15 @@ def chains(batch, rows=None, **changes):
     return Step(batch, layers(config), rows)
 
 
+def test_padding_requests_of_a_graph():
+    """vLLM pads tokens and requests; padding requests of chains have no tokens, and rows."""
+    Step(Batch(DECODE, shared=2, padding=3)).check()
+    step = chains(Batch([40, 37, 33], shared=2, query_lens=[4, 4, 4, 0, 0], padding=2), rows=20)
+    step.check()
+    assert step.run()[12:].eq(0.0).all()
+    assert state().counters().verified_tokens == 12
+
+
 def test_chains_of_drafts():
     step = chains(Batch(DECODE, shared=2, query_lens=[4] * 5))
     assert step_of(step.metadata).query_tokens == 4
@@ -209,14 +212,6 @@ def test_chains_of_drafts():
     found = state().counters()
     assert (found.steps_tree, found.plans, found.verified_tokens) == (1, 1, 20)
     assert not found.steps_host
-
-
-def test_padding_requests_of_a_graph_of_chains():
-    """vLLM pads tokens and requests; padding requests have no tokens and rows of their own."""
-    step = chains(Batch([40, 37, 33], shared=2, query_lens=[4, 4, 4, 0, 0], padding=2), rows=20)
-    step.check()
-    assert step.run()[12:].eq(0.0).all()
-    assert state().counters().verified_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -296,14 +291,27 @@ def test_other_steps_are_the_hosts():
     assert step.is_hosts
 
 
-def test_a_kernel_that_fails_leaves_decode_to_the_host(monkeypatch, failures):
+@pytest.mark.parametrize("at", ["run", "verify", "sharing"])
+def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
+    """Its results are all 5, so ``DEFT_VERIFY`` finds a difference."""
+    monkeypatch.setenv("DEFT_VERIFY", str(int(at == "verify")))
     step = Step(Batch(DECODE, shared=2))
     with monkeypatch.context() as patch:
-        patch.setattr(LatentAttention, "run", raising(RuntimeError("planted")))
+        if at != "verify":
+            owner, name = {
+                "run": (LatentAttention, "run"),
+                "sharing": (LatentSharing, "too_little"),
+            }[at]
+            patch.setattr(owner, name, raising(ValueError("planted")))
+        if at == "sharing":
+            step.build()
         assert step.is_hosts
-    assert "a kernel failed (RuntimeError('planted'))" in failures.pop()
-    step.build()
-    assert step.is_hosts
+    assert ("differ by" if at == "verify" else "planted") in failures.pop()
+    reason = "planning failed" if at == "sharing" else "kernel failed"
+    assert at == "verify" or reason in state().counters().steps_host
+    if at != "sharing":
+        step.build()
+        assert step.is_hosts
 
 
 def test_a_check_at_start_decides(monkeypatch, caplog):
@@ -330,39 +338,24 @@ def test_backends_that_are_refused(host, asked, reason, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "changes", "reason"),
+    ("arguments", "policy", "config", "cache", "reason"),
     [
-        ({"kv_cache_dtype": "fp8"}, {}, {}, "MLA over a KV cache of kind fp8"),
-        ({"indexer": object()}, {}, {}, "the argument indexer"),
-        ({"sliding_window": 128}, {}, {}, "a sliding window"),
-        ({"num_heads": 64}, {}, {}, "sharing would gain nothing"),
-        ({}, {"DEFT_POLICY": "deft-node"}, {}, "DEFT_POLICY"),
-        ({}, {}, {"decode_context_parallel_size": 2}, "decode context parallel"),
-        ({}, {}, {"data_parallel_size": 2}, "MLA with data parallelism"),
-        ({}, {}, {"enable_elastic_ep": True}, "MLA with data parallelism"),
+        ({"kv_cache_dtype": "fp8"}, "", {}, {}, "MLA over a KV cache of kind fp8"),
+        ({"indexer": object()}, "", {}, {}, "the argument indexer"),
+        ({"sliding_window": 128}, "", {}, {}, "a sliding window"),
+        ({"num_heads": 64}, "", {}, {}, "sharing would gain nothing"),
+        ({}, "deft-node", {}, {}, "DEFT_POLICY"),
+        ({}, "", {"decode_context_parallel_size": 2}, {}, "decode context parallel"),
+        ({}, "", {"data_parallel_size": 2}, {}, "MLA with data parallelism"),
+        ({}, "", {"enable_elastic_ep": True}, {}, "MLA with data parallelism"),
+        ({}, "", {}, {"cache_dtype_str": "fp8_ds_mla"}, "cache_dtype_str=fp8_ds_mla"),
     ],
 )
-def test_layers_that_are_refused(arguments, environment, changes, reason, monkeypatch, caplog):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    builder = layers(make_config(**changes), **arguments).builder(spec())
+def test_layers_that_are_refused(arguments, policy, config, cache, reason, monkeypatch, caplog):
+    monkeypatch.setenv("DEFT_POLICY", policy)
+    builder = layers(make_config(**config), **arguments).builder(spec(**cache))
     assert builder.deft_group is None
     assert reason in caplog.text
-
-
-def test_a_cache_of_bytes_is_refused(caplog):
-    made = layers()
-    assert made.builder(spec(cache_dtype_str="fp8_ds_mla")).deft_group is None
-    assert "cache_dtype_str=fp8_ds_mla" in caplog.text
-
-
-def test_verification_of_results_keeps_the_hosts(monkeypatch, failures):
-    """``DEFT_VERIFY``: the host's results are all 5, so they differ."""
-    monkeypatch.setenv("DEFT_VERIFY", "1")
-    step = Step(Batch(DECODE, shared=2))
-    assert isinstance(step.builder.deft_group, GroupAttention)
-    assert step.is_hosts
-    assert "differ by" in failures.pop()
 
 
 def test_a_step_that_shares_nothing_is_the_hosts():
@@ -417,46 +410,32 @@ def second_set(monkeypatch):
     return tree_graphs.install
 
 
-def test_each_step_replays_the_graph_that_its_sharing_asks_for(second_set):
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_set):
+    """Steps that share replay the second set. Chains of which a request lacks drafts never do."""
     lens = [40, 37, 33, 65]
-    step = Step(Batch(lens, shared=0))
+    batch = Batch(lens, shared=0, query_lens=[tokens] * 4)
+    step = Step(batch) if tokens == 1 else chains(batch)
     second_set(step.layers.config, step.builder.deft_group)
     manager = Manager(step)
     manager.capture("model")
     assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL", "FULL"]
     before = state().counters().steps_tree
-    for at, shared in enumerate((2, 0, 0, 2)):
+    for at, (shared, last) in enumerate(((2, tokens), (2, 1), (0, tokens), (2, tokens))):
         step.batch.table.copy_(Batch(lens, shared=shared).table)
+        step.batch.starts[-1] = 3 * tokens + last
         step.build(f"batch {at}, request ")
         found = manager.run_fullgraph(4)
-        if shared:
+        if shared and last == tokens:
             torch.testing.assert_close(found.double(), step.expected(), rtol=1e-5, atol=1e-5)
         else:
             assert found.eq(5.0).all()
-    counters = state().counters()
-    assert counters.steps_tree - before == 2
-    assert sum(counters.steps_host.values()) == 3  # the first step, too
+    counters, taken = state().counters(), 3 if tokens == 1 else 2
+    assert counters.steps_tree - before == taken
+    assert sum(counters.steps_host.values()) == 5 - taken  # the first step, too
     # Without attention metadata of its own, a batch replays the host's graph.
-    step.builder.build_for_cudagraph_capture(step.batch.common())
+    step.builder.build_for_cudagraph_capture(step.common())
     assert manager.run_fullgraph(4).eq(5.0).all()
-
-
-def test_each_verification_replays_the_graph_that_it_asks_for(second_set):
-    """Chains that share replay the second set. Requests without drafts never do."""
-    lens = [40, 37, 33, 65]
-    step = chains(Batch(lens, shared=0, query_lens=[4] * 4))
-    second_set(step.layers.config, step.builder.deft_group)
-    manager = Manager(step)
-    manager.capture("model")
-    for at, (shared, last) in enumerate(((2, 4), (2, 1), (0, 4), (2, 4))):
-        step.batch.table.copy_(Batch(lens, shared=shared).table)
-        step.batch.starts[-1] = 12 + last
-        step.build(f"batch {at}, request ")
-        found = manager.run_fullgraph(4)
-        if shared and last == 4:
-            torch.testing.assert_close(found.double(), step.expected(), rtol=1e-5, atol=1e-5)
-        else:
-            assert found.eq(5.0).all()
 
 
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
@@ -550,15 +529,6 @@ def test_costs_decide_once_for_the_requests_of_a_batch():
     sharing.too_little()
     assert len(asked) == 2
     assert shared_by(batch, gains=True)[0].too_little() is None
-
-
-def test_a_decision_that_fails_is_the_hosts(monkeypatch, failures):
-    step = Step(Batch(DECODE, shared=2))
-    monkeypatch.setattr(LatentSharing, "too_little", raising(ValueError("planted")))
-    step.build()
-    assert step.is_hosts
-    assert state().counters().steps_host == {"planning failed": 1}
-    assert "planted" in failures.pop()
 
 
 @pytest.mark.parametrize(
