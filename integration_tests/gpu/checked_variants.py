@@ -1,6 +1,5 @@
-"""What the tests of both hosts' servers on GPUs check, and where their comparisons are written."""
+"""What the tests of both hosts' servers on GPUs share, and where their comparisons are written."""
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -9,73 +8,7 @@ from benchmarks.e2e.answers import TOLERANCE, check
 from benchmarks.e2e.run import client_of as connected
 from deft_backend.files.provenance import provenance
 from integration_tests.gpu.forest_traffic import answered, requests
-from integration_tests.gpu.variants import ADAPTERS
-
-TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
-UNSPLIT = ("shares too little to be split", "in a graph of prefills")  # of mixed steps
-
-MOSTLY = 0.9
-"""Least share of equal tokens, not just ties, in a correct run."""
-
-
-NOISE = 2.0
-"""How many times less likely than :data:`TOLERANCE` allows a token of an adapter may be.
-
-Random adapters make attention sharper, so the same rounding of softmax weights changes the logits
-more: 1.3 to 2 times in a model of four layers. With the KV of another adapter, tokens are
-several units less likely.
-"""
-
-
-def check_every_token(fleet, variant, pair, model, *adapters):
-    """Two rounds of a forest whose requests join, end and hang up."""
-    check_answers(fleet, variant, pair, model, "forest", [(name,) for name in adapters or (None,)])
-
-
-def check_adapters(fleet, variant, pair, model):
-    """The base and both adapters decode the same forest together, and answer as alone.
-
-    Prompts of the same tokens have other KV behind each adapter: nothing of it may be shared.
-    """
-    check_answers(fleet, variant, pair, model, "together", [(None, *ADAPTERS)])
-
-
-def check_answers(fleet, variant, pair, model, what, mixes):
-    """The host checks the answers to each mix of adapters, which decode together."""
-    ours, theirs = pair
-
-    async def judged():
-        found = {}
-        for mix in mixes:
-            batch = await asyncio.gather(*(answers(fleet, ours, model, name) for name in mix))
-            assert len({tuple(tuple(ids) for _, ids in samples) for samples in batch}) == len(mix)
-            for name, samples in zip(mix, batch, strict=True):
-                limit = tolerance(variant) * (NOISE if name else 1.0)
-                found[name or "base"] = await compared(fleet, samples, theirs, name, limit)
-        return found
-
-    found = asyncio.run(judged())
-    report(variant, what, found)
-    for result in found.values():
-        assert not result["wrong"], found
-        assert result["tokens"] > 2000
-        assert result["ties"] < (1 - MOSTLY) * result["tokens"]
-    assert not ours.trouble()
-
-
-def check_steps(fleet, variant, ours):
-    """Every step that shares KV went through tree attention, on every rank, and read less KV.
-
-    A server that checks others' answers decodes many requests alone.
-    """
-    this = fleet.variants[variant]
-    states = reported_states(variant, this, ours)
-    for state in states:
-        assert state["steps_tree"] > 100
-        assert state["kv_bytes_read"] < 0.6 * state["kv_bytes_query_guided"]
-        assert set(state["steps_host"]) <= {TOO_FEW, *UNSPLIT}
-        if variant not in {other.against for other in fleet.variants.values()}:
-            assert state["steps_host"].get(TOO_FEW, 0) < 0.2 * state["steps_tree"]
+from integration_tests.gpu.variants import FLEET
 
 
 def reported_states(name, variant, ours):
@@ -101,30 +34,30 @@ def tolerance(variant):
     return TOLERANCE["float16" if variant == "float16" else "bfloat16"]
 
 
-def client_of(fleet, server, adapter=None):
-    field = {"sglang": "lora_path", "vllm": "model"}[fleet.host]
-    fields = {field: adapter} if adapter else {}
-    return connected(server.process.url, fields=fields)
+def client_of(server, adapter=None):
+    field = {"sglang": "lora_path", "vllm": "model"}[FLEET.host]
+    return connected(server.process.url, fields={field: adapter} if adapter else {})
 
 
-async def checked(fleet, pair, model, adapter, tolerance):
-    """One server's answers to the forest, checked by the other."""
-    ours, theirs = pair
-    samples = await answers(fleet, ours, model, adapter)
-    return await compared(fleet, samples, theirs, adapter, tolerance)
-
-
-async def answers(fleet, ours, model, adapter):
+async def answers(ours, model, adapter=None, *, alone=False):
+    """Prompts and answers of two rounds of a forest; `alone`: prompts are computed one by one."""
     samples = []
-    async with client_of(fleet, ours, adapter) as client:
+    async with client_of(ours, adapter) as client:
         for seed in range(2):
-            samples += await answered(client, requests(model.ids, seed))
+            asked = requests(model.ids, seed)
+            for each in asked if alone else ():
+                await client.batch([each.prompt], 1)
+            samples += await answered(client, asked)
     return samples
 
 
-async def compared(fleet, samples, theirs, adapter, tolerance):
-    async with client_of(fleet, theirs, adapter) as client:
-        return (await check(samples, client, tolerance, at_once=64)).to_dict(tolerance)
+async def compared(samples, theirs, tolerance, adapter=None, *, alone=False):
+    """What the host's server says about the answers."""
+    async with client_of(theirs, adapter) as client:
+        for prompt, _ in samples if alone else ():
+            await client.batch([prompt], 1)
+        found = await check(samples, client, tolerance, at_once=1 if alone else 64)
+    return found.to_dict(tolerance)
 
 
 def report(variant, what, found):

@@ -13,14 +13,13 @@ from types import MappingProxyType
 
 import pytest
 
-from benchmarks.e2e.answers import TOLERANCE, check
+from benchmarks.e2e.answers import TOLERANCE
 from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import Server
-from integration_tests.gpu.checked_variants import client_of, report, reported_states
-from integration_tests.gpu.forest_traffic import answered, requests
+from integration_tests.gpu.checked_variants import answers, compared, report, reported_states
 from integration_tests.gpu.variants import FLEET, LATENT_SERVERS, Fleet, Variant, running
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")
@@ -46,22 +45,6 @@ def fleet(name, ranks, flags, settings, folder):
     return Fleet(FLEET.host, FLEET.common, references, {name: ours})
 
 
-async def judged(servers, server, theirs, model):
-    """The answers to two rounds of a forest, checked by the host's server."""
-    samples = []
-    async with client_of(servers, server) as client:
-        for seed in range(2):
-            asked = requests(model.ids, seed)
-            for each in () if SGLANG else asked:
-                await client.batch([each.prompt], 1)
-            samples += await answered(client, asked)
-    async with client_of(servers, theirs) as client:
-        for prompt, _ in () if SGLANG else samples:
-            await client.batch([prompt], 1)
-        limit = TOLERANCE["bfloat16"]
-        return (await check(samples, client, limit, at_once=64 if SGLANG else 1)).to_dict(limit)
-
-
 def checked(name, shape, ranks, folder, flags="", settings=MappingProxyType({})):
     """The states of a server's ranks after two rounds of a forest whose requests join, end and
     hang up."""
@@ -76,7 +59,9 @@ def checked(name, shape, ranks, folder, flags="", settings=MappingProxyType({}))
             assert isinstance(server, Server)
         found = {}
         for each in started.keys() - {"host"}:
-            found[each] = asyncio.run(judged(servers, started[each], started["host"], model))
+            samples = asyncio.run(answers(started[each], model, alone=not SGLANG))
+            judged = compared(samples, started["host"], TOLERANCE["bfloat16"], alone=not SGLANG)
+            found[each] = asyncio.run(judged)
             report(name, each, found[each])
         states = reported_states(name, servers.variants[name], started[name])
         wrong = {each: result["wrong"] / result["tokens"] for each, result in found.items()}
