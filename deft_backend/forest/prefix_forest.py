@@ -144,13 +144,13 @@ def _forest_of(
     """The nodes of a batch; one stack finds the shared ones (nearest smaller values)."""
     # Nodes as the place of their first query, their end, and the place behind their last query.
     nodes: list[tuple[int, int, int]] = []
-    still_open: list[tuple[int, int]] = []  # first place and end, outer nodes first
+    still_open = [(0, 0)]  # first place and end, outer nodes first, in a root that is no node
     for place, common in enumerate([*shared.tolist(), 0], start=1):
         first = place - 1
-        while still_open and still_open[-1][1] > common:
+        while still_open[-1][1] > common:
             first, end = still_open.pop()
             nodes.append((first, end, place))
-        if common and (not still_open or still_open[-1][1] < common):
+        if still_open[-1][1] < common:
             still_open.append((first, common))
     # Depth-first order: by first place, outer before inner, and a place's leaf last.
     leaf_end = 1 << 31
