@@ -62,6 +62,13 @@ def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path):
         read_private(path)
     with pytest.raises(OSError):  # noqa: PT011  # the system's own message
         open_private(path)
+    terminal, device = os.openpty()
+    held = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_private(Path(os.ttyname(device)))
+    assert os.listdir("/proc/self/fd") == held
+    os.close(terminal)
+    os.close(device)
     write_private(path, "new")
     assert (target.read_text(), path.read_text(), path.is_symlink()) == ("mine", "new", False)
 

@@ -1,7 +1,7 @@
 """An interpreter, in NumPy, of the part of Gluon that the kernels use.
 
 The emulator loads a kernel's module a second time, with these names instead of Triton's. The
-programs run one after another as ordinary Python. Layouts have no effect here; everything else is
+programs run one after another as ordinary Python. Layouts have no effect here. Everything else is
 strict. Shared memory holds NaN until a copy has arrived. Copies arrive only when the program waits
 for them. An address outside its tensor is an error.
 """
@@ -297,6 +297,11 @@ def _swizzled(*sizes_and_order):
     assert all(size.bit_count() == 1 for size in sizes), "the compiler takes powers of two"
 
 
+def _blocked(elements, lanes, warps, order):
+    _swizzled(*elements, *lanes, *warps, order)
+    assert np.prod(lanes) == 32, "a warp has 32 lanes"
+
+
 def _unchanged(function):
     return function
 
@@ -304,8 +309,9 @@ def _unchanged(function):
 def _language():
     """The module that kernels import as ``gl``."""
     gl = ModuleType("triton.experimental.gluon.language")
-    for layout in ("NVMMADistributed", "DotOperand", "Slice", "Blocked", "NVMMAShared"):
+    for layout in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared"):
         setattr(gl, f"{layout}Layout", lambda *args, **options: None)
+    gl.BlockedLayout = _blocked
     gl.SwizzledSharedLayout = _swizzled
     for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
         setattr(gl, name, DType(name))

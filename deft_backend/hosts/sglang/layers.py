@@ -59,7 +59,8 @@ def full_cache(pool: Any) -> FullCache | str:
     if cache.layers is not None and not cache.layers:
         return f"a KV cache of kind {kind} without full-attention layers is not supported"
     layout = getattr(cache.pool, "kv_cache_layout", "nhd")
-    if layout != "nhd" or getattr(cache.pool, "use_hnd", False):
+    layout = "hnd" if getattr(cache.pool, "use_hnd", False) else layout
+    if layout != "nhd":
         return f"a KV cache in the layout {layout} is not supported"
     return cache
 

@@ -34,9 +34,10 @@ def test_caches_that_tree_attention_cannot_read():
     assert "HybridLinearKVPool over MLATokenToKVPool is not supported" in str(full_cache(mixed))
     only_windows = SWAKVPool(full=[], windowed=[0, 1])
     assert "SWAKVPool without full-attention layers" in str(full_cache(only_windows))
-    packed = SWAKVPool(full=[0], windowed=[])
-    packed.full_kv_pool.kv_cache_layout = "hnd"
-    assert "layout hnd" in str(full_cache(packed))
+    for name, value in (("kv_cache_layout", "hnd"), ("use_hnd", True)):
+        packed = SWAKVPool(full=[0], windowed=[])
+        setattr(packed.full_kv_pool, name, value)
+        assert "layout hnd" in str(full_cache(packed))
 
 
 def test_layers_are_divided_one_by_one():
