@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention_checks import tree_attention
 from cost_keys import KEY
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import DEFAULT_TABLE, CostModelError, default_cost_model
@@ -110,6 +111,10 @@ def test_the_shipped_table_is_scaled_by_bytes():
     assert shipped_for(key.query_heads, key.head_dim, "bfloat16") is model
     half = shipped_for(16, 64, "bfloat16")
     assert half.head_dim == 64
+    assert half.source == f"{model.source}; scaled to 16 query heads of 64 bfloat16"
+    assert tree_attention()._shapes[1].target.cost_model.head_dim == 64
+    wider = shipped_for(2 * key.query_heads, key.head_dim, key.dtype)
+    assert wider.tiles == replace(model.tiles, partial_ns=2 * model.tiles.partial_ns)
     assert half.tiles.token_ns == tuple(time / 2 for time in model.tiles.token_ns)
     assert half.tiles.item_ns == model.tiles.item_ns
     assert half.tiles.partial_ns == pytest.approx(model.tiles.partial_ns / 4)

@@ -547,6 +547,8 @@ def test_counters_are_of_one_workload(tmp_path):
         data, _ = ab(tmp_path, "--urls", a.url, b.url, *words)
     steps = [workload["counters"][0]["decode_steps"] for workload in data["workloads"]]
     assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
+    reads, unknown = data["workloads"][0]["kv_bytes_a_step"]
+    assert (reads.keys(), unknown) == ({"query_by_query", "read", "saved"}, None)
 
 
 def test_contexts_are_those_of_the_decode_steps():
