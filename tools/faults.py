@@ -139,6 +139,8 @@ def kept_spans(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     for node in ast.walk(ast.parse(source)):
         kept += getattr(node, "decorator_list", [])
         kept += [getattr(node, name, None) for name in ("annotation", "returns")]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "cast":
+            kept.append(node.args[0])
         text = ast.unparse(node) if isinstance(node, (ast.Expr, ast.If)) else ""
         if isinstance(node, ast.JoinedStr) or text.startswith(("logger.", "if TYPE_CHECKING")):
             kept.append(node)

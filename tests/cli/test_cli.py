@@ -300,6 +300,12 @@ def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
     assert state.remedy is not None
 
 
+def test_doctor_shows_the_remedy_of_all_kernels_once(monkeypatch):
+    monkeypatch.setattr("deft_backend.cli.doctor._table", lambda shape: {"remedy": "run deft tune"})
+    _, out, _ = run("doctor", COLUMNS="200")
+    assert out.count("→ run deft tune\n") == 1
+
+
 def test_doctor_finds_bad_settings():
     wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_CACHE_DIR": "~nobody-there/x"}
     code, out, _ = run("doctor", "--json", **wrong, DEFT_PLANNER="device")
