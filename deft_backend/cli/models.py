@@ -53,15 +53,8 @@ class ChosenModel:
                 f"cannot read {name} of the model {model}: it is neither a folder nor a name on "
                 "the Hugging Face hub. Pass a checkpoint's folder"
             )
-        try:
-            hub: Any = import_module("huggingface_hub")
-            errors: Any = import_module("huggingface_hub.errors")
-        except ImportError:
-            raise ModelFilesError(
-                f"the model {model} is not a folder, and huggingface_hub, which looks up hub "
-                "names, is not installed. Run: pip install huggingface_hub, or pass a "
-                "checkpoint's folder"
-            ) from None
+        hub: Any = import_module("huggingface_hub")  # every host has it
+        errors: Any = import_module("huggingface_hub.errors")
         try:
             return Path(hub.hf_hub_download(model, name, revision=revision))
         except errors.LocalEntryNotFoundError:

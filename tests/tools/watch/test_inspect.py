@@ -100,13 +100,14 @@ def test_only_two_documents_and_only_reading(served):
 def test_names_that_lead_here_from_elsewhere_are_refused(served):
     """DNS rebinding: the browser sends the attacker's name."""
     port = served.page.server_address[1]
-    for host in (f"127.0.0.1:{port}", "localhost", "localhost:9", "[::1]:80", "127.1.2.3"):
+    for host in (f"127.0.0.1:{port}", "localhost", "LOCALHOST:9", "[::1]:80"):
         assert served.get("/state.json", Host=host).status == 200, host
     for host in (
         "evil.example",
         f"evil.example:{port}",
         "127.0.0.1.evil.example",
         "192.0.2.1",
+        "127.1.2.3",
         "localhost.",
         "",
         "a b",
