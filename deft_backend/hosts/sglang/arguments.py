@@ -22,6 +22,8 @@ NAME = "deft"
 HOST_DECODE = "_deft_host_decode"
 """The mark: an attribute of the host's arguments that names its own decode backend."""
 
+SURROUNDED = "deft_surrounds"  # an attribute of the factories that the plugin has surrounded
+
 _FIELDS = (
     "attention_backend",
     "decode_attention_backend",
@@ -120,6 +122,11 @@ def _settings() -> Settings:
 
 
 def unsupported(server_args: Any, settings: Settings) -> str | None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    decode = versions.backend_names(server_args)[1]
+    if not hasattr(ATTENTION_BACKENDS.get(decode), SURROUNDED):
+        return "the backend for decode is one of a plugin that SGLang loads after deft"
     missing = versions.missing()
     if missing is not None:
         return f"this SGLang lacks a member that tree attention uses ({missing})"

@@ -34,7 +34,6 @@ sglang.srt.layers.attention.attention_registry
     ATTENTION_BACKENDS
     register_attention_backend(name)
 sglang.srt.runtime_context
-    attention_backends | >=0.5.18
     get_parallel
 sglang.srt.layers.attention.base_attn_backend
     AttentionBackend.init_forward_metadata(forward_batch)

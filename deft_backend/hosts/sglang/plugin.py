@@ -8,8 +8,6 @@ from deft_backend.hosts.sglang import arguments, versions
 
 logger = logging.getLogger("deft_backend")
 
-_MARK = "deft_surrounds"
-
 
 def register() -> None:
     """Add the choice ``deft``; change nothing in a server that does not ask for it."""
@@ -26,28 +24,18 @@ def register() -> None:
 def _register() -> None:
     from deft_patches.sglang import server_arguments
 
-    method = versions.resolving_method()
-    if method is None:
-        logger.warning(
-            "deft: the plugin does not know how this SGLang resolves its arguments and is not "
-            "registered; servers run without tree attention. Run `deft doctor` for the supported "
-            "versions"
-        )
-        return
     # Install the hook first: without it, the name would reach host code that does not know it.
-    server_arguments.install(method, arguments.resolve)
+    server_arguments.install(versions.resolving_method(), arguments.resolve)
     for name in (arguments.NAME, arguments.NAME.upper()):
         versions.add_backend_name(name)
     surround_backends()
-    # Look once more after all plugins are loaded: some register after ours.
-    server_arguments.before_backends(versions.names_function(), surround_backends)
 
 
 def surround_backends() -> None:
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
-        if name.lower() != arguments.NAME and not hasattr(create, _MARK):
+        if name.lower() != arguments.NAME and not hasattr(create, arguments.SURROUNDED):
             registry.register_attention_backend(name)(_around(name, create))
     for name in (arguments.NAME, arguments.NAME.upper()):
         registry.register_attention_backend(name)(_unresolved)
@@ -72,7 +60,7 @@ def _around(name: str, create: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return backend
         return wrap_backend(runner, name, backend)
 
-    setattr(create_backend, _MARK, create)
+    setattr(create_backend, arguments.SURROUNDED, create)
     return create_backend
 
 

@@ -16,15 +16,14 @@ SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24", mla="<0.5.18"
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 
-def resolving_method() -> str | None:
-    """Name of the method in which ``ServerArgs`` resolves itself, or None.
+def resolving_method() -> str:
+    """Name of the method in which ``ServerArgs`` resolves itself.
 
     From 0.5.19 on, launchers and every process that publishes the arguments call it.
     """
     from sglang.srt.server_args import ServerArgs
 
-    names = ("resolve_once", "__post_init__")
-    return next((name for name in names if callable(getattr(ServerArgs, name, None))), None)
+    return "resolve_once" if hasattr(ServerArgs, "resolve_once") else "__post_init__"
 
 
 def add_backend_name(name: str) -> None:
@@ -100,15 +99,6 @@ def disable_decode_graphs(server_args: Any) -> None:
     config = copy.deepcopy(config)  # the host may share this object
     config.decode.backend = "disabled"
     declare_resolution(server_args, "deft", cuda_graph_config=config)
-
-
-def names_function() -> str:
-    """The function that the host calls for its backends' names right before it builds them."""
-    from sglang.srt import runtime_context
-
-    if hasattr(runtime_context, "attention_backends"):
-        return "sglang.srt.runtime_context.attention_backends"
-    return "sglang.srt.server_args.ServerArgs.get_attention_backends"
 
 
 def ranks(runner: Any) -> Any:

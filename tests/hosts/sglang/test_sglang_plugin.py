@@ -61,8 +61,10 @@ def resolve_as_host(made):
 
 @pytest.fixture
 def arguments(host, monkeypatch):
-    from deft_backend.hosts.sglang import arguments
+    from deft_backend.hosts.sglang import arguments, plugin
     from deft_backend.settings.config import VARIABLES
+
+    plugin.surround_backends()
 
     def names(made):
         return (
@@ -290,29 +292,25 @@ def test_registering_never_raises(host, monkeypatch, caplog):
     assert "a host from another planet" in caplog.text
 
 
-def test_backends_of_later_plugins_are_surrounded_once(arguments, monkeypatch):
+def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(
+    arguments, monkeypatch, caplog
+):
     from sglang.srt.layers.attention import attention_registry as registry
 
     from deft_backend.hosts.sglang import factory, plugin
-    from deft_patches.sglang import server_arguments
 
     wrapped = []
     monkeypatch.setattr(
         factory, "wrap_backend", lambda runner, name, host: wrapped.append(name) or ("tree", host)
     )
-    callbacks = []
-    monkeypatch.setattr(server_arguments, "install", lambda *given: None)
-    monkeypatch.setattr(
-        server_arguments, "before_backends", lambda target, callback: callbacks.append(callback)
-    )
-    plugin.register()
     monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
-    made = make_arguments()
-    arguments.resolve(resolve_as_host, made)
-    (before_backends,) = callbacks  # in another process, which resolves nothing
+    assert served(arguments, make_arguments()) is None
+    assert "one of a plugin that SGLang loads after deft" in caplog.text
     for _ in range(2):
-        before_backends()
+        plugin.surround_backends()
+    made = make_arguments()
+    assert served(arguments, made) == "theirs"
     create = registry.ATTENTION_BACKENDS["theirs"]
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
