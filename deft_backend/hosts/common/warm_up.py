@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,15 +69,16 @@ def warm_up_attention(
 ) -> Compiled | None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
     `smallest` is the smallest batch that tree attention decodes; other ranks fill `shared` at the
-    same time. On the CPU one small batch runs in the interpreter, and the result is None.
+    same time. In the interpreter, which compiles nothing, nothing runs, and the result is None.
     """
     device = attention.device
     done = None
+    if attention.interpreted:
+        return done
     if device.type == "cuda":
         variants = step_variants(attention, tensors, smallest=smallest)
         done = compile_for_server(variants, device, shared)
-    for step in _steps(attention, tensors, smallest=smallest):
-        step()
+    _run_steps(attention, tensors, smallest)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return done
@@ -99,8 +99,7 @@ def step_variants(
     attention: TreeAttention, tensors: StepTensors, *, smallest: int = 1
 ) -> list[Variant]:
     with recorded() as variants:
-        for step in _steps(attention, tensors, smallest=smallest):
-            step()
+        _run_steps(attention, tensors, smallest)
     return list(variants)
 
 
@@ -123,10 +122,8 @@ def _batches(least: int, largest: int, blocks: int = 1) -> list[int]:
     return sorted({least, *inner, largest}, reverse=True)
 
 
-def _steps(
-    attention: TreeAttention, tensors: StepTensors, *, smallest: int
-) -> Iterator[Callable[[], None]]:
-    """Yield steps on one page that together launch every kernel variant the server may need."""
+def _run_steps(attention: TreeAttention, tensors: StepTensors, smallest: int) -> None:
+    """Run steps on one page that together launch every kernel variant the server may need."""
     device, largest = attention.device, attention.max_batch
     least = min(smallest, largest)
     # Hosts hold the scales of a cache of 8 bits on the device.
@@ -135,9 +132,10 @@ def _steps(
 
     def attend(query_tokens: int, table: torch.Tensor, lens: torch.Tensor, **step: Any) -> None:
         shape = (query_tokens, attention.num_query_heads, attention.head_dim)
-        # Compiled kernels read and write one query token for all: a batch of drafts is large.
-        stored = (2, query_tokens if attention.interpreted else 1, *shape[1:])
-        q, out = torch.zeros(stored, dtype=attention.dtype, device=device).expand(2, *shape)
+        # All query tokens are one in memory: a batch of drafts is large.
+        q, out = torch.zeros(2, 1, *shape[1:], dtype=attention.dtype, device=device).expand(
+            2, *shape
+        )
         for kind in tensors.layers:
             sinks = None
             if kind.sinks is not None:
@@ -155,7 +153,7 @@ def _steps(
     def run(batch: int, columns: int) -> None:
         table, lens, rows = held(batch, columns, 1)
         attention.plan_batch(table, lens, table_rows=rows)
-        attend(batch, table, lens, table_rows=rows, static_launch=True)
+        attend(batch, table, lens, table_rows=rows)
 
     def verify(drafts: Drafts, batch: int, columns: int) -> None:
         tokens = drafts.query_tokens
@@ -174,19 +172,13 @@ def _steps(
 
     drafts = tensors.drafts
     decodes = drafts is None or not drafts.always
-    if attention.interpreted:
-        if decodes:
-            yield lambda: run(min(largest, 4), tensors.table_columns[0])
-        if drafts is not None:
-            yield lambda: verify(drafts, min(largest, 4), tensors.table_columns[0])
-        return
     for columns in tensors.table_columns:
         blocks = attention.capacity.max_batch // largest
         if drafts is not None:
             for batch in _batches(least, largest, blocks):
-                yield partial(verify, drafts, batch, columns)
+                verify(drafts, batch, columns)
         for batch in _batches(least, largest) if decodes else ():
-            yield partial(run, batch, columns)
+            run(batch, columns)
 
 
 # The kernels' cache
