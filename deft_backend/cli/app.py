@@ -40,7 +40,11 @@ class _Commands(TyperGroup):
             # By name: Typer raises click's class, or that of its own copy of click.
             if type(error).__name__ == "NoSuchOption" and ctx.invoked_subcommand in _START_HOSTS:
                 unknown: Any = error
-                unknown.message += " (options of the host server go behind '--')"
+                unknown.message += (
+                    " (the plugin is selected already; omit it)"
+                    if str(unknown.option_name).endswith("attention-backend")
+                    else " (options of the host server go behind '--')"
+                )
             raise
 
 
