@@ -7,13 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention_checks import tree_attention
-from deft_backend import forest_from_page_tables
-from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.planner import DevicePlan, PlanCapacity
-from random_batches import random_batch
 
 KERNELS = (
     configurations.PARTIAL_ATTENTION,
@@ -282,27 +278,6 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(monkeypatch):
     for name, width in (("kv_width", 264), ("q_width", 512), ("out_width", 512)):
         launched = compiler.launches_of(partial(launch_all, **{name: width}))
         assert launched[0][0] == "partial_attention"
-
-
-def test_one_attention_runs_over_caches_of_several_kinds():
-    """By turns: two layouts of the cache, with and without a soft cap, pages of two sizes."""
-    cases = []
-    for page_size in (2, 4):
-        batch = random_batch(7, 6, page_size, longest=60)
-        table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
-        attention = tree_attention(page_size=page_size, max_batch=6)
-        attention.plan(forest_from_page_tables(table, lens, page_size))
-        torch.manual_seed(page_size)
-        q = torch.randn(6, 4, 64)
-        apart = torch.randn(2, batch.num_pages, page_size, 2, 64)
-        interleaved = torch.randn(batch.num_pages, page_size, 2, 2, 64)
-        for k_cache, v_cache in (apart, interleaved.unbind(-2)):
-            for logit_cap in (0.0, 3.0):
-                cases.append((attention, (q, k_cache, v_cache, table, lens), logit_cap))
-    for attention, tensors, logit_cap in cases * 2:
-        out = attention.run(*tensors, logit_cap=logit_cap)
-        expected = reference_attention(*tensors, logit_cap=logit_cap)
-        assert relative_error(out, expected) <= 2e-6
 
 
 @pytest.mark.parametrize(("query_vectors", "launched"), [(4, [1, 0]), (16, [1, 0]), (32, [1])])

@@ -134,7 +134,7 @@ def test_tile_shapes_and_tails(device, requests, shapes):
     block."""
     for shared in (1, 64, 129, 256, 321) if device == "cuda" or requests < 32 else (129, 256):
         batch = star(requests, shared, [1, 64, 31, 65, 257][: 2 + requests % 4], spare=9)
-        plan = check(batch, policy="deft-node", device=device, grow=9)
+        plan = check(batch, policy="deft-node", device=device, grow=9, own_rows=False)
         assert shapes_of(plan) == shapes
 
 
@@ -147,22 +147,14 @@ def test_items_of_several_segments(device, page_size, grow, shared):
     """40 leaves, some empty, and their shared node in one chunk: over 32 ranges and 16 queries."""
     own = [3, 0, 1, 17, 0, 40] if shared else [3, 5, 1, 17, 2, 40]
     batch = star(40, shared, own, page_size, spare=20)
-    plan = check(
-        batch, device=device, page_size=page_size, grow=grow, group=DeftFlatten(1 << 20).group
-    )
+    given = {"device": device, "page_size": page_size, "grow": grow, "own_rows": False}
+    plan = check(batch, group=DeftFlatten(1 << 20).group, **given)
     assert shapes_of(plan) == [2]
     ranges, queries = np.diff(plan.item_segment_ptr), np.diff(plan.item_query_ptr)
     # Two tiles of 20 queries; without a shared node each has 20 ranges, else 21.
     assert sorted(queries.tolist()) == [20, 20]
     assert ranges.max() == 20 + (shared > 0)
-    plan = check(
-        batch,
-        device=device,
-        page_size=page_size,
-        grow=grow,
-        heads=(2, 2),
-        group=DeftFlatten(1 << 20).group,
-    )
+    plan = check(batch, heads=(2, 2), group=DeftFlatten(1 << 20).group, **given)
     assert sorted(np.diff(plan.item_query_ptr).tolist()) == [40, 40]
     assert np.diff(plan.item_segment_ptr).max() == 32
 
@@ -184,7 +176,8 @@ def test_results_merged_by_leaves_and_by_stage_2(device, chunks, logit_cap):
     group = chunks_and_leaves(600, chunks, 40, halves=True)
     batch = star(40, 600, [0, 1, 90, 300], spare=5)
     # Scores so large that some results weigh much more than those merged before them.
-    plan = check(batch, device=device, grow=5, group=group, logit_cap=logit_cap, sm_scale=1.0)
+    given = {"grow": 5, "logit_cap": logit_cap, "sm_scale": 1.0, "own_rows": False}
+    plan = check(batch, device=device, group=group, **given)
     assert (plan.entry_slot <= MERGES).sum() == (40 if chunks <= 8 else 0)
     assert len(plan.reduce_query) == (40 if chunks > 8 else 0)
     assert len(shapes_of(plan)) == 2
@@ -225,36 +218,6 @@ def test_same_batch_gives_equal_bits(device, policy):
             attention.poison_workspace()
             results.append(attention.run(q, kv[0], kv[1], table, lens, static_launch=static_launch))
     assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_strided_caches_table_rows_and_int64_lengths(device):
-    """A server's layout: K and V in one buffer, requests in any rows, an output in wider rows."""
-    batch = random_batch(17, 1, 7)
-    torch.manual_seed(1)
-    q = torch.randn(7, 4, 64).to(device, torch.float16)
-    kv = torch.randn(batch.num_pages, 2, 2, 64).to(device, torch.float16)
-    rows = torch.tensor([11, 3, 0, 7, 5, 2, 9])
-    table = torch.zeros(12, batch.page_table.shape[1] + 5, dtype=torch.int32)
-    table[rows, : batch.page_table.shape[1]] = batch.page_table
-    attention = tree_attention(dtype=q.dtype, device=device, max_batch=7)
-    attention.plan(forest_from_page_tables(batch.page_table, batch.seq_lens))
-    held = torch.full((7, 6, 72), 3.0, device=device, dtype=torch.float16)
-    out = attention.run(
-        q,
-        kv[:, 0],
-        kv[:, 1],
-        table.to(device),
-        batch.seq_lens.long().to(device),
-        table_rows=rows.to(device),
-        out=held[:, :4, :64],
-    )
-    assert (held[:, 4:] == 3.0).all()
-    assert (held[..., 64:] == 3.0).all()
-    reference = reference_attention(
-        q, kv[:, :1], kv[:, 1:], batch.page_table.to(device), batch.seq_lens
-    )
-    assert relative_error(out, reference) <= TOLERANCE[torch.float16]
 
 
 def test_a_plan_too_large_for_its_arrays_becomes_one_that_fits():

@@ -434,36 +434,6 @@ def attention(policy="auto", max_batch=8):
     return tree_attention(max_batch=max_batch, policy=policy)
 
 
-def test_rows_without_a_request_get_zeros():
-    """The rest of the model reads the outputs, and only the plan's kernels write them."""
-    batch = batch_of(regular_forest([1, 3], [900, 10]))
-    tables, lens, k, v = tensors_of(batch)
-    rows = torch.tensor([0, 3, 1, 2, 3])
-    tables = torch.cat((tables, tables[:1] * 0))
-    lens = torch.cat((lens, lens[:1] * 0))[rows]
-    tree = attention()
-    tree.poison_workspace()
-    out = torch.full((5, 4, 64), float("nan"))
-    tree.plan_on_device(tables, lens, table_rows=rows)
-    tree.run(
-        torch.randn(5, 4, 64), k, v, tables, lens, table_rows=rows, out=out, static_launch=True
-    )
-    assert not out.isnan().any()
-    assert [bool(row.any()) for row in out] == [True, False, True, True, False]
-
-
-def test_rows_beyond_those_planned_for_get_zeros():
-    batch = batch_of(regular_forest([1, 3], [50, 10]))
-    tables, lens, k, v = tensors_of(batch)
-    tree = attention()
-    for planned in (2, 0):
-        tree.plan_on_device(tables, lens[:planned])
-        memory = torch.full((3, 4, 64), float("nan"))  # probable content of the output's memory
-        del memory
-        out = tree.run(torch.randn(3, 4, 64), k, v, tables, lens)
-        assert [bool(row.any()) for row in out] == [row < planned for row in range(3)]
-
-
 def test_a_plan_that_was_refused_leaves_the_one_before():
     batch = batch_of(regular_forest([1, 3], [50, 10]))
     tables, lens, k, v = tensors_of(batch)

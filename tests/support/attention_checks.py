@@ -42,7 +42,6 @@ def check(
     batch,
     query_tokens=1,
     *,
-    most=None,
     policy="auto",
     on_device=False,
     dtype=torch.float16,
@@ -63,18 +62,16 @@ def check(
     sinks=None,
     static_launch=False,
     room=0,
-    wider=0,
     group=None,
     prepare=lambda attention: None,
 ):
     """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
-    `counts` are the requests' query tokens if they differ, `tree` their ancestors; `most` is the
-    attention's limit. `group` makes the grouping instead of `policy`, `values` scales V, and
-    `layout` is the memory layout of K and V. A cache of 8 bits has scales. Without `own_rows` the
-    page table holds the requests in another order. The attention has `room` for more requests, and
-    the page table `wider` columns than any request needs, which are equal in all rows. `prepare`
-    gets the attention before it plans.
+    `counts` are the requests' query tokens if they differ, `tree` their ancestors. `group` makes
+    the grouping instead of `policy`, `values` scales V, and `layout` is the memory layout of K and
+    V. A cache of 8 bits has scales. Without `own_rows` the page table holds the requests in another
+    order, and outputs lie in wider rows. The attention has `room` for more requests. `prepare` gets
+    the attention before it plans.
     """
     query_heads, kv_heads = heads
     requests = len(batch.seq_lens)
@@ -109,11 +106,11 @@ def check(
         device=device,
         page_size=page_size,
         max_batch=max(1, requests) + room,
-        query_tokens=query_tokens if most is None else most,
+        query_tokens=query_tokens,
         policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
     )
     prepare(attention)
-    table = torch.nn.functional.pad(batch.page_table, (0, wider)).to(device)
+    table = batch.page_table.to(device)
     lens = (batch.seq_lens + grow).to(device)
     rows, held = None, table
     if not own_rows:
@@ -140,7 +137,8 @@ def check(
     if counts is not None:
         starts = [0, *np.cumsum(counts).tolist()]
         given["query_start"] = torch.tensor(starts, dtype=torch.int32, device=device)
-    out = torch.full_like(q, float("nan"))
+    wide = q.new_full((len(q), query_heads + 2, head_dim + 8), float("nan"))
+    out = torch.full_like(q, float("nan")) if own_rows else wide[:, :query_heads, :head_dim]
     on_gpu = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
     attention.run(
         q,
@@ -156,5 +154,6 @@ def check(
     )
     expected = reference_attention(q, k_cache, v_cache, table, lens, **given, **scales)
     assert out.isfinite().all()
+    assert own_rows or wide.isfinite().sum() == out.numel()
     assert relative_error(out, expected) <= TOLERANCE[dtype]
     return attention
