@@ -1,19 +1,32 @@
 """`deft tune`: measure the cost table of one head shape on this machine's GPU. The costs in use are
 varied one at a time as long as whole batches get faster plans."""
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from deft_backend.attention import TreeAttention
 from deft_backend.costs import CostModel
 from deft_backend.costs.tables import TableKey
 from deft_backend.files.provenance import provenance
+from deft_backend.forest import PrefixForest
+from deft_backend.planner import Plan
+from deft_backend.planner.reference import plan_forest
 from deft_backend.shapes import AttentionShape
+from deft_backend.tools.traces.tree_forests import forest_from_levels
 from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, read_gb_s
-from deft_backend.tools.tuning.machine import Launch, Machine, Trials
+
+Launch = Callable[[], torch.Tensor]
+Clock = Callable[[Launch], float]  # microseconds that a launch takes
+
+_MOST_CACHE_BYTES = 4 << 30
+_CACHE_SHARE_OF_FREE = 4
 
 _BUDGET = Budget(launch_ms=20)
 
@@ -42,8 +55,7 @@ FACTORS = (0.5, 0.7, 1.45, 2.0)  # each cost is tried at these multiples of its 
 LEAST_GAIN = 0.001  # A change that gains less than this share of the time may be noise
 
 
-@dataclass(frozen=True, eq=False)
-class Tuned:
+class Tuned(NamedTuple):
     model: CostModel
     ratio: float  # Geometric mean of the times over those of the costs before; at most 1
     plans: int  # Different plans that were measured
@@ -70,8 +82,7 @@ def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
     # Costs that only the papers' policies read stay those of the table in use.
     kept = replace(before, source=source_of(key), head_dim=key.head_dim)
     say("plans of whole batches")
-    trials = Trials(Machine(shape, gpu_clock), UNSHARED + SHARED)
-    return search(trials, kept, bandwidth)
+    return search(Trials(shape, gpu_clock, UNSHARED + SHARED), kept, bandwidth)
 
 
 def source_of(key: TableKey) -> str:
@@ -80,6 +91,99 @@ def source_of(key: TableKey) -> str:
         f"deft tune on {origin['device']}, {key.shape}; torch {key.torch}, triton {key.triton}, "
         f"deft-backend {key.package} ({origin['commit']}), {origin['date']}"
     )
+
+
+class _Batch(NamedTuple):
+    forest: PrefixForest
+    attention: TreeAttention
+    launch: Launch
+
+
+class Trials:
+    """Times of `auto`'s plans for whole batches, by the cost table that they were made with. Each
+    plan runs as in a server's CUDA graph. Equal plans share one measurement, and batches with more
+    KV than the device holds are left out.
+    """
+
+    def __init__(self, shape: AttentionShape, clock: Clock, descriptions: Sequence[str]) -> None:
+        self._shape, self._clock = shape, clock
+        device, page_size, num_kv_heads = shape.device, shape.page_size, shape.num_kv_heads
+        free = _MOST_CACHE_BYTES >> 8  # enough for a trial on a CPU
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        page_bytes = 2 * page_size * num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
+        pages = max(2, min(_MOST_CACHE_BYTES, free // _CACHE_SHARE_OF_FREE) // page_bytes)
+        cache = (pages, page_size, num_kv_heads, shape.head_dim)
+        self.kv = [
+            torch.randn(cache, device=device, dtype=shape.dtype).to(shape.kv_dtype)
+            for _ in range(2)
+        ]
+        # Random order, as in a server's pool after some time.
+        self._pages = torch.randperm(pages, device=device, dtype=torch.int32)
+        forests = {name: forest_from_levels(name) for name in descriptions}
+        self._batches = {
+            name: self._batch(forest)
+            for name, forest in forests.items()
+            if int((-(-forest.length // page_size) + 1).sum()) <= pages
+        }
+        self._times: dict[tuple[str, str], float] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._batches)
+
+    @property
+    def plans(self) -> int:
+        return len(self._times)
+
+    def times_us(self, model: CostModel) -> dict[str, float]:
+        return {name: self._time(name, batch, model) for name, batch in self._batches.items()}
+
+    def _time(self, name: str, batch: _Batch, model: CostModel) -> float:
+        attention, forest = batch.attention, batch.forest
+        target = replace(attention.target, cost_model=model)
+        plan, _ = plan_forest(forest, attention.policy, target, attention.capacity)
+        key = name, _digest(plan)
+        if key not in self._times:
+            attention.use(plan, forest)
+            self._times[key] = self._clock(batch.launch)
+        return self._times[key]
+
+    def _batch(self, forest: PrefixForest) -> _Batch:
+        shape, batch = self._shape, forest.batch_size
+        table = self._pages[torch.from_numpy(_page_table(forest, shape.page_size))]
+        lens = torch.from_numpy(forest.seq_lens.astype(np.int32)).to(table.device)
+        heads = batch, shape.num_query_heads, shape.head_dim
+        q = torch.randn(heads, device=shape.device, dtype=shape.dtype)
+        attention, out = TreeAttention(**vars(shape), max_batch=batch), torch.empty_like(q)
+        k_cache, v_cache = self.kv
+
+        def launch() -> torch.Tensor:
+            return attention.run(q, k_cache, v_cache, table, lens, out=out, static_launch=True)
+
+        return _Batch(forest, attention, launch)
+
+
+def _page_table(forest: PrefixForest, page_size: int) -> npt.NDArray[np.int64]:
+    """[B, P] int64: pages of each request; nodes that meet in a page: the later one's."""
+    width = -(-int(forest.seq_lens.max()) // page_size)
+    table = np.zeros((forest.batch_size, width), dtype=np.int64)
+    used = 0
+    for start, length, begin, end in zip(
+        forest.start, forest.length, forest.query_begin, forest.query_end, strict=True
+    ):
+        first, last = start // page_size, -(-(start + length) // page_size)
+        table[forest.order[begin:end], first:last] = np.arange(used, used + last - first)
+        used += int(last - first)
+    return table
+
+
+def _digest(plan: Plan) -> str:
+    digest = hashlib.sha256()
+    for name, value in vars(plan).items():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
 
 
 def search(trials: Trials, before: CostModel, bandwidth_gb_s: float) -> Tuned:

@@ -18,9 +18,8 @@ from deft_backend.costs.tables import (
     read_key,
 )
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
-from deft_backend.tools.tuning import machine as machine_module
-from deft_backend.tools.tuning.machine import Machine, Trials
-from deft_backend.tools.tuning.measure import search
+from deft_backend.tools.tuning import measure as measure_module
+from deft_backend.tools.tuning.measure import Trials, search
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +30,11 @@ def _forgotten_warnings():
 # --- measuring code, executed --------------------------------------------------------------------
 
 
-def _machine(page_size, clock, kv_dtype=torch.float16):
-    cpu = torch.device("cpu")
-    return Machine(AttentionShape(4, 2, 64, torch.float16, kv_dtype, cpu, page_size), clock)
+def _trials(page_size, clock, descriptions, kv_dtype=torch.float16):
+    shape = AttentionShape(
+        4, 2, 64, torch.float16, kv_dtype, device=torch.device("cpu"), page_size=page_size
+    )
+    return Trials(shape, clock, descriptions)
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, "float16"), (16, "float8_e4m3fn")])
@@ -49,9 +50,9 @@ def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
 
     key = replace(KEY, query_heads=4, kv_heads=2, head_dim=64, page_size=page_size, dtype=dtype)
     before = replace(default_cost_model(), bandwidth_gb_s=999.0)
-    machine = _machine(page_size, clock, getattr(torch, dtype))
-    assert {cache.dtype for cache in machine.kv} == {getattr(torch, dtype)}
-    tuned = search(Trials(machine, ("1 9", "1,3 8,2")), before, 1234.0)
+    trials = _trials(page_size, clock, ["1 9", "1,3 8,2"], getattr(torch, dtype))
+    assert {cache.dtype for cache in trials.kv} == {getattr(torch, dtype)}
+    tuned = search(trials, before, 1234.0)
     assert launches == tuned.plans >= 2  # equal plans share a measurement
     np.testing.assert_array_equal(tuned.model.time_ms, before.time_ms)  # FlashForge's
     assert tuned.model.fasttree == before.fasttree
@@ -106,14 +107,14 @@ def test_the_search_finds_better_costs():
 def test_trials_run_the_batch_that_they_name(monkeypatch):
     """Each plan is right, and tables that lead to one plan share one measurement."""
     seen = []
-    real = machine_module.TreeAttention.run
+    real = measure_module.TreeAttention.run
 
     def run(self, q, *rest, **options):
         assert options["static_launch"]
         seen.append((q, *rest))
         return real(self, q, *rest, **options)
 
-    monkeypatch.setattr(machine_module.TreeAttention, "run", run)
+    monkeypatch.setattr(measure_module.TreeAttention, "run", run)
     clocked = 0
 
     def clock(launch):
@@ -124,7 +125,7 @@ def test_trials_run_the_batch_that_they_name(monkeypatch):
         assert relative_error(out, reference_attention(q, k, v, table, lens)) < 1e-3
         return 5.0 + clocked
 
-    trials = Trials(_machine(4, clock), ["2 9", "1,3 13,2", "1 999999"])
+    trials = _trials(4, clock, ["2 9", "1,3 13,2", "1 999999"])
     assert trials.names == ["2 9", "1,3 13,2"]  # the last needs more KV than there is
     times = trials.times_us(default_cost_model())
     assert times == {"2 9": 6.0, "1,3 13,2": 7.0}
@@ -168,8 +169,6 @@ def _on(gpu, monkeypatch):
 
 def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
     """The command end to end, without the measurement."""
-    from deft_backend.tools.tuning import measure as measure_module
-
     model = tmp_path / "model"
     model.mkdir()
     config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
