@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,8 +143,6 @@ def fake_launch(host="sglang", **changed):
 if __name__ == "__main__":
     _port = value_of("--port", sys.argv)
     _mode = os.environ["FAKE_MODE"]
-    if _mode == "hangs":
-        time.sleep(600)
     if _mode == "crashes":
         sys.exit("the server does not start")
     web.run_app(FakeHost(_mode).app(), host="127.0.0.1", port=int(_port), print=None)

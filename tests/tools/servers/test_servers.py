@@ -67,26 +67,52 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
 STARTER = """
 import sys, time
 from pathlib import Path
+import typer
+from rich.console import Console
+from deft_backend.cli.errors import unwound
 from deft_backend.tools.servers.command import ServerCommand
 from deft_backend.tools.servers.process import ServerProcess
 server = ServerCommand(tuple(sys.argv[2:]), {}, int(sys.argv[5]), on_gpu=False)
-with ServerProcess(server, Path(sys.argv[1])) as started:
-    print(started.pid, flush=True)
-    time.sleep(600)
+log = Path(sys.argv[1])
+
+def main() -> None:
+    with unwound(Console(), "no server is left"), ServerProcess(server, log) as started:
+        print(started.pid, flush=True)
+        time.sleep(600)
+
+sys.argv = ["deft"]
+typer.run(main)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-def test_what_ends_its_starter_ends_it(number, tmp_path):
-    """Also what no program can catch: a killed command, or a terminal that is gone."""
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [
+        (signal.SIGTERM, 2, 143),
+        (signal.SIGHUP, 1, 129),
+        (signal.SIGINT, 1, 130),
+        (signal.SIGINT, 3, 130),
+        (signal.SIGKILL, 1, -signal.SIGKILL),
+    ],
+)
+def test_what_ends_its_starter_ends_it(number, times, code, tmp_path):
+    """`timeout` sends SIGTERM twice, and people press Ctrl-C twice; nobody can catch SIGKILL."""
     arguments = [str(tmp_path / "log"), *command(SERVER, "/health").arguments]
     starter = [sys.executable, "-c", STARTER, *arguments]
-    with subprocess.Popen(starter, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(starter, **pipes) as process:
         assert process.stdout is not None
         server = int(process.stdout.readline())
         os.kill(server, 0)
         child = int((tmp_path / "log").read_text().split()[1])
-        process.send_signal(number)
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.05)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    if number != signal.SIGKILL:
+        interrupted = "interrupted; ending what this command started"
+        assert said.splitlines() == ["", interrupted, "no server is left"]
     assert gone(server)
     assert gone(child)
 
