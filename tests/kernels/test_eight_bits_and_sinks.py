@@ -6,7 +6,6 @@ from test_kernels import DEVICES, check, chunks_and_leaves, shapes_of, star
 
 from attention_checks import tree_attention
 from deft_backend import AttentionError, forest_from_page_tables
-from deft_backend.attention.reference_attention import reference_attention, relative_error
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 WIDE = torch.zeros(9, 2, 64)
@@ -26,32 +25,6 @@ def test_each_way_to_an_output(device, kv_dtype, logit_cap, chunks):
     plan = check(star(24, 600, [90, 300], spare=5), group=group, **given)
     assert shapes_of(plan) == [0, 1]
     assert (len(plan.reduce_query) > 0) == (chunks > 8)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sink", [-200.0, 0.0, 200.0, float("-inf")])
-def test_sinks_of_any_size_and_empty_contexts(device, sink):
-    """A request without tokens gets 0, and so does one whose sink weighs everything."""
-    table = torch.tensor([[0, 1, 2], [0, 1, 3], [4, 0, 0]]).int()
-    lens = torch.tensor([3, 3, 0]).int()
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (
-        torch.randn(*s, generator=generator).half().to(device)
-        for s in ((3, 4, 64), (9, 2, 64), (9, 2, 64))
-    )
-    sinks = torch.full((4,), sink, device=device)
-    attention = tree_attention(dtype=torch.float16, device=device, max_batch=3)
-    attention.plan(forest_from_page_tables(table, lens))
-    attention.poison_workspace()
-    out = attention.run(q, k, v, table.to(device), lens.to(device), sinks=sinks)
-    if sink < 0.0:  # weighs nothing
-        expected = reference_attention(q, k[:, None], v[:, None], table.to(device), lens)
-        assert relative_error(out, expected) <= 1e-3
-    elif sink > 0.0:
-        assert not out.any()
-    else:
-        assert out[:2].abs().min() > 0.0
-    assert not out[2].any()
 
 
 @pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
@@ -91,25 +64,6 @@ def test_what_does_not_fit_is_refused(change, message):
     given = {"q": torch.zeros(2, 4, 64), "k_cache": cache, "v_cache": cache, **change}
     with pytest.raises(AttentionError, match=message):
         attention.run(page_table=torch.zeros(2, 4).int(), seq_lens=torch.ones(2).int(), **given)
-
-
-@pytest.mark.parametrize(
-    ("k_scale", "v_scale"),
-    [(0.5, 3.0), (torch.tensor(0.5), 3.0), (0.5, torch.tensor(3.0)), (torch.tensor(0.5), 1.0)],
-    ids=["numbers", "keys", "values", "one"],
-)
-def test_scales_on_the_host_the_device_and_on_both(k_scale, v_scale):
-    attention = tree_attention(kv_dtype=torch.float8_e4m3fn, max_batch=2)
-    table, lens = torch.tensor([[0, 1, 2], [0, 3, 4]]).int(), torch.tensor([3, 2]).int()
-    attention.plan(forest_from_page_tables(table, lens))
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(2, 4, 64, generator=generator)
-    k, v = torch.randn(2, 9, 2, 64, generator=generator).to(torch.float8_e4m3fn)
-    out = attention.run(q, k, v, table, lens, k_scale=k_scale, v_scale=v_scale)
-    expected = reference_attention(
-        q, k[:, None], v[:, None], table, lens, k_scale=float(k_scale), v_scale=float(v_scale)
-    )
-    assert relative_error(out, expected) <= 2e-6
 
 
 def test_other_dtypes_of_the_cache_are_refused():

@@ -399,46 +399,55 @@ def test_each_row_fits_a_line_of_80_columns_and_the_page_has_the_same_figures(tm
     assert re.search(r"99\.99 GB +13\.38 GB +86\.6 %", page.read_text(encoding="utf-8"))
 
 
-def test_answers_without_ids_are_compared_by_text():
-    """The place of a difference is a piece: the margin is asked behind the pieces before it."""
-
-    def answered(*pieces):
-        times = [float(at) for at in range(len(pieces))]
-        answer = Answer(text="".join(pieces), tokens=list(pieces), arrivals=times)
-        return Replayed((Outcome("r", 0, 0, "answered", "", 4, answer),), 1)
-
-    first = answered("long word", " b", "c", "d")
-    assert agreement(first, first) == Agreement(1, 1, tokens=4)
-    other = answered("long word", " b", "X", "d")
-    assert agreement(first, other) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
-    cut = answered("long word", " b")
-    assert agreement(first, cut) == Agreement(1, 0, (Difference("r", 2, None),), tokens=2)
-    for margin, count in ((0.49, 0), (0.5, 1), (None, 0)):
-        assert Agreement(1, 0, (Difference("r", 2, margin),), close=0.5).unexplained == count
-
-
-def told(name, text, *logprobs, ids=True):
-    times = [float(at) for at in range(len(text))]
+def told(name, pieces, *logprobs, ids=False):
+    """The outcome of a request whose answer came in these pieces, or letter by letter."""
     answer = Answer(
-        ids=list(map(ord, text)) if ids else [],
-        tokens=list(text),
-        text=text,
-        arrivals=times,
+        ids=list(map(ord, pieces)) if ids else [],
+        tokens=list(pieces),
+        text="".join(pieces),
+        arrivals=[float(at) for at in range(len(pieces))],
         logprobs=list(logprobs),
         top=[{"a": value, "b": value - 1} for value in logprobs],
     )
-    return Outcome(name, 0.0, 0.0, "answered", "", len(text), answer)
+    return Outcome(name, 0.0, 0.0, "answered", "", len(pieces), answer)
 
 
-@pytest.mark.parametrize("ids", [True, False])
+def compared(first, second, after=None):
+    return agreement(Replayed(tuple(first), 1.0), Replayed(tuple(second), 1.0), after)
+
+
+PIECES = ("long word", " b", "c", "d")
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "at"),
-    [("abcd", "abcd", None), ("abcd", "abce", 3), ("axyz", "abcd", 1), ("abcd", "ab", 2)],
+    ("first", "second", "at", "ids"),
+    [
+        *(
+            (first, second, at, ids)
+            for first, second, at in (
+                ("abcd", "abcd", None),
+                ("abcd", "abce", 3),
+                ("axyz", "abcd", 1),
+                ("abcd", "ab", 2),
+            )
+            for ids in (True, False)
+        ),
+        (PIECES, PIECES, None, False),
+        (PIECES, ("long word", " b", "X", "d"), 2, False),
+        (PIECES, PIECES[:2], 2, False),
+    ],
 )
 def test_an_answer_differs_at_its_first_other_token(first, second, at, ids):
-    found = agreement(*(Replayed((told("r", text, ids=ids),), 1.0) for text in (first, second)))
+    """Without ids, at a piece: the margin is asked behind the pieces before it."""
+    found = compared([told("r", first, ids=ids)], [told("r", second, ids=ids)])
     assert [d.position for d in found.differences] == ([] if at is None else [at])
     assert (found.compared, found.equal) == (1, int(at is None))
+    assert found.tokens == (4 if at is None else at)
+
+
+def test_only_margins_of_near_ties_explain_a_difference():
+    for margin, count in ((0.49, 0), (0.5, 1), (None, 0)):
+        assert Agreement(1, 0, (Difference("r", 2, margin),), close=0.5).unexplained == count
 
 
 def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
@@ -501,12 +510,12 @@ def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path):
 
 
 def test_the_largest_gap_is_of_the_tokens_that_agree():
-    first = Replayed((told("r", "abcd", -0.1, -0.2, -0.3, -0.1),), 1.0)
-    second = Replayed((told("r", "abcz", -0.1, -0.8, -0.4, -5.0),), 1.0)
-    compared = agreement(first, second)
-    assert compared.largest_gap == pytest.approx(0.6)
-    assert compared.tokens == 3
-    (difference,) = compared.differences
+    found = compared(
+        [told("r", "abcd", -0.1, -0.2, -0.3, -0.1)], [told("r", "abcz", -0.1, -0.8, -0.4, -5.0)]
+    )
+    assert found.largest_gap == pytest.approx(0.6)
+    assert found.tokens == 3
+    (difference,) = found.differences
     assert difference.tokens == (("d", -0.1), ("z", -5.0))
 
 
@@ -514,19 +523,10 @@ def test_no_descendant_of_a_difference_is_compared():
     """The grandchild's answer is equal, but its prompt was not."""
     after = {"a": None, "b": "a", "c": "b", "d": None}
     first, second = (
-        Replayed(
-            (
-                told("a", text, -0.1),
-                told("b", "x", -0.1),
-                told("c", "x", -0.1),
-                told("d", "x", -0.1),
-            ),
-            1.0,
-        )
-        for text in ("y", "z")
+        [told("a", text, -0.1), *(told(name, "x", -0.1) for name in "bcd")] for text in "yz"
     )
-    compared = agreement(first, second, after)
-    assert (compared.equal, compared.not_compared, len(compared.differences)) == (1, 2, 1)
+    found = compared(first, second, after)
+    assert (found.equal, found.not_compared, len(found.differences)) == (1, 2, 1)
 
 
 class Counting(Fake):
