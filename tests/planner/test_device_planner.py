@@ -409,20 +409,6 @@ def test_what_was_planned_before_decides_nothing(data):
             np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
 
-def test_the_counters_add_up():
-    batch = batch_of(regular_forest([1, 8], [2000, 10]))
-    planner, plan = planner_for(TARGET, 8, 1)
-    tables = torch.from_numpy(batch.page_tables)
-    rows, lens = torch.arange(8, dtype=torch.int32), torch.from_numpy(batch.seq_lens)
-    planner.plan(tables, rows, lens)
-    planner.plan(tables, rows, lens)
-    made = read(plan)
-    end = np.where(made.segment_end < 0, batch.seq_lens[made.segment_request], made.segment_end)
-    loaded = int((end - made.segment_start).sum())
-    assert loaded < batch.seq_lens.sum()
-    assert planner.counters.tolist() == [2, 2 * int(batch.seq_lens.sum()), 2 * loaded, 0]
-
-
 def tensors_of(batch):
     """Page table, lengths, and a random cache of keys and of values."""
     slots = int(batch.page_tables.max()) + 1

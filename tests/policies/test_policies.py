@@ -153,23 +153,6 @@ def test_a_rest_of_less_than_half_a_chunk_joins_the_last_chunk(tokens, sizes):
     assert grouping.num_tokens().tolist() == sizes
 
 
-def test_a_blocks_bit_masks_are_runs():
-    forest = regular_forest([1, 150], [50, 1])
-    grouping = get_policy("deft-flatten").group(forest, GQA)
-    # The first chunk holds the root and 78 leaves: 150 queries, one for each leaf.
-    assert grouping.num_groups == 2
-    root, *leaves = grouping.segments(0)
-    assert (root.attend_begin, root.attend_end) == (0, 150)
-    assert [(leaf.attend_begin, leaf.attend_end) for leaf in leaves] == [
-        (at, at + 1) for at in range(78)
-    ]
-    # The second chunk has the other leaves, and only their queries.
-    assert grouping.num_queries().tolist() == [150, 72]
-    assert [segment.attend_begin for segment in grouping.segments(1)] == list(range(72))
-    assert grouping.several_ranges.tolist() == [True, True]
-    assert not get_policy("deft-node").group(forest, GQA).several_ranges.any()
-
-
 # --- FastTree -------------------------------------------------------------------------------------
 
 
