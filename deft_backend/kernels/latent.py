@@ -5,9 +5,9 @@ A step is laid out once; then each layer gathers queries, calls the kernel and m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -34,13 +34,9 @@ class LatentCall(NamedTuple):
     most_splits: int  # most parts into which the kernel may split a KV range
 
 
-class LatentKernel(Protocol):
-    """The host's kernel for multi-head latent attention."""
-
-    def __call__(self, call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention [T, H, value_dim], and its log-sum-exps [H, T] float32, in base e."""
-        ...
-
+LatentKernel = Callable[[LatentCall], tuple[torch.Tensor, torch.Tensor]]
+"""The host's kernel for multi-head latent attention: the attention [T, H, value_dim], and its
+log-sum-exps [H, T] float32, in base e."""
 
 LAY_OUT = Kernel(latent_kernels, "lay_out")
 GATHER_QUERIES = Kernel(latent_kernels, "gather_queries")

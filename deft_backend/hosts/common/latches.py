@@ -18,22 +18,18 @@ class FailureLatch:
         self.keeps_graphs: Callable[[], bool] = lambda: False
 
     def kernel_failed(self, error: Exception) -> None:
-        self.close("kernel failed", "a kernel failed (%r)", error)
+        self._close("kernel failed", f"a kernel failed ({error!r})")
 
     def planning_failed(self, error: Exception) -> None:
         """A launch of the device planner raised `error`; it would fail in every batch."""
-        self.close("planning failed", "planning failed (%r)", error)
+        self._close("planning failed", f"planning failed ({error!r})")
 
     def results_differ(self, difference: float, tolerance: float) -> None:
-        self.close(
-            "kernel failed",
-            "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by %g "
-            "(tolerance %g)",
-            difference,
-            tolerance,
-        )
+        found = f"differ by {difference:g} (tolerance {tolerance:g})"
+        kernels = "the results of tree attention and of the host's kernel"
+        self._close("kernel failed", f"DEFT_VERIFY: {kernels} {found}")
 
-    def close(self, reason: str, message: str, *values: object) -> None:
+    def _close(self, reason: str, message: str) -> None:
         """Log the first failure and keep `reason`; later failures change and log nothing."""
         if self.reason is not None:
             return
@@ -44,9 +40,7 @@ class FailureLatch:
                 "CUDA graphs that hold tree attention stay in use; the host's kernel decodes every "
                 "other step from now on"
             )
-        logger.error(
-            f"deft: {message}. {rest}; restart the server to use tree attention again.", *values
-        )
+        logger.error("deft: %s. %s; restart the server to use tree attention again.", message, rest)
         logger.debug("deft: %s", reason, exc_info=True)
 
 

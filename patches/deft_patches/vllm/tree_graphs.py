@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 from deft_patches.wrapping import wrap
 
@@ -26,21 +26,15 @@ logger = logging.getLogger(__name__)
 _GRAPHS = "deft_graphs"  # the attribute of a manager that holds its second set
 
 
-class Controller(Protocol):
-    """Decides which graph a step replays."""
-
-    def capture_tree(self, capturing: bool) -> None:
-        """The host captures the second set from now on, or no longer."""
-
-    def takes_step(self) -> bool:
-        """Whether tree attention decodes the step whose metadata was made last."""
+_controllers: dict[int, Any] = {}  # by the id of the server's configuration
 
 
-_controllers: dict[int, Controller] = {}  # by the id of the server's configuration
+def install(vllm_config: Any, controller: Any) -> None:
+    """Give the server of a configuration a second set of graphs; before graphs are captured.
 
-
-def install(vllm_config: Any, controller: Controller) -> None:
-    """Give the server of a configuration a second set of graphs; before graphs are captured."""
+    Steps for which ``controller.takes_step()`` is true replay the second set.
+    ``controller.capture_tree(capturing)`` hears when its captures begin and end.
+    """
     for name, hook in (("capture", _capture), ("run_fullgraph", _run_fullgraph)):
         wrap(_manager(), name, hook)
     _controllers.clear()  # a process serves one configuration
