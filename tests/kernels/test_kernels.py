@@ -17,10 +17,18 @@ from benchmarks.fuzz.attention_settings import PLANNERS, attention_settings
 from benchmarks.fuzz.examples import Example, Runner
 from deft_backend import AttentionError, TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import reference_attention, relative_error
+from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
 from random_batches import random_batch as paged_batch
+from strategies import batch_of
+
+
+def tensors_of(made):
+    """A batch of NumPy arrays as tensors."""
+    table, lens = torch.from_numpy(made.page_tables), torch.from_numpy(made.seq_lens)
+    return Batch(table, lens, int(table.max()) + 1)
 
 
 def random_batch(seed, page_size, requests, longest=90, spare=0):
@@ -42,19 +50,10 @@ def shapes_of(plan):
 
 def star(requests, shared, own, page_size=1, spare=0):
     """`requests` requests of one prefix; request ``i`` adds ``own[i % len(own)]`` tokens."""
-    prefix = list(range(shared // page_size))
-    used = len(prefix)
-    lens = [len(prefix) * page_size + own[i % len(own)] for i in range(requests)]
-    width = -(-(max(lens) + spare) // page_size)
-    order = torch.randperm(
-        used + requests * (width - used), generator=torch.Generator().manual_seed(requests)
-    )
-    table = torch.zeros((requests, width), dtype=torch.int32)
-    for row in range(requests):
-        table[row, : len(prefix)] = order[: len(prefix)]
-        table[row, len(prefix) :] = order[used : used + width - len(prefix)]
-        used += width - len(prefix)
-    return Batch(table, torch.tensor(lens, dtype=torch.int32), len(order))
+    shared -= shared % page_size
+    lens = [shared + own[i % len(own)] for i in range(requests)]
+    forest = build_forest(range(requests), [shared] * (requests - 1), lens, page_size)
+    return tensors_of(batch_of(forest, requests, page_size, spare))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -389,17 +388,7 @@ def test_more_results_than_stage_2_reads_at_once(device, dtype):
     """
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("kernels run float32 on the CPU only")
-    requests, step = 20, 5
-    table = torch.zeros((requests, requests * step + 3), dtype=torch.int32)
-    table[:, : requests * step] = torch.arange(requests * step, dtype=torch.int32)
-    unused = requests * step
-    lens = []
-    for row in range(requests):
-        shared = (row + 1) * step
-        table[row, shared : shared + 3] = torch.arange(unused, unused + 3)
-        table[row, shared + 3 :] = 0
-        unused += 3
-        lens.append(shared + 3)
-    batch = Batch(table, torch.tensor(lens, dtype=torch.int32), unused)
+    ends = np.arange(1, 21) * 5
+    batch = tensors_of(batch_of(build_forest(range(20), ends[:-1], ends + 3)))
     plan = check(batch, policy="deft-node", dtype=dtype, device=device, sm_scale=0.5)
     assert np.diff(plan.reduce_ptr).max() > 16

@@ -7,11 +7,11 @@ plan at the same ones.
 from functools import cache
 
 import pytest
-from test_device_planner import all_candidates, batch_of, check, items_of, plans_of
+from test_device_planner import all_candidates, check, items_of, plans_of
 
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import POLICIES, Target
-from strategies import regular_forest
+from strategies import batch_of, regular_forest
 
 __all__ = ["all_candidates"]
 

@@ -23,7 +23,7 @@ from deft_backend.planner.on_device.launch_numbers import ProgramWork
 from deft_backend.policies import POLICIES, Auto, DeftFlatten, FastTree, PolicyError, Target
 from deft_backend.policies.grouping import longest_first
 from deft_backend.shapes import MAX_MERGED
-from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
+from strategies import GROWTH, Batch, batch_of, batches, check_plan, regular_forest, targets
 
 CPU = torch.device("cpu")
 AUTO = Auto()
@@ -70,23 +70,6 @@ def plan_of(batch, target=TARGET, capacity=None, device=CPU, policy=AUTO):
     rows = torch.arange(requests, dtype=torch.int32, device=device)
     planner.plan(tables.to(device), rows, torch.from_numpy(batch.seq_lens).to(device))
     return read(plan)
-
-
-def batch_of(forest, seed=0):
-    """Page tables of pages of one token, rows and page ids in random order."""
-    random = np.random.default_rng(seed)
-    tables = np.zeros((forest.batch_size, int(forest.seq_lens.max()) + 40), dtype=np.int32)
-    fresh = 1
-    for node in range(forest.num_nodes):
-        start, stop = int(forest.start[node]), int(forest.start[node] + forest.length[node])
-        rows = forest.order[forest.query_begin[node] : forest.query_end[node]]
-        tables[rows, start:stop] = np.arange(fresh, fresh + stop - start)
-        fresh += stop - start
-    for row, length in enumerate(forest.seq_lens.tolist()):
-        tables[row, length:] = np.arange(fresh, fresh + tables.shape[1] - length)
-        fresh += tables.shape[1] - length
-    names = random.permutation(fresh).astype(np.int32)
-    return Batch(names[tables], forest.seq_lens.astype(np.int32), 1)
 
 
 def items_of(plan):

@@ -104,6 +104,20 @@ def regular_forest(fan_out, tokens):
     return build_forest(np.arange(batch), shared, np.full(batch, depth[-1]))
 
 
+def batch_of(forest, seed=0, page_size=1, spare=GROWTH):
+    """Page tables that hold a forest, with room for `spare` more tokens; page ids in any order."""
+    width = -(-(int(forest.seq_lens.max(initial=0)) + spare) // page_size)
+    tables = np.zeros((forest.batch_size, width), dtype=np.int32)
+    fresh = 1
+    for node, leaf in enumerate(forest.is_leaf):
+        start = int(forest.start[node]) // page_size
+        stop = width if leaf else int(forest.end[node]) // page_size
+        tables[forest.queries(node), start:stop] = np.arange(fresh, fresh + stop - start)
+        fresh += stop - start
+    names = np.random.default_rng(seed).permutation(fresh).astype(np.int32)
+    return Batch(names[tables], forest.seq_lens.astype(np.int32), page_size)
+
+
 def check_plan(batch, plan, target, growth=0):
     """Requests that have grown by `growth` tokens: every token once, and slots without gaps."""
     rows = np.arange(len(batch.seq_lens), dtype=np.int32)
