@@ -45,6 +45,8 @@ class Recorder:
 
     def run(self, q, k, v, table, lens, *, table_rows, out, **given):
         assert out.shape == q.shape
+        held = (q, table, lens, table_rows, out, *given.values())
+        assert {t.device for t in held if isinstance(t, torch.Tensor)} == {self.device}
         sinks, start, bits = map(given.get, ("sinks", "query_start", "ancestors"))
         assert sinks is None or sinks.shape == (4,)
         capped = given.get("logit_cap", 0.0) > 0
