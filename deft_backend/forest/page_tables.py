@@ -51,8 +51,6 @@ def forest_from_page_tables(
     lens = int32(seq_lens, "seq_lens")
     if lens.ndim != 1:
         raise ForestError(f"seq_lens has shape {lens.shape}; expected [batch]")
-    if tables.size == 0 and not lens.size:
-        tables = tables.reshape(0, 0)
     if tables.ndim != 2 or len(tables) != len(lens):
         raise ForestError(
             f"page_tables has shape {tables.shape}; expected [{len(lens)}, pages], a row a request"

@@ -86,7 +86,7 @@ def for_any_batch(settings: Settings, *, equal_bits: bool) -> Settings:
     return replace(settings, min_batch=1) if settings.policy == INVARIANT else settings
 
 
-def planned_on_device(requests: int, query_tokens: int = 1, gqa_group: int = 1) -> int:
+def planned_on_device(requests: int, query_tokens: int, gqa_group: int = 1) -> int:
     """The largest batch that the device planner plans; the log says if a server's is larger."""
     from deft_backend.planner.on_device import largest_batch
     from deft_backend.shapes import QueryBlocks

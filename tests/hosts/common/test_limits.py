@@ -12,9 +12,9 @@ from deft_backend.settings.config import Settings
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
     with caplog.at_level(logging.WARNING, logger="deft_backend"):
-        assert planned_on_device(largest_batch()) == largest_batch()
+        assert planned_on_device(largest_batch(), 1) == largest_batch()
         assert not caplog.records
-        assert planned_on_device(4096) == largest_batch()
+        assert planned_on_device(4096, 1) == largest_batch()
     assert "DEFT_MAX_BATCH asks for batches of up to 4096 requests, but the device" in caplog.text
 
 
