@@ -45,7 +45,6 @@ class Step:
 
     @property
     def device_scales(self) -> bool:
-        """Whether the device holds the scales of a cache of 8 bits."""
         return isinstance(self.k_scale, torch.Tensor)
 
     def tensors(self, partial: Partials) -> Tensors:
@@ -73,7 +72,6 @@ class Step:
         )
 
     def strides(self) -> Strides:
-        """Strides in elements, of the tensors whose strides can differ between batches."""
         q_batch, q_head, _ = self.q.stride()
         out_batch, out_head, _ = self.out.stride()
         batch, token = (0, 0) if self.ancestors is None else self.ancestors.stride()[:2]
@@ -203,7 +201,6 @@ def _kind(
     blocks: QueryBlocks,
     exponent_bits: int,
 ) -> Kind:
-    """What decides the constants of the kernels."""
     num_tokens, num_heads, head_dim = step.q.shape
     pages, page_size, num_kv_heads, _ = step.k_cache.shape
     page, token, head, _ = step.k_cache.stride()

@@ -31,7 +31,6 @@ class Gpu:
 
     @classmethod
     def at(cls, device: torch.device) -> Gpu:
-        """The GPU behind a device."""
         found = torch.cuda.get_device_properties(device)
         return cls(
             (found.major, found.minor),
@@ -63,5 +62,4 @@ class Gpu:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """The GPUs that can be described."""
         return tuple(_SHARED_KIB)

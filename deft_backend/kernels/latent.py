@@ -20,8 +20,6 @@ from deft_backend.shapes import LatentShape
 
 
 class LatentCall(NamedTuple):
-    """One call of the host's kernel."""
-
     q_nope: torch.Tensor  # [T, H, value_dim]
     q_rope: torch.Tensor  # [T, H, rope_dim]
     cache: torch.Tensor  # [pages, page_size, 1, value_dim + rope_dim]
@@ -98,7 +96,6 @@ class LatentLaunches:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays."""
         held = (*self._batch, *self._leaves, *self._merges)
         return sum(int(tensor.nbytes) for tensor in held)
 
@@ -243,7 +240,6 @@ def _room_for_results(call: LatentCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _first(batch: KernelBatch, entries: int) -> KernelBatch:
-    """A batch of the first entries."""
     return KernelBatch(batch.query_start[: entries + 1], *(part[:entries] for part in batch[1:]))
 
 

@@ -133,9 +133,9 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
     args = versions.resolved(server_args)
     if str(args.device) not in ("cuda", "cpu"):
         return f"device {args.device} is not supported (cuda and cpu are)"
-    for name, expected, what in _FEATURES:
-        value = getattr(args, name, expected)
-        if value != expected and value:
+    for name, what in _FEATURES:
+        value = getattr(args, name, None)
+        if value:
             return f"{what} is not supported ({name}={value})"
     for name in ("dcp_size", "attn_cp_size"):
         if getattr(args, name, 1) not in (None, 1):
@@ -208,20 +208,20 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
 
 
 _FEATURES = (
-    ("enable_pd_role_switch", False, "switching between prefill and decode"),
-    ("disaggregation_decode_enable_offload_kvcache", False, "a decode server's KV offload"),
-    ("enable_two_batch_overlap", False, "two-batch overlap"),
-    ("enable_pdmux", False, "prefill-decode multiplexing"),
-    ("enable_torch_compile", False, "torch.compile"),
-    ("enable_hisparse", False, "hierarchical sparse attention"),
-    ("enable_streaming_session", False, "the streaming session cache"),
-    ("enable_unified_memory", False, "the unified memory pool"),
-    ("enable_page_major_kv_layout", False, "the page-major KV layout"),
-    ("enable_kv_cache_sharding", False, "KV cache sharding"),
-    ("enable_nvidia_megakernel", False, "the megakernel"),
-    ("dllm_algorithm", None, "diffusion decoding"),
+    ("enable_pd_role_switch", "switching between prefill and decode"),
+    ("disaggregation_decode_enable_offload_kvcache", "a decode server's KV offload"),
+    ("enable_two_batch_overlap", "two-batch overlap"),
+    ("enable_pdmux", "prefill-decode multiplexing"),
+    ("enable_torch_compile", "torch.compile"),
+    ("enable_hisparse", "hierarchical sparse attention"),
+    ("enable_streaming_session", "the streaming session cache"),
+    ("enable_unified_memory", "the unified memory pool"),
+    ("enable_page_major_kv_layout", "the page-major KV layout"),
+    ("enable_kv_cache_sharding", "KV cache sharding"),
+    ("enable_nvidia_megakernel", "the megakernel"),
+    ("dllm_algorithm", "diffusion decoding"),
 )
-"""Arguments of the host that change what a decode batch is: name, value when off, description."""
+"""Arguments of the host that, if set, change what a decode batch is; and what they switch on."""
 
 
 def _check_fallback(name: str | None) -> None:

@@ -181,17 +181,12 @@ def ignored_scales(runner: Any, name: str) -> str | None:
     return f"{name} ignores the scales of a KV cache in {runner.kv_cache_dtype}"
 
 
-def planned_shape(division: Division[int, LayerShape]) -> LayerShape | None:
-    return next(iter(division.tree.values()), None)
-
-
 def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
     division = division_of(runner)
-    shape = planned_shape(division)
-    if shape is None:
+    if not division.tree:
         reasons = "; ".join(dict.fromkeys(division.host.values()))
         raise Unsupported(f"tree attention can run no layer of this model: {reasons}")
-    return division, shape
+    return division, next(iter(division.tree.values()))
 
 
 def model_asks(runner: Any) -> bool:

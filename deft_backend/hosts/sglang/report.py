@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.hosts.common.limits import Division, LayerShape
-from deft_backend.hosts.sglang.layers import planned_shape
 from deft_backend.hosts.sglang.versions import SGLANG, ranks, resolved
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -23,7 +22,7 @@ def state_of(
     chunk_tokens: int = 0,
     values_apart: bool = True,
 ) -> ServerState:
-    shape = planned_shape(division) or LayerShape(0, 0, 0)
+    shape = next(iter(division.tree.values()))
     dtype = runner.kv_cache_dtype
     return ServerState(
         port=runner.server_args.port,

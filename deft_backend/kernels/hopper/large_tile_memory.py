@@ -88,8 +88,6 @@ def layout_of(head_dim, block_tokens, lookahead, warps, exponent_bits):
 
 
 class Buffers(NamedTuple):
-    """A program's shared memory."""
-
     k: Any
     v: Any  # [slots, tokens, D]: rings of KV blocks
     key_operand: Any

@@ -21,8 +21,6 @@ from deft_backend.kernels.hopper.versions import barrier, gl, jit, reinterpret
 
 
 class Buffers(NamedTuple):
-    """A program's shared memory."""
-
     k: Any
     v: Any  # [slots, tokens, D]: rings of KV blocks
     key_operand: Any

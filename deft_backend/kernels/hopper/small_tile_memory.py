@@ -69,8 +69,6 @@ def layout_of(head_dim, query_vectors, height, lookahead, exponent_bits):
 
 
 class Buffers(NamedTuple):
-    """A program's shared memory."""
-
     q: Any  # [slots, M, D]: a ring of items' queries
     kv: Any  # [2 slots, tokens, D]: a ring of KV blocks, K before V
     results: Any

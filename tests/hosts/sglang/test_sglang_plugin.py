@@ -173,7 +173,7 @@ def test_the_fallback_backend(arguments, monkeypatch):
     [
         ({"device": "xpu"}, "device xpu"),
         ({"speculative_algorithm": "DFLASH"}, "speculation by DFLASH"),
-        *(({name: True}, f"{words} is not supported") for name, _, words in _FEATURES),
+        *(({name: True}, f"{words} is not supported") for name, words in _FEATURES),
         ({**DETERMINISTIC, "enable_mixed_chunk": True}, "steps that also prefill"),
         ({**DETERMINISTIC, **MLA}, "deterministic inference of MLA models"),
         ({"dcp_size": 2}, "context parallelism"),
@@ -217,7 +217,7 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert all(len(row) == 6 and row[3].strip() and row[4].strip() for row in rows)
     stated = {name for row in rows for name in re.findall("`(.*?)`", row[1])}
-    refused = {name for name, _, _ in _FEATURES}
+    refused = {name for name, _ in _FEATURES}
     assert refused <= stated
     source = inspect.getsource(arguments) + inspect.getsource(layers)
     stated.remove("SGLANG_USE_HND_KVCACHE")  # seen in the pool: `use_hnd`
