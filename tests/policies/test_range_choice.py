@@ -18,7 +18,14 @@ from deft_backend.policies.chunk_choice import (
     tiles_of,
 )
 from deft_backend.policies.edges import grouped_ranges
-from deft_backend.policies.measured_chunks import EXPOSED, Cut, cut_cost, cut_into
+from deft_backend.policies.measured_chunks import (
+    EXPOSED,
+    UNEVEN,
+    Cut,
+    ShapeCosts,
+    cut_cost,
+    cut_into,
+)
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
 
@@ -72,6 +79,18 @@ def test_chunks_pay_for_stage_2_only_if_they_cause_it():
     caused, anyway = prices([1, 1], 0), prices([1, 2], 0)
     assert caused - anyway == pytest.approx([0, machine.costs[-1]])
     assert prices([1, 1], 1) == pytest.approx(prices([1, 2], 1))
+
+
+@pytest.mark.parametrize(
+    ("sms", "programs", "fullest"), [(10.0, 30, 30), (7.5, 25, 30), (5.0, 30, 25), (10.0, 24, 25)]
+)
+def test_one_round_of_small_tiles_costs_more_if_it_is_uneven(sms, programs, fullest):
+    """25 items on 10 SMs: as if all SMs had as many items as the fullest. Two rounds spread."""
+    one, tokens = np.array([1]), np.array([100])
+    cut = cut_into(one, tokens, 25 * one, tokens)
+    costs = ShapeCosts(False, programs, sms, 1.0, 1.0, 1.0, 1.0, 7.0, 0.0, 1.0, False)
+    more = cut_cost(cut, costs) - cut_cost(cut, costs._replace(sms=25.0))
+    assert more == pytest.approx(UNEVEN * 700 * (fullest / 25 - 1))
 
 
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
