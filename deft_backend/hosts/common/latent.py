@@ -17,6 +17,7 @@ from deft_backend.forest import PrefixForest
 from deft_backend.hosts.common.limits import HOPPER, Unsupported, refuse_if
 from deft_backend.hosts.common.warm_up import compile_for_server, latent_variants, ranks_cache
 from deft_backend.settings.config import Settings
+from deft_backend.settings.policy_names import AUTO
 from deft_backend.shapes import ROPE_DIM, VALUE_DIM
 
 
@@ -34,6 +35,8 @@ def checked_latent_attention(
     """MLA by the host's `kernel`, or a stand-in on the CPU; raises Unsupported if its check here
     fails. `sizes` are those of :class:`LatentAttention`: page, batch and query tokens.
     """
+    if settings.policy != AUTO:
+        raise Unsupported("MLA follows the policy auto alone; unset DEFT_POLICY")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER:
         raise Unsupported("MLA needs a GPU of compute capability 9.0 (Hopper)")
     if device.type == "cuda" and dims != (VALUE_DIM, ROPE_DIM):
@@ -63,9 +66,8 @@ def checked_latent_attention(
 def gains_too_little(
     attention: LatentAttention, forest: PrefixForest, num_layers: int
 ) -> str | None:
-    priced = attention.device.type == "cuda"
     if forest.tokens_attended == forest.tokens_stored:
         return "shares nothing"
-    if priced and not attention.gains(forest, num_layers):
+    if attention.device.type == "cuda" and not attention.gains(forest, num_layers):
         return "shares too little to be faster"
     return None

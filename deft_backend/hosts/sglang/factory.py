@@ -45,7 +45,6 @@ from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeLayers
 from deft_backend.settings.config import LOG_LEVELS, Settings, warn_unknown
-from deft_backend.settings.policy_names import AUTO
 from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
 
 logger = logging.getLogger("deft_backend")
@@ -163,8 +162,6 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
     refuse_if(versions.SGLANG.leaves_mla(settings, str(runner.device)))
-    if settings.policy != AUTO:
-        raise Unsupported("MLA takes plans of the policy auto; unset DEFT_POLICY")
     tokens = versions.draft_tokens(runner.server_args)
     largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)

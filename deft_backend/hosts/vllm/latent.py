@@ -24,7 +24,6 @@ from deft_backend.hosts.vllm.server import untold
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
-from deft_backend.settings.policy_names import AUTO
 from deft_patches.vllm import tree_graphs
 
 UNKNOWN = "blocks of unknown requests"
@@ -155,8 +154,6 @@ def latent_attention(
         reason = "only model runner V2 has graphs for both (VLLM_USE_V2_MODEL_RUNNER=1)"
     if reason is not None:
         raise Unsupported(f"MLA cannot leave batches to the host: {reason}")
-    if settings.policy != AUTO:
-        raise Unsupported("MLA follows the policy auto alone; unset DEFT_POLICY")
     heads, _, dim = layer.shape
     dims, dtype = (layer.value_dim, dim - layer.value_dim), vllm_config.model_config.dtype
     shaped, kernel = (heads, dims, dtype, device), vllm_latent_attention
