@@ -216,10 +216,7 @@ def kernel_configuration(
         )
     gpu = gpu or Gpu.at(device)
     sms = gpu.sms
-    hopper = gpu.capability == (9, 0)
-    if hopper:
-        gluon_versions.log_unavailable()
-    hopper = hopper and gluon_versions.available()
+    hopper = gpu.capability == (9, 0) and gluon_versions.available()
     eight_bits = kv_dtype in EXPONENT_BITS
     by_gluon = hopper and query_tokens > 1 and head_dim in LARGE_TILE_HEAD_DIMS
     if by_gluon and small_height > 16:

@@ -20,11 +20,9 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "jit",
-    "log_unavailable",
     "mma_v2",
     "reinterpret",
     "small_tile_limits",
-    "unavailable",
     "wait_group",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -77,33 +75,23 @@ def reinterpret(buffer, dtype, shape, layout):
 
 
 @cache
-def unavailable() -> str | None:
-    """Why this Triton cannot compile the Gluon kernels, in one line; None if it can."""
-    known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
-    if not triton.__version__.startswith(tuple(f"{major}.{minor}." for major, minor in VERSIONS)):
-        return f"Triton {triton.__version__} is not one of the tested versions {known}"
-    if _IMPORT_ERROR:
-        return f"Triton {triton.__version__} has no usable Gluon: {_IMPORT_ERROR}"
-    return None
-
-
 def available() -> bool:
-    """Whether this Triton can compile the Gluon kernels, which need compute capability 9.0."""
-    return unavailable() is None
-
-
-@cache
-def log_unavailable() -> None:
-    """Log once that the plain Triton kernels replace the Gluon kernels, if they do."""
-    reason = unavailable()
-    if reason is not None:
-        logger.warning(
-            "deft: %s; stage 1 runs the plain Triton kernels, which are slower on Hopper. "
-            "Install Triton %d.%d to %d.%d to use the Hopper kernels",
-            reason,
-            *VERSIONS[0],
-            *VERSIONS[-1],
-        )
+    """Whether this Triton can compile the Gluon kernels; if not, the log says once what runs."""
+    reason = _IMPORT_ERROR and f"it has no usable Gluon: {_IMPORT_ERROR}"
+    if not triton.__version__.startswith(tuple(f"{major}.{minor}." for major, minor in VERSIONS)):
+        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        reason = f"it is not one of the tested versions {known}"
+    if not reason:
+        return True
+    logger.warning(
+        "deft: Triton %s: %s; stage 1 runs the plain Triton kernels, which are slower on Hopper. "
+        "Install Triton %d.%d to %d.%d to use the Hopper kernels",
+        triton.__version__,
+        reason,
+        *VERSIONS[0],
+        *VERSIONS[-1],
+    )
+    return False
 
 
 def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
