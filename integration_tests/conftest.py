@@ -7,7 +7,7 @@ import pytest
 from deft_backend.tools.servers.command import HOSTS, installed_hosts
 from integration_tests.common.adapter import write_adapter
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Reference
+from integration_tests.common.server import MODEL
 from integration_tests.hosts import GROUPS, HOST, running
 from integration_tests.hosts.cpu_speculation import unusable
 
@@ -30,7 +30,7 @@ def servers_end_with_the_tests():
 
 @pytest.fixture(scope="session")
 def model():
-    """The right answers of servers in float32; no server is needed for them."""
+    """The right answers of servers on the CPU, in float32; no server is needed for them."""
     return PlainModel(MODEL)
 
 
@@ -47,14 +47,6 @@ def baseline(tmp_path_factory, adapter):
     """The host's own backend."""
     with running(None, GROUPS["default"], tmp_path_factory.mktemp("baseline"), adapter) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def expected(request):
-    """The right answers: the model's own, and vLLM's own for its servers, which run in float16."""
-    if HOST == "sglang":
-        return request.getfixturevalue("model")
-    return Reference(request.getfixturevalue("baseline"))
 
 
 @pytest.fixture(scope="session")

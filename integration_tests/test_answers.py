@@ -27,12 +27,12 @@ NOTHING_CACHED = ("no-radix", "pressed")
     vllm=("pressed",),
     smoke=["default"],
 )
-def test_a_shared_prefix_is_read_once(server, expected):
+def test_a_shared_prefix_is_read_once(server, model):
     """Without a cache nothing is shared: every request is a leaf, and the answers are the same."""
     server.complete([Ask(PREFIX, tokens=1)])  # the next ones find its pages
     before = server.state()
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=12) for t in TOPICS]
-    check(server, expected, [*asks[:3], together(asks[3:])])
+    check(server, model, [*asks[:3], together(asks[3:])])
     after = server.state()
     read, guided, steps = (
         after[name] - before[name]
@@ -47,7 +47,7 @@ def test_a_shared_prefix_is_read_once(server, expected):
 
 
 @on("default", sglang=("no-overlap", "chunked-pages", "retracting"), smoke=["default"])
-def test_levels_equal_prompts_forks_and_loners(server, expected):
+def test_levels_equal_prompts_forks_and_loners(server, model):
     """Requests of different lengths leave one by one."""
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
     asks = [
@@ -56,27 +56,27 @@ def test_levels_equal_prompts_forks_and_loners(server, expected):
         for i, topic in enumerate(TOPICS[2:5])
     ]
     asks += [asks[2], Ask(PREFIX), Ask(PREFIX[:-7]), Ask(PREFIX + "Of the keeper it said:", n=4)]
-    check(server, expected, [*asks, *(Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:2])])
+    check(server, model, [*asks, *(Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:2])])
 
 
 @on("default", sglang=("no-overlap", "chunked-pages", "retracting"))
-def test_requests_join_and_others_are_aborted(server, expected):
+def test_requests_join_and_others_are_aborted(server, model):
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
     later = [Ask(PREFIX + f"Then came {topic}, and") for topic in TOPICS[:2]]
-    check_joins_and_aborts(server, expected, kept=first[:2], cut=first[2:], later=later)
-    check(server, expected, [Ask(PREFIX + f"Afterwards, {topic}") for topic in TOPICS[:3]])
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
+    check(server, model, [Ask(PREFIX + f"Afterwards, {topic}") for topic in TOPICS[:3]])
 
 
 @on("two-ranks")
-def test_every_rank_plans_for_itself(server, expected):
+def test_every_rank_plans_for_itself(server, model):
     """Two ranks hold half of the heads each: the answers equal those of one rank with all heads."""
     server.complete([Ask(PREFIX, tokens=1)])
     asks = [Ask(PREFIX + f"Of {topic} it is told", tokens=6) for topic in TOPICS[:4]]
-    check(server, expected, [together(asks), Ask("Alone, from the first word on.", tokens=6)])
+    check(server, model, [together(asks), Ask("Alone, from the first word on.", tokens=6)])
     first = [Ask(PREFIX + f"Then came {topic},", tokens=10) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {TOPICS[0]}, and", tokens=6)]
-    check_joins_and_aborts(server, expected, kept=first[:2], cut=first[2:], later=later)
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
     ours, theirs = server.state("tp0"), server.state("tp1")
     assert 0 < ours["kv_bytes_read"] < ours["kv_bytes_query_guided"]
     for name in ("steps_tree", "steps_host", "kv_bytes_read", "kv_bytes_query_guided"):
@@ -90,7 +90,7 @@ def test_every_rank_plans_for_itself(server, expected):
     vllm=("chunks-of-16", "chunks-of-64", "chunks-lookup"),
     rare=["mixed-ranks"],
 )
-def test_prompts_arrive_while_others_decode(server, expected):
+def test_prompts_arrive_while_others_decode(server, model):
     """One stream is cut off; prompts of several chunks arrive while three others decode."""
 
     def ask(prompt, tokens):
@@ -108,7 +108,7 @@ def test_prompts_arrive_while_others_decode(server, expected):
     later = [ask(f"Of {topic}: " + PREFIX[:length], 8) for topic, length in lengths]
     later.append(ask(PREFIX + "And then, at last, " + PREFIX[:70], 8))
     cut = [ask(PREFIX + "One left", 8)]
-    check_joins_and_aborts(server, expected, kept=[together(first)], cut=cut, later=later)
+    check_joins_and_aborts(server, model, kept=[together(first)], cut=cut, later=later)
     steps, rows = mixed()
     assert steps > steps_before
     assert rows - rows_before >= 2 * (steps - steps_before)
@@ -116,13 +116,13 @@ def test_prompts_arrive_while_others_decode(server, expected):
 
 
 @on(sglang=("retracting",), vllm=("pressed", "chunks-of-16"))
-def test_requests_that_the_host_takes_back_come_again(server, expected):
+def test_requests_that_the_host_takes_back_come_again(server, model):
     """SGLang's switch for tests retracts requests; vLLM's caches hold too few blocks for these."""
     before = server.taken_back()
     shared, tokens = {"pressed": (100, 32), "chunks-of-16": (210, 60)}.get(server.group, (210, 20))
     asks = [Ask(PREFIX[:shared] + f" Tell of {topic}:", tokens=tokens) for topic in TOPICS]
     asks += [Ask(f"{topic} and " + PREFIX[:100], tokens=tokens // 2) for topic in TOPICS[:3]]
-    check(server, expected, asks)
+    check(server, model, asks)
     assert server.taken_back() > before
     state = server.state()
     assert state["plans"] == state["steps_tree"] > 0
@@ -130,11 +130,11 @@ def test_requests_that_the_host_takes_back_come_again(server, expected):
 
 
 @on(*POLICY_GROUPS, rare=RARE_POLICIES)
-def test_every_policy(server, expected):
+def test_every_policy(server, model):
     """The log names the policy that the group is named after."""
     middle = [PREFIX + f"In the year of {topic} " * 2 for topic in TOPICS[:2]]
     asks = [Ask(m + f"they found {topic}", tokens=6) for m in middle for topic in TOPICS[2:4]]
-    check(server, expected, [*asks, asks[0], Ask("Alone.", tokens=6)])
+    check(server, model, [*asks, asks[0], Ask("Alone.", tokens=6)])
     assert server.state()["steps_tree"] > 0
     assert server.group.removeprefix("policy-") in server.log
 
@@ -179,16 +179,16 @@ def test_beams_samples_patterns_and_log_probabilities(server, baseline):
 
 
 @on(vllm=("default",))
-def test_second_turns_and_calls_of_tools(server, expected):
+def test_second_turns_and_calls_of_tools(server, model):
     """The histories fill whole blocks, so only the last words are new."""
     first = [Ask(PREFIX[: 5 * 32] + f"{topic:.<32}", tokens=1) for topic in TOPICS[:4]]
-    check(server, expected, [together(first)])
+    check(server, model, [together(first)])
     turns = [Ask(ask.prompt + said, tokens=5) for ask in first for said in (" And?", "[17, 4]")]
-    check(server, expected, [together(turns)])
+    check(server, model, [together(turns)])
 
 
 @on(vllm=("default",))
-def test_an_adapter_beside_its_base(server, expected):
+def test_an_adapter_beside_its_base(server, baseline):
     """The same prompts without and then with LoRA: their cached KV differs.
 
     The test sends them one after the other. If they are sent at once, vLLM's CPU build answers some
@@ -196,5 +196,6 @@ def test_an_adapter_beside_its_base(server, expected):
     """
     plain = [Ask(PREFIX + f"Under {t}") for t in TOPICS[:3]]
     adapted = [Ask(ask.prompt, model="adapted") for ask in plain]
-    found = [check(server, expected, asks) for asks in (plain, adapted)]
+    reference = Reference(baseline)
+    found = [check(server, reference, asks) for asks in (plain, adapted)]
     assert [a.text for (a,) in found[0]] != [a.text for (a,) in found[1]]

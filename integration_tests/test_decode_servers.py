@@ -44,7 +44,7 @@ def test_a_decode_server_reads_what_a_prefill_server_has_computed(tmp_path, mode
             "kv_role": role,
             "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "stored")},
         }
-        flags = ["--block-size", "16", "--max-model-len", "512", "--dtype", "float32"]
+        flags = ["--block-size", "16", "--max-model-len", "512"]
         group = Group((*flags, "--kv-transfer-config", json.dumps(config)), EAGER)
         with running("deft", group, tmp_path / role) as server:
             if role == "kv_producer":

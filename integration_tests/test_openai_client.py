@@ -6,22 +6,11 @@ import pytest
 
 from integration_tests.common.answers import on
 from integration_tests.common.openai_traffic import Round, check_openai_client
-from integration_tests.hosts import GROUPS, HOST, running
-
-
-@pytest.fixture(scope="module")
-def own(request, tmp_path_factory):
-    """The host's own backend in the precision of the test's group."""
-    if HOST == "sglang":
-        yield request.getfixturevalue("baseline")
-        return
-    with running(None, GROUPS["small-cache"], tmp_path_factory.mktemp("own")) as server:
-        yield server
 
 
 @pytest.mark.rare
 @on("small-cache")
-def test_the_openai_package_with_evictions_pauses_and_flushes(server, own):
+def test_the_openai_package_with_evictions_pauses_and_flushes(server, baseline):
     """Each mode of a pause; the last one aborts every request in flight."""
 
     def pause(mode):
@@ -33,6 +22,6 @@ def test_the_openai_package_with_evictions_pauses_and_flushes(server, own):
     rounds = [Round(lambda mode=mode: pause(mode)) for mode in server.PAUSES]
     rounds.append(Round(lambda: pause("abort"), aborts=True))
     before = server.evicted()
-    whole = check_openai_client(server, own, rounds)
+    whole = check_openai_client(server, baseline, rounds)
     assert whole >= 80  # all choices of the two rounds that abort nothing
     assert server.evicted() > before

@@ -15,11 +15,11 @@ speculating = on(
 
 
 @speculating
-def test_answers(server, expected):
+def test_answers(server, model):
     """Requests of different numbers of drafts in one step, one that ends early, and one alone."""
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=16) for t in TOPICS[:4]]
     asks = [together(asks[:3]), asks[3], Ask(PREFIX, tokens=5), Ask("Alone, and alone.", tokens=9)]
-    check(server, expected, asks)
+    check(server, model, asks)
     state = check_metrics(server) if HOST == "vllm" else server.state()
     assert state["steps_tree"] > 0
     assert state["verified_tokens"] > 0
@@ -29,10 +29,10 @@ def test_answers(server, expected):
 
 
 @on(sglang=("chain", "tree"), vllm=("lookup", "draft"))
-def test_requests_join_and_others_are_aborted(server, expected):
+def test_requests_join_and_others_are_aborted(server, model):
     first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
     later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
-    check_joins_and_aborts(server, expected, kept=first[:2], cut=first[2:], later=later)
+    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def running(backend, group, folder, adapter=None):
     # Servers that start side by side would load what the other one has half written.
     settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
-    flags = ["--max-running-requests", "32", "--dtype", "float32", "--sleep-on-idle"]
+    flags = ["--max-running-requests", "32", "--sleep-on-idle"]
     flags += ["--served-model-name", "tiny", *group.flags]
     command = server_command(
         str(group.model),

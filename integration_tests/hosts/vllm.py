@@ -59,12 +59,12 @@ GROUPS = {
     ),
     "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
     "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
-    # Fewer blocks than the documents of a test need, in the precision of the plain model. The host
-    # prefills in pieces, and reports each eviction.
+    # Fewer blocks than the documents of a test need. The host prefills in pieces, and reports each
+    # eviction.
     "small-cache": Group(
         (
             *["--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens"],
-            *["128", "--num-gpu-blocks-override", "40", "--dtype", "float32"],
+            *["128", "--num-gpu-blocks-override", "40"],
             *["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"],
         ),
         EAGER,
