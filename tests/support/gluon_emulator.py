@@ -363,16 +363,19 @@ def _stand_ins():
         language,
         module(
             f"{gluon}.language.nvidia.ampere.async_copy",
-            async_load=_MACHINE.copy, commit_group=_MACHINE.commit,
+            async_load=_MACHINE.copy,
+            commit_group=_MACHINE.commit,
             wait_group=_MACHINE.wait,
         ),
         module(f"{gluon}.language.nvidia.ampere", mma_v2=_product),
         module(
             f"{gluon}.language.nvidia.hopper",
-            fence_async_shared=lambda: None, warpgroup_mma=_product, warpgroup_mma_wait=_waited,
+            fence_async_shared=lambda: None,
+            warpgroup_mma=_product,
+            warpgroup_mma_wait=_waited,
         ),
         module("triton.language.extra.cuda", **nothing),
-    )  # fmt: skip
+    )
     return {made.__name__: made for made in found}
 
 

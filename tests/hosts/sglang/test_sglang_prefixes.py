@@ -24,17 +24,6 @@ forest_of = partial(forest_of_paths, walk_paths)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tree_and_page_tables_agree(seed):
-    """Random prompts over a small alphabet split each other's nodes."""
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(12)]
-    requests, table, lens = requests_of(prompts, Tree())
-    ours, theirs = forest_of(requests, lens), forest_from_page_tables(table[1:], lens)
-    assert ours.tokens_stored < ours.tokens_attended
-    assert_same_forest(ours, theirs)
-
-
-@pytest.mark.parametrize("seed", range(20))
 def test_cut_paths_give_the_forest_of_their_tokens(seed):
     """The tree owns only a part of the requests' tokens, or all of them; nodes are cut apart."""
     draw = random.Random(seed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+import vllm_fakes
 from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention
@@ -101,7 +102,7 @@ def layers(config=None, count=2, **arguments):
     )
 
 
-class Step:
+class Step(vllm_fakes.Step):
     """A batch with its metadata, queries and a cache of latent vectors.
 
     `rows`: of its queries, with those of padding requests.
@@ -110,7 +111,7 @@ class Step:
     def __init__(self, batch, made=None, rows=None):
         self.batch, self.layers = batch, made or layers()
         self.rows = tokens = rows or len(batch.query)
-        self.builder = self.layers.builder(spec())
+        self.changes, self.builder = {"num_actual_tokens": tokens}, self.layers.builder(spec())
         self.build()
         generator = torch.Generator().manual_seed(len(batch.lens))
         # As vLLM's: the rotated parts are a slice of a projection.
@@ -122,10 +123,7 @@ class Step:
         """The metadata of the batch, after the scheduler's message."""
         if server._current.prefixes is not None:
             server._current.prefixes.observe(message(self.batch, name))
-        self.metadata = self.builder.build(0, self.common())
-
-    def common(self):
-        return self.batch.common(num_actual_tokens=self.rows)
+        super().build()
 
     def run(self, layer=0, *, in_one=False, metadata=None):
         q = torch.cat([self.nope, self.rope], -1) if in_one else (self.nope, self.rope)
@@ -172,7 +170,7 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
     )
     step = Step(Batch(DECODE, shared=2))
     planned.clear()  # of the check at start
-    assert step_of(step.metadata) is not None
+    assert step.tree is not None
     step.check(in_one=in_one)
     assert len(planned) == 1  # the first layer plans for all
     counters = state().counters()
@@ -229,7 +227,7 @@ def test_chains_of_drafts():
 )
 def test_batches_that_lack_drafts_are_the_hosts(query_lens, padding, rows):
     step = chains(Batch(DECODE, shared=2, query_lens=query_lens, padding=padding), rows)
-    assert step_of(step.metadata) is None
+    assert step.tree is None
     assert step.is_hosts
     assert not step.builder.deft_group.takes_step()
     found = state().counters()
@@ -253,13 +251,13 @@ def test_a_drafter_is_the_hosts_with_the_targets_metadata():
     drafter = Layers(target.backend, config, 1, ARGUMENTS, "model.layers.2.self_attn", spec())
     step = Step(Batch(DECODE, shared=2, query_lens=[4] * 5), target)
     q = (step.nope, step.rope)
-    assert step_of(step.metadata) is not None
+    assert step.tree is not None
     out, _ = drafter.impls[0].forward_mqa(q, step.cache, step.metadata, None)
     assert out.eq(5.0).all()
     assert state().counters().plans == 0
     step.check()
     assert state().num_layers == target.count
-    captured = step.builder.build_for_cudagraph_capture(step.common())
+    captured = step.builder.build_for_cudagraph_capture(step.batch.common(**step.changes))
     assert step_of(captured) is None
     alone = drafter.builder(spec())
     assert alone.deft_group is None
@@ -360,7 +358,7 @@ def test_layers_that_are_refused(arguments, policy, config, cache, reason, monke
 
 def test_a_step_that_shares_nothing_is_the_hosts():
     step = Step(Batch(DECODE, shared=0))
-    assert step_of(step.metadata) is None
+    assert step.tree is None
     assert step.is_hosts
     assert state().counters().steps_host == {"shares nothing": 1}
 
@@ -376,7 +374,7 @@ def test_random_forests(data):
         held = data.draw(st.integers(4, most))
         batch.table[row, :held] = batch.table[other, :held]
     step = Step(batch, layers(count=1))
-    assert step_of(step.metadata) is not None
+    assert step.tree is not None
     step.check()
 
 
@@ -393,7 +391,7 @@ class Manager:
             for size in sizes:
                 self.captured.append(mode.name)
                 if mode is CUDAGraphMode.FULL:
-                    common = self.step.common()
+                    common = self.step.batch.common(**self.step.changes)
                     metadata = self.step.builder.build_for_cudagraph_capture(common)
                     self.graphs[size] = partial(self.step.run, metadata=metadata)
 
@@ -434,7 +432,7 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
     assert counters.steps_tree - before == taken
     assert sum(counters.steps_host.values()) == 5 - taken  # the first step, too
     # Without attention metadata of its own, a batch replays the host's graph.
-    step.builder.build_for_cudagraph_capture(step.common())
+    step.builder.build_for_cudagraph_capture(step.batch.common(**step.changes))
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 

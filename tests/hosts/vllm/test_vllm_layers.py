@@ -13,13 +13,13 @@ from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts
 from deft_backend.hosts.vllm import versions
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
-from deft_backend.hosts.vllm.layers import Layer, kv_views, layer_of
+from deft_backend.hosts.vllm.layers import Layer, layer_of
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
 from deft_backend.hosts.vllm.server import data_rank
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 from failure_lines import raising
 from vllm_cpu_backend import original_backend
-from vllm_fakes import DIM, KV_HEADS, Cache, make_config, make_spec, speculating, tree_layers
+from vllm_fakes import DIM, make_config, make_spec, speculating, tree_layers
 
 
 def constructor(
@@ -132,20 +132,6 @@ def test_a_window_over_generated_tokens_is_the_hosts():
     config = make_config()
     config.model_config.rswa_window = 64
     assert unsupported_server(config) == "reference sliding window attention is not supported"
-
-
-@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-def test_views_name_the_same_memory(layout):
-    cache = Cache(5, 16, layout, padded=64)
-    keys, values = kv_views(cache.tensor, DIM)
-    assert keys.shape == values.shape == (5, 16, KV_HEADS, DIM)
-    assert torch.equal(keys, cache.keys)
-    assert torch.equal(values, cache.values)
-    keys[3, 7, 1, 5] = 99.0
-    assert cache.tensor[3, 1, 7, 5] == 99.0
-    values[3, 7, 1, 5] = 98.0
-    assert cache.tensor[3, 1, 7, DIM + 5] == 98.0
-    assert keys.stride(-1) == values.stride(-1) == 1
 
 
 def test_a_cache_of_an_unknown_kind_is_refused():

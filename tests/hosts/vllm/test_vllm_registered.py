@@ -60,12 +60,6 @@ def host_chooses(monkeypatch, name):
     return asked
 
 
-def serves(backend, monkeypatch):
-    """The process is a server's that asks for a backend."""
-    config = SimpleNamespace(attention_config=SimpleNamespace(backend=backend))
-    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: config)
-
-
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"])
 def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
     plugin.register()
@@ -207,20 +201,6 @@ def test_a_fallback_may_be_named(monkeypatch):
         monkeypatch.setenv("DEFT_FALLBACK_BACKEND", name)
         with pytest.raises(ValueError, match=f"'{name}'; expected one of .*FLASH_ATTN"):
             chosen_as_the_host_does()
-
-
-@pytest.mark.parametrize(("backend", "tree"), [(None, False), ("CUSTOM", True), ("DEFT", True)])
-def test_the_tests_backend_on_the_cpu(backend, tree, monkeypatch):
-    """Servers that do not ask for the plugin get the host's own class."""
-    vllm_cpu_backend.install()
-    plugin.register()
-    if backend == "DEFT" and versions.backend_name() != "DEFT":
-        pytest.skip("this vLLM takes no new names")
-    if backend is not None:
-        backend = AttentionBackendEnum[backend]
-    serves(backend, monkeypatch)
-    found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(backend, CONFIG))
-    assert found is (tree_backend(PlainCpuBackend) if tree else cpu_attn.CPUAttentionBackend)
 
 
 @pytest.mark.parametrize("installed_ahead", [False, True])
