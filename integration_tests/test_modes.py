@@ -20,9 +20,20 @@ from integration_tests.hosts.sglang import in_shared_memory
 on_small_cache = on("small-cache", rare=["small-cache"] if HOST == "vllm" else [])
 
 
-def asked(opening, tokens, topics=3):
-    """Requests that share a prefix and decode together."""
-    return [together([Ask(PREFIX + f"{opening} {t},", tokens=tokens) for t in TOPICS[:topics]])]
+def asked(opening, tokens):
+    """Completions and chats, streamed or not, of one choice and of several, behind prefixes that
+    hold more tokens than the cache."""
+    first, second = (f"{topic}: {2 * PREFIX}" for topic in TOPICS[:2])
+    story = "Tell me a story about a fox."
+    return [
+        *(
+            together([Ask(f"{each}{opening} {t},", tokens) for t in TOPICS[:3]])
+            for each in (first, second)
+        ),
+        Ask(story, 2 * tokens, system=first),
+        Ask(story, 2 * tokens, 2, system=second, stream=True),
+        Ask(first + "It said:", tokens, 2, stream=True),
+    ]
 
 
 @on_small_cache
@@ -57,12 +68,13 @@ def test_the_cache_is_flushed(server, model):
 
 @on_small_cache
 def test_every_request_is_aborted(server, model):
-    """Aborts of all requests, twice; requests that come later get their answers."""
-    for topic in TOPICS[:2]:
-        asks = [together([Ask(PREFIX + f"Stop {topic} {i}", tokens=40) for i in range(3)])]
-        found = while_decoding(server, asks, server.abort_all)
-        assert all(len(choices) == 3 for choices in found)
-    check(server, model, asked("Later", 8, topics=4))
+    """What came before an abort is right; requests that come later get their answers."""
+    asks = [together([Ask(PREFIX + f"Stop {t} {i}", 40) for i in range(3)]) for t in TOPICS[:3]]
+    found = while_decoding(server, asks, server.abort_all)
+    for ours, theirs in zip(found, model.answers(asks), strict=True):
+        assert len(ours) == len(theirs) == 3
+        assert all(b.text.startswith(a.text) for a, b in zip(ours, theirs, strict=True))
+    check(server, model, asked("Later", 8))
 
 
 @pytest.mark.rare

@@ -4,5 +4,5 @@ import pytest
 
 # Let asserts in these modules explain their failures like those of a test.
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{part}" for part in ("answers", "control", "counted", "openai_traffic"))
+    *(f"{__name__}.{part}" for part in ("answers", "control", "counted"))
 )

@@ -60,6 +60,8 @@ def assert_same(asks, found, expected, *, gaps=False):
             if not getattr(ask, "logprobs", True):
                 continue  # the text has every token
             tokens, other_tokens = _tokens(a), _tokens(b)
+            if a.finish == "stop":  # some lists hold the token that ends an answer
+                tokens = tokens[: len(other_tokens)]
             if gaps:
                 other_tokens = _those_in(tokens, other_tokens)
             assert [t[0] for t in tokens] == [t[0] for t in other_tokens], ask.prompt[-40:]

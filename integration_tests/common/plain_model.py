@@ -32,20 +32,32 @@ class PlainModel:
     def _choices(self, body):
         greedy = body["temperature"] == 0 or body["extra_body"].get("top_k") == 1
         assert greedy, "only greedy answers have a reference"
-        prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
-        return [self._answer(p, body["max_tokens"]) for p in prompts for _ in range(body["n"])]
+        if "messages" in body:
+            messages = body["messages"]
+            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            prompts = [tuple(ids if isinstance(ids, list) else ids["input_ids"])]
+        else:
+            texts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+            prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in texts]
+        given = body["max_tokens"], "messages" in body
+        return [self._answer(prompt, *given) for prompt in prompts for _ in range(body["n"])]
 
-    def _answer(self, prompt, tokens):
-        if (prompt, tokens) not in self._known:
-            self._known[prompt, tokens] = self._decode(prompt, tokens)
-        return self._known[prompt, tokens]
+    def _answer(self, *given):
+        if given not in self._known:
+            self._known[given] = self._decode(*given)
+        return self._known[given]
 
-    def _decode(self, prompt, tokens):
-        ids, logprobs = self.greedy(self._tokenizer(prompt)["input_ids"], tokens)
+    def _decode(self, prompt, tokens, may_end):
+        ids, logprobs = self.greedy(prompt, tokens)
+        end = self._tokenizer.eos_token_id
+        ends = may_end and end in ids
+        if ends:
+            ids = ids[: ids.index(end)]
         texts = tuple(self._tokenizer.decode([token]) for token in ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=True))
-        return Answer(text, "length", texts, tuple(logprobs), likeliest)
+        likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=False))
+        logprobs = tuple(logprobs[: len(ids)])
+        return Answer(text, "stop" if ends else "length", texts, logprobs, likeliest)
 
     @torch.inference_mode()
     def greedy(self, prompt, tokens):
