@@ -5,7 +5,6 @@
 
 import pytest
 
-from integration_tests.common.server import MODEL
 from integration_tests.faults.run import Harness
 from integration_tests.hosts import HOST
 
@@ -18,6 +17,6 @@ SELECTED = {
 @pytest.mark.rare
 def test_faults_end_in_right_answers(tmp_path):
     """As docs/reliability.md promises."""
-    rows = Harness(tmp_path, MODEL, 1, 0, print).run(SELECTED[HOST])
+    rows = Harness(tmp_path, 1).run(SELECTED[HOST])
     assert {row["fault"] for row in rows} == SELECTED[HOST]
     assert [row for row in rows if not row["ok"]] == []

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from benchmarks.row_files import read_rows, write_rows
 from deft_backend.files.provenance import provenance
-from integration_tests.common.server import MODEL
 from integration_tests.faults.run import Harness
 from integration_tests.hosts import HOST
 
@@ -78,9 +77,7 @@ def _cell(rows, fault, host):
 def main():
     parser = argparse.ArgumentParser(prog="python -m integration_tests.faults", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="rows of the other host stay")
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and combinations")
-    parser.add_argument("--combinations", type=int, default=4, help="random triples of faults")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and of triples of faults")
     parser.add_argument("--only", nargs="*", choices=FAULTS, help="only these faults")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' logs")
     parser.add_argument("--draw", action="store_true", help="only draw docs/reliability.md")
@@ -92,8 +89,7 @@ def main():
     command = shlex.join(["python", "-m", "integration_tests.faults", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.logs or Path(temporary)
-        model = asked.model.resolve()
-        harness = Harness(folder, model, asked.seed, asked.combinations, print)
+        harness = Harness(folder, asked.seed)
         try:
             harness.run(asked.only and set(asked.only))
         finally:

@@ -13,7 +13,7 @@ import psutil
 
 from deft_backend.telemetry.counters import Place, StateName
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import ask_to
+from integration_tests.common.server import MODEL, ask_to
 from integration_tests.faults.tested_server import draw_prompts, start
 from integration_tests.hosts import HOST
 
@@ -25,25 +25,22 @@ END_SECONDS = 90.0
 """Longest time in which a server ends after its last answer."""
 
 INSIDE_FAULTS = ("poison", "planner", "clock")
+COMBINATIONS = 4
 LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
 
 
 class Harness:
-    """All faults of one host, over three servers.
+    """All faults of the installed host, over three servers.
 
     - `folder`: for logs and cache folders.
-    - `seed`: of prompts and of `combinations`, random triples of faults.
-    - `say`: gets a line for each fault.
+    - `seed`: of prompts, and of random triples of faults.
     """
 
-    def __init__(self, folder, model, seed, combinations, say):
+    def __init__(self, folder, seed):
         self.rows = []
         self._folder = folder
-        self._model = model
-        self._reference = PlainModel(model)
+        self._reference = PlainModel(MODEL)
         self._random = random.Random(seed)
-        self._combinations = combinations
-        self._say = say
 
     def run(self, chosen=None):
         """Inject every fault, or only the `chosen` ones."""
@@ -59,7 +56,7 @@ class Harness:
             for name in faults:
                 if wanted(name) and name != last:
                     self._record(name, first, self._several(first, [name]))
-            for _ in range(self._combinations if wanted("combined") else 0):
+            for _ in range(COMBINATIONS if wanted("combined") else 0):
                 names = self._random.sample([n for n in faults if n != "planner"], 3)
                 self._record("combined", first, self._several(first, names), of=names)
             # After a full disk the server writes no state for a minute, so nothing reads the clock.
@@ -86,8 +83,8 @@ class Harness:
         began, shared = time.monotonic(), self._folder / "cache"
         before = (lambda port: spoil(shared, port)) if spoilt else None
         folder = self._folder / name
-        server = start(folder, self._model, self._reference, armed, shared=shared, before=before)
-        self._say(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
+        server = start(folder, self._reference, armed, shared=shared, before=before)
+        print(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
         try:
             if spoilt:
                 self._record("files", server, self._plain(server, "files"))
@@ -110,7 +107,7 @@ class Harness:
         row["log"] = [line.replace(f"{self._folder}/", "") for line in lines[:6]]
         row["ok"] = is_ok(row)
         self.rows.append(row)
-        self._say(f"{HOST}: {name}: {json.dumps(row)}")
+        print(f"{HOST}: {name}: {json.dumps(row)}")
 
     async def _plain(self, server, name):
         judged = await server.judged(self._prompts(), TOKENS)
@@ -151,7 +148,7 @@ class Harness:
                 await asyncio.to_thread(server.flush)
             return 3
         if name == "weights":
-            body = {"model_path": str(self._model)}
+            body = {"model_path": str(MODEL)}
             return int(
                 await asyncio.to_thread(ask_to, server, "update_weights_from_disk", body) == 200
             )

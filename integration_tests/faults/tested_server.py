@@ -16,6 +16,7 @@ from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.plugins import CPU_BACKEND, plugin_settings
+from integration_tests.common.server import MODEL
 from integration_tests.hosts import HOST, HostServer
 
 INSIDE = Path(__file__).parent / "inside"
@@ -164,7 +165,7 @@ class TestedServer(HostServer):
         return max(self.family()[1:], key=lambda process: process.memory_info().rss)
 
 
-def start(folder, model, reference, armed=(), *, shared, before=None):
+def start(folder, reference, armed=(), *, shared, before=None):
     """Start a server with the plugin; its process's `stop` ends it.
 
     - `armed`: faults that happen at the start.
@@ -188,7 +189,7 @@ def start(folder, model, reference, armed=(), *, shared, before=None):
     if before is not None:
         before(port)
     command = server_command(
-        str(model), port, host=HOST, host_arguments=_FLAGS[HOST], environment=settings, gpu=False
+        str(MODEL), port, host=HOST, host_arguments=_FLAGS[HOST], environment=settings, gpu=False
     )
     process = ServerProcess(command, folder / "server.log", timeout=580.0)
     process.__enter__()
