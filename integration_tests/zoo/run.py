@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deft_backend.settings.version import installed_version
-from deft_backend.tools.servers.driver_stub import ensure_driver_stub, has_nvidia_driver, num_gpus
+from deft_backend.tools.servers.command import server_command
+from deft_backend.tools.servers.driver_stub import num_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,17 +112,12 @@ class Place:
     def environment(self, gpu_index=0):
         """The engine's environment, on one of the GPUs."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = server_command("", 0, host=self.host, gpu=self.gpu)
+        found = {**command.full_environment(), "PYTHONPATH": os.pathsep.join(paths)}
         found |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         if self.gpu:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             found["CUDA_VISIBLE_DEVICES"] = shown[gpu_index] if shown[0] else str(gpu_index)
-            return found
-        found |= {"TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
-        found |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        if self.host == "sglang" and not has_nvidia_driver():
-            paths = [str(ensure_driver_stub()), os.environ.get("LD_LIBRARY_PATH", "")]
-            found["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
         return found
 
 
