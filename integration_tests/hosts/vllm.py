@@ -68,7 +68,6 @@ GROUPS = {
             *["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"],
         ),
         EAGER,
-        POLICY_GROUPS,
     ),
     **{
         group: Group(
