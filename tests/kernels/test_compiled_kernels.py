@@ -134,40 +134,42 @@ def test_kernels_on_hopper(head_dim, dtype, page_size):
         check(stage_2, min(16 * H100.sms, reduce.programs))
 
 
-@needs_gluon
-@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 12])
-def test_small_tiles_of_every_gqa_group_on_hopper(group):
-    attention = attention_of(heads=(8 * group, 8))
-    check(launched(attention)[SMALL], tiles_of(attention)[0].programs)
-
-
-@needs_gluon
-def test_several_query_tokens_on_hopper():
-    """Bits of trees and ragged batches, in the small tile of 16 vectors and in the large tile."""
-    attention = attention_of(query_tokens=4)
-    small, large, _ = tiles_of(attention)
-    assert (small.height, large.height) == (16, 64)
-    found = launched(attention, several=True)
-    check(found[SMALL], small.programs)
-    check(found[LARGE], large.programs)
-    # Blocks of 17 to 64 vectors run in the large tile only.
-    attention = attention_of(query_tokens=8)
-    assert tiles_of(attention)[0].height == 16
-    assert resources(launched(attention, several=True)[LARGE], H100).stack == 0
+DRAFTS = {"query_tokens": 4}
+FLATTENED = {"policy": "deft-flatten"}
 
 
 @needs_gluon
 @pytest.mark.parametrize(
-    ("head_dim", "query_tokens", "kv_dtype"),
-    [(128, 1, None), (64, 1, None), (128, 4, None), (128, 1, E4M3), (64, 1, E5M2), (128, 4, E4M3)],
+    ("shape", "step", "kernels"),
+    [
+        *(({"heads": (8 * group, 8)}, {}, [SMALL]) for group in (1, 2, 3, 7, 8, 12)),
+        # Bits of trees and ragged batches.
+        (DRAFTS, {"several": True}, [SMALL, LARGE]),
+        ({"query_tokens": 8}, {"several": True}, [LARGE]),
+        *(({**FLATTENED, "head_dim": dim}, {}, [MASKED]) for dim in (64, 128)),
+        *(({**FLATTENED, **DRAFTS}, {"several": several}, [MASKED]) for several in (False, True)),
+        ({**FLATTENED, "kv_dtype": E4M3}, {"sinks": True}, [MASKED]),
+        ({**FLATTENED, "kv_dtype": E5M2, "head_dim": 64}, {"sinks": True}, [MASKED]),
+        *(
+            ({**FLATTENED, **DRAFTS, "kv_dtype": E4M3}, {"several": each, "sinks": True}, [MASKED])
+            for each in (False, True)
+        ),
+        # Heads of 64 with sinks, as gpt-oss has them.
+        ({"heads": (64, 8), "head_dim": 64, "kv_dtype": E4M3}, {"sinks": True}, [LARGE]),
+        *(
+            ({"heads": (8 * group, 8), "kv_dtype": E4M3}, {}, [SMALL, LARGE])
+            for group in (1, 4, 16)
+        ),
+    ],
 )
-def test_masked_tiles_on_hopper(head_dim, query_tokens, kv_dtype):
-    attention = attention_of(
-        head_dim=head_dim, query_tokens=query_tokens, kv_dtype=kv_dtype, policy="deft-flatten"
-    )
-    for several in (False, True)[:query_tokens]:
-        found = launched(attention, several=several, sinks=kv_dtype is not None)
-        check(found[MASKED], tiles_of(attention)[2].programs)
+def test_tiles_fit_on_hopper(shape, step, kernels):
+    attention = attention_of(**shape)
+    tiles = dict(zip((SMALL, LARGE, MASKED), tiles_of(attention), strict=True))
+    if shape.get("query_tokens", 1) > 1:  # blocks of 17 to 64 vectors run in the large tile only
+        assert (tiles[SMALL].height, tiles[LARGE].height) == (16, 64)
+    found = launched(attention, **step)
+    for name in kernels:
+        check(found[name], tiles[name].programs)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +191,13 @@ def test_caches_of_eight_bits(gpu, dtype, kv_dtype, monkeypatch):
 
 @needs_gluon
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 1), (128, 4), (128, 16)])
-def test_tiles_of_eight_bits_on_hopper(head_dim, group):
-    """Heads of 64 with sinks, as gpt-oss has them, and heads of 128."""
-    attention = attention_of(heads=(8 * group, 8), head_dim=head_dim, kv_dtype=E4M3)
-    small, large, _ = tiles_of(attention)
-    found = launched(attention, sinks=head_dim == 64)
-    check(found[LARGE], large.programs)
-    if head_dim == 128:
-        check(found[SMALL], small.programs)
-    for requests in (8, 1056):  # stage 2 sets the counters of large programs to 0
-        attention = attention_of(
-            heads=(8 * group, 8), head_dim=head_dim, kv_dtype=E4M3, requests=requests
-        )
-        stage_2 = launched(attention)["reduce_partials"]
-        assert dict(stage_2.constants)["SPREAD"]
-        assert resources(stage_2, H100).stack == 0
+@pytest.mark.parametrize("requests", [8, 1056])
+def test_stage_2_of_eight_bits_on_hopper(head_dim, group, requests):
+    """It sets the counters of large programs to 0."""
+    shape = {"heads": (8 * group, 8), "head_dim": head_dim, "kv_dtype": E4M3}
+    stage_2 = launched(attention_of(**shape, requests=requests))["reduce_partials"]
+    assert dict(stage_2.constants)["SPREAD"]
+    assert resources(stage_2, H100).stack == 0
 
 
 @pytest.fixture
