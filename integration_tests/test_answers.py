@@ -87,7 +87,7 @@ def test_every_rank_plans_for_itself(server, model):
 
 @on(
     sglang=("mixed", "mixed-ranks"),
-    vllm=("chunks-of-16", "chunks-of-64", "chunks-lookup"),
+    vllm=("chunks-of-16", "chunks-lookup"),
     rare=["mixed-ranks"],
 )
 def test_prompts_arrive_while_others_decode(server, model):

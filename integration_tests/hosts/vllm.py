@@ -50,7 +50,6 @@ GROUPS = {
         (*_CHUNKS, "--long-prefill-token-threshold", "16", "--num-gpu-blocks-override", "40"),
         _SHORT_LINES,
     ),
-    "chunks-of-64": Group(_CHUNKS, _SHORT_LINES),
     "chunks-lookup": Group((*_CHUNKS, "--speculative-config", _LOOKUP), _SHORT_LINES),
     # Chunks end where the batch leaves room, so some prompts end by a chunk of one token.
     "invariant": Group(
