@@ -460,7 +460,8 @@ def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
         """In place of a real server: a made-up one, which counts nothing."""
 
         def __init__(self, command, log):
-            started.append(dict(pairwise(command.arguments)).get("--attention-backend"))
+            backend = dict(pairwise(command.arguments)).get("--attention-backend")
+            started.append((backend, command.environment.get("DEFT_POLICY")))
             self.state_folder = tmp_path / "cache" / "servers"
             self._serving = serving(Fake())
             log.write_text("deft: these layers run through fa3\n")
@@ -480,9 +481,9 @@ def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
             self._serving.__exit__(*error)
 
     monkeypatch.setattr(sides, "ServerProcess", Started)
-    options = ("--host", "sglang", "--rate", "100", "--workload", "few-shot", *SMALL)
-    _, printed = ab(tmp_path, *options, code=2)
-    assert started == [None, "deft"]
+    options = ("--host", "sglang", "--policy", "deft-node", "--rate", "100")
+    _, printed = ab(tmp_path, *options, "--workload", "few-shot", *SMALL, code=2)
+    assert started == [(None, None), ("deft", "deft-node")]
     assert "log says 'deft: these layers run through fa3'. The log is" in printed
 
 
