@@ -1,5 +1,6 @@
 """Steps in which some requests decode and others prefill: each row has the host's own result."""
 
+import inspect
 import itertools
 import random
 from types import SimpleNamespace
@@ -38,6 +39,22 @@ def first_rows(batch, tokens, requests):
         extend_seq_lens_cpu=batch.extend_seq_lens_cpu[:requests],
         out_cache_loc=batch.out_cache_loc[:tokens],
     )
+
+
+def test_the_hosts_slice_has_so_many_tokens_and_requests(host, monkeypatch):
+    """The real method, whose batches the fake ones above cannot replace, takes these arguments."""
+    from sglang.srt.batch_overlap.two_batch_overlap import TboForwardBatchPreparer as Preparer
+
+    from deft_backend.hosts.sglang import versions
+
+    takes = inspect.signature(Preparer.filter_batch)
+    asked = lambda *given, **named: takes.bind(*given, **named).arguments  # noqa: E731
+    monkeypatch.setattr(Preparer, "filter_batch", asked)
+    found = versions.first_rows("batch", 5, 3)
+    ranges = [
+        [found[f"{end}_{what}_index"] for end in ("start", "end")] for what in ("token", "seq")
+    ]
+    assert ranges == [[0, 5], [0, 3]]
 
 
 class MixedServer(FakeServer):
