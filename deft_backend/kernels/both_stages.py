@@ -124,11 +124,14 @@ def run_plan(
         step.k_cache = step.k_cache.view(torch.uint8)
         step.v_cache = step.v_cache.view(torch.uint8)
     tensors, strides = step.tensors(partial), step.strides()
-    pointers = 0
-    for tensor in (*tensors[:4], *partial, *tensors[5:]):
-        pointers |= tensor.data_ptr()
-    aligned = pointers % 16 == 0
-    kind = _kind(step, strides, aligned, blocks, exponent_bits)
+    rows = others = 0
+    for tensor in (*tensors[:4], *partial):
+        rows |= tensor.data_ptr()
+    for tensor in tensors[5:]:
+        others |= tensor.data_ptr()
+    aligned = (rows | others) % 16 == 0
+    # Integers of the batch do not choose the kernel: a slice of them has the same bits.
+    kind = _kind(step, strides, rows % 16 == 0, blocks, exponent_bits)
     launches = launches_of(config, kind)
     # What Triton compiles for, besides the constants.
     types = (

@@ -34,8 +34,9 @@ class Invariant(Policy):
 
     That holds for any batch, order, sharing, padding, page ids and width of the page table, for any
     size of a CUDA graph and without one, for any largest batch, and for plans of the CPU and of the
-    device. It takes an attention of this policy (``TreeAttention(policy="invariant")``), and plans
-    made for the current lengths. The reasons:
+    device. It takes an attention of this policy (``TreeAttention(policy="invariant")``), plans made
+    for the current lengths, and queries, outputs and caches that begin at multiples of 16 bytes, as
+    hosts' do. The reasons:
 
     - Chunks begin at fixed positions, so a request's length tells its partial results.
     - A request's last chunk takes the small tile, if the tile holds a query. All other chunks take

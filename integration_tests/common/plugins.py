@@ -1,6 +1,7 @@
 """Call functions of the tests in every process of a server, as a plugin of its host."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -13,13 +14,17 @@ ANY_SHARING = f"{__name__}:take_whatever_is_shared"
 
 
 def take_whatever_is_shared():
-    """Let servers of MLA models take every batch that shares something, whatever the costs say.
+    """Let servers of MLA models, and SGLang's mixed steps, take every batch that shares something.
 
-    The tests' prompts are too short for a gain.
+    The tests' prompts are too short, and their models too shallow, for a gain.
     """
     from deft_backend.attention import LatentAttention
 
     LatentAttention.gains = lambda attention, forest, num_layers: True
+    if find_spec("sglang") is not None:
+        from deft_backend.hosts.sglang.mixed import MixedSteps
+
+        MixedSteps._pays = lambda steps, saved: saved > 0
 
 
 def plugin_settings(folder, *targets):

@@ -17,7 +17,6 @@ from benchmarks.e2e.answers import TOLERANCE
 from benchmarks.e2e.served_model import write_model
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.servers.driver_stub import num_gpus
-from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import Server
 from integration_tests.gpu.checked_variants import answers, compared, report, reported_states
 from integration_tests.gpu.variants import FLEET, LATENT_SERVERS, Fleet, Variant, running
@@ -31,7 +30,7 @@ DRAFTING = LATENT_SERVERS[1:] if SGLANG else (("latent-8-drafting", 1), ("latent
 MORE = 0.0 if SGLANG else 0.002  # share of tokens that may be wrong beyond the control's share
 
 
-def fleet(name, ranks, flags, settings, folder):
+def fleet(name, ranks, flags, settings):
     """All servers have as many ranks, so that only attention differs.
 
     The server that checks all answers takes no flags: it does not speculate.
@@ -39,8 +38,8 @@ def fleet(name, ranks, flags, settings, folder):
     of = FLEET.variants["two-ranks"] if ranks == 2 else Variant("deft")
     host = replace(of, backend=BACKEND, settings={**of.settings, **settings}, against="host")
     control = replace(host, flags=f"{of.flags} {flags}")
-    asked = {"DEFT_MLA": "1", **plugin_settings(folder / "plugins", ANY_SHARING)}
-    ours = replace(control, backend="deft", settings={**host.settings, **asked})
+    asked = {**host.settings, "DEFT_MLA": "1"}
+    ours = replace(control, backend="deft", settings=asked, any_sharing=True)
     references = {"host": host} if SGLANG else {"host": host, CONTROL: control}
     return Fleet(FLEET.host, FLEET.common, references, {name: ours})
 
@@ -50,7 +49,7 @@ def checked(name, shape, ranks, folder, flags="", settings=MappingProxyType({}))
     hang up."""
     if ranks > num_gpus():
         pytest.skip(f"these servers need {ranks} GPUs")
-    servers = fleet(name, ranks, flags, settings, folder)
+    servers = fleet(name, ranks, flags, settings)
     model = write_model(folder / "model", shape, "random", "bfloat16")
     with running(servers, list(servers.servers), num_gpus(), model, Path(), folder) as started:
         for server in started.values():

@@ -22,6 +22,7 @@ from deft_backend.settings.policy_names import (
 )
 from deft_backend.tools.servers.command import LOOPBACK, StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
+from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import START_SECONDS, Server
 
 LATENT_SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
@@ -51,6 +52,7 @@ class Variant:
     ranks: int = 1  # one GPU each
     disaggregated: bool = False  # a prefill and a decode server
     lora: bool = False  # also serves the adapters
+    any_sharing: bool = False  # takes what is shared, whatever the costs say
     states: tuple[str, ...] = ("tp0",)  # names of its ranks' state files, behind the port
     in_step: bool = True  # its ranks decode the same batches
 
@@ -74,6 +76,8 @@ _APART = {**_TWO, "in_step": False}
 _PAIR = {"ranks": 2, "disaggregated": True}
 _POLICIES = {f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) for name in PAPERS}
 
+_MIXED = "--enable-mixed-chunk --chunked-prefill-size 256"
+
 # Each server gets a share of the GPU, although it measures free memory while others start.
 
 _SGLANG = Fleet(
@@ -93,11 +97,11 @@ _SGLANG = Fleet(
         "disaggregated": Variant("deft", **_PAIR),
         "float16": Variant("deft", "--dtype float16", against="host-float16"),
         "pages-of-16": Variant("deft", "--page-size 16 --chunked-prefill-size 512"),
-        "mixed": Variant("deft", "--enable-mixed-chunk --chunked-prefill-size 256"),
+        "mixed": Variant("deft", _MIXED, any_sharing=True),
         "mixed-in-graphs": Variant(
             "deft",
-            "--enable-mixed-chunk --chunked-prefill-size 256 --page-size 16 "
-            "--cuda-graph-backend-prefill=breakable",
+            f"{_MIXED} --page-size 16 --cuda-graph-backend-prefill=breakable",
+            any_sharing=True,
         ),
         "lora": Variant("deft", against="host-lora", lora=True),
         "memory-saver": Variant("deft", "--enable-memory-saver"),
@@ -194,6 +198,7 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
     flags = shlex.split(f"{fleet.common} {variant.flags}")
     if variant.lora:
         flags += [*_LORA[fleet.host], *(f"{name}={adapters / name}" for name in ADAPTERS)]
+    asked = plugin_settings(folder / name / "plugins", ANY_SHARING) if variant.any_sharing else {}
     command = server_command(
         model.path,
         free_port(),
@@ -201,7 +206,7 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
         backend=variant.backend,
         host_arguments=flags,
         gpu=True,
-        environment={"CUDA_VISIBLE_DEVICES": gpus, **variant.settings},
+        environment={"CUDA_VISIBLE_DEVICES": gpus, **asked, **variant.settings},
     )
     log = folder / name / "server.log"
     pair = {"sglang": sglang_pair, "vllm": _vllm_pair}[fleet.host]

@@ -100,6 +100,7 @@ def launch_all(
     lens=torch.int64,
     columns=8,
     skip=0,
+    first=0,
     q_width=256,
     out_width=256,
     kv_width=256,
@@ -123,8 +124,8 @@ def launch_all(
         k_cache,
         v_cache,
         rows_of(out_width),
-        torch.zeros(4, columns, dtype=table),
-        torch.zeros(queries, dtype=lens),
+        torch.zeros(5, columns, dtype=table)[:, first:],
+        torch.zeros(first + queries, dtype=lens)[first:],
         torch.zeros(queries, dtype=torch.int32),
         query_start=None,
         ancestors=None,
@@ -165,6 +166,7 @@ def launch_all(
         {"columns": 9},
         {"skip": 1},
         {"skip": 8},
+        {"first": 1},
         {"q_width": 257},
         {"q_width": 264},
         {"out_width": 264},
@@ -191,7 +193,7 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
     compiler.forget()
     for call, expected in zip(calls, alone, strict=True):
         assert compiler.launches_of(call) == expected
-    aligned = change != {"skip": 1}
+    aligned = change not in ({"skip": 1}, {"first": 1})
     for call, expected in zip(calls, alone, strict=True):
         compiler.compiled = 0
         assert compiler.launches_of(call) == expected
@@ -203,6 +205,15 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
     [
         (
             {},
+            [
+                ("hopper_large_tile_attention", False),
+                ("small_tile_attention", True),
+                ("reduce_partials", True),
+            ],
+        ),
+        # A slice of a batch's integers has the bits of the whole: the same kernel reads it.
+        (
+            {"first": 1},
             [
                 ("hopper_large_tile_attention", False),
                 ("small_tile_attention", True),
@@ -230,7 +241,7 @@ def test_kinds_are_not_mixed_up(change, monkeypatch):
             ],
         ),
     ],
-    ids=["", "leaves", "unaligned", "queries", "cache", "one after the other"],
+    ids=["", "slice", "leaves", "unaligned", "queries", "cache", "one after the other"],
 )
 def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, monkeypatch):
     """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
