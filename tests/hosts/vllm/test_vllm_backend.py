@@ -367,7 +367,7 @@ def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
     with monkeypatch.context() as capture:
         capture.setattr(group, "_capturing", lambda tensor: True)
         run(step.layers.impls[0], batch, step.cache, captured)
-    step.builder.deft_group.failure.close("kernel failed", "a kernel failed")
+    step.builder.deft_group.failure.kernel_failed(RuntimeError("planted"))
     failures.clear()
     before = state().counters()
     step.build()

@@ -268,7 +268,7 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
     else:
         group_of_step = step.tree.group
         step.run(0)
-        group_of_step.failure.close("kernel failed", "a kernel failed")
+        group_of_step.failure.kernel_failed(RuntimeError("planted"))
         failures.clear()
     close(step.run(1), reference(step.batch, step.cache, **options))
     assert not repeated
