@@ -57,8 +57,8 @@ from deft_backend.shapes import AttentionShape
 
 POLICIES = ("fasttree", "flashforge", "auto")
 
-ESTIMATED = ("auto", "deft", *POLICIES[:2], "deft-node", "deft-node-chunk", "flash-decoding")
-"""Policies with one KV range an item; ``deft`` is `auto`'s name in rows of kernels."""
+ESTIMATED = (*POLICIES, "deft-node", "deft-node-chunk", "flash-decoding")
+"""Policies with one KV range an item."""
 
 MOST_ASSIGNMENTS, MOST_DIVISIONS = 20_000, 250_000
 """A forest with more has no ``measured`` optimum, or no ``makespan``."""
@@ -163,7 +163,8 @@ def estimate_rows(record: Path) -> Iterator[dict[str, Any]]:
             if row["heads"] != heads or row["planner"] != "host":
                 continue
             forest = forests[row["set"], row.get("tree") or row["workload"]]
-            us = {name: us for name, us in row["us"].items() if name in ESTIMATED}
+            times = {"auto": row["us"].get("deft"), **row["us"]}
+            us = {name: us for name, us in times.items() if us and name in ESTIMATED}
             found = {
                 name: plan_makespan(name, forest, target, kind) / us[name] / 1e3 for name in us
             }

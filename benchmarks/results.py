@@ -248,6 +248,10 @@ def _kernel_lines(run: Run) -> Iterator[Line]:
         for (of_set, heads, types), group in groups.items():
             peers = dict.fromkeys(peer for row in group for peer in row["us"] if peer != "deft")
             shown = _means((row["us"] for row in group), {peer: ("deft", peer) for peer in peers})
+            if not peers:
+                plans = [us for row in group if isinstance(us := row.get("plan_us"), float)]
+                own = _range([row["us"]["deft"] for row in group], 1)
+                shown = f"`deft` {own} µs, a plan {_range(plans, 1)} µs"
             title = of_set if name == "rows" else f"{of_set}, {name}"
             yield title, heads, types, str(len(group)), shown
 
