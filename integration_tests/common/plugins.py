@@ -14,7 +14,7 @@ ANY_SHARING = f"{__name__}:take_whatever_is_shared"
 
 
 def take_whatever_is_shared():
-    """Let servers of MLA models, and SGLang's mixed steps, take every batch that shares something.
+    """Let servers of MLA models, and mixed steps, take every batch that shares something.
 
     The tests' prompts are too short, and their models too shallow, for a gain.
     """
@@ -22,9 +22,13 @@ def take_whatever_is_shared():
 
     LatentAttention.gains = lambda attention, forest, num_layers: True
     if find_spec("sglang") is not None:
-        from deft_backend.hosts.sglang.mixed import MixedSteps
+        from deft_backend.hosts.sglang import mixed
 
-        MixedSteps._pays = lambda steps, saved: saved > 0
+        mixed.STEP_MS = mixed.LAYER_MS = 0.0
+    else:
+        from deft_backend.hosts.vllm import group
+
+        group.PLAN_MS = group.LAYER_MS = 0.0
 
 
 def plugin_settings(folder, *targets):

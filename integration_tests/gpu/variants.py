@@ -140,11 +140,12 @@ _VLLM = Fleet(
         **_POLICIES,
         "disaggregated": Variant("deft", **_PAIR),
         # Prompts come in chunks, so that most steps with prefills also decode.
-        "chunks": Variant("deft", _SHORT_CHUNKS),
+        "chunks": Variant("deft", _SHORT_CHUNKS, any_sharing=True),
         "chunks-lookup": Variant(
             "deft",
             f"{_CHUNKS} --speculative-config "
             """'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'""",
+            any_sharing=True,
         ),
         "batch-invariant": Variant("deft", _SHORT_CHUNKS, _INVARIANT, "host-invariant"),
         "lora": Variant("deft", against="host-lora", lora=True),

@@ -176,7 +176,7 @@ def test_what_decode_rows_share_decides(shared, splits):
     assert splits or "share nothing" in next(iter(state().counters().steps_host))
 
 
-@pytest.mark.parametrize(("tokens", "splits"), [(1_000, False), (100_000, True)])
+@pytest.mark.parametrize(("tokens", "splits"), [(100_000, False), (200_000, True)])
 def test_costs_decide_on_a_gpu(tokens, splits):
     """At a bandwidth of 4 TB/s, against the launches of 32 layers."""
     costs = SimpleNamespace(transfer_ms=lambda num_bytes: num_bytes / 4e9)
