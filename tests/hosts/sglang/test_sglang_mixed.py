@@ -351,7 +351,7 @@ def test_page_tables_are_read_until_a_split_step_ends(server):
     assert ends(batch, num_qo_tokens=19) == "the host's"
 
 
-@pytest.mark.parametrize(("layers", "tokens", "pays"), [(32, 200_000, True), (32, 60_000, False)])
+@pytest.mark.parametrize(("layers", "tokens", "pays"), [(32, 600_000, True), (32, 100_000, False)])
 def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, layers, tokens, pays):
     server.mixed.costs = default_cost_model()
     server.state.num_layers = layers
