@@ -94,13 +94,14 @@ def available() -> bool:
     return False
 
 
-def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
+def small_tile_limits(gqa_group: int) -> tuple[int, int]:
     """Programs on an SM and registers of a thread for the Hopper kernel of small tiles.
 
     A quarter of an SM has 16,384 registers. It holds two programs of up to 248 registers a thread,
     or three of up to 168. Next to one program of the large tile it holds two of up to 128. Tests
     compile the kernel and check that it needs no stack within these limits. At most 8 query heads
-    share a KV head. With None, the assembler chooses the registers.
+    share a KV head. With no limit, Triton 3.6 takes 168 registers for one head: room for more
+    programs than are launched.
     """
     before_3_8 = triton.__version__.startswith(("3.6.", "3.7."))
     if gqa_group in (2, 4):
@@ -108,4 +109,4 @@ def small_tile_limits(gqa_group: int) -> tuple[int, int | None]:
         return 10, 168 if triton.__version__.startswith("3.9.") else 128
     if gqa_group == 8 or (gqa_group > 4 and before_3_8):
         return 10, 168
-    return 8, None if before_3_8 else 248
+    return 8, 248
