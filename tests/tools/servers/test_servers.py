@@ -65,7 +65,8 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
 
 
 STARTER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from pathlib import Path
 import typer
 from rich.console import Console
@@ -85,6 +86,7 @@ typer.run(main)
 """
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("number", "times", "code"),
     [
