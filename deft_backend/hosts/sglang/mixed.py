@@ -17,8 +17,8 @@ from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Decoded
 
 STEP_MS, LAYER_MS = 0.7, 0.35
-"""What splitting a step costs the CPU of an H200's server, and each of its layers: launches for the
-plan, for stage 1 and 2 and for the parts of the output (docs/kernel-log.md)."""
+"""About what splitting a step costs the CPU, and each of its layers: launches for the plan, for
+stage 1 and 2 and for the parts of the output (docs/kernel-log.md)."""
 
 UNSUITABLE = ("encoder_lens", "attn_cp_metadata", "tbo_children", "global_num_tokens_cpu")
 """Fields of a forward batch that are None where its attention is plain and all of one rank."""

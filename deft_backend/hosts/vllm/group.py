@@ -21,8 +21,8 @@ from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
 
 LAYER_MS, PLAN_MS = 0.12, 0.7
-"""What tree attention adds to a mixed step on the CPU of an H200's server, which such a step often
-waits for: a second attention in each layer, and the launches of its plan (docs/kernel-log.md)."""
+"""Estimates of what tree attention adds to a mixed step on the CPU, which such a step often waits
+for: a second attention in each layer, and the launches of its plan (docs/kernel-log.md)."""
 
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"

@@ -1,6 +1,6 @@
 """Device planner, 8 and 9 of `deft-flatten`: where tiles go in the plan, and the plan's arrays.
 
-``flatten.py`` found the chunks and their tiles. Here everything looks at everything else, too.
+``flatten.py`` has found the chunks and their tiles, and says why these kernels sort nothing.
 """
 
 from __future__ import annotations
