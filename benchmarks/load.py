@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import typer
@@ -262,16 +263,23 @@ def load(
             "client": f"open loop, token ids through /v1/completions, {clients} processes; gaps "
             "between pieces of a stream",
         }
-        with unwound(console, "all servers have ended; nothing is recorded"):
+        rows: list[dict[str, Any]] = []
+
+        def record(row: dict[str, Any]) -> None:
+            rows.append(row)
+            # With --gpus, servers end their loads in any order.
+            rows.sort(key=lambda each: names.index(each["backend"]))
+            write_rows(path, rows, header)
+
+        with unwound(console, f"all servers have ended; {path} holds the loads that ended before"):
             measured = partial(goodput_of, bound_ms=bound_ms) if goodput else figures_of
-            rows = _measured(launch, names, places, table, clients, path, console, measured)
-        write_rows(path, rows, header)
+            _measure_all(launch, names, places, table, clients, path, console, measured, record)
     say(console, f"rows    {path}")
     if len(rows) < len(names) * len(table) or any(row["failures"] for row in rows):
         raise typer.Exit(1)
 
 
-def _measured(
+def _measure_all(
     launch: Launch,
     backends: Sequence[str],
     gpus: Sequence[str],
@@ -280,33 +288,35 @@ def _measured(
     path: Path,
     console: Console,
     measured: Callable[..., dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """The rows of every backend, by load; a server that is lost has no further rows."""
+    record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Record the rows of every backend, by load; a server that is lost has no further rows."""
+    recording = Lock()
 
-    def one(backend: str, gpu: str | None) -> list[dict[str, Any]]:
+    def one(backend: str, gpu: str | None) -> None:
         environment = dict(launch.environment)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         placed = replace(launch, environment=environment)
-        rows: list[dict[str, Any]] = []
         try:
             with server_of(placed, backend, path.with_suffix(".logs"), say_line) as server:
                 for load in loads:
                     figures = measured(server.url, load, launch.model.ids, clients)
                     asyncio.run(_confirm(server))
-                    rows.append({"host": launch.host.name, "backend": backend, **figures})
-                    say_line(json.dumps(rows[-1]))
+                    row = {"host": launch.host.name, "backend": backend, **figures}
+                    with recording:
+                        record(row)
+                    say_line(json.dumps(row))
         except LOST as error:
             say_line(f"{backend}: {error}")
-        return rows
 
     say_line = partial(say, console)
     if not gpus:
-        found = [one(backend, None) for backend in backends]
+        for backend in backends:
+            one(backend, None)
     else:
         with ThreadPoolExecutor(len(backends)) as threads:
-            found = list(threads.map(one, backends, gpus))
-    return [row for rows in found for row in rows]
+            list(threads.map(one, backends, gpus))
 
 
 async def _confirm(server: Any) -> None:
