@@ -36,7 +36,8 @@ HEAD = """# Tables of the records
 Each record belongs to its commit and its machine. A ratio is the time of tree attention over the
 time of the named peer: below 1, tree attention is faster. "0.17–0.40" is the range over the cases.
 "Steady" compares the time between tokens while all requests decode. Answers of two kernels differ
-by rounding: ties are such tokens, and wrong tokens differ by more.
+by rounding: ties are such tokens, and wrong tokens differ by more. A blank cell repeats the one
+above it.
 """
 
 
@@ -97,19 +98,26 @@ def draw_page(folder: Path) -> str:
     parts = [HEAD]
     for section in SECTIONS:
         lines = [
-            (run.label if number == 0 else "", *line)
+            line
             for run in runs
             if re.fullmatch(section.records, run.name)
-            for number, line in enumerate(section.lines(run))
+            for line in _without_repeats(run.label, section.lines(run))
         ]
         if lines:
-            parts.append(
-                f"## {section.title}\n\n{_table(('record', *section.columns.split('|')), lines)}"
-            )
+            columns = ("record", *section.columns.split("|"))
+            parts.append(f"## {section.title}\n\n{_table(columns, lines)}")
     records = (_record_line(group) for group in _grouped(runs, lambda run: run.name).values())
-    columns = ("record", "GPU", "runs", "rows", "dates", "commits", "versions")
+    columns = ("record", "GPU", "dates", "commits", "versions")
     parts.append(f"## Every record\n\n{_table(columns, records)}")
     return "\n".join(parts)
+
+
+def _without_repeats(label: str, lines: Iterable[Line]) -> Iterator[Line]:
+    """Lines of a run behind its label; label and first cell are blank where they repeat."""
+    above = None
+    for first, *rest in lines:
+        yield "" if above else label, "" if first == above else first, *rest
+        above = first
 
 
 def _table(columns: Sequence[str], lines: Iterable[Line]) -> str:
@@ -154,7 +162,7 @@ def _record_line(runs: Sequence[Run]) -> Line:
     """All runs of one file."""
     versions = [
         f"{name} {version.partition('+')[0]}"
-        for name in ("sglang", "vllm", "torch", "triton")
+        for name in ("sglang", "vllm", "triton")
         for run in runs
         if (version := (_first(run.header, "versions") or run.header).get(name))
     ]
@@ -163,8 +171,6 @@ def _record_line(runs: Sequence[Run]) -> Line:
     return (
         f"[{runs[0].name}]({runs[0].name}.json)",
         ", ".join(dict.fromkeys(run.gpu for run in runs)),
-        str(len(runs)),
-        str(sum(len(run.rows) for run in runs)),
         " to ".join(dict.fromkeys((dates[0], dates[-1]))),
         ", ".join(dict.fromkeys(commits)),
         ", ".join(dict.fromkeys(versions)) or "–",
@@ -234,9 +240,15 @@ def _time_per_token(row: Mapping[str, Any]) -> float | None:
 
 
 def _load_lines(run: Run) -> Iterator[Line]:
-    for row in run.rows:
-        gaps = (f"{row['itl_ms'][name]:.1f}" for name in ("mean", "p50", "p95", "p99"))
-        yield row["host"], row["backend"], row["load"], str(row["rate"]), *gaps
+    """Gaps of ours and of the host's backend, one line for each load and rate."""
+    for (load, rate), rows in _grouped(run.rows, lambda r: (r["load"], r["rate"])).items():
+        both = sorted(rows, key=lambda row: row["backend"] not in OURS)
+        gaps = (
+            ", ".join(f"{row['itl_ms'][name]:.1f}" for row in both)
+            for name in ("mean", "p50", "p95", "p99")
+        )
+        backends = " / ".join(row["backend"] for row in both)
+        yield backends, load, "all at once" if rate is None else str(rate), *gaps
 
 
 def _kernel_lines(run: Run) -> Iterator[Line]:
@@ -433,7 +445,7 @@ SECTIONS = (
     Section(
         "Servers under load",
         "load-.*",
-        "host|backend|load|requests/s|gap: mean ms|p50|p95|p99",
+        "backends|load|requests/s|gap: mean ms|p50|p95|p99",
         _load_lines,
     ),
     Section(

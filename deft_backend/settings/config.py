@@ -149,10 +149,8 @@ class Settings:
     cache_dir: Path | None = _setting(
         None,
         _DIRECTORY,
-        "The package's cache folder. It holds the cost tables of `deft tune` (`tables`), the "
-        "kernels of `deft warm` (`kernels`) and of servers (`triton`), servers' state (`servers`) "
-        "and the driver stand-in (`driver-stub`). Unset: `deft-backend` in the user's cache "
-        "folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "The package's cache folder, for tables, kernels and servers' state. Unset: `deft-backend` in "
+        "the user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
     )
     kernel_cache: Path | None = _setting(
         None,
