@@ -149,8 +149,8 @@ class Settings:
     cache_dir: Path | None = _setting(
         None,
         _DIRECTORY,
-        "The package's cache folder, for tables, kernels and servers' state. Unset: `deft-backend` in "
-        "the user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
+        "The package's cache folder, for tables, kernels and servers' state. Unset: `deft-backend` "
+        "in the user's cache folder, `$XDG_CACHE_HOME` or `~/.cache`.",
     )
     kernel_cache: Path | None = _setting(
         None,
