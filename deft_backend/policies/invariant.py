@@ -24,6 +24,9 @@ from deft_backend.settings.policy_names import INVARIANT
 SHORTEST_CHUNK, LONGEST_CHUNK = 64, 1024
 """Least and most tokens of the first chunks."""
 
+USUAL_PREFIX = 4096
+"""Tokens of a prefix for which the first chunks have the best length."""
+
 WORKSPACE_LIMIT = 2 << 30
 """Most bytes of partial results of the largest batch."""
 
@@ -61,15 +64,16 @@ class Invariant(Policy):
 
     @classmethod
     def for_target(cls, target: Target) -> "Invariant":
-        """The policy with first chunks whose constant time is about half the time of their tokens.
+        """The policy with the first chunks that cost a query least behind a usual prefix.
 
-        The constant time is that of a large tile's item and of the partial results of its queries.
-        Longer chunks cost less of it, shorter ones spread more evenly over the GPU. The length is a
-        power of two, so that costs which differ a little make no difference.
+        A query pays for each chunk: its partial result, and its share of a full tile's item. And it
+        reads about half a chunk by itself, behind the tokens that it shares in whole chunks. The
+        length is a power of two, so that costs which differ a little make no difference.
         """
         tiles, programs = target.costs.tiles, target.tile_programs[1]
-        constant = tiles.item_ns[1] / programs + target.largest_tile * target.partial_ns
-        tokens = 1 << round(math.log2(2 * constant * programs / tiles.token_ns[1]))
+        of_chunk = target.partial_ns + tiles.item_ns[1] / (programs * target.largest_tile)
+        of_token = tiles.token_ns[1] / programs
+        tokens = 1 << round(math.log2(2 * USUAL_PREFIX * of_chunk / of_token) / 2)
         return cls(min(max(tokens, SHORTEST_CHUNK), LONGEST_CHUNK))
 
     def __str__(self) -> str:

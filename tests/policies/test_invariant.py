@@ -38,20 +38,24 @@ H200 = ("NVIDIA H200", GpuFacts(132, 1980.0, 4814.304))
         ((32, 8), 128, "bfloat16", H200, 256),
         ((32, 8), 128, "float16", ("NVIDIA H100 80GB HBM3", None), 256),
         ((32, 8), 128, "float8_e4m3fn", H200, 512),  # less time for a token, as much for an item
-        ((16, 8), 256, "bfloat16", H200, 128),
+        ((32, 32), 128, "float16", H200, 128),  # a token that one query reads alone costs more
+        ((64, 8), 128, "bfloat16", H200, 512),
     ],
 )
 def test_the_costs_of_a_head_shape_choose_the_chunks(heads, head_dim, dtype, gpu, expected):
-    """Their constant time is about half of their tokens' time, computed by hand."""
+    """Of 64 to 1,024 tokens, those by which a query behind 4,096 tokens takes the least time."""
     group = heads[0] // heads[1]
     costs = shipped_for(heads[0], head_dim, dtype, *gpu, group)
-    programs = 132 // heads[1]
+    programs = 264 // heads[1]
     target = Target(*heads, head_dim, tile_programs=(programs,) * 3, cost_model=costs)
-    policy = Invariant.for_target(target)
-    assert policy.chunk_tokens == expected
-    tiles = costs.tiles
-    constant = tiles.item_ns[1] / programs + 64 // group * tiles.partial_ns
-    assert 2**-0.5 <= 2 * constant / (expected * tiles.token_ns[1] / programs) <= 2**0.5
+    assert Invariant.for_target(target).chunk_tokens == expected
+    tiles, queries = costs.tiles, 64 // group
+
+    def nanoseconds(chunk):
+        shared = 4096 // chunk * (tiles.item_ns[1] / programs / queries + tiles.partial_ns)
+        return shared + chunk / 2 * tiles.token_ns[1] / programs
+
+    assert expected == min((64, 128, 256, 512, 1024), key=nanoseconds)
 
 
 def test_the_largest_batch_changes_the_room_alone():
