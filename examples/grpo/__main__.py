@@ -20,12 +20,12 @@ from deft_backend.files.folders import cache_directory
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.servers.command import StartError
 from examples.grpo.checkpoint import make_checkpoint, packaged
-from examples.grpo.rollouts import MODES, Samples, served
+from examples.grpo.rollouts import MODES, Mode, Rollouts, Samples, served
 from examples.grpo.trainer import Trainer
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the loop with a server of each mode, one after another."""
+    """Run the loop of each mode, one after another; all servers run from the start."""
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     parser = argparse.ArgumentParser(
@@ -49,41 +49,41 @@ def main(words: Sequence[str] | None = None) -> None:
     model = given.model or _smollm(dtype)
     make_folder(given.out)
     prompts = _prompts(model, given.steps, given.prompt_tokens)
+    flags = {name: _flags(MODES[name], given) if on_gpu else given.flags for name in given.modes}
+    sizes = {size: getattr(given, size) for size in ("steps", "samples", "tokens")}
+    header = {**provenance(), **sizes, "prompt_tokens": given.prompt_tokens, "model": model.name}
     rows = []
-    for name in given.modes:
-        torch.manual_seed(0)
-        trainer = Trainer(model, dtype, given.learning_rate, given.rows)
-        flags = [*given.flags]
-        if on_gpu:
-            flags = ["--dtype", "bfloat16", "--mem-fraction-static", "0.5", *flags]
-            flags += ["--enable-deterministic-inference"] * MODES[name].deterministic
-        try:
-            found = _run(name, model, trainer, prompts, given, flags)
-        except StartError as error:
-            raise SystemExit(str(error)) from None
-        rows.append({"mode": name, "flags": flags, **found})
-        sizes = {size: getattr(given, size) for size in ("steps", "samples", "tokens")}
-        header = {**provenance(), **sizes, "prompt_tokens": given.prompt_tokens}
-        write_rows(given.out, rows, {**header, "model": model.name})
-        del trainer  # before the next one takes its memory
-    Console().print(_table(rows))
+    try:
+        with served(model, flags, given.out.with_suffix("")) as servers:
+            for name, rollouts in servers.items():
+                torch.manual_seed(0)
+                trainer = Trainer(model, dtype, given.learning_rate, given.rows)
+                found = _run(rollouts, trainer, prompts, given)
+                rows.append({"mode": name, "flags": flags[name], **found})
+                write_rows(given.out, rows, header)
+                Console().print(_table(rows))
+                del trainer  # before the next one takes its memory
+    except StartError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _flags(mode: Mode, given: argparse.Namespace) -> list[str]:
+    """Of a server that leaves the GPU's memory to the trainer and to other servers."""
+    tokens = 4 * (given.prompt_tokens + given.samples * given.tokens)
+    requests = ["--max-running-requests", str(given.samples), "--max-total-tokens", str(tokens)]
+    flags = ["--dtype", "bfloat16", "--mem-fraction-static", "0.5", *requests]
+    return [*flags, *["--enable-deterministic-inference"] * mode.deterministic, *given.flags]
 
 
 def _run(
-    name: str,
-    model: Path,
-    trainer: Trainer,
-    prompts: list[list[int]],
-    given: argparse.Namespace,
-    flags: list[str],
+    rollouts: Rollouts, trainer: Trainer, prompts: list[list[int]], given: argparse.Namespace
 ) -> dict[str, Any]:
     """The steps of one mode; means over all of them, without the first step's time."""
     apart, rewards, seconds = [], [], []
-    log = given.out.with_suffix("") / f"{name}.log"
-    server = served(MODES[name], model, flags, log)
-    with tempfile.TemporaryDirectory() as folder, server as rollouts:
-        for prompt in prompts:
-            samples = rollouts.sample(prompt, given.samples, given.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        for step, prompt in enumerate(prompts):
+            seeds = range(step * given.samples, (step + 1) * given.samples)
+            samples = rollouts.sample(prompt, seeds, given.tokens)
             earned = _rewards(samples)
             logprobs = trainer.step(prompt, samples, earned)
             apart.append(logprobs - torch.tensor(samples.logprobs))

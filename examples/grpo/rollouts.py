@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.e2e.pair import Progress, at_once
 from deft_backend.tools.servers.command import free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 
@@ -47,18 +49,24 @@ class Rollouts:
     def __init__(self, process: ServerProcess) -> None:
         self._url = process.url
 
-    def sample(self, prompt: Sequence[int], samples: int, tokens: int) -> Samples:
-        """Completions of exactly `tokens` tokens, drawn from the model's own distribution."""
-        drawn = {"n": samples, "max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "sampling_params": drawn, "return_logprob": True}
+    def sample(self, prompt: Sequence[int], seeds: Sequence[int], tokens: int) -> Samples:
+        """Completions of exactly `tokens` tokens, drawn from the model's own distribution.
+
+        SGLang's deterministic mode draws by the seeds; without them, all samples would be equal.
+        """
+        drawn = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {
+            "input_ids": [list(prompt)] * len(seeds),
+            "sampling_params": [{**drawn, "sampling_seed": seed} for seed in seeds],
+            "return_logprob": True,
+        }
         began = time.perf_counter()
         answers = self._post("generate", body)
         seconds = time.perf_counter() - began
-        answers = answers if isinstance(answers, list) else [answers]
         found = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
         ids = [[token for _, token, _ in answer] for answer in found]
         logprobs = [[logprob for logprob, _, _ in answer] for answer in found]
-        assert [len(each) for each in ids] == [tokens] * samples
+        assert [len(each) for each in ids] == [tokens] * len(seeds)
         return Samples(ids, logprobs, seconds)
 
     def load(self, folder: Path) -> None:
@@ -69,19 +77,33 @@ class Rollouts:
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/{path}", data, kind)
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=REQUEST_SECONDS) as response:
             return json.load(response)
 
 
 @contextmanager
-def served(mode: Mode, model: Path, flags: Sequence[str], log: Path) -> Iterator[Rollouts]:
-    """A server of `model` for a ``with`` block; `flags` are further arguments of the host."""
-    command = server_command(
-        str(model),
-        free_port(),
-        backend=mode.backend,
-        policy=mode.policy,
-        host_arguments=flags,
-    )
-    with ServerProcess(command, log) as process:
-        yield Rollouts(process)
+def served(
+    model: Path, flags: Mapping[str, Sequence[str]], logs: Path
+) -> Iterator[dict[str, Rollouts]]:
+    """Servers of `model` for a ``with`` block, by mode; all of them start at the same time.
+
+    `flags` are further arguments of the host, by mode.
+    """
+    with ExitStack() as stack:
+        found: dict[str, Rollouts] = {}
+
+        def start(name: str, progress: Progress) -> None:
+            mode = MODES[name]
+            command = server_command(
+                str(model),
+                free_port(),
+                backend=mode.backend,
+                policy=mode.policy,
+                host_arguments=flags[name],
+            )
+            process = ServerProcess(command, logs / f"{name}.log", progress=progress)
+            found[name] = Rollouts(stack.enter_context(process))
+
+        at_once([partial(start, name) for name in flags])
+        yield {name: found[name] for name in flags}

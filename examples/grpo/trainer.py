@@ -31,6 +31,8 @@ class Trainer:
         self._rows = rows  # samples of a forward pass
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._model = loaded.to(self.device)
+        # torch may run beside an older cuDNN, whose backward pass of attention fails.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), learning_rate)
 
     def step(self, prompt: Sequence[int], samples: Samples, rewards: torch.Tensor) -> torch.Tensor:
