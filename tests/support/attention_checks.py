@@ -157,3 +157,31 @@ def check(
     assert own_rows or wide.isfinite().sum() == out.numel()
     assert relative_error(out, expected) <= TOLERANCE[dtype]
     return attention
+
+
+def repeated_layers(monkeypatch, module):
+    """Let an adapter's layers be repeated, as on a GPU; each takes a full run here.
+
+    `module` of the adapter asks for the layers' addresses. Returns the rows of each repeat.
+    """
+    found, full, last = [], TreeAttention.run, {}
+
+    def run(self, q, k_cache, v_cache, *batch, **options):
+        of_step = {name: options.get(name) for name in ("query_start", "table_rows", "ancestors")}
+        last.update(plan=self.batch, batch=batch, options=of_step, rows=len(q))
+        return full(self, q, k_cache, v_cache, *batch, **options)
+
+    def repeat(self, layer, q, out):
+        if last.get("plan") is not self.batch:
+            return False
+        k_cache, v_cache, options = layer
+        found.append(len(q))
+        rows = slice(last["rows"])
+        given = {**last["options"], **options, "out": out[rows]}
+        full(self, q[rows], k_cache, v_cache, *last["batch"], **given)
+        return True
+
+    monkeypatch.setattr(TreeAttention, "run", run)
+    monkeypatch.setattr(TreeAttention, "repeat", repeat)
+    monkeypatch.setattr(module, "layer_addresses", lambda k, v, **options: (k, v, options))
+    return found

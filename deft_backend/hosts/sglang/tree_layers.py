@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from deft_backend.attention import PlannedAttention, TreeAttention
+from deft_backend.attention import PlannedAttention, TreeAttention, layer_addresses
+from deft_backend.hosts.common.eager_steps import Repeats, size_of
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_layer
@@ -228,8 +230,14 @@ class StepLayers(ABC):
 
 
 class TreeLayers(StepLayers):
+    """Later layers of an eager step repeat the launches of the layer before."""
+
     known_arguments = ("sinks",)
     attention: TreeAttention
+
+    @cached_property
+    def repeats(self) -> Repeats:
+        return Repeats(self.attention, self.log, verify=self._verify)
 
     def _host_reason(self, call: LayerCall) -> str | None:
         planned = next(iter(self.division.tree.values()))
@@ -262,10 +270,16 @@ class TreeLayers(StepLayers):
         k_scale, v_scale = (self.attention.unit_scale if s is None else s for s in scales)
         q = call.q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         q = q[step.first : step.first + inputs.rows]
+        # The pool waits for keys and values on their way to the device.
         keys = self.pool.get_key_buffer(layer.layer_id)
         values = self.pool.get_value_buffer(layer.layer_id)
         of_layer: dict[str, Any] = {"sm_scale": layer.scaling, "logit_cap": layer.logit_cap or 0.0}
         of_layer |= {"k_scale": k_scale, "v_scale": v_scale, "sinks": call.others.get("sinks")}
-        of_layer |= {"table_rows": inputs.table_rows, "ancestors": inputs.ancestors}
-        table, lens = self.page_table, inputs.seq_lens
-        return self.attention.run(q, keys, values, table, lens, **of_layer)
+        out, size = torch.empty_like(q), size_of(inputs.rows, inputs.query_tokens)
+        addresses = layer_addresses(keys, values, **of_layer)
+        if not self.repeats.repeat(addresses, q, out, size):
+            of_layer |= {"table_rows": inputs.table_rows, "ancestors": inputs.ancestors}
+            given = (q, keys, values, self.page_table, inputs.seq_lens)
+            full = partial(self.attention.run, *given, **of_layer, out=out)
+            self.repeats.run(full, addresses, q, out, size)
+        return out

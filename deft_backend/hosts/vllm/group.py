@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from deft_backend.attention import LayerAddresses, PlannedAttention, TreeAttention, layer_addresses
+from deft_backend.hosts.common.eager_steps import Repeats, capturing, size_of
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import LayerShape, refused
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
@@ -105,7 +108,7 @@ class GroupAttention(ABC):
             return self._left(step)
         if not step.ran or id(call.owner) in step.ran:
             step.ran.clear()
-            if _capturing(step.seq_lens):
+            if capturing(step.seq_lens):
                 self._captured.add(step.size)
             try:
                 self.attention.plan_batch(
@@ -126,7 +129,7 @@ class GroupAttention(ABC):
         return True
 
     def _left(self, step: TreeStep) -> bool:
-        if _capturing(step.seq_lens):
+        if capturing(step.seq_lens):
             self._captured.discard(step.size)
         if step.counted is not None:
             self.state.count_failure(step.counted, str(self.failure.reason or self.unfit))
@@ -162,7 +165,7 @@ class GroupAttention(ABC):
         self._left(step)
 
     def _cross_check(self, out: torch.Tensor, host: Callable[[], object]) -> None:
-        if _capturing(out):  # the CPU can read nothing back
+        if capturing(out):  # the CPU can read nothing back
             return
         ours = out.clone()
         host()
@@ -177,56 +180,45 @@ _HELD = "deft_held"
 
 
 class HeldLayer(NamedTuple):
-    kv_cache: torch.Tensor
-    scales: object  # of a cache of 8 bits
+    """Without a reference to the KV cache: the host frees the one of its first, trial captures."""
+
+    kv_cache: weakref.ref[torch.Tensor]
+    layer: Layer  # with the scales of a cache of 8 bits
     sm_scale: float
     sinks: torch.Tensor | None
     addresses: LayerAddresses
 
     def holds(self, owner: Any, kv_cache: torch.Tensor) -> bool:
-        if self.kv_cache is not kv_cache or self.sm_scale != owner.scale:
-            return False
-        if self.scales is not owner.deft_layer.scales:
-            return False
-        return self.sinks is None or self.sinks is owner.sinks
+        return (
+            self.kv_cache() is kv_cache
+            and self.layer is owner.deft_layer
+            and self.sm_scale == owner.scale
+            and (self.sinks is None or self.sinks is owner.sinks)
+        )
 
 
 @dataclass(eq=False)
 class TreeGroup(GroupAttention):
-    """Later layers of an eager step repeat the launches of the layer before.
-
-    The first repeat of each size of step is a trial: a full run follows it, and the two must have
-    the same bits. A difference ends all repeats.
-    """
+    """Later layers of an eager step repeat the launches of the layer before."""
 
     attention: TreeAttention
-    # Sizes and query tokens of steps whose trial has passed.
-    _proven: set[tuple[int, int]] = field(default_factory=set)
-    _trial: torch.Tensor | None = None  # the output of a trial whose full run follows
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.repeats = self.attention.device.type == "cuda" and not self.settings.verify
+        self.repeats = Repeats(self.attention, self._log, verify=self.settings.verify)
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         query, kv_cache, output = tensors
-        self._trial = None
         held: HeldLayer | None = getattr(owner, _HELD, None)
         if held is None or not step.ran or id(owner) in step.ran or self.failure.reason is not None:
             return False
-        if not self.repeats or not held.holds(owner, kv_cache):
+        if not held.holds(owner, kv_cache):
             return False
-        proven = (step.tokens.bit_length(), step.query_tokens) in self._proven
-        if not proven and _capturing(output):  # the CPU could not compare
-            return False
-        into = output if proven else output.clone()
+        size = size_of(step.tokens, step.query_tokens)
         try:
-            repeated = self.attention.repeat(held.addresses, query, into)
+            repeated = self.repeats.repeat(held.addresses, query, output, size)
         except Exception as error:
             self.failure.kernel_failed(error)
-            return False
-        if repeated and not proven:
-            self._trial = into
             return False
         if repeated:
             step.ran.add(id(owner))
@@ -251,28 +243,12 @@ class TreeGroup(GroupAttention):
         }
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         read, starts = (k_cache, v_cache, step.page_table, step.seq_lens), step.query_start
-        self.attention.run(query, *read, query_start=starts, out=rows, **of_layer)
-        if self._trial is not None:
-            self._judge(step, rows)
-        if self.repeats and query.dtype == call.query.dtype:
-            addresses = layer_addresses(k_cache, v_cache, **of_layer)
-            held = HeldLayer(call.kv_cache, layer.scales, layer.sm_scale, call.sinks, addresses)
-            setattr(call.owner, _HELD, held)
-
-    def _judge(self, step: TreeStep, rows: torch.Tensor) -> None:
-        """Compare a trial with the full run of the same layer, bit by bit."""
-        assert self._trial is not None
-        bits = {2: torch.int16, 4: torch.int32}[rows.element_size()]
-        trial, self._trial = self._trial[: len(rows)], None
-        if torch.equal(trial.view(bits), rows.view(bits)):
-            self._proven.add((step.tokens.bit_length(), step.query_tokens))
+        full = partial(self.attention.run, query, *read, query_start=starts, out=rows, **of_layer)
+        if query.dtype != call.query.dtype:  # `repeat` gets the latter
+            full()
             return
-        self.repeats = False
-        self._log.warn(
-            "a repeated launch differs from a full run; every layer of eager steps makes its own "
-            "launches from now on, which takes CPU time"
-        )
-
-
-def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        addresses = layer_addresses(k_cache, v_cache, **of_layer)
+        size = size_of(step.tokens, step.query_tokens)
+        self.repeats.run(full, addresses, call.query, rows, size)
+        mine, cache = cast(Any, call.owner).deft_layer, weakref.ref(call.kv_cache)
+        setattr(call.owner, _HELD, HeldLayer(cache, mine, layer.sm_scale, call.sinks, addresses))

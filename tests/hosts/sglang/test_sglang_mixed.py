@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention_checks import tree_attention
+from attention_checks import repeated_layers, tree_attention
+from deft_backend.attention import TreeAttention
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
@@ -328,7 +329,9 @@ def test_verification_compares_whole_mixed_steps(server, monkeypatch, failures):
     once = ["metadata of 1", "extend of 1", "metadata of 4", "extend of 4"]
     assert server.calls == once * 2
     real = server.attention.run
-    monkeypatch.setattr(server.attention, "run", lambda *given, **named: real(*given, **named) + 1)
+    monkeypatch.setattr(
+        server.attention, "run", lambda *given, **named: real(*given, **named).add_(1)
+    )
     batch = server.batch()
     server.check(server.run(batch, layers=2), batch)
     assert "differ by" in failures.pop()
@@ -357,3 +360,60 @@ def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, layers, toke
     server.state.num_layers = layers
     server.state.num_kv_heads, server.state.head_dim, server.state.dtype_bytes = 8, 128, 2
     assert server.mixed._pays(tokens) is pays
+
+
+# Later layers of a step
+
+
+@pytest.fixture
+def repeated(server, monkeypatch):
+    from deft_backend.hosts.sglang import tree_layers
+
+    server.steps.layers.repeats.on = True
+    return repeated_layers(monkeypatch, tree_layers)
+
+
+def test_later_layers_repeat_the_first(server, repeated):
+    """Of mixed steps and of decode steps, wherever the pool's tensors are by then, and also after a
+    graph was captured.
+    """
+    for size in (4, 3, 4, 3):
+        batch = server.batch()
+        if size == 3:
+            rows, lens = batch.req_pool_indices[1:], batch.seq_lens[1:]
+            batch = make_batch("decode", server.table, rows, lens, extend_seq_lens_cpu=[1] * 3)
+        server.check(server.run(batch, layers=3), batch)
+        assert repeated == [3, 3]  # the first time, one of them is a trial
+        repeated.clear()
+        server.pool.buffers[1:] = [
+            [part.clone() for part in pair] for pair in server.pool.buffers[1:]
+        ]
+        if size == 3:
+            server.capture(batch)
+            assert not repeated
+
+
+def test_a_repeat_with_other_bits_ends_repeats(server, repeated, monkeypatch, caplog):
+    full = TreeAttention.repeat
+
+    def wrong(self, layer, q, out):
+        done = full(self, layer, q, out)
+        out[0, 0, 0] += 1
+        return done
+
+    monkeypatch.setattr(TreeAttention, "repeat", wrong)
+    for tried in ([3], []):
+        batch = server.batch()
+        server.check(server.run(batch, layers=3), batch)  # the answer is the full run's
+        assert repeated == tried
+        repeated.clear()
+    assert caplog.text.count("differs from a full run") == 1
+
+
+def test_a_repeat_that_fails_is_a_kernel_that_fails(server, repeated, monkeypatch, failures):
+    server.run(server.batch(), layers=2)
+    monkeypatch.setattr(TreeAttention, "repeat", raising(RuntimeError("no launch")))
+    batch = server.batch()
+    server.check(server.run(batch, layers=2), batch)
+    assert "no launch" in failures.pop()
+    assert server.calls[-3:] == ["metadata of 4", "extend of 4", "extend of 4"]

@@ -91,7 +91,7 @@ def test_a_scale_that_the_model_sets_later_counts():
 @pytest.mark.usefixtures("policy")
 def test_rows_that_no_request_owns(monkeypatch):
     """A graph may hold more requests than a batch: the outputs of the padding are zeros."""
-    monkeypatch.setattr(group, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(group, "capturing", lambda tensor: True)
     step = Step(Batch(DECODE, shared=2, padding=3))
     found = step.run(rows=2)
     close(found[:-2], reference(step.batch, step.cache))
@@ -365,7 +365,7 @@ def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
     batch = step.batch
     captured = step.builder.build_for_cudagraph_capture(batch.common())
     with monkeypatch.context() as capture:
-        capture.setattr(group, "_capturing", lambda tensor: True)
+        capture.setattr(group, "capturing", lambda tensor: True)
         run(step.layers.impls[0], batch, step.cache, captured)
     step.builder.deft_group.failure.kernel_failed(RuntimeError("planted"))
     failures.clear()
@@ -387,7 +387,7 @@ def test_a_graph_in_whose_capture_a_kernel_failed_is_the_hosts(monkeypatch, fail
     step = Step(Batch(DECODE, shared=2))
     captured = step.builder.build_for_cudagraph_capture(step.batch.common())
     with monkeypatch.context() as capture:
-        capture.setattr(group, "_capturing", lambda tensor: True)
+        capture.setattr(group, "capturing", lambda tensor: True)
         capture.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
         run(step.layers.impls[0], step.batch, step.cache, captured)
     failures.clear()

@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 import random
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from attention_checks import repeated_layers
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm import group
@@ -195,32 +197,15 @@ def test_costs_decide_on_a_gpu(tokens, splits):
 
 @pytest.fixture
 def repeated(monkeypatch):
-    """Layers that a step repeats, as on a GPU; here each takes a full run."""
-    found, full, last = [], TreeAttention.run, {}
-
-    def run(self, q, k_cache, v_cache, table, lens, **options):
-        last.update(table=table, lens=lens, start=options.get("query_start"), rows=len(q))
-        return full(self, q, k_cache, v_cache, table, lens, **options)
-
-    def repeat(self, layer, q, out):
-        k_cache, v_cache, options = layer
-        found.append(len(q))
-        rows, start = last["rows"], last["start"]
-        given = (q[:rows], k_cache, v_cache, last["table"], last["lens"])
-        full(self, *given, query_start=start, out=out[:rows], **options)
-        return True
-
-    monkeypatch.setattr(TreeAttention, "run", run)
-    monkeypatch.setattr(TreeAttention, "repeat", repeat)
-    monkeypatch.setattr(group, "layer_addresses", lambda k, v, **options: (k, v, options))
-    return found
+    return repeated_layers(monkeypatch, group)
 
 
 def test_later_layers_repeat_the_first(repeated):
     step = mixed(layers=tree_layers(count=3))
-    step.tree.group.repeats = True
+    step.tree.group.repeats.on = True
     step.check()
-    assert not repeated  # each layer has to run once
+    assert repeated == [38]  # a trial of the second layer; each layer has to run once
+    repeated.clear()
     for _ in range(2):
         step.build()
         step.check()
@@ -234,8 +219,7 @@ def test_later_layers_repeat_the_first(repeated):
 
 def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
     step = mixed(layers=tree_layers(count=3))
-    step.tree.group.repeats = True
-    step.check()
+    step.tree.group.repeats.on = True
     full = TreeAttention.repeat
 
     def wrong(self, layer, q, out):
@@ -245,19 +229,20 @@ def test_a_repeat_with_other_bits_ends_repeats(repeated, monkeypatch, caplog):
 
     monkeypatch.setattr(TreeAttention, "repeat", wrong)
     for tried in ([38], []):
-        step.build()
         step.check()  # the answer is the full run's
         assert repeated == tried
         repeated.clear()
+        step.build()
     assert "differs from a full run" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
 def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
     step = mixed()
-    step.tree.group.repeats = True
+    step.tree.group.repeats.on = True
     step.check()
     step.build()
+    repeated.clear()
     options = {}
     if change == "cache":
         step.run(0)
@@ -283,15 +268,26 @@ def test_a_layer_with_other_tensors_or_another_scale_is_not_the_held_one():
     cache, sinks, scales = (torch.ones(1) for _ in range(3))
     layer = Layer(LayerShape(4, 2, 64), 0.1, 0.0, None, cache="fp8", scales=(scales,) * 3)
     owner = SimpleNamespace(scale=0.1, sinks=sinks, deft_layer=layer)
-    held = group.HeldLayer(cache, layer.scales, 0.1, sinks, None)
+    held = group.HeldLayer(weakref.ref(cache), layer, 0.1, sinks, None)
     assert held.holds(owner, cache)
     assert not held.holds(owner, cache.clone())
     for changes in (
         {"scale": 0.2},
         {"sinks": sinks.clone()},
         {"deft_layer": layer._replace(scales=(scales.clone(),) * 3)},
+        {"deft_layer": layer._replace(reason="scales for each head")},
     ):
         assert not held.holds(SimpleNamespace(**{**vars(owner), **changes}), cache)
+
+
+def test_a_held_layer_does_not_keep_the_cache(repeated):
+    """vLLM frees a first cache, of the captures that measure their memory, before the real one."""
+    step = mixed()
+    step.tree.group.repeats.on = True
+    step.check()
+    cache = weakref.ref(step.cache.tensor)
+    del step.cache.tensor
+    assert cache() is None
 
 
 # What requests share, by the scheduler's messages
