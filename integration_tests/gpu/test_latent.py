@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a G
 SGLANG = FLEET.host == "sglang"
 BACKEND = "fa3" if SGLANG else "FLASH_ATTN_MLA"
 CONTROL = "control"
-DRAFTING = LATENT_SERVERS[1:] if SGLANG else (("latent-8-drafting", 1), ("latent-8-drafting", 2))
+DRAFTING = LATENT_SERVERS[2:] if SGLANG else (("latent-8-drafting", 1), ("latent-8-drafting", 2))
 MORE = 0.0 if SGLANG else 0.002  # share of tokens that may be wrong beyond the control's share
 
 

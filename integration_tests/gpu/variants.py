@@ -25,7 +25,7 @@ from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.plugins import ANY_SHARING, plugin_settings
 from integration_tests.common.server import START_SECONDS, Server
 
-LATENT_SERVERS = (("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
+LATENT_SERVERS = (("latent-32", 1), ("latent-16", 1), ("latent-8", 1), ("latent-16", 2))
 """Shapes and ranks of servers with MLA: the heads of DeepSeek-V2-Lite or of a rank of V3, and
 twice those of a rank of Kimi K2."""
 
