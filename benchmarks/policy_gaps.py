@@ -7,7 +7,8 @@ Both papers search greedily. Here are exact answers, where they can be had:
 - ``makespan``: FlashForge's, over divisions of each kind of node into numbers of chunks.
   ``optimum`` is the least makespan found over a lower bound of all: 1 if it is exact.
 - ``measured``: the costs of `auto`, over all edge assignments and chunk lengths. Leaves of equal
-  length below one node are interchangeable, so only their number counts.
+  length below one node are interchangeable, so only their number counts. Of large trees, the
+  assignments that cut all edges of a depth or none.
 
 Each figure is the policy's cost over the optimum. The policy `oracle` makes the plan of the least
 ``measured`` cost, so that ``kernel --set policy-gaps`` times it next to the others.
@@ -52,7 +53,6 @@ from deft_backend.policies.fasttree import EdgeCosts, search_edges
 from deft_backend.policies.grouping import longest_first
 from deft_backend.policies.measured_chunks import Cut, cut_cost
 from deft_backend.policies.policy import TwoRulePolicy
-from deft_backend.policies.target import PolicyError
 from deft_backend.shapes import AttentionShape
 
 POLICIES = ("fasttree", "flashforge", "auto")
@@ -61,7 +61,8 @@ ESTIMATED = (*POLICIES, "deft-node", "deft-node-chunk", "flash-decoding")
 """Policies with one KV range an item."""
 
 MOST_ASSIGNMENTS, MOST_DIVISIONS = 20_000, 250_000
-"""A forest with more has no ``measured`` optimum, or no ``makespan``."""
+"""Of a forest with more assignments, ``measured`` tries those that cut all edges of a depth or
+none; one with more divisions has no ``makespan``."""
 
 MOST_SCHEDULES = 2000  # divisions that are scheduled, cheapest lower bound first
 
@@ -149,20 +150,15 @@ def estimate_rows(record: Path) -> Iterator[dict[str, Any]]:
     standard deviation of the logarithm. ``picks`` is the mean time of the plan with the least
     makespan over the fastest one's.
     """
-    content = read_json(record, RowsError)
-    rows = [
-        {"planner": part["header"].get("planner"), **row}
-        for part in content.get("runs", [content])
-        for row in part["rows"]
-    ]
+    rows = read_json(record, RowsError)["rows"]
     names = dict.fromkeys(row["set"] for row in rows)
     forests = {(w.set, w.name): w.forest for name in names for w in read_set(name, None)[1]}
     for heads, kind in product(dict.fromkeys(row["heads"] for row in rows), ("profile", "tiles")):
         target, logs, picks = target_on_hopper(heads, "NVIDIA H200"), [], []
         for row in rows:
-            if row["heads"] != heads or row["planner"] != "host":
+            if row["heads"] != heads:
                 continue
-            forest = forests[row["set"], row.get("tree") or row["workload"]]
+            forest = forests[row["set"], row["workload"]]
             times = {"auto": row["us"].get("deft"), **row["us"]}
             us = {name: us for name, us in times.items() if us and name in ESTIMATED}
             found = {
@@ -253,16 +249,24 @@ def choice_of(name: str, forest: PrefixForest, target: Target) -> Choice:
 
 
 def assignments(forest: PrefixForest) -> Iterator[BoolArray]:
-    """Every edge assignment, but for exchanges of equal leaves; PolicyError for too many."""
+    """Every edge assignment, but for exchanges of equal leaves; if too many, by depth alone."""
     kinds: dict[tuple[int, ...], list[int]] = {}
+    depths: dict[int, list[int]] = {}
+    depth = [0] * forest.num_nodes
     for node in np.flatnonzero(forest.parent >= 0).tolist():
-        leaf = (int(forest.parent[node]), int(forest.length[node]))
+        above = int(forest.parent[node])
+        depth[node] = depth[above] + 1
+        depths.setdefault(depth[node], []).append(node)
+        leaf = (above, int(forest.length[node]))
         kinds.setdefault(leaf if forest.is_leaf[node] else (node,), []).append(node)
-    if math.prod(len(nodes) + 1 for nodes in kinds.values()) > MOST_ASSIGNMENTS:
-        raise PolicyError(f"more than {MOST_ASSIGNMENTS} edge assignments")
-    for cut in product(*(range(len(nodes) + 1) for nodes in kinds.values())):
+    numbers = [range(len(nodes) + 1) for nodes in kinds.values()]
+    groups = list(kinds.values())
+    if math.prod(map(len, numbers)) > MOST_ASSIGNMENTS:
+        groups = list(depths.values())
+        numbers = [range(0, len(nodes) + 1, len(nodes)) for nodes in groups]
+    for cut in product(*numbers):
         is_cut = np.zeros(forest.num_nodes, dtype=np.bool_)
-        for nodes, number in zip(kinds.values(), cut, strict=True):
+        for nodes, number in zip(groups, cut, strict=True):
             is_cut[nodes[:number]] = True
         yield is_cut
 
@@ -287,21 +291,17 @@ class Oracle(Policy):
 
 
 def gaps(forest: PrefixForest, target: Target) -> dict[str, Any]:
-    """Each policy's cost over the optimum, by each model; ``measured`` is empty if out of reach."""
+    """Each policy's cost over the optimum, by each model."""
     costs = EdgeCosts.of(target.costs.fasttree, target)
     greedy = edges_cost(forest, search_edges(forest, costs), costs)
-    found: dict[str, Any] = {
+    best = best_choice(forest, target).cost
+    chosen = {name: choice_of(name, forest, target).cost for name in POLICIES}
+    return {
         "edges": {"fasttree": _ratio(greedy, least_edges_cost(forest, costs))},
         "makespan": makespan_gaps(forest, target),
-        "measured": {},
+        "measured": {name: _ratio(cost, best) for name, cost in chosen.items()},
+        "optimum_us": round(best / 1e3, 2),
     }
-    try:
-        best = best_choice(forest, target).cost
-    except PolicyError:
-        return found
-    for name in POLICIES:
-        found["measured"][name] = _ratio(choice_of(name, forest, target).cost, best)
-    return {**found, "optimum_us": round(best / 1e3, 2)}
 
 
 def _ratio(cost: float, best: float) -> float:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.e2e.launch import ChoiceError
 from benchmarks.recorded_traces import load_trace
+from deft_backend.tools.harness import programs
+from deft_backend.tools.harness.programs import MARK, PROGRAMS, Sizes
 from deft_backend.tools.harness.workload import Request, Workload, thought_requests
 from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.thought_trees import ROOT, ThoughtTree
@@ -23,22 +24,10 @@ from deft_backend.tools.traces.thought_trees import ROOT, ThoughtTree
 BATCHES, REPLAY, BEAMS = "batches", "replay", "beams"
 """How a workload is timed (:mod:`benchmarks.e2e.timing`)."""
 
-MARK = 2
-"""Token ids that make a thought differ from its siblings. Without them, greedy decoding would give
-all of them the same answer."""
-
 SHORTEST = 16
 """The longest answer of a rollout divided by its shortest one."""
 
 Ids = tuple[int, ...]
-
-
-class Sizes(NamedTuple):
-    """Tokens of the shared prefix, requests (beams, samples, sessions), and tokens behind it."""
-
-    prefix: int
-    branches: int
-    suffix: int
 
 
 Make = Callable[[Sizes, int, int, int], Workload]
@@ -55,74 +44,18 @@ def _chances(name: str, sizes: Sizes, repeat: int) -> tuple[random.Random, rando
     return random.Random(f"{name} {sizes}"), random.Random(f"{name} {sizes} {repeat}")
 
 
-def few_shot(
-    sizes: Sizes,
-    gen: int,
-    vocabulary: int,
-    repeat: int,
-    nodes: Sequence[int] = (1,),
-    above: Sequence[int] = (),
-) -> Workload:
-    """Branches on a tree of prefixes, one by default; with a prefix of 0 they share nothing.
+def with_ids(name: str, make: programs.Make) -> Make:
+    """The same workload for prompts of token ids."""
 
-    Each level has so many `nodes`, spread evenly over those of the level `above`, which hold so
-    many tokens; the last level holds the rest of the prefix.
-    """
-    shared, own = _chances("few-shot", sizes, repeat)
-    prefixes: list[Ids] = [()]
-    for count, tokens in zip(nodes, (*above, sizes.prefix - sum(above)), strict=True):
-        prefixes = [
-            _of(prefixes, at, count) + draw(shared, vocabulary, tokens) for at in range(count)
-        ]
-    return _branches(prefixes, sizes, gen, vocabulary, own)
+    def made(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
+        shared, own = _chances(name, sizes, repeat)
+        parts = programs.Parts(partial(draw, shared, vocabulary), partial(draw, own, vocabulary))
+        return make(sizes, gen, parts)
+
+    return made
 
 
-def retrieved(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
-    """Eight questions about each choice of 4 of 17 documents, as FastTree's program asks them."""
-    shared, own = _chances("retrieved", sizes, repeat)
-    texts = [draw(shared, vocabulary, sizes.prefix // 4) for _ in range(17)]
-    chosen = [sorted(shared.sample(range(17), 4)) for _ in range(max(1, sizes.branches // 8))]
-    prefixes = [tuple(id for text in choice for id in texts[text]) for choice in chosen]
-    return _branches(prefixes, sizes, gen, vocabulary, own)
-
-
-def _branches(
-    prefixes: Sequence[Ids], sizes: Sizes, gen: int, vocabulary: int, own: random.Random
-) -> Workload:
-    """The same number of requests behind each prefix."""
-    requests = tuple(
-        Request(
-            f"branch {at}",
-            _of(prefixes, at, sizes.branches) + draw(own, vocabulary, sizes.suffix),
-            gen,
-        )
-        for at in range(sizes.branches)
-    )
-    return Workload("few-shot", "", tuple(filter(None, prefixes)), requests)
-
-
-def _of(prefixes: Sequence[Ids], at: int, count: int) -> Ids:
-    """That of the branch `at` of `count`."""
-    return prefixes[at * len(prefixes) // count]
-
-
-def chains(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
-    """Questions behind one prompt, each with four chains of reasoning and a vote on their answers.
-
-    FastTree's program; the vote goes on behind the first chain, with what the others return.
-    """
-    shared, own = _chances("chains", sizes, repeat)
-    prompt = draw(shared, vocabulary, sizes.prefix)
-    requests: list[Request] = []
-    for question in range(sizes.branches):
-        asked = prompt + draw(own, vocabulary, sizes.suffix)
-        names = [f"question {question}, chain {chain}" for chain in range(4)]
-        requests += [Request(name, asked + draw(own, vocabulary, MARK), gen) for name in names]
-        vote = draw(own, vocabulary, sizes.suffix)
-        requests.append(
-            Request(f"question {question}, vote", vote, gen, names[0], returned=tuple(names[1:]))
-        )
-    return Workload("chains", "", (prompt,), tuple(requests))
+few_shot = with_ids("few-shot", programs.levels)
 
 
 def documents(sizes: Sizes, gen: int, vocabulary: int, repeat: int) -> Workload:
@@ -232,10 +165,6 @@ _GRID = (
 _DRAFTED = [(prefix, requests, 64) for prefix in (2000, 8000, 16000) for requests in (1, 8, 32)]
 _BEAMS = [(prompt, width, 1) for prompt in (100, 4096, 16384) for width in (4, 32, 128, 256)]
 _SAMPLED = ((2000, 16, 16), (8000, 16, 16), (2000, 64, 1), (8000, 64, 1))
-# FastTree's programs, with about the tokens of Llama-2's tokenizer: a template with a place and a
-# language, and eight sets of examples behind one prompt.
-_SYSTEM = partial(few_shot, nodes=(1, 3, 4), above=(45, 355))
-_SHOTS = partial(few_shot, nodes=(1, 8), above=(2600,))
 _AGENTS = ((20000, 8, 256), (20000, 32, 256), (100000, 8, 256))
 
 TABLE: Mapping[str, Entry] = {
@@ -247,10 +176,17 @@ TABLE: Mapping[str, Entry] = {
     "chats": Entry(
         partial(sessions, forks=0), REPLAY, ((2048, 64, 16), (8192, 64, 16)), ((96, 3, 8),), 128, 6
     ),
-    "system-prompts": Entry(_SYSTEM, BATCHES, ((2600, 512, 60),), ((448, 8, 8),), 256, 8),
-    "shots": Entry(_SHOTS, BATCHES, ((6100, 128, 60),), ((2648, 8, 8),), 256, 8),
-    "chains": Entry(chains, REPLAY, ((2600, 32, 60),), ((96, 2, 8),), 256, 6),
-    "retrieved": Entry(retrieved, BATCHES, ((4400, 128, 40),), ((192, 16, 8),), 256, 8),
+    **{
+        name: Entry(
+            with_ids(name, make),
+            REPLAY if name == "chains" else BATCHES,
+            (sizes,),
+            ((96, 2 if name == "chains" else 8, 8),),
+            256,
+            8,
+        )
+        for name, (make, sizes) in PROGRAMS.items()
+    },
     "beams": Entry(beams, BEAMS, _BEAMS, ((64, 4, 1),), 65, 8),
 }
 """By name; ``trees`` replays recorded trees of thoughts (:func:`recorded_trees`)."""

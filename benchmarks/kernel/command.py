@@ -159,7 +159,7 @@ def make_setup(spec: Spec, device: torch.device, *, quick: bool) -> Setup:
     ):
         if value not in known:
             raise fail(f"{key} is {value!r}; expected one of {', '.join(known)}")
-    peers = [make_method(name) for name in spec.peers if name != "none"]
+    peers = [make_method(name, spec.planner) for name in spec.peers if name != "none"]
     reasons = {method.name: method.unavailable(device) for method in peers}
     return Setup(
         spec,

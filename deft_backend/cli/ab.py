@@ -24,7 +24,7 @@ def ab(
     workload: Annotated[
         list[str] | None,
         Option(
-            help=f"One of {', '.join(CHOICES)}; may be repeated. Default: all but rollout, or "
+            help=f"One of {', '.join(CHOICES)}; may be repeated. Default: the first five, or "
             "the trace of arrivals."
         ),
     ] = None,

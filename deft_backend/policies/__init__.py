@@ -5,7 +5,7 @@ from deft_backend.policies.chunk_choice import CHUNK_RULES
 from deft_backend.policies.deft_flatten import DeftFlatten
 from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.fixed_edges import DeftNode, DeftNodeChunk, FlashDecoding, FlashForge
-from deft_backend.policies.grouping import Grouping, GroupingBuilder, Segment
+from deft_backend.policies.grouping import Grouping, Segment
 from deft_backend.policies.invariant import Invariant
 from deft_backend.policies.policy import ABSOLUTE, EDGE_RULES, FLATTENED, Policy, PolicyError, Rules
 from deft_backend.policies.target import Target
@@ -74,7 +74,6 @@ __all__ = [
     "FlashDecoding",
     "FlashForge",
     "Grouping",
-    "GroupingBuilder",
     "Invariant",
     "Policy",
     "PolicyError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,33 +117,6 @@ class Grouping:
         total: npt.NDArray[np.int64] = np.concatenate(([0], np.cumsum(length)))
         tokens: npt.NDArray[np.int64] = total[self.segment_ptr[1:]] - total[self.segment_ptr[:-1]]
         return tokens
-
-
-class GroupingBuilder:
-    """Builds a :class:`Grouping` group by group."""
-
-    def __init__(self) -> None:
-        self._query_ptr = [0]
-        self._queries: list[int] = []
-        self._segment_ptr = [0]
-        self._segments: list[Segment] = []
-
-    def add(self, queries: Sequence[int] | Int32Array, segments: Sequence[Segment]) -> None:
-        """Add a group; `queries` are request indices in forest order."""
-        self._queries.extend(int(q) for q in queries)
-        self._query_ptr.append(len(self._queries))
-        self._segments += segments
-        self._segment_ptr.append(len(self._segments))
-
-    def build(self) -> Grouping:
-        held = np.array(self._segments, dtype=np.int32).reshape(-1, len(Segment._fields))
-        request, start, end, is_open, *span = held.T.copy()
-        query_ptr, queries, segment_ptr = (
-            np.array(numbers, dtype=np.int32)
-            for numbers in (self._query_ptr, self._queries, self._segment_ptr)
-        )
-        tokens = (request, start, end, is_open.astype(bool))
-        return Grouping(query_ptr, queries, segment_ptr, *tokens, *span)
 
 
 def longest_first(cost_ms: FloatArray, num_programs: int) -> float:

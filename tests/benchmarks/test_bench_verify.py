@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.kernel.measure_case import Setup, measure_case
-from benchmarks.kernel.methods import OURS
+from benchmarks.kernel.methods import OURS, make_method
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
@@ -15,6 +15,7 @@ from deft_backend.attention.reference_attention import seen_tokens
 from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
+PEERS = ("flash-decoding", "deft-node-chunk", "deft-flatten", "fasttree", "flashforge")
 PARENTS = (-1, 0, 0, 1, 3)
 CASES = {
     "drafts": drafted([Workload(VERIFY, "drafts", described("1,2,3 16,5,2").describe)], 5)[0],
@@ -38,9 +39,10 @@ def test_bits_say_who_sees_whom():
 @pytest.mark.parametrize("mask", CASES)
 def test_results_are_checked(mask):
     spec = Spec(head_dim=64, planner="device")
-    measured = Setup(spec, Ours(OURS, "auto", "device"), (), CPU, QUICK, None, {})
+    peers = [make_method(name, "device") for name in PEERS] if mask == "drafts" else []
+    measured = Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, QUICK, None, {})
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
+    assert all(error < 1e-3 for error in row["error"].values())
     kind = "chain" if mask == "chain" else "tree"
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})
-    assert row["error"]["deft"] < 1e-3
     assert row["repeatable"]

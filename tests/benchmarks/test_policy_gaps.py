@@ -52,10 +52,8 @@ def test_estimates_are_compared_with_recorded_times(tmp_path):
         "profile": float(costs.time(8, 8192)) * 1e6,
         "tiles": costs.tiles.item_ns[0] + 8192 * costs.tiles.token_ns[0],
     }
-    row = {"set": "unshared", "heads": "32/8", "planner": "host"}
-    rows = [row | {"tree": "8 8192", "us": {"deft-node": 100.0}}]
-    rows.append(row | {"planner": "device", "tree": "1 8192", "us": {"deft-node": 1.0}})
-    write_rows(tmp_path / "record.json", rows, {})
+    row = {"set": "unshared", "heads": "32/8", "workload": "8 8192", "us": {"deft-node": 100.0}}
+    write_rows(tmp_path / "record.json", [row], {})
     for found in estimate_rows(tmp_path / "record.json"):
         assert (found["plans"], found["spread"], found["picks"]) == (1, 0.0, 1.0)
         assert found["ratio"] == round(ns[found["estimator"]] / 1e5, 2)

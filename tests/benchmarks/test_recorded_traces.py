@@ -15,12 +15,13 @@ from benchmarks.recorded_traces import (
     token_tree_forest,
 )
 from deft_backend.tools.traces.arrivals import TraceError
-from deft_backend.tools.traces.thought_trees import ThoughtTreeShape, generate_thought_tree
+from deft_backend.tools.traces.thought_trees import generate_thought_tree
 from forest_oracle import path_of
 from thought_tree_files import dump_thought_trees
 
-shapes = st.builds(
-    ThoughtTreeShape,
+trees = st.builds(
+    generate_thought_tree,
+    st.integers(0, 1000),
     depth=st.integers(1, 4),
     width=st.integers(1, 5),
     keep=st.integers(1, 3),
@@ -28,7 +29,6 @@ shapes = st.builds(
     shortest=st.integers(1, 5),
     longest=st.integers(5, 20),
 )
-trees = st.builds(generate_thought_tree, shapes, st.integers(0, 1000))
 
 
 def example():

@@ -81,7 +81,7 @@ MODEL = "<model>"  # stands for the folder of a model
         (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
         (
             ["ab", "--prefix-tokens", "16384", "--max-tokens", "92"],
-            "so nothing could be compared; pass --prefix-tokens 7816 or less",
+            "so nothing could be compared; pass --prefix-tokens 7766 or less",
         ),
         (["ab", "--", "--api-key", "K"], "set OPENAI_API_KEY to the same key"),
         (["ab", "--urls", "127.0.0.1:9", "127.0.0.1:9"], "is it running? (Connection refused)"),

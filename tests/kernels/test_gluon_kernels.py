@@ -27,7 +27,8 @@ from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
 from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.planner import plan_grouping
-from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
+from deft_backend.policies import DeftFlatten, Segment
+from strategies import grouping_of
 
 launched = Counter()
 """Launches of each kernel since the last check began."""
@@ -295,11 +296,9 @@ def test_a_stem_writes_outputs_and_partial_results(group, longer):
     use_gluon(attention, 2, 3)
     order = [r for r in range(requests) if r not in longer] + longer
     forest = build_forest(order, [shared] * (requests - 1), lens.tolist())
-    builder = GroupingBuilder()
-    builder.add(list(range(requests)), [Segment(0, 0, shared, False, 0, requests)])
-    for request in longer:
-        builder.add([request], [Segment(request, shared, shared + own, True, 0, 1)])
-    plan = plan_grouping(builder.build(), forest, attention.target)
+    leaves = [([request], Segment(request, shared, shared + own, True, 0, 1)) for request in longer]
+    groups = [(range(requests), Segment(0, 0, shared, False, 0, requests)), *leaves]
+    plan = plan_grouping(grouping_of(groups), forest, attention.target)
     stem = plan.entry_slot[:requests]
     assert (stem < 0).sum() == requests - len(longer)
     attention.use(plan, forest)

@@ -20,9 +20,9 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanCapacity, PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
-from deft_backend.policies import DeftFlatten, GroupingBuilder, Segment
+from deft_backend.policies import DeftFlatten, Segment
 from random_batches import random_batch as paged_batch
-from strategies import batch_of
+from strategies import batch_of, grouping_of
 
 
 def tensors_of(made):
@@ -78,17 +78,17 @@ def chunks_and_leaves(shared, chunks, requests, *, halves=False):
     """
 
     def group(forest, target):
-        builder = GroupingBuilder()
+        groups = []
         for n in range(chunks):
             begin, end = n * shared // chunks, (n + 1) * shared // chunks
             half = requests // 2 if halves and n % 2 else requests
             for first in range(0, requests, half):
                 rows = list(range(first, first + half))
-                builder.add(rows, [Segment(0, begin, end, False, 0, len(rows))])
+                groups.append((rows, Segment(0, begin, end, False, 0, len(rows))))
         for row, length in enumerate(forest.seq_lens.tolist()):
             begin = shared if row < requests else 0
-            builder.add([row], [Segment(row, begin, length, True, 0, 1)])
-        return builder.build()
+            groups.append(([row], Segment(row, begin, length, True, 0, 1)))
+        return grouping_of(groups)
 
     return group
 

@@ -24,13 +24,12 @@ from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.planner.plan import WORKSPACE_LIMIT
 from deft_backend.policies import (
     POLICY_NAMES,
-    GroupingBuilder,
     PolicyError,
     Segment,
     Target,
     get_policy,
 )
-from strategies import GROWTH, Batch, batches, check_plan, regular_forest, targets
+from strategies import GROWTH, Batch, batches, check_plan, grouping_of, regular_forest, targets
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
@@ -123,12 +122,11 @@ def test_the_checker_finds_every_corruption(name):
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
     batch = wide_batch(3, shared=50, own=10)
-    builder = GroupingBuilder()
-    builder.add([0, 1, 2], [Segment(run[0], 0, 50, False, *run)])
+    groups = [([0, 1, 2], Segment(run[0], 0, 50, False, *run))]
     for row in range(3):
         start = 50 if row in range(*run) else 0
-        builder.add([row], [Segment(row, start, 60, True, 0, 1)])
-    plan = plan_grouping(builder.build(), batch.forest(), GQA)
+        groups.append(([row], Segment(row, start, 60, True, 0, 1)))
+    plan = plan_grouping(grouping_of(groups), batch.forest(), GQA)
     check_plan(batch, plan, GQA)
     assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
 
@@ -177,12 +175,11 @@ def test_limits_are_named():
     long = build_forest([0], [], [1 << 25])
     with pytest.raises(PlanError, match="a request holds 33554432 tokens"):
         plan_forest(long, get_policy("auto"), GQA, PlanCapacity.for_batch(1))
-    builder = GroupingBuilder()
-    builder.add([0, 2], [Segment(0, 0, 100, False, 0, 2)])
+    grouping = grouping_of([([0, 2], Segment(0, 0, 100, False, 0, 2))])
     with pytest.raises(PlanError, match="request 1 belongs to no group"):
-        plan_grouping(builder.build(), forest, GQA)
+        plan_grouping(grouping, forest, GQA)
     with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile"):
-        plan_grouping(builder.build(), forest, Target(256, 1, 64))
+        plan_grouping(grouping, forest, Target(256, 1, 64))
 
 
 def test_what_does_not_fit_is_read_request_by_request(caplog, monkeypatch):

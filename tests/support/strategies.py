@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.fuzz.walk_plan import fault_of
 from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.planner import plan_grouping
-from deft_backend.policies import Target
+from deft_backend.policies import Grouping, Target
 
 GROWTH = 40
 """Tokens that every request of a batch may grow by: its page table has room for them."""
@@ -133,3 +133,13 @@ def check_coverage(batch, grouping, target, growth=0, forest=None):
     """The same of groups; `forest` is the one that they were made of, if not the batch's."""
     plan = plan_grouping(grouping, batch.forest() if forest is None else forest, target)
     check_plan(batch, plan, target, growth)
+
+
+def grouping_of(groups):
+    """Groups of queries and one segment each."""
+    queries, segments = zip(*groups)  # noqa: B905
+    fields = [np.array(field, dtype=np.int32) for field in zip(*segments)]  # noqa: B905
+    fields[3] = fields[3].astype(bool)
+    query_ptr = np.append(0, np.cumsum([len(of) for of in queries])).astype(np.int32)
+    flat = np.concatenate(queries).astype(np.int32)
+    return Grouping(query_ptr, flat, np.arange(len(groups) + 1, dtype=np.int32), *fields)

@@ -9,6 +9,7 @@ from benchmarks.kernel.methods.flashinfer_cascade import FlashInferCascade
 from benchmarks.kernel.methods.flashinfer_decode import FlashInferDecode
 from benchmarks.kernel.methods.flashinfer_prefill import FlashInferPrefill
 from benchmarks.kernel.methods.forest_cascade import ForestCascade
+from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.methods.papers import (
     DenseMask,
     FixedDivision,
@@ -49,8 +50,11 @@ METHODS = ("none", *_OTHERS, *POLICY_NAMES)
 ``deft-node-chunk/64``, ``deft-flatten/64``, ``fixed-division/4``, ``fasttree/10`` (its gamma)."""
 
 
-def make_method(name: str) -> Method:
-    """One of :data:`METHODS`; raises KeyError if it is unknown."""
+def make_method(name: str, planner: str = "host") -> Method:
+    """One of :data:`METHODS`; raises KeyError if it is unknown.
+
+    The `planner` plans for a policy by its name; policies with parameters have the reference alone.
+    """
     policy, _, parameter = name.partition("/")
     if name in _OTHERS:
         return _OTHERS[name]()
@@ -66,7 +70,7 @@ def make_method(name: str) -> Method:
         return Tuned(name, FixedDivision(int(parameter)))
     if name not in POLICY_NAMES:
         raise KeyError(name)
-    return Tuned(name, get_policy(name))
+    return Ours(name, name, planner) if planner == "device" else Tuned(name, get_policy(name))
 
 
 __all__ = ["METHODS", "OURS", "Method", "Prepared", "Refused", "make_method"]

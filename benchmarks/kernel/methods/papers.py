@@ -41,6 +41,8 @@ class Tuned(Ours):
         return max(inputs.batch, Settings().max_batch)
 
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
+        if inputs.query_tokens > 1:
+            raise Refused("peers with plans of the reference have one query token a request")
         # Not `plan_forest`, which gives chunks no more room than such a batch usually needs.
         target = attention.target.within(attention.capacity.limits)
         try:

@@ -1,6 +1,6 @@
 """Compare the answers of two servers, by token ids or by text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,7 +44,7 @@ class Agreement:
 
 
 def agreement(
-    first: Replayed, second: Replayed, after: Mapping[str, str | None] | None = None
+    first: Replayed, second: Replayed, after: Mapping[str, Sequence[str]] | None = None
 ) -> Agreement:
     """Compare the answers that both servers gave, by token ids, else by text. Requests that
     continue (`after`) a different answer had different prompts and are left out.
@@ -57,7 +57,7 @@ def agreement(
     for name, one in given[0].items():
         if name not in given[1]:
             continue
-        if (after or {}).get(name) in differ:
+        if not differ.isdisjoint((after or {}).get(name, ())):
             differ.add(name)
             not_compared += 1
             continue

@@ -115,7 +115,7 @@ async def _run_side(
             after = None if stopped else await asyncio.to_thread(source.read)
             counted.append(after - before if after and before else None)
             if first is not None and at < len(first.runs):
-                parents = {request.name: request.after for request in workload.requests}
+                parents = {request.name: request.continues for request in workload.requests}
                 compared = agreement(first.runs[at], run, parents)
                 if not stopped:
                     compared = await _with_margins((client, first), workload, run, compared)

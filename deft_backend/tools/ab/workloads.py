@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from deft_backend.tools.harness import programs as prompts
+from deft_backend.tools.harness.programs import CHAINS, PROGRAMS, Make, levels
 from deft_backend.tools.harness.workload import (
     Request,
     Workload,
@@ -15,11 +19,7 @@ from deft_backend.tools.harness.workload import (
     thought_requests,
 )
 from deft_backend.tools.traces.invented import passage, question
-from deft_backend.tools.traces.thought_trees import (
-    ThoughtTree,
-    ThoughtTreeShape,
-    generate_thought_tree,
-)
+from deft_backend.tools.traces.thought_trees import ThoughtTree, generate_thought_tree
 
 if TYPE_CHECKING:
     from deft_backend.tools.traces.arrivals import Arrival
@@ -27,77 +27,25 @@ if TYPE_CHECKING:
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
 
-CHOICES = (*WORKLOADS, "rollout")
+CHOICES = (*WORKLOADS, "rollout", *PROGRAMS)
 
 
-def few_shot(branches: int, characters: int, max_tokens: int) -> Workload:
-    prompt = passage(characters, 1)
-    return Workload(
-        "few-shot",
-        f"{branches} questions behind one prompt of {characters} characters",
-        (prompt,),
-        tuple(
-            Request(f"branch {i}", prompt + question(i, prompt), max_tokens)
-            for i in range(branches)
-        ),
-    )
-
-
-def parallel_samples(samples: int, characters: int, max_tokens: int) -> Workload:
-    notes = passage(characters, 2)
+def samples(name: str, characters: int, lengths: Sequence[int]) -> Workload:
+    """Samples of one prompt, with answers of these lengths."""
+    notes = passage(characters, name)
     prompt = notes + question(0, notes)
-    return Workload(
-        "parallel-samples",
-        f"{samples} samples of one prompt of {len(prompt)} characters",
-        (prompt,),
-        tuple(Request(f"sample {at}", prompt, max_tokens) for at in range(samples)),
+    said = (
+        f"{len(lengths)} samples of one prompt, answers of {min(lengths)} to {max(lengths)} tokens"
     )
+    requests = tuple(Request(f"sample {at}", prompt, length) for at, length in enumerate(lengths))
+    return Workload(name, said, (prompt,), requests)
 
 
-def document_questions(
-    documents: int, questions: int, characters: int, max_tokens: int
-) -> Workload:
-    texts = [f"Answer from the notes.\n\n{passage(characters, 3000 + d)}" for d in range(documents)]
-    return Workload(
-        "document-questions",
-        f"{questions} questions about each of {documents} documents of {characters} characters",
-        tuple(texts),
-        tuple(  # the documents take turns, as in real traffic
-            Request(f"document {d} question {q}", text + question(q, text), max_tokens)
-            for q in range(questions)
-            for d, text in enumerate(texts)
-        ),
-    )
-
-
-def rollout(samples: int, characters: int, mean_tokens: int) -> Workload:
-    """Samples of one prompt with long answers, as in RL: log-normal, up to four times the mean."""
+def long_answers(count: int, mean_tokens: int) -> list[int]:
+    """Lengths of answers as in RL: log-normal, up to four times the mean."""
     chance = random.Random("rollout 4")
-    notes = passage(characters, 4)
-    prompt = notes + question(0, notes)
-    drawn = [mean_tokens * chance.lognormvariate(-0.2, 0.63) for _ in range(samples)]
-    lengths = [max(1, min(round(length), 4 * mean_tokens)) for length in drawn]
-    return Workload(
-        "rollout",
-        f"{samples} samples of one prompt of {len(prompt)} characters, answers of {min(lengths)} "
-        f"to {max(lengths)} tokens",
-        (prompt,),
-        tuple(Request(f"sample {at}", prompt, length) for at, length in enumerate(lengths)),
-    )
-
-
-def unshared(requests: int, characters: int, max_tokens: int) -> Workload:
-    """Prompts that differ from their first character on: tree attention must lose nothing here."""
-    notes = [passage(characters, 5000 + i) for i in range(requests)]
-    return Workload(
-        "unshared",
-        f"{requests} prompts of {characters} characters, all different",
-        (),
-        tuple(
-            Request(f"request {i}", f"{i + 1}. {text}{question(0, text)}", max_tokens)
-            for i, text in enumerate(notes)
-        ),
-    )
+    drawn = [mean_tokens * chance.lognormvariate(-0.2, 0.63) for _ in range(count)]
+    return [max(1, min(round(length), 4 * mean_tokens)) for length in drawn]
 
 
 def tree_of_thoughts(tree: ThoughtTree) -> Workload:
@@ -107,6 +55,22 @@ def tree_of_thoughts(tree: ThoughtTree) -> Workload:
     requests = thought_requests(tree, tree.prompt, _mark)
     said = f"{len(requests)} thoughts, {tree.last_iteration} iterations"
     return Workload("tree-of-thoughts", said, (tree.prompt,), requests)
+
+
+def in_text(name: str, make: Make, ratio: float, sizes: prompts.Sizes, answer: int) -> Workload:
+    """A workload for prompts of text, with `ratio` characters a token."""
+    number = count()
+
+    def shared(tokens: int) -> str:
+        return passage(round(tokens * ratio), f"{name} {next(number)}")
+
+    def own(tokens: int) -> str:
+        mark = _mark(next(number))
+        return shared(tokens)[len(mark) :] + mark
+
+    made = make(sizes, answer, prompts.Parts(shared, own))
+    said = f"{len(made.requests)} requests, {sizes.prefix} tokens of a prompt shared"
+    return replace(made, name=name, description=said)
 
 
 def _mark(node: int) -> str:
@@ -126,7 +90,7 @@ def default_sizes(*, on_gpu: bool, quick: bool) -> Sizes:
     return Sizes(6, 400, 16) if quick else Sizes(8, 600, 24)
 
 
-_AROUND = 100  # most tokens of questions and marks; a token may be a character
+_AROUND = 150  # most tokens of questions and marks; a token may be a character
 
 
 def check_fits(
@@ -137,7 +101,7 @@ def check_fits(
         return
     needed = {name: sizes.prefix_tokens // (1 + (name == "unshared")) + 1 for name in names}
     if too_long := [name for name, tokens in needed.items() if tokens >= context]:
-        answers = {"rollout": 8, "tree-of-thoughts": 3}
+        answers = {"rollout": 8, "tree-of-thoughts": 3, "chains": 1 + CHAINS}
         more = max(answers.get(name, 1) for name in names) * sizes.max_tokens
         most = context - more - _AROUND
         way_out = (
@@ -161,27 +125,36 @@ def check_fits(
 def make_workloads(
     names: Sequence[str], sizes: Sizes, *, characters_a_token: float = 1.0
 ) -> list[Workload]:
-    count, answer = sizes.branches, sizes.max_tokens
+    branches, answer = sizes.branches, sizes.max_tokens
     characters = max(1, round(sizes.prefix_tokens * characters_a_token))
-    shape = ThoughtTreeShape(
-        width=max(1, min(count, 8) // 2),
+    tree = generate_thought_tree(
+        width=max(1, min(branches, 8) // 2),
         keep=2,
         prompt_tokens=sizes.prefix_tokens,
         shortest=max(1, answer // 2),
         longest=answer,
         characters_a_token=characters_a_token,
     )
-    documents = 2 if count > 1 else 1
     makers: dict[str, Callable[[], Workload]] = {
-        "few-shot": partial(few_shot, count, characters, answer),
-        "parallel-samples": partial(parallel_samples, count, characters, answer),
-        "document-questions": partial(
-            document_questions, documents, count // documents, characters, answer
-        ),
-        "tree-of-thoughts": partial(tree_of_thoughts, generate_thought_tree(shape)),
-        "unshared": partial(unshared, count, max(1, characters // 2), answer),
-        "rollout": partial(rollout, count, characters, 2 * answer),
+        "parallel-samples": partial(samples, "parallel-samples", characters, [answer] * branches),
+        "tree-of-thoughts": partial(tree_of_thoughts, tree),
+        "rollout": partial(samples, "rollout", characters, long_answers(branches, 2 * answer)),
     }
+    tokens = sizes.prefix_tokens
+    documents = 2 if branches > 1 else 1
+    batches: dict[str, tuple[Make, prompts.Sizes]] = {
+        "few-shot": (levels, prompts.Sizes(tokens, branches, 0)),
+        "document-questions": (
+            partial(levels, nodes=((documents, 1),)),
+            prompts.Sizes(tokens, branches // documents * documents, 0),
+        ),
+        "unshared": (levels, prompts.Sizes(0, branches, max(1, tokens // 2))),
+    }
+    for name, (make, theirs) in PROGRAMS.items():
+        together = max(1, branches // CHAINS) if name == "chains" else branches
+        batches[name] = make, theirs._replace(prefix=tokens, branches=together)
+    for name, (make, asked) in batches.items():
+        makers[name] = partial(in_text, name, make, characters_a_token, asked, answer)
     return [makers[name]() for name in names]
 
 

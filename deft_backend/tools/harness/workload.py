@@ -50,6 +50,11 @@ class Request:
                 f"{self.name} asks for {self.max_tokens} tokens; expected 1 or more"
             )
 
+    @property
+    def continues(self) -> tuple[str, ...]:
+        """Names of the requests whose answers its prompt holds."""
+        return self.returned if self.after is None else (self.after, *self.returned)
+
     def own_part(self) -> Prompt:
         return self.prompt if isinstance(self.prompt, str | tuple) else self.prompt()
 
@@ -69,8 +74,8 @@ class Workload:
         for request in self.requests:
             if request.name in known:
                 raise WorkloadError(f"two requests are called {request.name!r}")
-            for earlier in (request.after, *request.returned):
-                if earlier is not None and earlier not in known:
+            for earlier in request.continues:
+                if earlier not in known:
                     raise WorkloadError(f"{request.name!r} comes after unknown {earlier!r}")
             known.add(request.name)
 
@@ -201,9 +206,7 @@ class _Run:
                     await self._check(error)
             self.began = time.perf_counter()
             loop = asyncio.get_running_loop()
-            parents = {
-                name for r in requests for name in (r.after, *r.returned) if name is not None
-            }
+            parents = {name for request in requests for name in request.continues}
             self.ended = {name: loop.create_future() for name in parents}
             tasks = [asyncio.create_task(self._one(request)) for request in requests]
             await asyncio.gather(*tasks)
@@ -235,7 +238,7 @@ class _Run:
                 await asyncio.sleep(request.at - (time.perf_counter() - self.began))
                 prompt: Prompt | None = request.own_part()
             else:
-                prompt = await self._continued(request, request.after)
+                prompt = await self._continued(request)
             if prompt is None:
                 why = f"it continues {request.after}, which has no answer"
                 return self._lost(request, SKIPPED, why)
@@ -267,8 +270,8 @@ class _Run:
             request.name, request.at, sent, ANSWERED, "", request.max_tokens, answer, counted
         )
 
-    async def _continued(self, request: Request, after: str) -> Prompt | None:
-        found = [await asyncio.shield(self.ended[name]) for name in (after, *request.returned)]
+    async def _continued(self, request: Request) -> Prompt | None:
+        found = [await asyncio.shield(self.ended[name]) for name in request.continues]
         earlier = [pair for pair in found if pair is not None]
         if len(earlier) < len(found):
             return None

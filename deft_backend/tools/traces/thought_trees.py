@@ -46,37 +46,35 @@ def lay_out(
     return nodes
 
 
-@dataclass(frozen=True)
-class ThoughtTreeShape:
-    """The shape of a breadth-first search that keeps the best thoughts of every level."""
+def generate_thought_tree(
+    seed: int = 0,
+    *,
+    depth: int = 3,
+    width: int,
+    keep: int,
+    prompt_tokens: int,
+    shortest: int,
+    longest: int,
+    characters_a_token: float = 1.0,
+) -> ThoughtTree:
+    """The tree of a breadth-first search over `depth` levels; a seed gives the same everywhere.
 
-    depth: int = 3  # Levels of thoughts
-    width: int = 4  # Thoughts proposed below each kept thought
-    keep: int = 1  # Thoughts of a level that the search expands; it prunes the others when they end
-    prompt_tokens: int = 400  # tokens of the prompt
-    # Least and most tokens of a thought; all lengths in between are equally likely.
-    shortest: int = 8
-    longest: int = 24
-    # Characters of a token, so that the prompt's text has about `prompt_tokens` tokens; 1 for
-    # byte-level tokenizers.
-    characters_a_token: float = 1.0
-
-
-def generate_thought_tree(shape: ThoughtTreeShape, seed: int = 0) -> ThoughtTree:
-    """A tree of thoughts of this shape; a seed gives the same tree everywhere."""
+    Below each of the `keep` thoughts that the search expands in a level, it proposes `width`, of
+    `shortest` to `longest` tokens. The prompt's text has about `prompt_tokens` tokens.
+    """
     chance = random.Random(seed)
-    lengths = {ROOT: shape.prompt_tokens}
+    lengths = {ROOT: prompt_tokens}
     children: dict[int, list[int]] = {ROOT: []}
     kept = [ROOT]
-    for _ in range(shape.depth):
+    for _ in range(depth):
         proposed: list[int] = []
         for parent in kept:
-            for _ in range(shape.width):
+            for _ in range(width):
                 node = len(lengths)
-                lengths[node] = chance.randint(shape.shortest, shape.longest)
+                lengths[node] = chance.randint(shortest, longest)
                 children[node] = []
                 children[parent].append(node)
                 proposed.append(node)
-        kept = sorted(chance.sample(proposed, min(shape.keep, len(proposed))))
-    characters = max(1, round(shape.prompt_tokens * shape.characters_a_token))
+        kept = sorted(chance.sample(proposed, min(keep, len(proposed))))
+    characters = max(1, round(prompt_tokens * characters_a_token))
     return ThoughtTree(passage(characters, seed), lay_out(lengths, children))

@@ -522,7 +522,7 @@ def test_the_largest_gap_is_of_the_tokens_that_agree():
 
 def test_no_descendant_of_a_difference_is_compared():
     """The grandchild's answer is equal, but its prompt was not."""
-    after = {"a": None, "b": "a", "c": "b", "d": None}
+    after = {"a": (), "b": ("a",), "c": ("b",), "d": ()}
     first, second = (
         [told("a", text, -0.1), *(told(name, "x", -0.1) for name in "bcd")] for text in "yz"
     )

@@ -1,6 +1,5 @@
 """Workloads: equal requests on every machine, and the sharing that each one promises."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -10,13 +9,10 @@ import pytest
 from deft_backend.tools.ab.workloads import (
     WORKLOADS,
     Sizes,
-    document_questions,
-    few_shot,
     make_workloads,
-    parallel_samples,
     tree_of_thoughts,
-    unshared,
 )
+from deft_backend.tools.harness.answers import first_difference
 from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 
 SMALL = Sizes(4, 300, 8)
@@ -43,30 +39,50 @@ def test_every_workload_decodes_what_was_asked_for(name):
     assert workload.tokens == sum(r.max_tokens for r in workload.requests)
 
 
+def shared(name, *sizes):
+    """A workload, and how many leading characters each request has in common with the first."""
+    (workload,) = make_workloads([name], Sizes(*sizes))
+    texts = [request.prompt for request in workload.requests]
+    assert len(set(texts)) == len(texts)
+    common = [first_difference(texts[0], text) for text in texts]
+    return workload, [len(texts[0]) if at is None else at for at in common]
+
+
 def test_few_shot_branches_share_the_warm_prompt_and_then_differ():
-    workload = few_shot(5, 300, 24)
+    workload, common = shared("few-shot", 5, 300, 24)
     assert all(r.prompt.startswith(workload.warm[0]) for r in workload.requests)
-    assert len({r.prompt for r in workload.requests}) == len(workload.requests) == 5
+    assert len(workload.requests) == 5
+    assert len(workload.warm[0]) == 300 <= min(common)
 
 
 def test_parallel_samples_have_one_prompt():
-    requests = parallel_samples(7, 600, 24).requests
-    assert (len(requests), {request.prompt for request in requests}) == (7, {requests[0].prompt})
+    (workload,) = make_workloads(["parallel-samples"], Sizes(7, 600, 24))
+    assert [request.prompt for request in workload.requests] == [workload.warm[0]] * 7
 
 
-def test_document_questions_share_two_levels():
-    workload = document_questions(3, 4, 200, 24)
-    assert len(workload.requests) == 12
-    assert len({text[:20] for text in workload.warm}) == 1  # the instruction
-    for text in workload.warm:
-        assert sum(r.prompt.startswith(text) for r in workload.requests) == 4
+def test_documents_take_turns():
+    workload, common = shared("document-questions", 7, 200, 24)
+    assert len(workload.requests) == 6
+    assert [at >= 200 for at in common] == [True, False] * 3
 
 
 def test_unshared_prompts_share_nothing():
-    workload = unshared(9, 300, 24)
-    heads = [r.prompt for r in workload.requests]
+    workload, common = shared("unshared", 9, 300, 24)
     assert workload.warm == ()
-    assert all(a[0] != b[0] for a, b in itertools.combinations(heads, 2))
+    assert max(common[1:]) < 20
+    assert {len(r.prompt) for r in workload.requests} == {150}
+
+
+def test_fasttrees_programs_share_in_text_what_they_share_in_ids():
+    """One of each level in turn: 45 of 2,600 characters, 400, and all of them."""
+    _, common = shared("system-prompts", 8, 2600, 24)
+    assert [common[4] >= 2600, 400 <= common[1] < 2600, 45 <= common[2] < 400] == [True] * 3
+    workload, common = shared("chains", 8, 300, 24)
+    assert [len(workload.requests), workload.requests[4].after] == [10, "question 0, chain 0"]
+    assert len(workload.requests[4].returned) == 3
+    assert min(common[1:4]) >= 360 > common[5] >= 300
+    _, common = shared("retrieved", 16, 400, 24)
+    assert common[2] >= 400 > common[1]
 
 
 def test_tree_of_thoughts_follows_its_tree():
