@@ -1,9 +1,9 @@
 """``make faults``: sample mutants of the package and the patches, and see whether tests fail.
 
 Cosmic Ray, and a few operators for kernels' code, change one place of a copy of the checkout. A run
-of all tests first notes the lines that each one reaches. A mutant then meets the tests that reach
-its statement, and their neighbours. The same seed and sources give the same mutants. Annotations,
-decorators, f-strings and log lines stay as they are.
+of all tests first notes the lines that each one reaches; tests that fail in it count for nothing.
+A mutant then meets the tests that reach its statement, and their neighbours. The same seed and
+sources give the same mutants. Annotations, decorators, f-strings and log lines stay as they are.
 
 docs/results/faults.json gets counts of each folder, and the mutants that no test caught. If such
 a mutant changes nothing, begin its "note" with "equivalent" and say why; with "caught since" and
@@ -25,12 +25,12 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import parso.python.tree as tree
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -40,6 +40,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "results" / "faults.json"
+T = TypeVar("T")
 SOURCES = ("deft_backend", "patches/deft_patches")
 
 TESTS = {
@@ -48,6 +49,10 @@ TESTS = {
 }
 SECONDS = 120.0
 """A mutant meets so many seconds of tests, or at least one test."""
+LIMIT = 600.0
+"""A mutant gets no verdict if its tests take longer, in seconds."""
+TOGETHER = 8
+"""A process notes what so many tests reach, and then takes the next ones of any file."""
 FIRST = 20
 """So many tests run before the others."""
 EACH = 5
@@ -204,14 +209,18 @@ def sampled(seed: int, wanted: str) -> Iterator[Mutant]:
 
 def changed(path: str, text: str, place: Any, name: str, occurrence: int) -> Mutant | None:
     """The mutant of an operator at a place, or None if it is no other program."""
-    other = mutate_code(text, operators()[name], occurrence)
     try:
+        other = mutate_code(text, operators()[name], occurrence)
         if other is None or ast.dump(ast.parse(other)) == ast.dump(ast.parse(text)):
             return None
-    except SyntaxError:
+    except (SyntaxError, AttributeError):  # Cosmic Ray cannot replace an exception with a dot
         return None
     lines = difflib.unified_diff(text.split("\n"), other.split("\n"), lineterm="", n=1)
     return Mutant(path, name, other, "\n".join(list(lines)[2:]), statement_lines(text, place[0][0]))
+
+
+def file_of(test: str) -> str:
+    return test.split("::")[0]
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,7 @@ class Test:
 
     @property
     def file(self) -> str:
-        return self.name.split("::")[0]
+        return file_of(self.name)
 
 
 def chosen(tests: list[Test], mutant: Mutant) -> list[str]:
@@ -246,18 +255,33 @@ def chosen(tests: list[Test], mutant: Mutant) -> list[str]:
     return names or list(ordered)[:1]
 
 
+def files_of_checkout() -> list[str]:
+    """What git knows or would add; every file where there is no repository."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-co", "--exclude-standard"]
+        listed = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    else:
+        listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+    return [name for name in listed if (ROOT / name).is_file()]
+
+
+Part = tuple[str, list[str], Path]
+"""A host, what pytest gets, and the file for what the tests reach."""
+
+
 class Copy:
     """A copy of the checkout, with a process of each host that forks for each run of tests."""
 
     def __init__(self, folder: Path, pythons: dict[str, Path]) -> None:
         self._folder = folder
-        command = ["git", "ls-files", "-co", "--exclude-standard"]
-        listed = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
-        for name in filter(lambda name: (ROOT / name).is_file(), listed):
+        for name in files_of_checkout():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+        home = folder.with_name(f"{folder.name}-home")
+        home.mkdir()
         path = ":".join(str(folder / name) for name in ("", "patches", "tests/support"))
-        own = {"PYTHONPATH": path, "HOME": str(folder.parent), "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": path, "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+        own["CUDA_VISIBLE_DEVICES"] = ""  # kernels run in Triton's interpreter
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         options |= {"text": True, "cwd": folder, "env": {**os.environ, **own}}
         self._processes = {
@@ -275,33 +299,43 @@ class Copy:
         answer = json.loads(process.stdout.readline())
         return answer["status"], answer["failed"]
 
-    def trace(self, host: str, out: Path) -> None:
-        """Note which lines each test of a host reaches in unchanged sources, if it passes."""
-        self._ask(host, tests=TESTS[host], seconds=3 * 3600, reached=str(out), sources=SOURCES)
+    def note(self, part: Part) -> None:
+        """Note which lines the tests of a part reach in unchanged sources, if they pass."""
+        host, tests, out = part
+        if not out.exists():
+            begun = out.with_suffix(".begun")
+            begun.write_text("")
+            self._ask(host, tests=tests, seconds=900, reached=str(begun), sources=SOURCES)
+            begun.rename(out)
 
-    def learn(self, host: str, reached: Path) -> None:
-        """Read what `trace` noted, import what tests import of other packages, compile the copy."""
-        rows = [json.loads(line) for line in reached.read_text().splitlines()]
-        self._tests[host] = [Test(row["test"], row["seconds"], row["lines"]) for row in rows]
-        modules = [name for row in rows for name in row["modules"]]
-        self._ask(host, tests=["--collect-only", *TESTS[host]], seconds=600, modules=modules)
+    def prepare(self, modules: dict[str, list[str]]) -> None:
+        """Import what tests import of other packages, and compile the copy."""
+        for host, names in modules.items():
+            tests = ["--collect-only", *TESTS[host]]
+            self._ask(host, tests=tests, seconds=600, modules=names)
+
+    def learn(self, tests: dict[str, list[Test]]) -> None:
+        self._tests = tests
 
     def caught_by(self, mutant: Mutant) -> str:
         """The test that fails, or the reason why none can run; empty if none fails."""
+        until = time.monotonic() + LIMIT
         for host, tests in self._tests.items():
             names = chosen(tests, mutant)
             # Most mutants fail at once. Collecting all tests would take longer than a few need.
             for some in (names[:FIRST], names[FIRST:]):
-                by = self._caught_by(host, some, mutant)
+                by = self._caught_by(host, some, mutant, until)
                 if by:
                     return by
         return ""
 
-    def _caught_by(self, host: str, names: list[str], mutant: Mutant) -> str:
+    def _caught_by(self, host: str, names: list[str], mutant: Mutant, until: float) -> str:
         file = self._folder / mutant.path
         kept, times = file.read_text(), file.stat()
-        seconds = 120.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
+        seconds = 60.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
         while names:
+            if time.monotonic() > until:
+                raise TimeoutError
             file.write_text(mutant.text)
             status, failed = self._ask(host, tests=names, seconds=seconds)
             file.write_text(kept)
@@ -309,11 +343,11 @@ class Copy:
             if status == 0:
                 return ""
             if status == 4 and "::" in names[0]:  # the mutant may have renamed a test
-                names = list(dict.fromkeys(name.split("::")[0] for name in names))
+                names = list(dict.fromkeys(map(file_of, names)))
                 continue
             if not failed:
                 return f"pytest ends with {status}"
-            if failed not in self._sound and self._ask(host, tests=[failed], seconds=600.0)[0] == 0:
+            if failed not in self._sound and self._ask(host, tests=[failed], seconds=120.0)[0] == 0:
                 self._sound.add(failed)
             if failed in self._sound:
                 return failed
@@ -326,7 +360,58 @@ class Copy:
             process.wait()
 
 
-def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> None:
+class Copies:
+    """Copies that do one thing each at a time."""
+
+    def __init__(self, every: list[Copy]) -> None:
+        self._every = every
+        self._pool = ThreadPoolExecutor(len(every))
+        self._free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in every:
+            self._free.put(copy)
+
+    def all(self, do: Callable[[Copy], None]) -> None:
+        list(self._pool.map(do, self._every))
+
+    def each(self, do: Callable[[Copy, T], None], things: Iterable[T]) -> None:
+        def with_copy(thing: T) -> None:
+            copy = self._free.get()
+            do(copy, thing)
+            self._free.put(copy)
+
+        list(self._pool.map(with_copy, things))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def trace(copies: Copies, kept: Path) -> None:
+    """Let the copies know what each test reaches; parts that the folder holds are not run again."""
+    paths = {host: kept / f"{host}.jsonl" for host in TESTS}
+    copies.each(Copy.note, [(h, ["--collect-only", *TESTS[h]], path) for h, path in paths.items()])
+    collected = {host: rows_of(path) for host, path in paths.items()}
+    modules = {
+        h: [name for row in rows for name in row["modules"]] for h, rows in collected.items()
+    }
+    copies.all(lambda copy: copy.prepare(modules))
+    parts: list[Part] = []
+    for host, rows in collected.items():
+        for _, of_file in itertools.groupby((row["test"] for row in rows), file_of):
+            names = list(of_file)
+            for at in range(0, len(names), TOGETHER):
+                path = kept / f"{host}-{len(parts)}.jsonl"
+                parts.append((host, names[at : at + TOGETHER], path))
+    copies.each(Copy.note, parts)
+    tests: dict[str, list[Test]] = {host: [] for host in TESTS}
+    for host, _, path in parts:
+        tests[host] += [Test(row["test"], row["seconds"], row["lines"]) for row in rows_of(path)]
+    copies.all(lambda copy: copy.learn(tests))
+    for host, rows in collected.items():
+        print(f"{host}: {len(tests[host])} of {len(rows)} tests pass without a mutant", flush=True)
+
+
+def record(seeds: list[int], seconds: float, results: list[tuple[Mutant, bool]]) -> None:
     """Write the counts and the mutants that no test caught, with their notes of before."""
     notes = {}
     if RECORD.exists():
@@ -353,9 +438,11 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
         | {kind: counts[name] for kind, counts in noted.items()}
         for name in sorted(tried)
     ]
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
-    header = {"date": time.strftime("%Y-%m-%d"), "commit": commit, "seed": seed}
-    header["minutes"] = round(seconds / 60)
+    commit = os.environ.get("GIT_COMMIT") or subprocess.check_output(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, text=True
+    )
+    header: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": commit.strip()}
+    header |= {"seeds": seeds, "minutes": round(seconds / 60)}
     made = {"header": header, "rows": rows, "survivors": survivors}
     RECORD.write_text(json.dumps(made, indent=1) + "\n")
     print(f"{sum(caught.values())} of {len(results)} caught: {RECORD}")
@@ -363,44 +450,56 @@ def record(seed: int, seconds: float, results: list[tuple[Mutant, bool]]) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--mutants", type=int, default=200, help="At most so many.")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--minutes", type=float, default=120.0, help="0: record what is kept.")
+    parser.add_argument("--mutants", type=int, default=200, help="At most so many of a seed.")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[random.SystemRandom().getrandbits(32)]
+    )
     parser.add_argument("--folder", default="", help="Only files whose paths begin so.")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--reached", type=Path, help="Keep there what the tests reach.")
+    parser.add_argument("--kept", type=Path, help="Keep there what tests reach, and the verdicts.")
     parser.add_argument("--python", type=Path, required=True, help="With SGLang and the tests.")
     parser.add_argument("--python-vllm", type=Path, required=True)
     given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    print(f"seed {' '.join(map(str, given.seed))}", flush=True)
     began = time.monotonic()
-    mutants = itertools.islice(sampled(given.seed, given.folder), given.mutants)
+    mutants = [
+        mutant
+        for seed in given.seed
+        for mutant in itertools.islice(sampled(seed, given.folder), given.mutants)
+    ]
     pythons = {"sglang": given.python.absolute(), "vllm": given.python_vllm.absolute()}
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="deft-faults-"))
-        free: SimpleQueue[Copy] = SimpleQueue()
-        kept = (given.reached or Path(made)).absolute()
-        reached = {host: kept / f"{host}.jsonl" for host in TESTS}
-        for number in range(given.processes):
-            copy = Copy(Path(made, str(number)), pythons)
-            stack.callback(copy.close)
-            for host, path in reached.items():
-                if not path.exists():
-                    copy.trace(host, path)
-                copy.learn(host, path)
-            free.put(copy)
+        kept = (given.kept or Path(made)).absolute()
+        kept.mkdir(parents=True, exist_ok=True)
+        verdicts = kept / "verdicts.jsonl"
 
-        def tried(mutant: Mutant) -> tuple[Mutant, bool] | None:
+        def found() -> dict[tuple[str, str], str]:
+            return {(row["path"], row["diff"]): row["by"] for row in rows_of(verdicts)}
+
+        def judge(copy: Copy, mutant: Mutant) -> None:
             if time.monotonic() - began > 60 * given.minutes:
-                return None
-            copy = free.get()
-            by = copy.caught_by(mutant)
-            free.put(copy)
+                return
+            try:
+                by = copy.caught_by(mutant)
+            except TimeoutError:
+                print(f"NO VERDICT {mutant.operator} {mutant.path}\n{mutant.diff}", flush=True)
+                return
             print(f"{by or 'SURVIVED'} {mutant.operator} {mutant.path}\n{mutant.diff}", flush=True)
-            return mutant, bool(by)
+            with verdicts.open("a") as out:
+                print(json.dumps({"path": mutant.path, "diff": mutant.diff, "by": by}), file=out)
 
-        with ThreadPoolExecutor(given.processes) as pool:
-            results = [result for result in pool.map(tried, mutants) if result is not None]
+        if given.minutes > 0:
+            every = [Copy(Path(made, str(n)), pythons) for n in range(given.processes)]
+            for copy in every:
+                stack.callback(copy.close)
+            copies = Copies(every)
+            trace(copies, kept)
+            before = found()
+            copies.each(judge, [m for m in mutants if (m.path, m.diff) not in before])
+        by = found()
+        results = [(m, bool(by[m.path, m.diff])) for m in mutants if (m.path, m.diff) in by]
     if not results:
         raise SystemExit("no mutant was tried: give it more minutes, or see which tests fail")
     record(given.seed, time.monotonic() - began, results)

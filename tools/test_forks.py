@@ -27,15 +27,22 @@ CALLS = 30
 
 
 class Reached:
-    """Writes a line for each passed test: its seconds, its lines, and newly imported modules."""
+    """Writes a line for each test: its seconds, its lines, and newly imported modules.
+
+    Of tests that run, only those that pass; of tests that are only collected, all.
+    """
 
     def __init__(self, out: str, sources: Sequence[str]) -> None:
         self._out = out
         self._own = tuple(f"{ROOT}/{source}/" for source in sources)
-        self._modules: set[str] = set()
+        self._modules = set(sys.modules)
         self._lines: set[tuple[str, int]] = set()
         self._calls: Counter[tuple[str, int]] = Counter()
         self._failed = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items if session.config.option.collectonly else ():
+            self._write(item.nodeid, 0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed |= not report.passed
@@ -51,7 +58,7 @@ class Reached:
             return (yield)
         finally:
             sys.settrace(None)
-            if not self._failed and str(ROOT) not in item.nodeid:
+            if not self._failed:
                 self._write(item.nodeid, time.monotonic() - began)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -67,19 +74,22 @@ class Reached:
         return self._trace_line
 
     def _write(self, test: str, seconds: float) -> None:
+        if str(ROOT) in test:  # another copy has other names
+            return
         lines: dict[str, list[int]] = {}
         for path, line in sorted(self._lines):
             lines.setdefault(str(Path(path).relative_to(ROOT)), []).append(line)
         modules = [name for name in sys.modules if name not in self._modules]
         self._modules.update(modules)
-        known = [name for name in modules if "site-packages" in _file_of(name)]
+        files = {name: _file_of(name) for name in modules}
+        known = [name for name, file in files.items() if file and not file.startswith(f"{ROOT}/")]
         row = {"test": test, "seconds": seconds, "lines": lines, "modules": known}
         with open(self._out, "a") as out:
             print(json.dumps(row), file=out)
 
 
 def _file_of(module: str) -> str:
-    return str(getattr(sys.modules[module], "__file__", None))
+    return str(getattr(sys.modules[module], "__file__", None) or "")
 
 
 class FirstFailure:
