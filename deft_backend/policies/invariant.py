@@ -48,8 +48,8 @@ class Invariant(Policy):
     - Partial results merge in the order of chunks, and their number tells how.
 
     The head shape, the KV cache's dtype and the GPU decide `chunk_tokens` (:meth:`for_target`), so
-    they are part of the function. So is the number of query tokens: a draft's token need not have
-    the bits of a decode step.
+    they are part of the function. So are the plan's number of query tokens, because a draft's token
+    need not have the bits of a decode step, and whether the cache spans more than 64 GiB.
 
     A request that ends or branches inside a chunk reads that chunk by itself.
     """

@@ -48,6 +48,8 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         setattr(server_args, name, None)
     if settings.fallback_backend is not None and server_args.attention_backend is None:
         server_args.attention_backend = settings.fallback_backend
+    if decodes and getattr(server_args, "enable_deterministic_inference", False):
+        _limit_requests(server_args, settings)
     result = resolve_host(server_args)
     if not decodes:
         logger.warning(
@@ -96,6 +98,14 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         versions.disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
+
+
+def _limit_requests(server_args: Any, settings: Settings) -> None:
+    """Plans must hold every batch, and the host's own limit may be higher."""
+    from deft_backend.planner.on_device import largest_batch
+
+    if getattr(server_args, "max_running_requests", None) is None:
+        server_args.max_running_requests = min(settings.max_batch, largest_batch())
 
 
 def _decodes(server_args: Any) -> bool:

@@ -242,6 +242,20 @@ def test_servers_of_one_role(arguments, caplog, role, cached, served_by, said):
     assert len(warned) == (role == "decode" and not cached)
 
 
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        (DETERMINISTIC, 2048),
+        ({**DETERMINISTIC, "max_running_requests": 9}, 9),
+        ({"max_running_requests": None}, None),
+    ],
+)
+def test_plans_hold_every_batch_of_deterministic_inference(arguments, changes, most):
+    made = make_arguments(**changes)
+    assert served(arguments, made) == "torch_native"
+    assert made.max_running_requests == most
+
+
 @pytest.mark.parametrize("policy", ["", "auto", "invariant", "deft-node"])
 def test_deterministic_inference_takes_no_other_policy(arguments, caplog, monkeypatch, policy):
     monkeypatch.setenv("DEFT_POLICY", policy)
