@@ -84,7 +84,7 @@ def request(name, **fields):
 
 def test_two_equal_servers(tmp_path):
     with serving(Fake()) as a, serving(Fake()) as b:
-        all_kinds = workloads("few-shot", "parallel-samples", "tree-of-thoughts", "rollout")
+        all_kinds = workloads("few-shot", "tree-of-thoughts", "rollout", "chains")
         urls = ("--urls", a.url, f"{b.url}/v1")
         data, printed = ab(tmp_path, *urls, *all_kinds, *SMALL, "--exact")
     assert [s["url"] for s in data["sides"]] == [a.url, b.url]
@@ -521,8 +521,8 @@ def test_the_largest_gap_is_of_the_tokens_that_agree():
 
 
 def test_no_descendant_of_a_difference_is_compared():
-    """The grandchild's answer is equal, but its prompt was not."""
-    after = {"a": (), "b": ("a",), "c": ("b",), "d": ()}
+    """The answer of "c" is equal, but its prompt held a different one."""
+    after = {"a": (), "b": ("a",), "c": ("d", "b"), "d": ()}  # "c" got what "b" returned
     first, second = (
         [told("a", text, -0.1), *(told(name, "x", -0.1) for name in "bcd")] for text in "yz"
     )
