@@ -21,9 +21,6 @@ from deft_backend.policies.policy import ABSOLUTE, PER_OCTAVE, Policy, Rules
 from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import INVARIANT
 
-SHORTEST_CHUNK, LONGEST_CHUNK = 64, 1024
-"""Least and most tokens of the first chunks."""
-
 USUAL_PREFIX = 4096
 """Tokens of a prefix for which the first chunks have the best length."""
 
@@ -73,8 +70,7 @@ class Invariant(Policy):
         tiles, programs = target.costs.tiles, target.tile_programs[1]
         of_chunk = target.partial_ns + tiles.item_ns[1] / (programs * target.largest_tile)
         of_token = tiles.token_ns[1] / programs
-        tokens = 1 << round(math.log2(2 * USUAL_PREFIX * of_chunk / of_token) / 2)
-        return cls(min(max(tokens, SHORTEST_CHUNK), LONGEST_CHUNK))
+        return cls(1 << round(math.log2(2 * USUAL_PREFIX * of_chunk / of_token) / 2))
 
     def __str__(self) -> str:
         return f"{self.name}, chunks of {self.chunk_tokens} tokens and more"
