@@ -15,7 +15,6 @@ from benchmarks.e2e.served_model import Model
 from deft_backend.hosts.windows import TESTED
 from deft_backend.tools.servers.command import (
     BACKEND_NAMES,
-    HOST_NAMES,
     ServerCommand,
     free_port,
     server_command,
@@ -236,7 +235,7 @@ def checked_backends(host: Host, names: Sequence[str]) -> tuple[str, ...]:
         )
     reason = TESTED[host.name].refuse() if host.ours in names else None
     if reason is not None:
-        raise ChoiceError(f"{HOST_NAMES[host.name]} decodes without tree attention: {reason}")
+        raise ChoiceError(f"{TESTED[host.name].name} decodes without tree attention: {reason}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ChoiceError(f"the backend {twice[0]} is named twice; expected each once")
     return tuple(names)

@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.e2e.launch import HOSTS
 from benchmarks.e2e.rows import Row, by_case, read_rows
-from deft_backend.tools.servers.command import BACKEND, HOST_NAMES
+from deft_backend.hosts.windows import TESTED
+from deft_backend.tools.servers.command import BACKEND
 
 OURS_COLOUR = "#c2410c"
 OTHER_COLOURS = ("#64748b", "#94a3b8", "#cbd5e1", "#e2e8f0")
@@ -57,7 +58,7 @@ def _bars(cases: Sequence[dict[str, Row]], header: dict[str, Any]) -> Any:
             [time for _, time in found],
             width * 0.92,
             color=OURS_COLOUR if name == ours else OTHER_COLOURS[number],
-            label=f"{HOST_NAMES[first['host']]}, {BACKEND if name == ours else name}",
+            label=f"{TESTED[first['host']].name}, {BACKEND if name == ours else name}",
         )
         axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
     axes.set_xticks(range(len(cases)), [_words(next(iter(case.values()))) for case in cases])

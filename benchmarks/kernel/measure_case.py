@@ -18,7 +18,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tools.tuning.launch_clock import captured, launch_us
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative error above which a result is wrong: several times the error of rounding."""
@@ -49,7 +49,7 @@ class Setup:
     ours: Ours
     peers: Sequence[Method]
     device: torch.device
-    budget: Budget
+    rep_ms: int
     ceilings: Ceilings | None
     unavailable: dict[str, str]
 
@@ -120,9 +120,9 @@ def _measure_method(
             launch()
             row["repeatable"] = torch.equal(out, first)
         if setup.device.type == "cuda":
-            row["us"][name] = round(launch_us(launch, setup.budget), 3)
+            row["us"][name] = round(launch_us(launch, setup.rep_ms), 3)
             if name == OURS and prepared.plan is not None:
-                row["plan_us"] = round(launch_us(captured(prepared.plan)[0], setup.budget), 2)
+                row["plan_us"] = round(launch_us(captured(prepared.plan)[0], setup.rep_ms), 2)
     except Refused as reason:
         row["skipped"][name] = str(reason)
     except Exception as failure:  # another package's kernel may raise anything; the run continues

@@ -17,7 +17,6 @@ from benchmarks.latent.measure_latent import Peer, WrongResult, cases, measure
 from benchmarks.row_files import RowsError, make_folder, write_rows
 from deft_backend.cli.errors import fail
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.tuning.launch_clock import Budget
 
 
 def mla(
@@ -45,7 +44,7 @@ def mla(
     try:
         make_folder(out)
         for size in page_size:
-            for row in measure(cases(size), device, Budget(launch_ms=rep_ms), others):
+            for row in measure(cases(size), device, rep_ms, others):
                 typer.echo(json.dumps(row))
                 rows.append(row)
     except (RowsError, WrongResult) as error:

@@ -13,7 +13,7 @@ from benchmarks.latent.latent_case import SCALE, LatentCase, LatentInputs, hosts
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.shapes import gains_nothing
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tools.tuning.launch_clock import captured, launch_us
 
 TREES = (
     (64, 16384, 256),
@@ -46,7 +46,7 @@ def cases(page_size: int) -> list[LatentCase]:
 
 
 def measure(
-    chosen: Sequence[LatentCase], device: torch.device, budget: Budget, peers: Mapping[str, Peer]
+    chosen: Sequence[LatentCase], device: torch.device, rep_ms: int, peers: Mapping[str, Peer]
 ) -> Iterator[dict[str, Any]]:
     """A row for each case: ``us`` of the host's decode, of peers and of ours, in CUDA graphs.
 
@@ -64,9 +64,9 @@ def measure(
         call = inputs.host_call()
         us: dict[str, float] = {}
         error: dict[str, float] = {}
-        us["host"], error["host"] = _timed(partial(decode, call), want, budget, "host", case)
+        us["host"], error["host"] = _timed(partial(decode, call), want, rep_ms, "host", case)
         for name, prepare in peers.items():
-            us[name], error[name] = _timed(prepare(inputs), want, budget, name, case)
+            us[name], error[name] = _timed(prepare(inputs), want, rep_ms, name, case)
         reason = gains_nothing(case.heads, case.query_tokens)
         if reason is None:
             attention = LatentAttention(
@@ -80,9 +80,9 @@ def measure(
             )
             for name, launch in (("plan", _planned), ("lay_out", _laid_out)):
                 replay, _ = captured(partial(launch, attention, inputs))
-                us[name] = launch_us(replay, budget)
+                us[name] = launch_us(replay, rep_ms)
             layer = partial(attention.run, *inputs.attended, sm_scale=SCALE)
-            us["deft"], error["deft"] = _timed(layer, want, budget, "deft", case)
+            us["deft"], error["deft"] = _timed(layer, want, rep_ms, "deft", case)
         yield {
             **asdict(case),
             "us": {name: round(value, 2) for name, value in us.items()},
@@ -104,7 +104,7 @@ def _laid_out(attention: LatentAttention, inputs: LatentInputs) -> torch.Tensor:
 def _timed(
     launch: Callable[[], torch.Tensor],
     want: torch.Tensor,
-    budget: Budget,
+    rep_ms: int,
     name: str,
     case: LatentCase,
 ) -> tuple[float, float]:
@@ -115,4 +115,4 @@ def _timed(
     error = relative_error(out, want)
     if not error < TOLERANCE:
         raise WrongResult(f"{name} differs from float64 by {error:g} in {case}")
-    return launch_us(replay, budget), error
+    return launch_us(replay, rep_ms), error

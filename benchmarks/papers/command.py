@@ -124,7 +124,7 @@ def _steps(traces: Path) -> Any:
     attention = averaged(list(measure(cases_of(workloads, sorted(set(shapes)), 0), setup)))
     for model, shape in MODELS.items():
         for row in (row for row in attention if row["heads"] == shape.heads):
-            dense = dense_us(shape, round(row["batch"]), DTYPES[spec.dtype], setup.budget)
+            dense = dense_us(shape, round(row["batch"]), DTYPES[spec.dtype], setup.rep_ms)
             yield step_row(model, row, *dense, baseline="flash-decoding")
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us
+from deft_backend.tools.tuning.launch_clock import captured, launch_us
 
 
 class Shape(NamedTuple):
@@ -39,7 +39,7 @@ MODELS: Mapping[str, Shape] = {
 HEAD_DIM = 128
 
 
-def dense_us(shape: Shape, batch: int, dtype: torch.dtype, budget: Budget) -> tuple[float, float]:
+def dense_us(shape: Shape, batch: int, dtype: torch.dtype, rep_ms: int) -> tuple[float, float]:
     """Microseconds of a layer without its attention, and of the output layer."""
 
     def weight(rows: int, columns: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def dense_us(shape: Shape, batch: int, dtype: torch.dtype, budget: Budget) -> tu
         return F.linear(F.rms_norm(x, (shape.hidden,), scale), head)
 
     def timed(launch: Callable[[], Any]) -> float:
-        return launch_us(captured(launch)[0], budget)
+        return launch_us(captured(launch)[0], rep_ms)
 
     with torch.inference_mode():
         return timed(layer), timed(output)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,15 @@ _AS_IT_IS = nullcontext()
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A batch: the page table, the row of each request, and its tokens."""
+
+
+class GivenRows(NamedTuple):
+    """The same as given: the parameters of :meth:`PlannedAttention.plan_batch`."""
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    table_rows: torch.Tensor | None
+    query_tokens: int | None
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -110,7 +120,7 @@ class PlannedAttention(ABC):
         """Plan a batch from its page table, as servers do in every step.
 
         On a GPU the device planner does, by launches that a CUDA graph can hold. The CPU waits for
-        nothing and does not learn the plan: `last_plan` is None. On the CPU `plan` does. Each call
+        nothing and does not learn the plan: `batch.plan` is None. On the CPU `plan` does. Each call
         adds to `counters`.
 
         Parameters
@@ -136,12 +146,8 @@ class PlannedAttention(ABC):
         ForestError
             On the CPU, if a request has more pages than the page table has columns.
         """
-        if self.interpreted:
-            self._plan_rows(page_table, seq_lens, table_rows, query_tokens, on_device=False)
-        else:
-            self.plan_on_device(
-                page_table, seq_lens, table_rows=table_rows, query_tokens=query_tokens
-            )
+        given = GivenRows(page_table, seq_lens, table_rows, query_tokens)
+        self._plan_rows(given, on_device=not self.interpreted)
 
     def plan_on_device(
         self,
@@ -152,18 +158,11 @@ class PlannedAttention(ABC):
         query_tokens: int | None = None,
     ) -> None:
         """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
-        self._plan_rows(page_table, seq_lens, table_rows, query_tokens, on_device=True)
+        given = GivenRows(page_table, seq_lens, table_rows, query_tokens)
+        self._plan_rows(given, on_device=True)
 
     @abstractmethod
-    def _plan_rows(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        table_rows: torch.Tensor | None,
-        query_tokens: int | None,
-        *,
-        on_device: bool,
-    ) -> None:
+    def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
         """Plan a batch with the device planner, or with the reference."""
 
     @property
@@ -201,16 +200,6 @@ class PlannedAttention(ABC):
             )
         return self._device_planner
 
-    @property
-    def forest(self) -> PrefixForest | None:
-        """The plan's forest, with a query for each query block; None if the device planned."""
-        return self.batch.forest
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The plan; None if the device planned."""
-        return self.batch.plan
-
     def clear_plan(self) -> None:
         """Empty the plan on the device: kernels then return at once for any batch."""
         with device_as_current(self.device):
@@ -238,14 +227,9 @@ class PlannedAttention(ABC):
             )
         return self._own_rows[:requests]
 
-    def _checked(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        table_rows: torch.Tensor | None,
-        blocks: QueryBlocks,
-    ) -> Rows:
+    def _checked(self, given: GivenRows, blocks: QueryBlocks) -> Rows:
         """The rows of a batch; AttentionError if they do not fit together, or are too many."""
+        page_table, seq_lens, table_rows, _ = given
         self._check_size(len(seq_lens), blocks)
         if table_rows is None:
             table_rows = self._first_rows(page_table, len(seq_lens))

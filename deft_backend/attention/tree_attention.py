@@ -10,6 +10,7 @@ import torch
 
 from deft_backend.attention.checks import AttentionError, check_attention, check_step
 from deft_backend.attention.planned_attention import (
+    GivenRows,
     PlannedAttention,
     PlannedBatch,
     device_as_current,
@@ -233,18 +234,10 @@ class TreeAttention(PlannedAttention):
         shape = self._shape_of(query_tokens)
         return self._plan_forest(forest, shape.blocks, shape.target)
 
-    def _plan_rows(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        table_rows: torch.Tensor | None,
-        query_tokens: int | None,
-        *,
-        on_device: bool,
-    ) -> None:
-        tokens = 1 if query_tokens is None else query_tokens
+    def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
+        tokens = 1 if given.query_tokens is None else given.query_tokens
         shape = self._shape_of(tokens)
-        rows = self._checked(page_table, seq_lens, table_rows, shape.blocks)
+        rows = self._checked(given, shape.blocks)
         if on_device:
             self._launch_plan(rows, shape.blocks, shape.target)
         else:

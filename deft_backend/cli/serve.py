@@ -18,7 +18,7 @@ HostOption = Annotated[
 def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False) -> str:
     """The host that the user named, or the installed one; fails in one line if there is none."""
     from deft_backend.hosts.windows import TESTED
-    from deft_backend.tools.servers.command import HOST_NAMES, HOSTS, installed_hosts
+    from deft_backend.tools.servers.command import HOSTS, installed_hosts
 
     if host is not None and host not in HOSTS:
         raise fail(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
@@ -26,10 +26,10 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     if host is None:
         host = installed[0] if installed else HOSTS[0]
     if needed and host not in installed:
-        raise fail(f"{HOST_NAMES[host]} is not installed; run: pip install 'deft-backend[{host}]'")
+        raise fail(f"{TESTED[host].name} is not installed; run: pip install 'deft-backend[{host}]'")
     reason = TESTED[host].refuse() if compared else None
     if reason is not None:
-        raise fail(f"{HOST_NAMES[host]} decodes without tree attention: {reason}")
+        raise fail(f"{TESTED[host].name} decodes without tree attention: {reason}")
     return host
 
 

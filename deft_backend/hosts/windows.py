@@ -4,4 +4,4 @@ from deft_backend.hosts.sglang.versions import SGLANG
 from deft_backend.hosts.vllm.versions import VLLM
 
 TESTED = {"sglang": SGLANG, "vllm": VLLM}
-"""By the names that :mod:`deft_backend.tools.servers.command` knows hosts by."""
+"""By the names of commands and state files; ``TESTED[host].name`` is the host's own."""

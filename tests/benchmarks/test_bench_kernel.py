@@ -20,7 +20,6 @@ from benchmarks.kernel.sets import Spec, read_set
 from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.forest import build_forest, forest_from_page_tables, forest_from_paths
-from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
 RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33])
@@ -142,7 +141,7 @@ def correct(inputs):
 def setup(*peers, policy="auto", dtype="fp16"):
     spec = Spec(head_dim=64, dtype=dtype, policy=policy)
     absent = {"absent": "is not here"}
-    return Setup(spec, Ours(OURS, policy), peers, CPU, QUICK, None, absent)
+    return Setup(spec, Ours(OURS, policy), peers, CPU, 15, None, absent)
 
 
 def test_every_result_is_checked():

@@ -12,7 +12,6 @@ from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described
 from benchmarks.kernel.verified_workloads import bits_of, seen_by
 from benchmarks.papers.workloads import drafted
 from deft_backend.attention.reference_attention import seen_tokens
-from deft_backend.tools.tuning.launch_clock import QUICK
 
 CPU = torch.device("cpu")
 PEERS = ("flash-decoding", "deft-node-chunk", "deft-flatten", "fasttree", "flashforge")
@@ -40,7 +39,7 @@ def test_bits_say_who_sees_whom():
 def test_results_are_checked(mask):
     spec = Spec(head_dim=64, planner="device")
     peers = [make_method(name, "device") for name in PEERS] if mask == "drafts" else []
-    measured = Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, QUICK, None, {})
+    measured = Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, 15, None, {})
     row = measure_case(Case(CASES[mask], 4, 2, 16), measured)
     assert all(error < 1e-3 for error in row["error"].values())
     kind = "chain" if mask == "chain" else "tree"

@@ -52,7 +52,7 @@ def flip_a_bit(_attention, _lens, options):
 
 def see_one_more(attention, _lens, options):
     tokens = attention.batch.blocks.query_tokens
-    requests = attention.forest.batch_size // attention.batch.blocks.blocks
+    requests = attention.batch.forest.batch_size // attention.batch.blocks.blocks
     seen = torch.ones(tokens, tokens).tril(1).long() << torch.arange(tokens)
     options["ancestors"] = seen.sum(1)[None, :, None].expand(requests, -1, 1)
 
@@ -65,7 +65,7 @@ def count_one_more(_attention, _lens, options):
 
 def forget_growth(attention, lens, _options):
     blocks = attention.batch.blocks.blocks
-    lens.copy_(torch.from_numpy(attention.forest.seq_lens[::blocks].copy()))
+    lens.copy_(torch.from_numpy(attention.batch.forest.seq_lens[::blocks].copy()))
 
 
 @pytest.mark.parametrize(

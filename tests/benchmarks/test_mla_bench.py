@@ -6,7 +6,6 @@ import torch
 from benchmarks.latent import measure_latent
 from benchmarks.latent.latent_case import LatentCase
 from deft_backend.kernels.latent import plain_latent_attention
-from deft_backend.tools.tuning.launch_clock import Budget
 
 CPU = torch.device("cpu")
 CASES = [
@@ -27,12 +26,12 @@ def on_cpu(monkeypatch):
     kernels = "sglang", plain_latent_attention, lambda call: plain_latent_attention(call)[0]
     monkeypatch.setattr(measure_latent, "hosts_kernel", lambda: kernels)
     monkeypatch.setattr(measure_latent, "captured", captured)
-    monkeypatch.setattr(measure_latent, "launch_us", lambda replay, budget: 3.0)
+    monkeypatch.setattr(measure_latent, "launch_us", lambda replay, rep_ms: 3.0)
 
 
 def test_every_case_has_a_row(on_cpu):
     peers = {}
-    rows = list(measure_latent.measure(CASES, CPU, Budget(), peers))
+    rows = list(measure_latent.measure(CASES, CPU, 5, peers))
     for row in rows[:2]:
         assert set(row["us"]) == {"host", "plan", "lay_out", "deft"}
         assert set(row["error"]) == {"host", "deft"}

@@ -104,7 +104,7 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         **{"heads": (4, 1), **given},
     )
     if flat:
-        begin, end = attention.last_plan.items_of(2)
+        begin, end = attention.batch.plan.items_of(2)
         has_items = begin < end or given.get("static_launch", False)
         assert launched["hopper_masked_tile_attention"] == has_items
 
@@ -268,7 +268,7 @@ def test_leaves_merge_any_number_of_results(merged, group):
         group=chunks_and_leaves(shared, merged, requests),
         prepare=lambda attention: use_gluon(attention, 1, 4),
     )
-    assert len(attention.last_plan.reduce_query) == 0  # leaves merge
+    assert len(attention.batch.plan.reduce_query) == 0  # leaves merge
 
 
 @pytest.mark.parametrize("group", [4, 5])

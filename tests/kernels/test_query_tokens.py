@@ -79,8 +79,8 @@ def test_sinks_of_several_query_tokens(heads, chunks, merged):
     attention = check(
         batch, 6, heads=heads, group=group, sinks=torch.float32, dtype=torch.float32, grow=0
     )
-    assert attention.last_plan is not None
-    assert len(attention.last_plan.reduce_query) == merged
+    assert attention.batch.plan is not None
+    assert len(attention.batch.plan.reduce_query) == merged
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

@@ -126,4 +126,4 @@ def test_the_library_follows_a_policy_without_rules(monkeypatch):
     monkeypatch.setitem(POLICIES, policy.name, policy)
     attention = tree_attention(policy=policy.name, max_batch=2)
     attention.plan_batch(torch.tensor([[0, 1], [0, 2]]).int(), torch.tensor([2, 2]))
-    assert attention.last_plan.loaded_tokens(torch.tensor([2, 2]).numpy()) == 4
+    assert attention.batch.plan.loaded_tokens(torch.tensor([2, 2]).numpy()) == 4

@@ -20,8 +20,6 @@ BACKEND_NAMES = {"sglang": BACKEND, "vllm": backend_name()}
 
 HOSTS = tuple(BACKEND_NAMES)
 
-HOST_NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
-
 CPU_TOKENS = 16384
 """Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
 

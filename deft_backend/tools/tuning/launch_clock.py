@@ -1,7 +1,6 @@
 """GPU time of a kernel launch inside a CUDA graph, with a cold L2 cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -9,12 +8,7 @@ import triton
 _WARMUP_MS = 10
 
 
-@dataclass(frozen=True)
-class Budget:
-    launch_ms: int = 40
-
-
-QUICK = Budget(launch_ms=15)
+LAUNCH_MS = 40  # for which a launch is repeated
 
 
 def captured(launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -27,10 +21,10 @@ def captured(launch: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], to
     return graph.replay, out
 
 
-def launch_us(launch: Callable[[], object], budget: Budget) -> float:
+def launch_us(launch: Callable[[], object], rep_ms: int) -> float:
     """Median GPU microseconds of a launch; the L2 cache is flushed before each repetition."""
     time_ms: float = triton.testing.do_bench(
-        launch, warmup=_WARMUP_MS, rep=budget.launch_ms, return_mode="median"
+        launch, warmup=_WARMUP_MS, rep=rep_ms, return_mode="median"
     )
     return time_ms * 1e3
 

@@ -20,7 +20,7 @@ from deft_backend.planner import Plan
 from deft_backend.planner.reference import plan_forest
 from deft_backend.shapes import AttentionShape
 from deft_backend.tools.traces.tree_forests import forest_from_levels
-from deft_backend.tools.tuning.launch_clock import Budget, captured, launch_us, read_gb_s
+from deft_backend.tools.tuning.launch_clock import captured, launch_us, read_gb_s
 
 Launch = Callable[[], torch.Tensor]
 Clock = Callable[[Launch], float]  # microseconds that a launch takes
@@ -28,7 +28,7 @@ Clock = Callable[[Launch], float]  # microseconds that a launch takes
 _MOST_CACHE_BYTES = 4 << 30
 _CACHE_SHARE_OF_FREE = 4
 
-_BUDGET = Budget(launch_ms=20)
+_LAUNCH_MS = 20
 
 UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")
 """Batches that share nothing: requests, then tokens of each."""
@@ -65,7 +65,7 @@ class Tuned(NamedTuple):
 def gpu_clock(launch: Launch) -> float:
     """Median microseconds of a launch in a CUDA graph, with the L2 cache flushed before it."""
     replay, _ = captured(launch)
-    return launch_us(replay, _BUDGET)
+    return launch_us(replay, _LAUNCH_MS)
 
 
 def tune(key: TableKey, before: CostModel, say: Callable[[str], None]) -> Tuned:
