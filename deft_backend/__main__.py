@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """Run the command."""
     # Ctrl-C while modules load ends the process at once: extensions turn an exception that reaches
     # them into other errors. A job in the background ignores the signal, and keeps doing so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -140,7 +140,6 @@ class LatentAttention(PlannedAttention):
         return self._has_room(plan, forest) and not self.loses(plan, forest, num_layers)
 
     def _has_room(self, plan: Plan, forest: PrefixForest) -> bool:
-        """Whether a call for the batch has room for the plan."""
         room = self._room(forest.batch_size)
         return plan.num_items <= room.max_items and len(plan.entry_query) <= room.max_entries
 

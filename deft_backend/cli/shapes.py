@@ -145,7 +145,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _text_config(path: Path) -> Mapping[str, Any]:
-    """The part of a ``config.json`` about the language model."""
     config = text_config(path)
     if "num_attention_heads" in config:
         return config

@@ -54,7 +54,6 @@ class Origin:
 
     @classmethod
     def of(cls, gpu: str) -> Origin:
-        """The origin of kernels compiled here for `gpu`."""
         return cls(
             package=VERSION,
             sources=digest_of(["kernels", "shapes.py", "planner", "policies"])[:16],
@@ -144,7 +143,6 @@ def check_fillable(folder: Path) -> tuple[Origin, Files] | None:
 
 
 def is_filled(folder: Path) -> bool:
-    """Whether `deft warm` has filled a folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -158,7 +156,6 @@ def _content(path: Path, digest: str) -> bytes | None:
 
 
 def _read(folder: Path) -> tuple[Origin, Files]:
-    """Origin and files of a folder's kernels."""
     try:
         content = read_private_json(folder / MANIFEST)
         kernels = mapping(content, "kernels")
@@ -173,7 +170,6 @@ def _read(folder: Path) -> tuple[Origin, Files]:
 
 
 def _files_of(kernels: Mapping[str, Any], key: str) -> dict[str, str]:
-    """The files of a kernel and their digests."""
     if not _KEY.fullmatch(key):
         raise FieldError(f"kernels holds {shown(key)}; expected keys of 64 hexadecimal digits")
     named = mapping(kernels, key)

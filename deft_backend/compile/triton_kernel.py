@@ -174,5 +174,4 @@ def interpreted_copy(module: ModuleType) -> ModuleType:
 
 
 def _package(module: str) -> str:
-    """Name of a module's top-level package."""
     return module.partition(".")[0]

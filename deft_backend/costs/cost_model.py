@@ -154,7 +154,6 @@ class CostModel:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a table's JSON file."""
         return {
             "format": TABLE_FORMAT,
             "source": self.source,

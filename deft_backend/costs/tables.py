@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Size and clocks of a GPU."""
-
     sms: int  # streaming multiprocessors
     sm_clock_mhz: float  # highest clock of an SM, in MHz
     # Bandwidth of the memory by its clock and its bus, in 1e9 bytes per second. No kernel reads as
@@ -83,7 +81,6 @@ class TableKey:
 
     @property
     def shape(self) -> str:
-        """The attention in words."""
         return (
             f"heads {self.query_heads}/{self.kv_heads}, head dimension {self.head_dim}, "
             f"{self.dtype}, page size {self.page_size}"
@@ -134,8 +131,6 @@ an H200 without GQA. On the CPU the first one plans."""
 
 @dataclass(frozen=True, eq=False)
 class ShippedTable:
-    """A table of the package."""
-
     path: Path
     key: TableKey  # what it was measured with
     facts: GpuFacts  # the GPU that it was measured on

@@ -167,7 +167,6 @@ def gather_queries(
 
 @jit
 def _weighed(maximum, total, acc, out_ptr, lse_ptr, row, rows, head, HEADS, VALUE_DIM):
-    """Take one more partial result into the sums."""
     value = tl.arange(0, VALUE_DIM)[None, :]
     inside = head < HEADS
     lse = tl.load(lse_ptr + head * rows + row, mask=inside, other=float("-inf"))

@@ -53,7 +53,6 @@ class PlanCapacity:
 
     @property
     def limits(self) -> Limits:
-        """What plans must not exceed."""
         return Limits(self.max_items, self.max_entries, self.max_segments)
 
     def room(self, policy: Policy, batch: int, target: Target) -> PlanCapacity:
@@ -124,5 +123,4 @@ class Plan:
         return int(self.range_tokens(seq_lens).sum())
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Every array by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -101,7 +101,6 @@ class Grouping:
         return self.queries[self.query_ptr[group] : self.query_ptr[group + 1]]
 
     def segments(self, group: int) -> Iterator[Segment]:
-        """The KV ranges of `group`."""
         tokens = (self.request, self.start, self.end, self.open)
         arrays = (*tokens, self.attend_begin, self.attend_end)
         for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):

@@ -136,7 +136,6 @@ def cut_cost(cut: Cut, costs: ShapeCosts) -> FloatArray:
 
 
 def _reduced(cut: Cut, costs: ShapeCosts) -> FloatArray:
-    """Nanoseconds of stage 2."""
     found: FloatArray = costs.reduce_ns + cut.most * costs.reduce_ns / (16 * MAX_MERGED)
     return found
 

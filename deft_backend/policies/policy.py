@@ -56,7 +56,6 @@ class Policy(ABC):
     """Whether some groups have several segments, so that their items need the masked tile."""
 
     def __str__(self) -> str:
-        """The policy in a line of the log."""
         return self.name
 
     @property

@@ -80,7 +80,6 @@ class Target:
 
     @property
     def gqa_group(self) -> int:
-        """Query heads that share one KV head."""
         return self.num_query_heads // self.num_kv_heads
 
     @property

@@ -27,7 +27,6 @@ def _by_thread(x, ROWS, COLUMNS):
 
 @jit
 def _row_max(x, ROWS, COLUMNS):
-    """[ROWS]: each row's maximum."""
     x = _by_thread(x, ROWS, COLUMNS)
     x = gl.reduce(gl.reduce(gl.reduce(x, 2, larger), 1, larger), 2, larger)
     return gl.reduce(x, 1, larger)

@@ -83,7 +83,6 @@ def from_lane(values, lane):
 
 @jit
 def _lanes():
-    """[32]: the lanes' numbers."""
     BY_LANE: gl.constexpr = by_lane(gl.num_warps())
     return gl.arange(0, 32, layout=gl.SliceLayout(0, BY_LANE))
 

@@ -55,13 +55,11 @@ def ask_plan(plan, LAYOUT):
 
 @jit
 def larger(a, b):
-    """Combine two numbers of a reduction to the larger one."""
     return gl.maximum(a, b)
 
 
 @jit
 def plus(a, b):
-    """Combine two numbers of a reduction to their sum."""
     return a + b
 
 

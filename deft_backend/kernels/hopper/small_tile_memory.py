@@ -80,7 +80,6 @@ class Buffers(NamedTuple):
 
 @jit
 def allocate(tensors, HEADS, TILE, LAYOUT):
-    """Allocate a program's shared memory."""
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
     STORED: gl.constexpr = tensors.k.dtype.element_ty
     BLOCK_M: gl.constexpr = TILE.height

@@ -104,8 +104,6 @@ class Results(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Candidates for the length of chunks."""
-
     num_chunks: Pointer  # [candidates]: chunks of the longest range
     cost: Pointer  # [2, candidates] float32: expected nanoseconds, by tile shape
     chunk: Pointer  # [2, candidates]: tokens of a chunk

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Chosen, Nodes, Ranges, Search
 from deft_backend.planner.on_device.choose_ranges import write_leaves, write_nodes
-from deft_backend.planner.on_device.tiles import tiles_of, total
+from deft_backend.planner.on_device.tiles import overlap, tiles_of, total
 
 
 class EdgeCosts(NamedTuple):
@@ -53,7 +52,6 @@ def _padding(queries, context, COSTS):
 
 @jit
 def _lengths(order_ptr, seq_lens_ptr, place, there, BLOCKS):
-    """Tokens of the requests at places."""
     request = tl.load(order_ptr + place, mask=there, other=0)
     return tl.load(seq_lens_ptr + request // BLOCKS, mask=there, other=0).to(tl.int32)
 
@@ -82,9 +80,7 @@ def assign_edges(
     If the ranges would need more than `max_items` items or `max_entries` entries, every request
     reads its whole context by itself.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     search = Search(
         memory,
         memory + BATCH,

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Chosen, Costs, Nodes, Ranges
-from deft_backend.planner.on_device.tiles import tiles_of, total
+from deft_backend.planner.on_device.tiles import overlap, tiles_of, total
 
 
 @jit
@@ -67,9 +66,7 @@ def choose_ranges(
     `costs` are times of the whole GPU. If the ranges would need more than `max_items` items or
     `max_entries` entries, every request reads its whole context by itself.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     place = tl.arange(0, BATCH)
     inside = place < batch
     queries = tl.load(nodes.queries + place, mask=inside, other=0)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import CANDIDATES, Flat
-from deft_backend.planner.on_device.tiles import sum_of_rows, total
+from deft_backend.planner.on_device.tiles import overlap, sum_of_rows, total
 from deft_backend.policies import DeftFlatten, Target
 from deft_backend.shapes import MAX_ITEM_TOKENS, MAX_MERGED
 
@@ -43,7 +42,6 @@ class Rule(NamedTuple):
 
     @classmethod
     def of(cls, policy: DeftFlatten, target: Target) -> Rule:
-        """The constants of a policy and a target."""
         small, _, masked = target.tile_queries
         shortest, held = policy.chunk_tokens, min(masked, target.largest_tile)
         return cls(
@@ -143,9 +141,7 @@ def flatten_forest(
     A candidate's bounds of items, (item, query) pairs and KV ranges are the policy's. The first
     candidate that fits is chosen; behind the longest chunks comes one that always fits.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     ranges, place = flat.ranges, tl.arange(0, BATCH)
     length = tl.load(ranges.end + BATCH + place, mask=place < batch, other=0)
     cut = tl.load(flat.cut + place, mask=place < batch, other=0)
@@ -212,9 +208,7 @@ def find_groups(
     OVERLAPPED: tl.constexpr,
 ):
     """Write `Groups` without `Groups.tile`: BLOCK chunks at a time, from COLUMNS elements."""
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     choice, groups = choice_of(flat, batch, RULE), flat.groups
     elements = batch + tl.load(flat.chosen.count)
     for at in range(tl.program_id(0) * BLOCK, choice.count, tl.num_programs(0) * BLOCK):
@@ -255,9 +249,7 @@ def cut_groups(
     OVERLAPPED: tl.constexpr,
 ):
     """Write `Groups.tile`, and `Tiles` up to `segments`: BLOCK tiles of a chunk at a time."""
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     choice, groups, tiles = choice_of(flat, batch, RULE), flat.groups, flat.tiles
     column = tl.arange(0, COLUMNS)
     for number in range(tl.program_id(0), choice.count, tl.num_programs(0)):

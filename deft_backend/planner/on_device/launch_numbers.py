@@ -18,8 +18,6 @@ MOST_ELEMENTS = 1 << 20  # most elements of a Triton tensor
 
 
 class Warps(NamedTuple):
-    """Warps of a program, by kernel."""
-
     compare_rows: int
     sort_rows: int
     find_nodes: int
@@ -127,7 +125,6 @@ class Numbers:
 
     @classmethod
     def of(cls, target: Target) -> Numbers:
-        """The numbers of a target. Raises PolicyError for a cost table of other tile shapes."""
         *times, partial_ns, reduce_ns = target.tile_costs().tolist()
         small, large = target.single_range_tiles
         return cls(

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Chosen, Places, Ranges, Results
 from deft_backend.planner.on_device.tiles import (
     Estimate,
     chunk_at,
+    overlap,
     parts_of,
     sizes_of,
     sum_of_rows,
@@ -36,8 +36,6 @@ class Range(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The lengths of chunks."""
-
     small: Any
     large: Any  # most tokens of a chunk, by tile shape; nanoseconds for the rule ``scheduled``
     block: Any
@@ -45,8 +43,6 @@ class Lengths(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Ranges, cut into chunks."""
-
     is_large: Any
     tiles: Any
     num_chunks: Any
@@ -66,7 +62,6 @@ def _cheapest(candidates, shape, CANDIDATES):
 
 @jit
 def _read_leaves(place, batch, ranges, BATCH):
-    """The leaves at these places."""
     there = place < batch
     begin = tl.load(ranges.begin + BATCH + place, mask=there, other=0)
     end = tl.load(ranges.end + BATCH + place, mask=there, other=0)
@@ -75,7 +70,6 @@ def _read_leaves(place, batch, ranges, BATCH):
 
 @jit
 def _read_nodes(number, count, chosen):
-    """The nodes with these numbers."""
     there = (number >= 0) & (number < count)
     queries = tl.load(chosen.queries + number, mask=there, other=0)
     begin = tl.load(chosen.begin + number, mask=there, other=0)
@@ -86,7 +80,6 @@ def _read_nodes(number, count, chosen):
 
 @jit
 def _cut(range_, is_large, tiles, chunk, lengths, BATCH, CHUNKS):
-    """Ranges, cut into chunks."""
     tokens = range_.end - range_.begin
     if CHUNKS == "absolute":  # without a request's last chunk
         last = tl.maximum(range_.end - 1, range_.begin)
@@ -111,7 +104,6 @@ def _cut_leaves(leaves, lengths, small_tile, BATCH, CHUNKS):
 
 @jit
 def _cut_nodes(nodes, lengths, small_tile, large_tile, BATCH, CHUNKS):
-    """Nodes, cut into chunks."""
     is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
     chunk = tl.where(is_large, lengths.large, lengths.small)
     return _cut(nodes, is_large, tiles, chunk, lengths, BATCH, CHUNKS)
@@ -153,9 +145,7 @@ def measure_ranges(
     its ranges with LEAVES leaves at a time, and with NODES nodes. `block` is the length of a KV
     block; by the rule ``absolute``, of the first chunks.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     leaf_programs = (batch + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     node = (program - leaf_programs) * BLOCK  # negative: the program measures leaves

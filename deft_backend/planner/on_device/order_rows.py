@@ -23,7 +23,7 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from deft_backend.planner.on_device.arrays import Nodes, Ranks, Tables
-from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin, tiles_of
+from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin, overlap, tiles_of
 
 
 @jit
@@ -240,9 +240,7 @@ def find_nodes(
     Tiles hold `small_tile` and `large_tile` queries. The kernel also sets `Ranks` to zero for the
     next plan.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = places[:, None]
     other = tl.arange(0, BATCH)[None, :]

@@ -138,7 +138,6 @@ class DevicePlanner:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the planner's own arrays on the device."""
         return self._scratch.num_bytes
 
     def plan(
@@ -390,7 +389,6 @@ class DevicePlanner:
         return (ProgramWork.interpreted if self._interpreted else ProgramWork.on_gpu)(size)
 
     def _size_for(self, batch: int) -> int:
-        """Size of batch that the kernels are compiled for."""
         if self._interpreted:
             return max(8, int(triton.next_power_of_2(batch)))
         return next(size for size in SIZES if size >= batch)

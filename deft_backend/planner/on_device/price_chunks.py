@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.planner.on_device.arrays import Candidates, Costs, Ranges
 from deft_backend.planner.on_device.tiles import (
     Estimate,
     estimated_ns,
+    overlap,
     parts_of,
     sizes_of,
     tiles_of,
@@ -63,7 +63,6 @@ def _slower(one, other):
 
 @jit
 def _cut_cost(cut, costs, WEIGHTS):
-    """Expected nanoseconds of a cut."""
     items = cut.items.to(tl.float32)
     leaves_room = costs.is_large & (2 * cut.items <= costs.programs)
     token_ns = tl.where(leaves_room, costs.token_ns * WEIGHTS.alone, costs.token_ns)
@@ -159,9 +158,7 @@ def price_chunks(
     may take half of the items and entries that are left. A candidate that needs more costs
     infinity; the first candidate, one chunk, always fits.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     candidate = tl.program_id(0)
     shape = tl.program_id(1)
     which = tl.arange(0, 2 * BATCH)

@@ -1,4 +1,4 @@
-"""How ranges divide into tiles and chunks, as every kernel of the device planner computes it."""
+"""What the device planner's kernels share: how ranges divide into tiles and chunks, and sums."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.policies import policy
 
 PER_OCTAVE = tl.constexpr(policy.PER_OCTAVE)
+
+
+@jit
+def overlap(OVERLAPPED):
+    """Let the next kernel start, and wait for the one ahead, if launches may overlap."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @jit
@@ -26,13 +35,11 @@ def tiles_of(queries, small_tile, large_tile):
 
 @jit
 def total(values):
-    """Sum of all values."""
     return tl.reduce(values, 0, tl.standard._sum_combine)
 
 
 @jit
 def sum_of_rows(values):
-    """Sum of each row's values."""
     return tl.reduce(values, 1, tl.standard._sum_combine)
 
 
@@ -48,7 +55,6 @@ class Estimate(NamedTuple):
 
 @jit
 def estimated_ns(tokens, is_large, estimate):
-    """``C_est`` of items of these lengths."""
     length = tokens.to(tl.float32)
     small = estimate.small[0] + length * estimate.small[1]
     large = estimate.large[0] + length * estimate.large[1]

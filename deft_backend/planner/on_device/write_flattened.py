@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import jit
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
@@ -20,7 +20,7 @@ from deft_backend.planner.on_device.flatten import (
     items_of,
     slices_of,
 )
-from deft_backend.planner.on_device.tiles import sum_of_rows, total
+from deft_backend.planner.on_device.tiles import overlap, sum_of_rows, total
 from deft_backend.planner.on_device.write_plan import (
     Counts,
     count_plan,
@@ -76,9 +76,7 @@ def measure_tiles(
     The first ``ceil(batch / BLOCK)`` programs count the results of as many queries; the others
     compare tiles with all other tiles.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    overlap(OVERLAPPED)
     choice, tiles, results = choice_of(flat, batch, RULE), flat.tiles, flat.results
     query_programs = (batch + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -156,7 +154,6 @@ def _write_entries(place, slots, choice, flat, items, batch, COLUMNS, RULE):
 
 @jit
 def _write_tile(tile, choice, flat, table_rows, segment_table, items, BLOCKS, COLUMNS, RULE):
-    """Write the items and the segments of a tile."""
     OPEN_END: tl.constexpr = encoding.OPEN_END
     SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
     groups, tiles = flat.groups, flat.tiles

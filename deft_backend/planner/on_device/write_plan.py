@@ -28,8 +28,6 @@ class Slots(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How much there is of everything in a plan."""
-
     items: Any
     entries: Any
     large: Any  # items of the large tile
@@ -120,7 +118,6 @@ def _chunk_of(range_, chunk, block, CHUNKS):
 
 @jit
 def _write_items(plan, item, entry, request, table_row, start, stop, span, there):
-    """Write items, each of one segment."""
     items = plan.items
     tl.store(items.item_segment_ptr + item, item, mask=there)
     tl.store(items.item_query_ptr + item, entry, mask=there)

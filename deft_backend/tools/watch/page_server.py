@@ -149,7 +149,6 @@ class Inspector:
         self._followers: dict[Path, Follower] = {}
 
     def state(self, number: int = 0) -> dict[str, Any]:
-        """The data of one engine."""
         with self._lock:
             present = find_engines(self._folder, self._port)
             names = [each.name for each in present]

@@ -33,7 +33,6 @@ def install(observer: Observer) -> None:
 
 
 def remove(observer: Observer) -> None:
-    """Stop calling `observer`."""
     if observer in _observers:
         _observers.remove(observer)
 
