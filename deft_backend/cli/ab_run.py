@@ -176,7 +176,8 @@ def run_asked(asked: AbOptions) -> None:
         servers = state_folder()
         if asked.urls is not None:
             urls = base_url(asked.urls[0]), base_url(asked.urls[1])
-            on_gpu = not any(_on_cpu(url, servers) for url in urls)
+            states = [ServerCounters(url, servers).state() for url in urls]
+            on_gpu = not any(state and state.device.startswith("cpu") for state in states)
             build = asked_workloads(asked, on_gpu=on_gpu)
             both_answer(urls)
             model, sides = asked.model, running_sides(urls, servers, progress)
@@ -230,8 +231,3 @@ def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
         raise fail("--api-key is given behind '--'; set OPENAI_API_KEY to the same key as well")
     on_gpu = use_gpu() and not (host == "vllm" and vllm_is_cpu_build())
     return served, host, extra, on_gpu
-
-
-def _on_cpu(url: str, folder: Path) -> bool:
-    state = ServerCounters(url, folder).state()
-    return state is not None and state.device.startswith("cpu")

@@ -171,8 +171,10 @@ def compile_all(
         left = [variant for variant, kernel in made.items() if kernel is None]
         made.update(zip(left, pool.map(partial(make, wait=True), left), strict=True))
         kernels = tuple(made[variant] for variant in wanted)
-    if load:
-        _give_own_launchers(kernels)
+    # Triton 3.6 compiles launchers as modules of one name, and loading one again changes the one
+    # before. So of two threads, one may have taken the other's launcher: make them anew, in turn.
+    for kernel in kernels if load else ():
+        kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
     compiled = hits.count(False)
     return Compiled(kernels, compiled, len(wanted) - compiled, time.perf_counter() - began, threads)
 
@@ -212,16 +214,6 @@ def _no_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _give_own_launchers(kernels: Iterable[Any]) -> None:
-    """Make the launcher of each loaded kernel anew, one after another.
-
-    Triton 3.6 compiles launchers as modules of one name, and loading one again changes the one
-    before. So of two threads, one may take the other's launcher.
-    """
-    for kernel in kernels:
-        kernel._run = driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _compiled(variant: Variant) -> Any:

@@ -27,7 +27,9 @@ def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) ->
     batch, tokens = first_child.shape
     device = first_child.device
     ids = torch.arange(tokens, device=device)
-    one = _bits(ids, tokens)  # [n, W]
+    words = torch.arange(words_of(tokens), device=device)
+    own = torch.ones_like(ids) << (ids % WORD)
+    one = torch.where(ids[:, None] // WORD == words, own[:, None], 0)  # [n, W]: each token's bit
     # A spare column takes what links of -1 write.
     before = torch.zeros((batch, tokens + 1), dtype=torch.int64, device=device)
     bits = torch.zeros((batch, tokens + 1, one.shape[1]), dtype=torch.int64, device=device)
@@ -43,10 +45,3 @@ def ancestors_of_links(first_child: torch.Tensor, next_sibling: torch.Tensor) ->
         before = before.gather(1, before)
         length *= 2
     return bits | one
-
-
-def _bits(ids: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[n, W] int64: each token's own bit."""
-    words = torch.arange(words_of(tokens), device=ids.device)
-    own = torch.ones_like(ids) << (ids % WORD)
-    return torch.where(ids[:, None] // WORD == words, own[:, None], 0)

@@ -143,12 +143,6 @@ def _item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatAr
     return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
 
 
-def partial_results(grouping: Grouping) -> int:
-    """(group, query) pairs whose result stage 2 must merge; a query in one group has none."""
-    parts = np.bincount(grouping.queries) if len(grouping.queries) else np.zeros(0, dtype=np.int64)
-    return int(parts[parts > 1].sum())
-
-
 def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of one query's partial result, for one layer: of each head, an output divided by its
     largest element, in 16 bits (32 for float32), that element and the log-sum-exp.
@@ -171,7 +165,8 @@ def estimated_ms(grouping: Grouping, target: Target) -> float:
     group, cost = _item_costs(grouping, target)
     cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
     each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
-    merged = partial_results(grouping) * each * target.query_tokens
+    parts = np.bincount(grouping.queries)  # groups of each query; a query in one merges nothing
+    merged = int(parts[parts > 1].sum()) * each * target.query_tokens
     other = model.launch_ms + model.transfer_ms(2 * merged)
     loads = model.transfer_ms(kv_bytes(int(grouping.num_tokens()[group].sum()), target))
     return max(longest_first(cost, target.num_programs), loads) + other

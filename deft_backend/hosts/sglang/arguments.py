@@ -151,12 +151,15 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
         if getattr(args, name, 1) not in (None, 1):
             return f"context parallelism is not supported ({name}={getattr(args, name)})"
     reason = _unsupported_speculation(args, versions.backend_names(server_args))
-    if reason is None and versions.deterministic(server_args):
-        reason = _not_deterministic(args, settings)
+    deterministic = versions.deterministic(server_args)
+    if reason is None and deterministic:  # results must not depend on the batch
+        reason = other_policy(settings, "deterministic inference")
+        if getattr(args, "enable_mixed_chunk", False):
+            reason = "deterministic inference with steps that also prefill is not supported"
     if reason is not None:
         return reason
     if versions.uses_mla(server_args):
-        if versions.deterministic(server_args):
+        if deterministic:
             return "deterministic inference of MLA models is not supported"
         return _refused_latent(server_args) or SGLANG.leaves_mla(settings, str(args.device))
     kv_dtype = str(args.kv_cache_dtype)
@@ -165,13 +168,6 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
     if versions.model_config(server_args).is_encoder_decoder:
         return "encoder-decoder models are not supported"
     return None
-
-
-def _not_deterministic(args: Any, settings: Settings) -> str | None:
-    """Why results of a server with deterministic inference would depend on the batch, or None."""
-    if getattr(args, "enable_mixed_chunk", False):
-        return "deterministic inference with steps that also prefill is not supported"
-    return other_policy(settings, "deterministic inference")
 
 
 _WIDE_DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32")
