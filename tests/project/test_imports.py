@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "kernels": "planner",
     "attention": "forest costs policies planner kernels",
     "telemetry": "forest",
-    "hosts/common": "forest policies planner attention",
+    "hosts/common": "forest costs policies planner attention",
     "hosts/sglang": "hosts/common telemetry forest costs policies planner attention",
     "hosts/vllm": "hosts/common telemetry forest planner attention",
     "hosts": "hosts/sglang hosts/vllm",  # the supported versions of both

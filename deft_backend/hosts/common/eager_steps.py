@@ -7,7 +7,41 @@ from collections.abc import Callable
 import torch
 
 from deft_backend.attention import LayerAddresses, TreeAttention
+from deft_backend.costs.cost_model import CostModel
 from deft_backend.hosts.common.latches import OnceLog
+from deft_backend.settings.config import Settings
+from deft_backend.settings.policy_names import INVARIANT
+
+PLAN_MS, LAYER_MS = 0.7, 0.12
+"""Estimates of what tree attention adds to such a step on the CPU: the launches of its plan, and in
+a step that also prefills a second attention in each layer (docs/kernel-log.md)."""
+
+PREFILLS = "a step with prefills whose other requests share too little"
+DECODES = "an eager step whose requests share too little"
+
+
+def has_one_way(settings: Settings) -> bool:
+    """Whether tree attention decodes all it can: for equal bits, or to be verified."""
+    return settings.policy == INVARIANT or settings.verify
+
+
+def shares_too_little(
+    saved_bytes: int, layers: int, costs: CostModel | None, *, prefills: bool
+) -> str | None:
+    """Why the host's kernel decodes an eager step, or None.
+
+    - `saved_bytes`: what tree attention reads less in each of its `layers`.
+    - `costs`: of the GPU; None on the CPU, where any saving pays for a split, and a step that
+      decodes alone has only one way.
+    - `prefills`: whether the step also prefills.
+    """
+    if costs is None:
+        return PREFILLS if prefills and not saved_bytes else None
+    added = PLAN_MS + (LAYER_MS * layers if prefills else 0.0)
+    if costs.transfer_ms(saved_bytes) * layers > added:
+        return None
+    return PREFILLS if prefills else DECODES
+
 
 Size = tuple[int, int]
 """Of a step: the bits of its number of query tokens, and the most of a request."""

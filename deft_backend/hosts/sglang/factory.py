@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.common.eager_steps import has_one_way
 from deft_backend.hosts.common.limits import (
     Unsupported,
     for_any_batch,
@@ -38,7 +39,7 @@ from deft_backend.hosts.sglang.layers import (
     model_asks,
     unsupported_model,
 )
-from deft_backend.hosts.sglang.mixed import MixedSteps
+from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
 from deft_backend.hosts.sglang.prefixes import BatchObserver
 from deft_backend.hosts.sglang.report import leave_out_warm_up, start_reporting, state_of
 from deft_backend.hosts.sglang.step_inputs import Verification
@@ -186,16 +187,20 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
         decodes=not latent or verification is None,
     )
     has_graphs = versions.decode_graphs(runner.server_args) != "disabled"
+    observer = BatchObserver(runner)
+    undo.callback(observe_batch.install(observer.observe))
+    eager = EagerSharing(layers, observer)
+    if isinstance(attention, TreeAttention) and attention.device.type == "cuda":
+        eager.costs = attention.target.costs
+        steps.eager = None if has_one_way(settings) else eager
     if isinstance(layers, LatentLayers):  # its kernels are compiled before the check at start
-        observer = BatchObserver(runner)
-        undo.callback(observe_batch.install(observer.observe))
         steps.sharing = LatentSharing(layers.attention, observer, len(layers.division.tree))
         if has_graphs:
             # If set-up fails later, the host's backend runs alone. With a second set of its graphs,
             # some backends would prepare the buffers of the newest graph only.
             undo.callback(tree_graphs.install(runner, steps))
     if getattr(versions.resolved(runner.server_args), "enable_mixed_chunk", False):
-        steps.mixed = _mixed(runner, layers, settings, undo)
+        steps.mixed = MixedSteps(layers, settings, eager, unsplit=_unsplit(runner, layers))
     if (
         versions.read_end() is None and has_graphs
     ):  # the host does not ask until when tables are read
@@ -203,8 +208,8 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
     return steps
 
 
-def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack) -> MixedSteps:
-    """Steps that decode and prefill; the log says why the host computes them whole."""
+def _unsplit(runner: Any, layers: StepLayers) -> str | None:
+    """Why the host computes every step that decodes and prefills whole; the log says so."""
     prefill, decode = versions.backend_names(runner.server_args)
     unsplit = None
     if not isinstance(layers, TreeLayers):
@@ -219,12 +224,7 @@ def _mixed(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
         unsplit = "DP attention pads batches"
     if unsplit is not None:
         logger.info("deft: the host's kernel decodes in steps that also prefill: %s", unsplit)
-    observer = BatchObserver(runner)
-    undo.callback(observe_batch.install(observer.observe))
-    steps = MixedSteps(layers, settings, observer, unsplit=unsplit)
-    if isinstance(layers.attention, TreeAttention) and layers.attention.device.type == "cuda":
-        steps.costs = layers.attention.target.costs
-    return steps
+    return unsplit
 
 
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from deft_backend.costs.cost_model import CostModel
+from deft_backend.hosts.common.eager_steps import has_one_way, shares_too_little
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.prefixes import BatchObserver, CachedTree, Observed
 from deft_backend.hosts.sglang.step_inputs import StepInputs
@@ -16,39 +17,77 @@ from deft_backend.hosts.sglang.versions import first_rows
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Decoded
 
-STEP_MS, LAYER_MS = 0.7, 0.35
-"""About what splitting a step costs the CPU, and each of its layers: launches for the plan, for
-stage 1 and 2 and for the parts of the output (docs/kernel-log.md)."""
-
 UNSUITABLE = ("encoder_lens", "attn_cp_metadata", "tbo_children", "global_num_tokens_cpu")
 """Fields of a forward batch that are None where its attention is plain and all of one rank."""
 
 
+ASKED_AGAIN = 32
+"""Steps after which the tree is read again: that takes milliseconds with hundreds of requests."""
+
+
+@dataclass(eq=False)
+class EagerSharing:
+    """What the requests that decode in a step without a graph share. The radix tree tells the CPU,
+    so nobody waits for the device. All ranks make the same batches and decide alike.
+    """
+
+    layers: StepLayers
+    observer: BatchObserver
+    costs: CostModel | None = None  # of the GPU; None on the CPU
+    _tree: CachedTree = field(
+        default_factory=lambda: CachedTree("the host's kernel decodes in steps that also prefill")
+    )
+    _saved: int | None = None  # tokens of context that are read less often; None: unreadable tree
+    _read_for: int = 0  # requests when the tree was read last
+    _asked: int = 0  # times since
+
+    def too_little(self, forward_batch: Any, *, prefills: bool) -> str | None:
+        """Why the host's kernel decodes the requests, the last ones of a mixed batch; or None."""
+        observed, lens = self.observer.of(forward_batch), forward_batch.seq_lens_cpu
+        if not prefills and (self.costs is None or observed is None or lens is None):
+            return None
+        assert observed is not None
+        requests = observed.requests[-observed.decoding :]  # all, if none prefills
+        if self._is_due(len(requests)) and self._tree.changed(requests):
+            held = lens.numpy()[: len(observed.requests)][-len(requests) :]
+            forest = self._tree.forest(observed.tree_cache, requests, held)
+            self._saved = None
+            if forest is not None:
+                self._saved = forest.tokens_attended - forest.tokens_stored
+        if self._saved is None:
+            return "unreadable prefix cache" if prefills else None
+        layers = self.layers
+        saved = self._saved * layers.state.token_bytes
+        return shares_too_little(saved, layers.tree_layers, self.costs, prefills=prefills)
+
+    def _is_due(self, requests: int) -> bool:
+        self._asked += 1
+        if self._asked < ASKED_AGAIN and 8 * abs(requests - self._read_for) <= self._read_for:
+            return False
+        self._asked, self._read_for = 0, requests
+        return True
+
+
 @dataclass(eq=False)
 class MixedSteps:
-    """Splits the mixed steps whose decode rows, the last ones, share so much KV that it pays. The
-    radix tree tells what they share, so nobody waits for the device. `unsplit` is why the host
-    computes every mixed step whole.
+    """Splits the mixed steps whose decode rows, the last ones, share so much KV that it pays.
+    `unsplit` is why the host computes every mixed step whole.
     """
 
     layers: StepLayers
     settings: Settings
-    observer: BatchObserver
+    sharing: EagerSharing
     slice_batch: Callable[[Any, int, int], Any] = first_rows
     unsplit: str | None = None
-    costs: CostModel | None = None  # of the GPU; None on the CPU, where whatever is shared pays
-    _tree: CachedTree = field(
-        default_factory=lambda: CachedTree("the host's kernel decodes in steps that also prefill")
-    )
-    _too_little: str | None = None
 
     def begin(self, forward_batch: Any) -> TreeStep | None:
-        observed = self.observer.of(forward_batch)
+        observed = self.sharing.observer.of(forward_batch)
         if observed is None or not observed.decoding:
             return None
         decoded = _decoded(observed, forward_batch)
         reason = self._refused(forward_batch, decoded.rows)
-        reason = reason or self._shares_too_little(observed, forward_batch.seq_lens_cpu)
+        if reason is None and not has_one_way(self.settings):
+            reason = self.sharing.too_little(forward_batch, prefills=True)
         step = None
         if reason is None:
             step, reason = self._split(forward_batch, decoded)
@@ -58,7 +97,7 @@ class MixedSteps:
 
     def count_graph(self, forward_batch: Any) -> None:
         """Count a batch that a CUDA graph of whole prefills computes, with the host's kernel."""
-        observed = self.observer.of(forward_batch)
+        observed = self.sharing.observer.of(forward_batch)
         if observed is not None and observed.decoding:
             self.layers.state.count(_decoded(observed, forward_batch), "in a graph of prefills")
 
@@ -77,27 +116,6 @@ class MixedSteps:
             and not any(getattr(forward_batch, "mm_inputs", None) or ())
         )
         return None if plain else "mixed batch of another form"
-
-    def _shares_too_little(self, observed: Observed, seq_lens: Any) -> str | None:
-        """Why the decode rows share too little; decided once for the same requests."""
-        requests = observed.requests[-observed.decoding :]
-        if self._tree.changed(requests):
-            lens = seq_lens.numpy()[-observed.decoding :]
-            forest = self._tree.forest(observed.tree_cache, requests, lens)
-            if forest is None:
-                self._too_little = "unreadable prefix cache"
-            else:
-                saved = forest.tokens_attended - forest.tokens_stored
-                self._too_little = None if self._pays(saved) else "shares too little to be split"
-        return self._too_little
-
-    def _pays(self, saved: int) -> bool:
-        """Whether tokens that need not be read again take longer than the launches."""
-        if self.costs is None:
-            return saved > 0
-        layers = self.layers.tree_layers
-        saved_bytes = saved * self.layers.state.token_bytes * layers
-        return self.costs.transfer_ms(saved_bytes) > STEP_MS + LAYER_MS * layers
 
     def _split(self, forward_batch: Any, decoded: Decoded) -> tuple[TreeStep | None, str | None]:
         layers, rows = self.layers, decoded.rows

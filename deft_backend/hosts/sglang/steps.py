@@ -10,7 +10,7 @@ import torch
 
 from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.sglang.latent import LatentSharing
-from deft_backend.hosts.sglang.mixed import MixedSteps
+from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
 from deft_backend.hosts.sglang.step_inputs import DECODE, StepKind, Verification
 from deft_backend.hosts.sglang.tree_layers import StepLayers, TreeStep
 from deft_backend.settings.config import Settings
@@ -34,6 +34,8 @@ class TreeSteps:
     decodes: bool = True
     # Leaves MLA batches that share too little to the host, which captures two sets of graphs.
     sharing: LatentSharing | None = None
+    # Leaves eager steps that share too little to the host; None: tree attention decodes them all.
+    eager: EagerSharing | None = None
     mixed: MixedSteps | None = None  # for servers that mix prefill and decode in a step
     # Batch sizes whose last captured graph holds tree attention.
     _tree_graphs: set[int] = field(default_factory=set)
@@ -56,6 +58,8 @@ class TreeSteps:
             self._count_steps()
             reason = self._refused(forward_batch.batch_size) or kind.unsuitable(forward_batch)
             reason = reason or self._too_little(forward_batch)
+            if reason is None and self.eager is not None:
+                reason = self.eager.too_little(forward_batch, prefills=False)
             if reason is None:
                 kind.load(forward_batch)
                 ran = partial(self._count, kind, forward_batch)

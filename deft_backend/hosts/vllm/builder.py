@@ -170,12 +170,11 @@ class TreeBuilder:
             return "query tokens of no request"
         query_tokens = group.query_tokens if content.verifies else 1
         reason = group.refuses(content.requests, query_tokens)
-        if content.kind == MIXED:
-            if not group.equal_bits:
-                reason = reason or group.gains_too_little() or unsplit(content, common)
-        else:
-            reason = reason or group.uneven(common)
-            reason = reason or group.too_little(capturing=self._capturing)
+        mixed = content.kind == MIXED
+        if not group.equal_bits:  # these plan every step
+            size = content.requests, query_tokens
+            reason = reason or (unsplit(content, common) if mixed else group.uneven(common))
+            reason = reason or group.too_little(size, mixed=mixed, capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from deft_backend.attention import LayerAddresses, PlannedAttention, TreeAttention, layer_addresses
-from deft_backend.hosts.common.eager_steps import Repeats, capturing, size_of
+from deft_backend.hosts.common.eager_steps import (
+    Repeats,
+    capturing,
+    has_one_way,
+    shares_too_little,
+    size_of,
+)
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import LayerShape, refused
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
@@ -22,10 +28,6 @@ from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Decoded
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
-
-LAYER_MS, PLAN_MS = 0.12, 0.7
-"""Estimates of what tree attention adds to a mixed step on the CPU, which such a step often waits
-for: a second attention in each layer, and the launches of its plan (docs/kernel-log.md)."""
 
 HIDDEN_BATCH = (
     "a server that can sleep shows no batch: its page table may be unmapped while it is read"
@@ -78,23 +80,11 @@ class GroupAttention(ABC):
         """Why the numbers of query tokens rule out tree attention; None if they do not."""
         return None
 
-    def too_little(self, *, capturing: bool) -> str | None:
-        return None
-
-    def gains_too_little(self) -> str | None:
-        """Why a mixed step is the host's, or None, by the scheduler's messages: ranks agree."""
-        if self.prefixes is None:
-            return "steps with prefills are not split"
-        tokens = self.prefixes.shared_tokens
-        if tokens == 0:
-            return "a step with prefills whose other requests share nothing"
-        if self.attention.device.type == "cuda":
-            shape = self.shape
-            token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self.kv_dtype.itemsize
-            saved = self.attention.target.costs.transfer_ms(tokens * token_bytes)
-            if saved < LAYER_MS + PLAN_MS / self.tree_layers:
-                return "a step with prefills whose other requests share too little"
-        return None
+    @abstractmethod
+    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
+        """Why the host decodes a step of what its requests share, or None, by the scheduler's
+        messages: all ranks agree. `size` as in :attr:`TreeStep.size`.
+        """
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         """Launch a layer as the step's layer before it; False if it needs :meth:`attend`."""
@@ -206,6 +196,19 @@ class TreeGroup(GroupAttention):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.repeats = Repeats(self.attention, self._log, verify=self.settings.verify)
+        on_gpu = self.attention.device.type == "cuda"
+        self.costs = self.attention.target.costs if on_gpu else None
+
+    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
+        if mixed and self.prefixes is None:
+            return "steps with prefills are not split"
+        if self.prefixes is None or has_one_way(self.settings):
+            return None
+        if capturing or (not mixed and size in self._captured):
+            return None  # a replay costs the CPU nothing
+        saved = self.prefixes.shared_tokens * 2 * self.shape.num_kv_heads * self.shape.head_dim
+        saved *= self.kv_dtype.itemsize
+        return shares_too_little(saved, self.tree_layers, self.costs, prefills=mixed)
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
         query, kv_cache, output = tensors

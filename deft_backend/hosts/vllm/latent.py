@@ -99,7 +99,9 @@ class LatentGroup(GroupAttention):
         requests = int(starts[batch]) // tokens
         return None if starts[requests] == starts[batch] == requests * tokens else UNEVEN
 
-    def too_little(self, *, capturing: bool) -> str | None:
+    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
+        if mixed:  # the host's MLA divides such a step by its own rule, which this does not follow
+            return "a step with prefills over MLA"
         if capturing:
             return None if self._captures_tree else "captured for the host's kernel"
         try:
@@ -107,10 +109,6 @@ class LatentGroup(GroupAttention):
         except Exception as error:
             self._log.batch_left(error)
             return "planning failed"
-
-    def gains_too_little(self) -> str | None:
-        """The host's MLA divides a mixed step by its own rule, which this does not follow."""
-        return "a step with prefills over MLA"
 
     def capture_tree(self, capturing: bool) -> None:
         """The host captures graphs with tree attention from now on, or no longer."""

@@ -47,7 +47,7 @@ def _observe(
             _observers.pop(observer, None)
             logger.warning(
                 "deft: an observer of the host's batches failed (%r). What needs it stops: MLA's "
-                "plans or the split of mixed steps; restart the server to get it back",
+                "plans or choices in steps without a graph; restart the server to get it back",
                 error,
             )
     return forward_batch

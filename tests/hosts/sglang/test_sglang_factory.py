@@ -1,7 +1,6 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
 import logging
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,6 @@ from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
-from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
@@ -180,7 +178,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     assert hasattr(own, "deft") == works
     assert (id(runner) in page_table_fence._readers) == (works and fences)
     assert (id(runner) in tree_graphs._controllers) == (works and latent and has_graphs)
-    assert len(observe_batch._observers) == works * (1 + latent)  # the warm-up's, and MLA's
+    assert len(observe_batch._observers) == works * 2  # the warm-up's, and the steps'
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
@@ -227,12 +225,10 @@ def test_why_the_host_computes_steps_that_prefill(host, options, backends, reaso
 
     monkeypatch.setattr(factory.versions, "backend_names", lambda arguments: backends)
     monkeypatch.setattr(factory.versions, "decodes_per_rank", lambda arguments: False)
-    monkeypatch.setattr(factory.observe_batch, "install", lambda observer: lambda: None)
     own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32), [])()
     layers = tree_layers(own, tree_attention(), make_state(), **options)
-    with ExitStack() as undo:
-        steps = factory._mixed(SimpleNamespace(server_args=None), layers, Settings(), undo)
-    assert str(steps.unsplit).startswith(str(reason))
+    found = factory._unsplit(SimpleNamespace(server_args=None), layers)
+    assert str(found).startswith(str(reason))
 
 
 def test_source_that_cannot_be_read_may_ask_for_its_backend():

@@ -10,7 +10,7 @@ import torch
 
 from attention_checks import repeated_layers, tree_attention
 from deft_backend.attention import TreeAttention
-from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
 from failure_lines import raising
@@ -62,7 +62,7 @@ class MixedServer(FakeServer):
     """A server whose last `decoding` requests decode and whose others prefill."""
 
     def __init__(self, host, prompts, chunks, **attention):
-        from deft_backend.hosts.sglang.mixed import MixedSteps
+        from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
         from deft_backend.hosts.sglang.prefixes import BatchObserver
 
         requests, table, lens = requests_of(prompts, Tree())
@@ -84,40 +84,48 @@ class MixedServer(FakeServer):
                 keys, values = pool.buffers[layer.layer_id]
                 return attended(q, batch, SimpleNamespace(k=keys, v=values), table).float()
 
+            forward_decode = forward_extend
+
         own = Host()
         backend = device_planned(
             own, tree_attention(max_batch=8, **attention), state, Settings(min_batch=2)
         )
         observer = BatchObserver("runner")
         layers = backend.deft.layers
-        backend.deft.mixed = MixedSteps(layers, Settings(min_batch=2), observer, first_rows)
+        sharing = EagerSharing(layers, observer)
+        backend.deft.mixed = MixedSteps(layers, Settings(min_batch=2), sharing, first_rows)
         host = {"own": own, "calls": calls, "pool": pool, "table": table, "observer": observer}
         ours = {"steps": backend.deft, "mixed": backend.deft.mixed, "attention": layers.attention}
         batch = {"requests": requests, "lens": lens, "chunks": chunks, "state": state}
         super().__init__(backend=backend, **host, **ours, **batch)
 
-    def batch(self, padding=0):
-        """The next step: a chunk of each prefill, and a token of each request that decodes."""
+    def batch(self, kind="mixed"):
+        """The next step: a chunk of each prefill, and a token of each request that decodes. In a
+        decode step these are alone.
+        """
+        first = 0 if kind == "mixed" else len(self.chunks)
         decoding = len(self.lens) - len(self.chunks)
-        lens, new = torch.from_numpy(self.lens.copy()), [*self.chunks, *[1] * decoding]
+        lens = torch.from_numpy(self.lens[first:].copy())
+        new = [*self.chunks, *[1] * decoding][first:]
+        rows, requests = range(first + 1, len(self.lens) + 1), self.requests[first:]
         slots = [
             self.table[row, n - count : n]
-            for row, (n, count) in enumerate(zip(lens.tolist(), new, strict=True), start=1)
+            for row, n, count in zip(rows, lens.tolist(), new, strict=True)
         ]
         made = make_batch(
-            "mixed",
+            kind,
             self.table,
-            range(1, len(new) + 1),
+            rows,
             lens,
             out_cache_loc=torch.cat([torch.from_numpy(each).long() for each in slots]),
             seq_lens_cpu=lens,
             extend_seq_lens_cpu=new,
-            rids=[request.rid for request in self.requests],
+            rids=[request.rid for request in requests],
         )
         scheduled = SimpleNamespace(
-            reqs=self.requests,
+            reqs=requests,
             tree_cache=RADIX_CACHE,
-            decoding_reqs=self.requests[len(self.chunks) :],
+            decoding_reqs=self.requests[len(self.chunks) :] if kind == "mixed" else None,
         )
         self.observer.observe(made, scheduled, "runner")
         return made
@@ -240,7 +248,7 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"prompts": [PROMPTS[0], [1, 2], [3, 4]]}, "shares too little to be split"),
+        ({"prompts": [PROMPTS[0], [1, 2], [3, 4]]}, PREFILLS),
         ({"prompts": PROMPTS[:2]}, "batch smaller than DEFT_MIN_BATCH=2"),
         ({"unsplit": "DP attention pads batches"}, "DP attention pads batches"),
         ({"mm_inputs": [object()]}, "mixed batch of another form"),
@@ -354,12 +362,56 @@ def test_page_tables_are_read_until_a_split_step_ends(server):
     assert ends(batch, num_qo_tokens=19) == "the host's"
 
 
-@pytest.mark.parametrize(("layers", "tokens", "pays"), [(32, 600_000, True), (32, 100_000, False)])
-def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, layers, tokens, pays):
-    server.mixed.costs = default_cost_model()
-    server.state.num_layers = layers
-    server.state.num_kv_heads, server.state.head_dim, server.state.dtype_bytes = 8, 128, 2
-    assert server.mixed._pays(tokens) is pays
+def on_gpu(server, ms):
+    """Let a server decide as on a GPU whose memory moves a layer's token in `ms`."""
+    sharing, state = server.mixed.sharing, server.state
+    state.num_layers, server.steps.eager = 32, sharing
+    sharing.costs = SimpleNamespace(transfer_ms=lambda saved: saved / state.token_bytes * ms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ms", "reason"),
+    [
+        ("mixed", 1.7e-3, PREFILLS),
+        ("mixed", 1.9e-3, None),
+        ("decode", 2.6e-4, DECODES),
+        ("decode", 2.8e-4, None),
+    ],
+)
+def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, kind, ms, reason):
+    """80 tokens of context are read less often, in 32 layers."""
+    on_gpu(server, ms)
+    batch = server.batch(kind)
+    server.check(server.run(batch, layers=2), batch)
+    assert counted(server) == {(kind, reason): 1}
+    assert (f"extend of {len(batch.seq_lens)}" in server.calls) is (reason is not None)
+
+
+def test_eager_steps_of_unknown_requests_go_through_the_tree(server):
+    on_gpu(server, 0.0)
+    for unknown in ({"rids": ["another"]}, {"seq_lens_cpu": None}):
+        batch = server.batch("decode")
+        vars(batch).update(unknown)
+        server.check(server.run(batch), batch)
+    batch = server.batch("decode")
+    scheduled = SimpleNamespace(reqs=server.requests[1:], tree_cache=object())
+    server.observer.observe(batch, scheduled, "runner")  # a tree that nobody can read
+    server.check(server.run(batch), batch)
+    assert counted(server) == {("decode", None): 3}
+
+
+def test_the_tree_is_read_again_after_some_steps_or_for_other_numbers(server, monkeypatch):
+    from deft_backend.hosts.sglang.mixed import ASKED_AGAIN
+
+    on_gpu(server, 0.0)
+    sharing, asked = server.mixed.sharing, []
+    monkeypatch.setattr(sharing._tree, "changed", lambda requests: asked.append(len(requests)))
+    for _ in range(ASKED_AGAIN + 1):
+        sharing.too_little(server.batch("decode"), prefills=False)
+    assert asked == [3, 3]
+    server.requests, server.lens = server.requests[:-1], server.lens[:-1]
+    sharing.too_little(server.batch("decode"), prefills=False)
+    assert asked == [3, 3, 2]
 
 
 # Later layers of a step
@@ -377,18 +429,15 @@ def test_later_layers_repeat_the_first(server, repeated):
     """Of mixed steps and of decode steps, wherever the pool's tensors are by then, and also after a
     graph was captured.
     """
-    for size in (4, 3, 4, 3):
-        batch = server.batch()
-        if size == 3:
-            rows, lens = batch.req_pool_indices[1:], batch.seq_lens[1:]
-            batch = make_batch("decode", server.table, rows, lens, extend_seq_lens_cpu=[1] * 3)
+    for kind in ("mixed", "decode") * 2:
+        batch = server.batch(kind)
         server.check(server.run(batch, layers=3), batch)
         assert repeated == [3, 3]  # the first time, one of them is a trial
         repeated.clear()
         server.pool.buffers[1:] = [
             [part.clone() for part in pair] for pair in server.pool.buffers[1:]
         ]
-        if size == 3:
+        if kind == "decode":
             server.capture(batch)
             assert not repeated
 

@@ -19,13 +19,16 @@ from deft_backend.hosts.vllm.layers import Layer
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBuilder
 from vllm_fakes import (
+    DIM,
     KINDS,
+    KV_HEADS,
     Batch,
     Step,
     close,
     make_config,
     make_spec,
     reference,
+    run,
     speculating,
     state,
     tree_layers,
@@ -175,21 +178,69 @@ def test_what_decode_rows_share_decides(shared, splits):
     step = mixed(shared=shared)
     assert (step.tree is not None) == splits
     step.check()
-    assert splits or "share nothing" in next(iter(state().counters().steps_host))
+    assert splits or "share too little" in next(iter(state().counters().steps_host))
 
 
-@pytest.mark.parametrize(("tokens", "splits"), [(100_000, False), (200_000, True)])
-def test_costs_decide_on_a_gpu(tokens, splits):
-    """At a bandwidth of 4 TB/s, against the launches of 32 layers."""
-    costs = SimpleNamespace(transfer_ms=lambda num_bytes: num_bytes / 4e9)
-    asked = SimpleNamespace(
-        prefixes=SimpleNamespace(shared_tokens=tokens),
-        attention=SimpleNamespace(device=torch.device("cuda"), target=SimpleNamespace(costs=costs)),
-        shape=SimpleNamespace(num_kv_heads=8, head_dim=128),
-        kv_dtype=torch.bfloat16,
-        tree_layers=32,
-    )
-    assert (group.GroupAttention.gains_too_little(asked) is None) == splits
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Lets a step's builder decide as on a GPU of 4 TB/s, for 32 layers of 4 KiB a token."""
+
+    def decide(step, tokens):
+        monkeypatch.setattr(CachedPrefixes, "shared_tokens", tokens)
+        held, token = step.builder.deft_group, 2 * KV_HEADS * DIM * 4
+        held.costs = SimpleNamespace(transfer_ms=lambda saved: saved / token * 4096 / 4e9)
+        held.tree_layers = 32
+        step.build()
+        step.check()
+        return step.tree is not None
+
+    return decide
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "ours"),
+    [
+        ("mixed", 100_000, False),
+        ("mixed", 200_000, True),
+        ("decode", 20_000, False),
+        ("decode", 25_000, True),
+        ("verification", 20_000, False),
+    ],
+)
+def test_costs_decide_on_a_gpu(name, tokens, ours, on_gpu):
+    """The saved reads against launches: of a plan, and in mixed steps of a part of each layer."""
+    step = KINDS[name].step()
+    assert on_gpu(step, tokens) == ours
+    what = "a step with prefills whose other" if name == "mixed" else "an eager step whose"
+    reasons = {} if ours else {f"{what} requests share too little": 1}
+    assert state().counters().steps_host == reasons
+
+
+def test_graphs_hold_tree_attention_whatever_requests_share(on_gpu, monkeypatch):
+    """A replay costs the CPU nothing. Steps of other sizes have no graph."""
+    step = KINDS["decode"].step()
+    assert not on_gpu(step, 0)
+    common = step.batch.common()
+    captured = step.builder.build_for_cudagraph_capture(common)
+    with monkeypatch.context() as capture:
+        capture.setattr(group, "capturing", lambda tensor: True)
+        run(step.layers.impls[0], step.batch, step.cache, captured)
+    assert on_gpu(step, 0)
+    step.batch = Batch(step.batch.seq_lens[:4], shared=2)
+    assert not on_gpu(step, 0)
+
+
+@pytest.mark.parametrize("setting", [{"DEFT_VERIFY": "1"}, {"DEFT_POLICY": "invariant"}])
+def test_some_servers_decode_one_way_whatever_requests_share(setting, on_gpu, monkeypatch):
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    assert on_gpu(KINDS["decode"].step(), 0)
+
+
+def test_a_worker_that_is_told_nothing_decodes_every_eager_step(on_gpu):
+    step = KINDS["decode"].step()
+    step.builder.deft_group.prefixes = None
+    assert on_gpu(step, 0)
 
 
 # Later layers of a step
