@@ -2,11 +2,21 @@
 
 import json
 
-from benchmarks.results import FOLDER, PAGE, draw_page
+from benchmarks.results import FOLDER, PAGE, REPRODUCTION, draw_page, with_tables
 
 
-def test_the_committed_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == draw_page(FOLDER), "python -m benchmarks results"
+def test_the_committed_pages_are_current():
+    page, text = draw_page(FOLDER), REPRODUCTION.read_text(encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == page, "python -m benchmarks results"
+    assert text == with_tables(text, page), "python -m benchmarks results"
+
+
+def test_a_page_repeats_the_tables_that_it_names():
+    page = "# x\n\n## A `b`\n\n| [r](r-1.json) |\n\n## C\n\n| c |\n"
+    text = "above\n<!-- table: {} -->\n\nold\n\n<!-- end -->\nbelow\n"
+    filled = "above\n<!-- table: A `b` -->\n\n| [r](results/r-1.json) |\n\n<!-- end -->\nbelow\n"
+    assert with_tables(text.format("A `b`"), page) == filled
+    assert with_tables(text.format("C"), page) == text.format("C").replace("old", "| c |")
 
 
 def lines_of(folder, name, content, title):
