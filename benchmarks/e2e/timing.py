@@ -23,6 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.e2e.launch import Launch
@@ -215,7 +216,8 @@ async def _search(
 def latencies(answers: Sequence[Answer], row: Row) -> None:
     """Put times to first token and gaps between tokens into the row, over all answers."""
     firsts = percentiles((answer.ttft for answer in answers if answer.arrivals), (50, 99))
-    gaps = percentiles((gap for answer in answers for gap in answer.gaps), (50, 99))
+    pairs = (pair for answer in answers for pair in pairwise(answer.arrivals))
+    gaps = percentiles((later - earlier for earlier, later in pairs), (50, 99))
     row["ttft_ms"], row["ttft_p99_ms"] = firsts["p50"], firsts["p99"]
     row["itl_p50_ms"], row["itl_p99_ms"] = gaps["p50"], gaps["p99"]
 

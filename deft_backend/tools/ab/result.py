@@ -95,31 +95,6 @@ class ComparedWorkload:
         read, guided = counted.kv_bytes_read, counted.kv_bytes_query_guided
         return KvRead(guided / steps, read / steps, counted.saved)
 
-    def host_kv_bytes(self) -> float | None:
-        """KV bytes that the first server read, if its kernel reads each context in every step; None
-        if a length or the bytes of a token are unknown.
-        """
-        counted = self.counters[1]
-        theirs, ours = (contexts(run) for run in self.runs)
-        if counted is None or not theirs or not ours:
-            return None
-        return counted.kv_bytes_query_guided * theirs / ours
-
-
-def contexts(run: Replayed) -> int | None:
-    """Tokens of context over all decode steps of a run's answers; None if a length is unknown. A
-    prompt of ``p`` tokens and an answer of ``n`` have ``n - 1`` steps, on ``p + 1`` to ``p + n -
-    1`` tokens.
-    """
-    total = 0
-    for outcome in run.outcomes:
-        if outcome.answer is not None:
-            if outcome.prompt_tokens is None:
-                return None
-            tokens = len(outcome.answer.arrivals)
-            total += (tokens - 1) * outcome.prompt_tokens + tokens * (tokens - 1) // 2
-    return total
-
 
 _SHOWN = ("name", "url", "device", "backend", "policy", "command")
 
@@ -152,7 +127,7 @@ class AbResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "schema": 5,
+            "schema": 6,
             "same": self.same,
             "exact": self.exact,
             "interrupted": self.interrupted,
@@ -203,7 +178,6 @@ def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
         "goodput": [g and asdict(g) for g in w.goodputs],
         "counters": [None if c is None else c.as_json() for c in w.counters],
         "kv_bytes_a_step": [r and r._asdict() for r in reads],
-        "host_kv_bytes": w.host_kv_bytes(),
         "agreement": asdict(w.agreement),
         "died": [run.died for run in w.runs],
         "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],

@@ -73,13 +73,6 @@ def further_tables(result: AbResult) -> list[Table]:
         ),
         Table("Answers that differ", ("workload", "request", "difference"), differences(result)),
         Table(
-            "KV read for all answers",
-            ("workload", *result.names),
-            list(_whole_reads(result)),
-            f"{result.names[0]}: from the requests' lengths, if its kernel reads each context in "
-            f"every step. {result.names[1]}: from the plugin's counters.",
-        ),
-        Table(
             "Decode steps on the host's kernel",
             ("workload", "server", "steps, by reason"),
             list(_host_steps(result)),
@@ -144,14 +137,6 @@ def _reads(result: AbResult, side: int) -> Table:
         "its whole context."
     )
     return Table("KV read per decode step, and agreement", columns, rows, note)
-
-
-def _whole_reads(result: AbResult) -> Iterator[list[str]]:
-    if counted_side(result) == 1:
-        for w in result.workloads:
-            host, counted = w.host_kv_bytes(), w.counters[1]
-            if host is not None and counted is not None:
-                yield [w.name, megabytes(host), megabytes(counted.kv_bytes_read)]
 
 
 def _times(result: AbResult) -> Table:

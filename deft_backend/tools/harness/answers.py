@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ class Answer:
 
     def __len__(self) -> int:
         return max(len(self.ids), len(self.tokens))
-
-    @property
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
     @property
     def ttft(self) -> float:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from html import unescape
 from io import StringIO
 from itertools import pairwise
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,7 +30,6 @@ from deft_backend.tools.ab.result import (
     AbResult,
     ComparedWorkload,
     SideRun,
-    contexts,
     paired_change,
 )
 from deft_backend.tools.harness import open_loop
@@ -550,12 +548,3 @@ def test_counters_are_of_one_workload(tmp_path):
     assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
     reads, unknown = data["workloads"][0]["kv_bytes_a_step"]
     assert (reads.keys(), unknown) == ({"query_by_query", "read", "saved"}, None)
-
-
-def test_contexts_are_those_of_the_decode_steps():
-    """The first of n tokens comes from the prefill; the others see the prompt and those before."""
-    answered = SimpleNamespace(answer=SimpleNamespace(arrivals=[0.0] * 4), prompt_tokens=10)
-    lost = SimpleNamespace(answer=None, prompt_tokens=None)
-    assert contexts(SimpleNamespace(outcomes=[answered, lost])) == 11 + 12 + 13
-    unknown = SimpleNamespace(answer=answered.answer, prompt_tokens=None)
-    assert contexts(SimpleNamespace(outcomes=[answered, unknown])) is None
