@@ -135,7 +135,7 @@ class Pool:
             tables, lens = batch.tables.cpu().numpy(), batch.lens.cpu().numpy()
             attention.plan(forest_from_page_tables(tables, lens, 16), query_tokens=tokens)
         else:
-            attention.plan_on_device(batch.tables, batch.lens, query_tokens=tokens)
+            attention.plan_batch(batch.tables, batch.lens, query_tokens=tokens, on_device=True)
         found = attention.run(
             batch.q.flatten(0, 1), keys, values, batch.tables, batch.lens, **self.options
         )

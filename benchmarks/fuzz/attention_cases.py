@@ -110,7 +110,9 @@ class AttentionFuzzer:
         attention = self._attention_of(planner)
         static = planner == DEVICE
         if planner == DEVICE:
-            attention.plan_on_device(table, lens, table_rows=listed, query_tokens=step.query_tokens)
+            attention.plan_batch(
+                table, lens, table_rows=listed, query_tokens=step.query_tokens, on_device=True
+            )
         else:
             forest = forest_from_page_tables(
                 np.ascontiguousarray(batch.page_table[batch.rows]),

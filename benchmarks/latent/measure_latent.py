@@ -92,7 +92,7 @@ def measure(
 
 
 def _planned(attention: LatentAttention, inputs: LatentInputs) -> torch.Tensor:
-    attention.plan_on_device(inputs.page_table, inputs.seq_lens)
+    attention.plan_batch(inputs.page_table, inputs.seq_lens, on_device=True)
     return inputs.seq_lens
 
 

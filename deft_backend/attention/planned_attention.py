@@ -116,6 +116,7 @@ class PlannedAttention(ABC):
         *,
         table_rows: torch.Tensor | None = None,
         query_tokens: int | None = None,
+        on_device: bool | None = None,
     ) -> None:
         """Plan a batch from its page table, as servers do in every step.
 
@@ -135,6 +136,9 @@ class PlannedAttention(ABC):
         query_tokens : int, optional
             Most query tokens of a request of this batch; default: 1, and of MLA those of the
             attention.
+        on_device : bool, optional
+            Whether the device planner plans; default: on a GPU. On the CPU, Triton's interpreter
+            runs it.
 
         Raises
         ------
@@ -147,19 +151,7 @@ class PlannedAttention(ABC):
             On the CPU, if a request has more pages than the page table has columns.
         """
         given = GivenRows(page_table, seq_lens, table_rows, query_tokens)
-        self._plan_rows(given, on_device=not self.interpreted)
-
-    def plan_on_device(
-        self,
-        page_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        table_rows: torch.Tensor | None = None,
-        query_tokens: int | None = None,
-    ) -> None:
-        """:meth:`plan_batch` by the device planner, on the CPU too, in Triton's interpreter."""
-        given = GivenRows(page_table, seq_lens, table_rows, query_tokens)
-        self._plan_rows(given, on_device=True)
+        self._plan_rows(given, on_device=not self.interpreted if on_device is None else on_device)
 
     @abstractmethod
     def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
@@ -167,7 +159,7 @@ class PlannedAttention(ABC):
 
     @property
     def counters(self) -> torch.Tensor:
-        """[4] int64 in CPU memory: counts of the plans of `plan_batch` and `plan_on_device`.
+        """[4] int64 in CPU memory: counts of the plans of `plan_batch`.
 
         They only grow: plans; tokens of context in them, which decoding query by query reads;
         tokens that their items load; nanoseconds of planning. The device writes them some time
@@ -182,7 +174,7 @@ class PlannedAttention(ABC):
 
     @property
     def device_planner(self) -> DevicePlanner:
-        """The planner behind `plan_on_device`; the first use allocates its memory.
+        """The planner behind `plan_batch`; the first use allocates its memory.
 
         Raises PolicyError as the planner does.
         """

@@ -229,7 +229,9 @@ def _largest_error(
         # the third plan, of other lengths, shows whether it may.
         for length in (seq_lens.clone(),) if attention.interpreted else (tokens, tokens, lens):
             seq_lens.copy_(torch.as_tensor(length))
-            attention.plan_on_device(page_table, seq_lens, table_rows=rows, query_tokens=tokens)
+            attention.plan_batch(
+                page_table, seq_lens, table_rows=rows, query_tokens=tokens, on_device=True
+            )
     else:
         forest = forest_from_page_tables(table, lens, attention.page_size)
         attention.plan(forest, query_tokens=tokens)

@@ -67,8 +67,7 @@ def check(batch, heads, query_tokens, *, how, grow=0, padding=0, empty=float("-i
     # The query tokens follow what the requests share.
     lens = torch.from_numpy(batch.seq_lens) + query_tokens
     if how != "forest":
-        plan = attention.plan_batch if how == "batch" else attention.plan_on_device
-        plan(table, lens + grow)
+        attention.plan_batch(table, lens + grow, on_device=None if how == "batch" else True)
         assert attention.counters[:2].tolist() == [1, int((lens + grow).sum())]
     else:
         planned = Batch(batch.page_tables, lens.numpy(), batch.page_size)

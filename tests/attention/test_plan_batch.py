@@ -35,7 +35,7 @@ def test_equals_the_device_planner(policy, query_tokens):
         table, rows, lens, pages = padded_batch(seed, query_tokens)
         given = {"table_rows": rows, "query_tokens": query_tokens}
         reference.plan_batch(table, lens, **given)
-        device.plan_on_device(table, lens, **given)
+        device.plan_batch(table, lens, **given, on_device=True)
         assert reference.counters[:3].tolist() == device.counters[:3].tolist()
         generator = torch.Generator().manual_seed(seed)
         k_cache, v_cache = torch.randn(2, pages, 2, 2, 64, generator=generator)

@@ -155,7 +155,9 @@ def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
 def decode(attention, described, batch, width):
     """A step without drafts."""
     step = step_of(attention, described, batch, width)
-    attention.plan_on_device(step["page_table"], step["seq_lens"], table_rows=step["table_rows"])
+    attention.plan_batch(
+        step["page_table"], step["seq_lens"], table_rows=step["table_rows"], on_device=True
+    )
     run_layers(attention, described, step, static_launch=True)
 
 
@@ -169,8 +171,12 @@ def verify(attention, described, drafts, batch, width):
         step["ancestors"] = ancestors_of_links(*links)
     if drafts.ragged:
         step["query_start"] = torch.zeros(batch + 3, dtype=torch.int32)[: batch + 1]
-    attention.plan_on_device(
-        step["page_table"], step["seq_lens"], table_rows=step["table_rows"], query_tokens=tokens
+    attention.plan_batch(
+        step["page_table"],
+        step["seq_lens"],
+        table_rows=step["table_rows"],
+        query_tokens=tokens,
+        on_device=True,
     )
     run_layers(attention, described, step)
 
@@ -225,8 +231,8 @@ def test_a_variant_has_the_key_of_its_launch(host, keys):
             record(*launch)
 
         variants.recorder = both  # until `recorded` ends
-        attention.plan_on_device(
-            step["page_table"], step["seq_lens"], table_rows=step["table_rows"]
+        attention.plan_batch(
+            step["page_table"], step["seq_lens"], table_rows=step["table_rows"], on_device=True
         )
         attention.run(**step)
     with compiling_for(90):

@@ -61,7 +61,7 @@ def test_a_step_runs_no_other_file(shared):
     q = torch.randn(requests, 4, 64).half()
 
     def step():
-        attention.plan_on_device(table, lens)
+        attention.plan_batch(table, lens, on_device=True)
         attention.run(q, k, v, table, lens, static_launch=True)
 
     step()  # the first step makes what later ones use

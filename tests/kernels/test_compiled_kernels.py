@@ -251,8 +251,10 @@ def test_the_device_planner_on_hopper(policy, batch):
     """Every size of batch, without spills."""
     attention = attention_of(requests=batch, policy=policy, page_size=1)
     with recorded() as found:
-        attention.plan_on_device(
-            torch.zeros((batch, 64), dtype=torch.int32), torch.ones(batch, dtype=torch.int64)
+        attention.plan_batch(
+            torch.zeros((batch, 64), dtype=torch.int32),
+            torch.ones(batch, dtype=torch.int64),
+            on_device=True,
         )
     every = {"auto": 7, "invariant": 6, "deft-flatten": 9}
     chosen = [v for v in found if policy in every or v.name in OF_POLICIES]

@@ -375,7 +375,7 @@ def test_a_batch_smaller_than_the_plan_is_refused(on_device):
 
     def plan():
         if on_device:
-            attention.plan_on_device(table, lens)
+            attention.plan_batch(table, lens, on_device=True)
         else:
             attention.plan(forest_from_page_tables(table, lens))
 

@@ -132,7 +132,7 @@ def test_a_plan_sets_the_counters_to_0(planner):
     given = attended(5, "auto")
     given.arrivals.fill_(7)
     if planner == "device":
-        given.attention.plan_on_device(given.table, given.lens)
+        given.attention.plan_batch(given.table, given.lens, on_device=True)
     else:
         given.plan()
     assert not given.arrivals.any()

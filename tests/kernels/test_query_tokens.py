@@ -148,6 +148,6 @@ def test_numbers_of_query_tokens_that_are_refused():
     with pytest.raises(AttentionError, match=made_for):
         attention.plan(forest_from_page_tables(table, lens), query_tokens=4)
     with pytest.raises(AttentionError, match="query_tokens is 0"):
-        attention.plan_on_device(table, lens, query_tokens=0)
+        attention.plan_batch(table, lens, query_tokens=0, on_device=True)
     with pytest.raises(AttentionError, match="query_tokens is 0; expected 1 to"):
         tree_attention(query_tokens=0)

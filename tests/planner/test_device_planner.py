@@ -409,13 +409,13 @@ def test_a_plan_that_was_refused_leaves_the_one_before():
     q = torch.randn(3, 4, 64)
     tree = attention(max_batch=largest_batch() + 1)
     with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
-        tree.plan_on_device(tables, lens)
+        tree.plan_batch(tables, lens, on_device=True)
     with pytest.raises(AttentionError, match="nothing is planned"):
         tree.run(q, k, v, tables, lens)
     tree.plan(batch.forest())
     expected = tree.run(q, k, v, tables, lens)
     with pytest.raises(PolicyError):
-        tree.plan_on_device(tables, lens)
+        tree.plan_batch(tables, lens, on_device=True)
     assert torch.equal(tree.run(q, k, v, tables, lens), expected)
 
 
@@ -429,13 +429,15 @@ def test_a_plan_without_room_for_its_batch_is_refused(capacity):
 def test_what_cannot_be_planned_on_the_device_is_named():
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
     with pytest.raises(AttentionError, match="raise max_batch"):
-        attention(max_batch=1).plan_on_device(table, lens)
+        attention(max_batch=1).plan_batch(table, lens, on_device=True)
     with pytest.raises(AttentionError, match=r"seq_lens has dtype torch\.float32"):
-        attention().plan_on_device(table, lens.float())
+        attention().plan_batch(table, lens.float(), on_device=True)
     with pytest.raises(AttentionError, match="table_rows has shape"):
-        attention().plan_on_device(table, lens, table_rows=torch.zeros(3, dtype=torch.int32))
+        attention().plan_batch(
+            table, lens, table_rows=torch.zeros(3, dtype=torch.int32), on_device=True
+        )
     with pytest.raises(AttentionError, match="contiguous rows"):
-        attention().plan_on_device(table.t(), lens)
+        attention().plan_batch(table.t(), lens, on_device=True)
 
 
 def test_a_compiled_variant_belongs_to_one_policy_and_a_plan_takes_few_launches(monkeypatch):
@@ -454,7 +456,7 @@ def test_a_compiled_variant_belongs_to_one_policy_and_a_plan_takes_few_launches(
     for name in ON_DEVICE:
         for heads in (4, 8):
             attention = tree_attention(num_query_heads=heads, max_batch=4, policy=name)
-            attention.plan_on_device(table, lens)
+            attention.plan_batch(table, lens, on_device=True)
         costs = attention.target.costs
         shorter = replace(costs, tokens=costs.tokens[::2], time_ms=costs.time_ms[::2])
         target = replace(attention.target, cost_model=shorter)

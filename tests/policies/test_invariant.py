@@ -101,7 +101,7 @@ class Pool:
         tables = torch.nn.functional.pad(tables, (0, spare)).contiguous()
         attention.poison_workspace()
         if on_device:
-            attention.plan_on_device(tables, lens, query_tokens=q.shape[1])
+            attention.plan_batch(tables, lens, query_tokens=q.shape[1], on_device=True)
         else:
             forest = forest_from_page_tables(tables, lens, self.page_size)
             attention.plan(forest, query_tokens=q.shape[1])

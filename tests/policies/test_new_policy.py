@@ -42,12 +42,12 @@ table = torch.arange(20).repeat(3, 10).int()
 table[:, 100:] += torch.tensor([[0], [100], [200]])
 lens = torch.tensor([140, 120, 101])
 q, (k, v) = torch.randn(3, 4, 64), torch.randn(2, 220, 1, 2, 64)
-for plan in ("plan_batch", "plan_on_device"):
+for on_device in (None, True):
     attention = TreeAttention(
         num_query_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
         max_batch=3, policy=Settings.from_env().policy,
     )
-    getattr(attention, plan)(table, lens)
+    attention.plan_batch(table, lens, on_device=on_device)
     out = attention.run(q, k, v, table, lens)
     assert relative_error(out, reference_attention(q, k, v, table, lens)) < 2e-6
     print(attention.policy.name, attention.counters[:3].tolist())

@@ -119,7 +119,7 @@ def check(
         held[rows] = table
     attention.poison_workspace()
     if on_device:
-        attention.plan_on_device(held, lens, table_rows=rows, query_tokens=query_tokens)
+        attention.plan_batch(held, lens, table_rows=rows, query_tokens=query_tokens, on_device=True)
     else:
         forest = forest_from_page_tables(batch.page_table, batch.seq_lens, page_size)
         if group is None:

@@ -86,8 +86,8 @@ class Ours(Method):
     def make_plan(self, attention: TreeAttention, inputs: Inputs) -> dict[str, int]:
         """Plan the case's batch; returns facts about the plan."""
         if self.planner == "device":
-            attention.plan_on_device(
-                inputs.page_table, inputs.seq_lens, query_tokens=inputs.query_tokens
+            attention.plan_batch(
+                inputs.page_table, inputs.seq_lens, query_tokens=inputs.query_tokens, on_device=True
             )
             return {}
         plan = attention.plan(inputs.forest, query_tokens=inputs.query_tokens)

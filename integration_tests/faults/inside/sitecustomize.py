@@ -42,7 +42,7 @@ def _attention(module):
     kind = module.TreeAttention
     no_memory = torch.OutOfMemoryError("planted: no memory for the workspace")
     fails(kind, "__init__", "no-memory", no_memory)
-    for method in ("plan", "plan_on_device"):
+    for method in ("plan", "plan_batch"):
         fails(kind, method, "planner", ValueError("planted: the planner fails"))
     run = kind.run
 

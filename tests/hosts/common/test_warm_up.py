@@ -146,7 +146,7 @@ def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, in
         nope, rope = (torch.zeros(tokens, 8, dim, dtype=torch.bfloat16) for dim in (512, 64))
         transposed = nope.transpose(0, 1).contiguous().transpose(0, 1)
         with recorded() as launched:
-            attention.plan_on_device(table, lens, table_rows=rows)
+            attention.plan_batch(table, lens, table_rows=rows, on_device=True)
             cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16)
             attention.run(transposed, rope, cache, table, sm_scale=1.0)
         assert launched

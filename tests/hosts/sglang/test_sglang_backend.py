@@ -81,7 +81,9 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
     assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
     # The graph holds the planning, and the launches of one layer.
     table = torch.from_numpy(server.table)
-    server.attention.plan_on_device(table, static.seq_lens, table_rows=static.req_pool_indices)
+    server.attention.plan_batch(
+        table, static.seq_lens, table_rows=static.req_pool_indices, on_device=True
+    )
     out = server.attention.run(
         query(4)[0].view(4, 4, 64),
         server.pool.k,
