@@ -9,20 +9,9 @@ import torch
 from deft_backend.attention.checks import AttentionError
 from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.costs.table_lookup import cost_model_on
-from deft_backend.kernels import (
-    Gpu,
-    KernelConfiguration,
-    Partials,
-    Step,
-    kernel_configuration,
-)
+from deft_backend.kernels import Gpu, KernelConfiguration, Partials, Step, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
-from deft_backend.shapes import (
-    ONE_TOKEN,
-    TILE_SEGMENTS,
-    AttentionShape,
-    QueryBlocks,
-)
+from deft_backend.shapes import ONE_TOKEN, TILE_SEGMENTS, AttentionShape, QueryBlocks
 
 
 def allocate_workspace(

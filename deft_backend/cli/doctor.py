@@ -24,13 +24,7 @@ from deft_backend.cli.checks import (
 )
 from deft_backend.cli.errors import say
 from deft_backend.cli.models import chosen_model, tiny_model
-from deft_backend.cli.shapes import (
-    HeadShape,
-    dtype_name,
-    model_shape,
-    table_of,
-    this_device,
-)
+from deft_backend.cli.shapes import HeadShape, dtype_name, model_shape, table_of, this_device
 from deft_backend.settings.config import SettingsError
 
 CANNOT_WORK = 1

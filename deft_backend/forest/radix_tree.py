@@ -6,12 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest.page_tables import PrefixTree, order_of_tree
-from deft_backend.forest.prefix_forest import (
-    ForestError,
-    PrefixForest,
-    build_forest,
-    int32,
-)
+from deft_backend.forest.prefix_forest import ForestError, PrefixForest, build_forest, int32
 
 Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
 

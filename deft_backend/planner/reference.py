@@ -8,20 +8,17 @@ import logging
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from deft_backend.forest import Int32Array, PrefixForest
 from deft_backend.planner.encoding import DIRECT, ITEM_ORDER, MERGES, OPEN_END, SPAN_SHIFT
 from deft_backend.planner.plan import Plan, PlanCapacity
 from deft_backend.policies import FlashDecoding, Grouping, Policy, Target
-from deft_backend.policies.grouping import concatenated_ranges
+from deft_backend.policies.grouping import Int64Array, concatenated_ranges
 from deft_backend.policies.policy import ABSOLUTE
 from deft_backend.policies.target import DoesNotFit, Limits
 from deft_backend.shapes import MAX_MERGED, MAX_TOKENS
 
 logger = logging.getLogger(__name__)
-
-Int64Array = npt.NDArray[np.int64]
 
 NO_ITEM = -1
 

@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import Int32Array, PrefixForest
-from deft_backend.policies.grouping import Grouping, concatenated_ranges
+from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
 
-Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ROOT = -1

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deft_backend.telemetry.counters import KINDS, Counters, Place, StateName
-from deft_backend.telemetry.state_reader import (
-    SILENT_SECONDS,
-    StateError,
-    read_state,
-    state_files,
-)
+from deft_backend.telemetry.state_reader import SILENT_SECONDS, StateError, read_state, state_files
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from deft_backend.files.json_fields import FieldError, whole, whole_numbers
-from deft_backend.forest import (
-    ForestError,
-    PrefixForest,
-    build_forest,
-    forest_from_page_tables,
-)
+from deft_backend.forest import ForestError, PrefixForest, build_forest, forest_from_page_tables
 
 if TYPE_CHECKING:
     import torch

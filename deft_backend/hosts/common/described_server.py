@@ -9,12 +9,7 @@ import torch
 from deft_backend.attention import Gpu, TreeAttention
 from deft_backend.compile.variants import Variant
 from deft_backend.hosts.common.limits import planned_on_device
-from deft_backend.hosts.common.warm_up import (
-    Drafts,
-    LayerKind,
-    StepTensors,
-    step_variants,
-)
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, step_variants
 from deft_backend.settings.config import Settings
 
 _COLUMNS = (4096, 4098)  # of a page table: kernels differ only by whether 16 divides them

@@ -16,12 +16,7 @@ from deft_backend.hosts.common.limits import (
     refuse_if,
     same_on_all_ranks,
 )
-from deft_backend.hosts.common.warm_up import (
-    Drafts,
-    LayerKind,
-    StepTensors,
-    prepare_kernels,
-)
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, prepare_kernels
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.backend import OWN_STATE, surround

@@ -14,12 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 from deft_backend.planner import encoding
 from deft_backend.planner.device_plan import ItemArrays, ReduceArrays
 from deft_backend.planner.on_device.arrays import Counters, Flat
-from deft_backend.planner.on_device.flatten import (
-    choice_of,
-    count_tiles,
-    items_of,
-    slices_of,
-)
+from deft_backend.planner.on_device.flatten import choice_of, count_tiles, items_of, slices_of
 from deft_backend.planner.on_device.tiles import overlap, sum_of_rows, total
 from deft_backend.planner.on_device.write_plan import (
     Counts,
