@@ -48,9 +48,9 @@ from deft_backend.policies.chunk_choice import (
     small_tiles,
     tiles_of,
 )
-from deft_backend.policies.edges import BoolArray, Int64Array, KVRanges, cut_ranges, grouped_ranges
+from deft_backend.policies.edges import BoolArray, KVRanges, cut_ranges, grouped_ranges
 from deft_backend.policies.fasttree import EdgeCosts, search_edges
-from deft_backend.policies.grouping import longest_first
+from deft_backend.policies.grouping import Int64Array, longest_first
 from deft_backend.policies.measured_chunks import Cut, cut_cost
 from deft_backend.policies.policy import TwoRulePolicy
 from deft_backend.shapes import AttentionShape

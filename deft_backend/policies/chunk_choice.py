@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deft_backend.costs.cost_model import FloatArray
-from deft_backend.policies.edges import Int64Array
+from deft_backend.policies.grouping import Int64Array
 from deft_backend.policies.measured_chunks import ShapeCosts, cut_cost, cut_into
 from deft_backend.policies.target import Limits, Target
 

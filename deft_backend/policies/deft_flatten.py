@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import Int64Array
-from deft_backend.policies.grouping import Grouping, concatenated_ranges
+from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
 from deft_backend.policies.policy import FLATTENED, Policy, Rules
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 from deft_backend.settings.policy_names import DEFT_FLATTEN

@@ -15,8 +15,8 @@ from typing import ClassVar
 import numpy as np
 
 from deft_backend.forest import PrefixForest, build_forest
-from deft_backend.policies.edges import Int64Array, grouped_ranges
-from deft_backend.policies.grouping import Grouping, concatenated_ranges
+from deft_backend.policies.edges import grouped_ranges
+from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
 from deft_backend.policies.policy import ABSOLUTE, PER_OCTAVE, Policy, Rules
 from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import INVARIANT

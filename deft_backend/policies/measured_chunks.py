@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deft_backend.costs.cost_model import FloatArray
-from deft_backend.policies.edges import Int64Array
+from deft_backend.policies.grouping import Int64Array
 from deft_backend.shapes import MAX_MERGED
 
 # These shares come from sweeps of chunks on an H100 and an H200 (docs/kernel-log.md).

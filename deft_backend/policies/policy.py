@@ -8,8 +8,8 @@ import numpy as np
 
 from deft_backend.forest import PrefixForest
 from deft_backend.policies.chunk_choice import choose_chunks, machine_of, tiles_of
-from deft_backend.policies.edges import BoolArray, Int64Array, KVRanges, cut_ranges, grouped_ranges
-from deft_backend.policies.grouping import Grouping
+from deft_backend.policies.edges import BoolArray, KVRanges, cut_ranges, grouped_ranges
+from deft_backend.policies.grouping import Grouping, Int64Array
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 
 FLATTENED = "flattened"
