@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.attention import LatentAttention
+from deft_backend.attention import LatentAttention, layer_addresses
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.planner import plan_grouping
@@ -174,7 +174,7 @@ def repeated_layers(monkeypatch, module):
     def repeat(self, layer, q, out):
         if last.get("plan") is not self.batch:
             return False
-        k_cache, v_cache, options = layer
+        k_cache, v_cache, options = layer.layout
         found.append(len(q))
         rows = slice(last["rows"])
         given = {**last["options"], **options, "out": out[rows]}
@@ -183,5 +183,9 @@ def repeated_layers(monkeypatch, module):
 
     monkeypatch.setattr(TreeAttention, "run", run)
     monkeypatch.setattr(TreeAttention, "repeat", repeat)
-    monkeypatch.setattr(module, "layer_addresses", lambda k, v, **options: (k, v, options))
+    monkeypatch.setattr(
+        module,
+        "layer_addresses",
+        lambda k, v, **options: layer_addresses(k, v, **options)._replace(layout=(k, v, options)),
+    )
     return found

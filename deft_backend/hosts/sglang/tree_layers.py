@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -160,9 +160,8 @@ class StepLayers(ABC):
         if step.rest is not None:
             first = step.first
             self._make_host_ready(step, step.rest)
-            others = replace(
-                call, q=call.q[:first], k=call.k[:first], v=call.v[:first], batch=step.rest
-            )
+            tensors = call.q[:first], call.k[:first], call.v[:first]
+            others = LayerCall(*tensors, call.layer, step.rest, call.save_kv_cache, call.others)
             parts.insert(0, others.by(self.host.forward_extend).reshape(first, -1))
         missing = call.q.shape[0] - sum(part.shape[0] for part in parts)
         if missing:
@@ -259,7 +258,7 @@ class TreeLayers(StepLayers):
             # reads these keys and values.
             k, v = k.clone(), v.clone()
         slots = step.batch.out_cache_loc
-        if step.rest is not None:  # without the padding of a prefill graph
+        if step.rest is not None and len(k) > len(slots):  # a prefill graph pads
             k, v = k[: len(slots)], v[: len(slots)]
         self.pool.set_kv_buffer(call.layer, self._location(slots, None), k, v, *scales)
 

@@ -179,12 +179,13 @@ class HeldLayer(NamedTuple):
     addresses: LayerAddresses
 
     def holds(self, owner: Any, kv_cache: torch.Tensor) -> bool:
-        return (
-            self.kv_cache() is kv_cache
-            and self.layer is owner.deft_layer
-            and self.sm_scale == owner.scale
-            and (self.sinks is None or self.sinks is owner.sinks)
-        )
+        if self.kv_cache() is not kv_cache or self.layer is not owner.deft_layer:
+            return False
+        if self.sm_scale != owner.scale or self.addresses.k != kv_cache.data_ptr():
+            return False
+        if self.sinks is None:
+            return True
+        return self.sinks is owner.sinks and self.addresses.sinks == self.sinks.data_ptr()
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_checks import repeated_layers
-from deft_backend.attention import TreeAttention
+from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
@@ -316,10 +316,11 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
 
 
 def test_a_layer_with_other_tensors_or_another_scale_is_not_the_held_one():
-    cache, sinks, scales = (torch.ones(1) for _ in range(3))
+    cache, sinks, scales = torch.ones(3, 1, 16, 128), torch.ones(4), torch.ones(1)
     layer = Layer(LayerShape(4, 2, 64), 0.1, 0.0, None, cache="fp8", scales=(scales,) * 3)
     owner = SimpleNamespace(scale=0.1, sinks=sinks, deft_layer=layer)
-    held = group.HeldLayer(weakref.ref(cache), layer, 0.1, sinks, None)
+    addresses = layer_addresses(cache[..., :64], cache[..., 64:], sm_scale=0.1, sinks=sinks)
+    held = group.HeldLayer(weakref.ref(cache), layer, 0.1, sinks, addresses)
     assert held.holds(owner, cache)
     assert not held.holds(owner, cache.clone())
     for changes in (
@@ -329,6 +330,11 @@ def test_a_layer_with_other_tensors_or_another_scale_is_not_the_held_one():
         {"deft_layer": layer._replace(reason="scales for each head")},
     ):
         assert not held.holds(SimpleNamespace(**{**vars(owner), **changes}), cache)
+    for tensor in (sinks, cache):  # new weights, or new memory, in the same object
+        before, tensor.data = tensor.data, tensor.data.clone()
+        assert not held.holds(owner, cache)
+        tensor.data = before
+    assert held.holds(owner, cache)
 
 
 def test_a_held_layer_does_not_keep_the_cache(repeated):
