@@ -47,10 +47,6 @@ Size = tuple[int, int]
 """Of a step: the bits of its number of query tokens, and the most of a request."""
 
 
-def size_of(rows: int, query_tokens: int) -> Size:
-    return rows.bit_length(), query_tokens
-
-
 class Repeats:
     """Layers that repeat the launches of the layer before.
 

@@ -196,9 +196,7 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
             undo.callback(tree_graphs.install(runner, steps))
     if getattr(versions.resolved(runner.server_args), "enable_mixed_chunk", False):
         steps.mixed = MixedSteps(layers, settings, eager, unsplit=_unsplit(runner, layers))
-    if (
-        versions.read_end() is None and has_graphs
-    ):  # the host does not ask until when tables are read
+    if has_graphs and versions.read_end() is None:  # the host never asks when tables were read
         undo.callback(page_table_fence.install(runner, steps.reads_during_forward))
     return steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,17 +48,25 @@ class EagerSharing:
             return None
         assert observed is not None
         requests = observed.requests[-observed.decoding :]  # all, if none prefills
-        if self._is_due(len(requests)) and self._tree.changed(requests):
+        if self._is_due(len(requests)):
             held = lens.numpy()[: len(observed.requests)][-len(requests) :]
-            forest = self._tree.forest(observed.tree_cache, requests, held)
-            self._saved = None
-            if forest is not None:
-                self._saved = forest.tokens_attended - forest.tokens_stored
+            try:
+                self._read(observed.tree_cache, requests, held)
+            except Exception as error:
+                self._saved = None
+                self.layers.log.warn(f"the requests of a batch cannot be read ({error!r})")
         if self._saved is None:
             return "unreadable prefix cache" if prefills else None
         layers = self.layers
         saved = self._saved * layers.state.token_bytes
         return shares_too_little(saved, layers.tree_layers, self.costs, prefills=prefills)
+
+    def _read(self, tree_cache: Any, requests: Sequence[Any], seq_lens: Any) -> None:
+        if not self._tree.changed(requests):
+            return
+        forest, self._saved = self._tree.forest(tree_cache, requests, seq_lens), None
+        if forest is not None:
+            self._saved = forest.tokens_attended - forest.tokens_stored
 
     def _is_due(self, requests: int) -> bool:
         self._asked += 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deft_backend.attention import PlannedAttention, TreeAttention, layer_addresses
-from deft_backend.hosts.common.eager_steps import Repeats, size_of
+from deft_backend.hosts.common.eager_steps import Repeats
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_layer
@@ -274,7 +274,7 @@ class TreeLayers(StepLayers):
         values = self.pool.get_value_buffer(layer.layer_id)
         of_layer: dict[str, Any] = {"sm_scale": layer.scaling, "logit_cap": layer.logit_cap or 0.0}
         of_layer |= {"k_scale": k_scale, "v_scale": v_scale, "sinks": call.others.get("sinks")}
-        out, size = torch.empty_like(q), size_of(inputs.rows, inputs.query_tokens)
+        out, size = torch.empty_like(q), (inputs.rows.bit_length(), inputs.query_tokens)
         addresses = layer_addresses(keys, values, **of_layer)
         if not self.repeats.repeat(addresses, q, out, size):
             of_layer |= {"table_rows": inputs.table_rows, "ancestors": inputs.ancestors}

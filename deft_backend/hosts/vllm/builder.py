@@ -170,11 +170,10 @@ class TreeBuilder:
             return "query tokens of no request"
         query_tokens = group.query_tokens if content.verifies else 1
         reason = group.refuses(content.requests, query_tokens)
-        mixed = content.kind == MIXED
         if not group.equal_bits:  # these plan every step
-            size = content.requests, query_tokens
-            reason = reason or (unsplit(content, common) if mixed else group.uneven(common))
-            reason = reason or group.too_little(size, mixed=mixed, capturing=self._capturing)
+            if content.kind == MIXED:
+                reason = reason or unsplit(content, common)
+            reason = reason or group.leaves(content, common, capturing=self._capturing)
         if reason is None and common_prefix_len:
             reason = "cascade attention"
         if reason is None and common.causal is not True:

@@ -17,15 +17,15 @@ from deft_backend.hosts.common.eager_steps import (
     capturing,
     has_one_way,
     shares_too_little,
-    size_of,
 )
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import LayerShape, refused
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.content import Content
 from deft_backend.hosts.vllm.layers import Layer, kv_views
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import Decoded
+from deft_backend.telemetry.counters import MIXED, Decoded
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import ServerState
 
@@ -76,14 +76,10 @@ class GroupAttention(ABC):
             return reason
         return refused(requests, self.settings, self.attention.max_batch)
 
-    def uneven(self, common: Any) -> str | None:
-        """Why the numbers of query tokens rule out tree attention; None if they do not."""
-        return None
-
     @abstractmethod
-    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
-        """Why the host decodes a step of what its requests share, or None, by the scheduler's
-        messages: all ranks agree. `size` as in :attr:`TreeStep.size`.
+    def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
+        """Why the host decodes a batch that tree attention could, or None, by the scheduler's
+        messages: all ranks agree.
         """
 
     def repeat(self, step: TreeStep, owner: Any, *tensors: torch.Tensor) -> bool:
@@ -200,7 +196,9 @@ class TreeGroup(GroupAttention):
         on_gpu = self.attention.device.type == "cuda"
         self.costs = self.attention.target.costs if on_gpu else None
 
-    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
+    def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
+        mixed = content.kind == MIXED
+        size = content.requests, self.query_tokens if content.verifies else 1
         if mixed and self.prefixes is None:
             return "steps with prefills are not split"
         if self.prefixes is None or has_one_way(self.settings):
@@ -218,7 +216,7 @@ class TreeGroup(GroupAttention):
             return False
         if not held.holds(owner, kv_cache):
             return False
-        size = size_of(step.tokens, step.query_tokens)
+        size = step.tokens.bit_length(), step.query_tokens
         try:
             repeated = self.repeats.repeat(held.addresses, query, output, size)
         except Exception as error:
@@ -252,7 +250,7 @@ class TreeGroup(GroupAttention):
             full()
             return
         addresses = layer_addresses(k_cache, v_cache, **of_layer)
-        size = size_of(step.tokens, step.query_tokens)
+        size = step.tokens.bit_length(), step.query_tokens
         self.repeats.run(full, addresses, call.query, rows, size)
         mine, cache = cast(Any, call.owner).deft_layer, weakref.ref(call.kv_cache)
         setattr(call.owner, _HELD, HeldLayer(cache, mine, layer.sm_scale, call.sinks, addresses))

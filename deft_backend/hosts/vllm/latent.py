@@ -14,12 +14,14 @@ from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
 from deft_backend.hosts.common.limits import Unsupported, refused, same_on_all_ranks
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.content import Content
 from deft_backend.hosts.vllm.group import GroupAttention
 from deft_backend.hosts.vllm.layers import Layer, query_tokens_of
 from deft_backend.hosts.vllm.server import untold
 from deft_backend.hosts.vllm.step import LayerCall, TreeStep
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import MIXED
 from deft_patches.vllm import tree_graphs
 
 UNKNOWN = "blocks of unknown requests"
@@ -77,7 +79,7 @@ class LatentGroup(GroupAttention):
         """Not for a failure: it may be this rank's alone, and all ranks must replay one graph."""
         return refused(requests, self.settings, self.attention.max_batch)
 
-    def uneven(self, common: Any) -> str | None:
+    def _uneven(self, common: Any) -> str | None:
         """A plan has one number of query tokens, and the rows of each request follow from it.
 
         vLLM captures full graphs of that number and replays them for batches whose requests all
@@ -95,9 +97,14 @@ class LatentGroup(GroupAttention):
         requests = int(starts[batch]) // tokens
         return None if starts[requests] == starts[batch] == requests * tokens else UNEVEN
 
-    def too_little(self, size: tuple[int, int], *, mixed: bool, capturing: bool) -> str | None:
-        if mixed:  # the host's MLA divides such a step by its own rule, which this does not follow
+    def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
+        if (
+            content.kind == MIXED
+        ):  # the host's MLA divides such a step by its own rule, which this does not follow
             return "a step with prefills over MLA"
+        uneven = self._uneven(common)
+        if uneven is not None:
+            return uneven
         if capturing:
             return None if self._captures_tree else "captured for the host's kernel"
         try:

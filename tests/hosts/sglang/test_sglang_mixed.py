@@ -387,17 +387,19 @@ def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, kind, ms, re
     assert (f"extend of {len(batch.seq_lens)}" in server.calls) is (reason is not None)
 
 
-def test_eager_steps_of_unknown_requests_go_through_the_tree(server):
+def test_eager_steps_of_unknown_requests_go_through_the_tree(server, caplog):
     on_gpu(server, 0.0)
     for unknown in ({"rids": ["another"]}, {"seq_lens_cpu": None}):
         batch = server.batch("decode")
         vars(batch).update(unknown)
         server.check(server.run(batch), batch)
-    batch = server.batch("decode")
-    scheduled = SimpleNamespace(reqs=server.requests[1:], tree_cache=object())
-    server.observer.observe(batch, scheduled, "runner")  # a tree that nobody can read
-    server.check(server.run(batch), batch)
-    assert counted(server) == {("decode", None): 3}
+    for cannot in ({"tree_cache": object()}, {"reqs": [SimpleNamespace()]}):  # be read
+        batch = server.batch("decode")
+        seen = {"reqs": server.requests[1:], "tree_cache": RADIX_CACHE, **cannot}
+        server.observer.observe(batch, SimpleNamespace(**seen), "runner")
+        server.check(server.run(batch), batch)
+    assert counted(server) == {("decode", None): 4}
+    assert caplog.text.count("cannot be read (AttributeError") == 1
 
 
 def test_the_tree_is_read_again_after_some_steps_or_for_other_numbers(server, monkeypatch):
