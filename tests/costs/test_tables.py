@@ -83,14 +83,18 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     assert "deft tune" in record.message
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_the_drivers_facts_of_a_gpu(told, monkeypatch):
+@pytest.mark.parametrize("untold", [None, "clock_rate", "memory_clock_rate", "memory_bus_width"])
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_drivers_facts_of_a_gpu(untold, zero, monkeypatch):
     """Those of an H100 SXM, whose memory delivers 3.35 TB/s; a part of a GPU tells less."""
     clocks = {"clock_rate": 1_980_000, "memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
-    properties = SimpleNamespace(multi_processor_count=132, **(clocks if told else {}))
+    if untold is not None:
+        del clocks[untold]
+        clocks |= {untold: 0} if zero else {}
+    properties = SimpleNamespace(multi_processor_count=132, **clocks)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     facts = gpu_facts(torch.device("cuda"))
-    assert facts == (GpuFacts(132, 1980.0, pytest.approx(3352.32)) if told else None)
+    assert facts == (None if untold else GpuFacts(132, 1980.0, pytest.approx(3352.32)))
     assert gpu_facts(torch.device("cpu")) is None
 
 

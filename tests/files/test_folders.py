@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from deft_backend.files.folders import (
     driver_stub_directory,
     state_directory,
     tables_directory,
+    write_fails,
 )
 from deft_backend.settings.config import Settings, SettingsError
 
@@ -68,3 +70,29 @@ def test_missing_folders_are_created_for_this_user_alone(tmp_path):
         0o700,
         0o700,
     ]
+
+
+def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        looks = iter([False, True])
+        context.setattr(Path, "is_dir", lambda path: next(looks) if path == tmp_path else True)
+        create_private(tmp_path)
+    assert write_fails(tmp_path / "new" / "one") is None
+    (tmp_path / "file").write_text("")
+    assert write_fails(tmp_path / "file" / "one") == "File exists"
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_without_a_home_a_file_or_another_users_folder_is_refused(tmp_path, monkeypatch, others):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    user = os.getuid() + others
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    folder = tmp_path / f"deft-backend-{user}"
+    assert cache_directory() == folder
+    if others:
+        folder.mkdir()
+    else:
+        folder.write_text("")
+    with pytest.raises(SettingsError, match="is another user's; set DEFT_CACHE_DIR"):
+        cache_directory()

@@ -1,7 +1,10 @@
 """The origin of a figure, which is stored with every result."""
 
 import stat
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,3 +24,21 @@ def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the same GPU")
     assert provenance()["device"] == f"the same GPU (CUDA {torch.version.cuda})"
+
+
+@pytest.mark.parametrize("changed", ["", " M file"])
+def test_the_commit_is_the_checkouts_wherever_the_process_runs(changed, monkeypatch):
+    def git(words, *, cwd, check, **_):
+        assert (cwd, check) == (Path(__file__).parents[2], True)
+        answers = {
+            ("git", "status", "--porcelain", "--untracked-files=no"): changed,
+            ("git", "rev-parse", "--short=12", "HEAD"): "0123456789ab\n",
+        }
+        return subprocess.CompletedProcess(words, 0, answers[tuple(words)])
+
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    fake = SimpleNamespace(run=git, CalledProcessError=subprocess.CalledProcessError)
+    monkeypatch.setattr("deft_backend.files.provenance.subprocess", fake)
+    assert provenance()["commit"] == ("0123456789ab+" if changed else "0123456789ab")
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    assert provenance()["commit"] == "abc"

@@ -239,6 +239,7 @@ def test_children():
     [
         ([[0, 1]], [5], 2, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
         ([[0, -3]], [2], 1, r"page_tables\[0, 1\] is -3"),
+        ([[-1, 0]], [1], 1, r"page_tables\[0, 0\] is -1"),
         ([[0, 1], [2, 1]], [2, 2], 1, r"requests 0 and 1 hold the same page"),
         ([[0, 1]], [-1], 1, r"seq_lens\[0\] is -1"),
         ([[0.5, 1.0]], [2], 1, r"dtype float64"),

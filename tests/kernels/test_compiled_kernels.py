@@ -56,11 +56,27 @@ def _usage(binary):
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
+def check_order(variant, gpu, ptx):
+    """A kernel that may start early waits for the one before; all but the last let the next start.
+
+    Small tiles wait in two places: where they write results, and where they merge them.
+    """
+    expected = {
+        "compare_rows": (0, 1),
+        **dict.fromkeys((SMALL, "small_tile_attention"), (2, 1)),
+        **dict.fromkeys(("reduce_partials", "write_plan", "write_flattened"), (1, 0)),
+    }.get(variant.name, (1, 1))
+    names = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+    found = tuple(map(ptx.count, names))
+    assert found == (expected if gpu.capability >= (9, 0) else (0, 0)), variant.name
+
+
 @cache
 def resources(variant, gpu):
     """Compile a kernel as it is launched, and ask the assembler what it takes."""
     with compiling_for(gpu.arch):
         (kernel,) = compile_all([variant]).kernels
+    check_order(variant, gpu, kernel.asm["ptx"])
     found = _usage(kernel.asm["cubin"])
     registers = -(-found["REG"] // 8) * 8
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
