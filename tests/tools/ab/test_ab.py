@@ -9,12 +9,11 @@ import sys
 import time
 from dataclasses import replace
 from html import unescape
-from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from rich.console import Console
 
 import commands
 from arrival_traces import arrival_lines
@@ -35,9 +34,11 @@ from deft_backend.tools.ab.result import (
 from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
+from deft_backend.tools.harness.open_loop import Goodput
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
 from deft_backend.tools.traces.arrivals import load_arrivals
+from drawings import check_drawn, terminal
 from fake_completions import Fake, serving
 from sglang_fakes import make_state
 
@@ -371,30 +372,74 @@ def test_the_interval_contains_the_change_and_grows_with_noise():
     assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
 
 
-def test_each_row_fits_a_line_of_80_columns_and_the_page_has_the_same_figures(tmp_path):
-    """With the longest names and the slow steps of a CPU; no word is broken."""
-    runs = side(0.9, ttft=71.2, count=320), side(5.7, ttft=98.7, count=320)
-    found = result(runs, device="cpu")
+LONGEST = "document-questions"
+DIFFERENT = Agreement(
+    compared=20,
+    equal=6,
+    differences=(
+        Difference("r0", 4, 0.15, (("cat", -0.25), ("dog", None))),
+        Difference("r1", 5, 0.149, (("a", -1.0), ("b", -1.0))),
+        Difference("r2", 6, None, (("a", -1.0), ("b", -1.0))),
+        *(Difference(f"s{at}", 7, 0.1, (("a", -1.0), ("b", -1.0))) for at in range(11)),
+        Difference("t", 8, None),
+    ),
+    not_compared=2,
+    tokens=100,
+    largest_gap=0.0312,
+)
+
+
+def late(run, sent):
+    """Each request is due one second after the one before, and leaves so much later."""
+    outcomes = [replace(o, at=1.0 + at, sent=1.0 + at + sent) for at, o in enumerate(run.outcomes)]
+    return replace(run, outcomes=tuple(outcomes))
+
+
+def drawn_results():
+    """Every table and every note: of equal servers on a CPU, and of others on a GPU."""
     steps = {Content("decode", None): Steps(4096)}
     counters = Counters(steps, 60, 13_380_000_000 * 4096, 99_990_000_000 * 4096)
-    workload = replace(found.workloads[0], name="document-questions", counters=(None, counters))
-    found = replace(found, workloads=(workload,), names=("host", "deft"))
-    console = Console(file=StringIO(), width=80, color_system=None)
-    print_result(found, console)
-    assert "…" not in console.file.getvalue()
-    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    for row in (
-        "workload query deft saved tree steps same answers",
-        "document-questions 99.99 GB 13.38 GB 86.6 % 4096 of 4096 320 of 320",
-        "workload server answered TTFT ms TPOT ms 95 % change tok/s",
-        "document-questions host 320/320 71,200 2,331 3,627 704",
-        "deft 320/320 98,700 14,763 22,971 +533 % 704",
-    ):
-        assert row in lines
-    page, data = write_report(found, tmp_path / "new", "")
-    modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
-    assert modes == [0o700, 0o600, 0o600]
-    assert re.search(r"99\.99 GB +13\.38 GB +86\.6 %", page.read_text(encoding="utf-8"))
+    slow = result((side(0.9, ttft=71.2, count=320), side(5.7, ttft=98.7, count=320)), device="cpu")
+    same = Agreement(320, 320, tokens=320)
+    workload = replace(slow.workloads[0], name=LONGEST, counters=(None, counters), agreement=same)
+    yield replace(slow, workloads=(workload,), names=("host", "deft"), exact=True)
+
+    host_steps = {Content("decode", "off"): Steps(3), Content("mixed", None): Steps(1)}
+    counted = Counters(host_steps, 1, 0, 4_000)
+    rates = Goodput(4.0, True, 50.0, ()), Goodput(6.0, False, 50.0, ())
+    runs = late(side(0.02, lost=1), 0.049), late(side(0.01, lost=7), 0.0501)
+    fast = result(runs, (side(0.01), side(0.0099)), interrupted=True, exact=True)
+    first, second = fast.workloads
+    first = replace(
+        first,
+        agreement=DIFFERENT,
+        counters=(counted, counted),
+        goodputs=rates,
+        description="20 requests",
+        arrivals="one a second",
+    )
+    second = replace(second, agreement=Agreement(1200, 1200), goodputs=(rates[0], None))
+    given = {"backend": "fa3", "command": "serve [--port] 1"}, {"backend": "deft", "policy": "auto"}
+    offers = Offers("m", 8192, False, 4.0)
+    sides = [replace(s, **more) for s, more in zip(fast.sides, given, strict=True)]
+    sides[1] = replace(sides[1], offers=offers)
+    facts = {"date": "2026-01-02", "commit": None, "versions": {"torch": "2.9"}}
+    yield replace(fast, workloads=(first, second), sides=tuple(sides), provenance=facts)
+
+
+def test_the_terminal_and_the_page_are_as_drawn(tmp_path):
+    """No word is broken at 80 columns, with the longest names and the slow steps of a CPU."""
+    every = []
+    for at, found in enumerate(drawn_results()):
+        console = terminal()
+        print_result(found, console)
+        page, data = write_report(found, tmp_path / str(at), "deft ab [x]")
+        modes = [path.stat().st_mode & 0o777 for path in (page.parent, page, data)]
+        assert modes == [0o700, 0o600, 0o600]
+        every += [console.file.getvalue(), unescape(re.sub("<[^>]*>", "", page.read_text()))]
+    assert "…" not in every[0]
+    text = re.sub(r" +$", "", "\n".join(every), flags=re.MULTILINE)
+    check_drawn(text, Path(__file__).with_name("results.ansi"))
 
 
 def told(name, pieces, *logprobs, ids=False):

@@ -1,11 +1,7 @@
 """What `deft top` draws: every line, width and style, as a terminal of 80 columns gets it."""
 
-import io
 import time
 from pathlib import Path
-
-import pytest
-from rich.console import Console
 
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
@@ -22,9 +18,7 @@ from deft_backend.tools.watch.engines import (
     Stretch,
 )
 from deft_backend.tools.watch.figures import view
-
-DRAWN = Path(__file__).with_name("top.ansi")
-"""Look at it in a terminal. To draw it anew: delete it, run this test, and read the difference."""
+from drawings import check_drawn, terminal
 
 FOREST = build_forest(range(6), [900, 600, 300, 200, 100], [2000] * 6)
 REASONS = {"shares nothing": 9, "batch too small": 1, "third": 4, "fourth": 3, "fifth": 2}
@@ -87,16 +81,9 @@ def row(port, status, since, counters=FEW, batch=NO_BATCH, now=None, dp=None, pr
 
 
 def drawn(rows, **given):
-    out = io.StringIO()
-    Console(
-        file=out,
-        width=80,
-        force_terminal=True,
-        color_system="standard",
-        legacy_windows=False,
-        _environ={},
-    ).print(view(rows, "/cache/servers", **given))
-    return out.getvalue()
+    console = terminal()
+    console.print(view(rows, "/cache/servers", **given))
+    return console.file.getvalue()
 
 
 def test_the_views_are_as_drawn(monkeypatch):
@@ -116,8 +103,4 @@ def test_the_views_are_as_drawn(monkeypatch):
         drawn(rows[-1:], live=False, port=6),
         drawn(rows[1:2], live=False, port=2),
     ]
-    text = "\n".join(every)
-    if not DRAWN.exists():
-        DRAWN.write_text(text)
-        pytest.fail(f"{DRAWN} was missing")
-    assert text == DRAWN.read_text()
+    check_drawn("\n".join(every), Path(__file__).with_name("top.ansi"))

@@ -1,0 +1,26 @@
+"""What commands draw, held against files that a person has read."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+
+def terminal(width=80):
+    """A console whose text, with its colours, a test can read."""
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=True,
+        color_system="standard",
+        legacy_windows=False,
+        _environ={},
+    )
+
+
+def check_drawn(text, path):
+    """To draw the file anew: delete it, run the test, and read the difference in a terminal."""
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path} was missing")
+    assert text == path.read_text()
