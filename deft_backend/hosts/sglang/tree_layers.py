@@ -276,7 +276,8 @@ class TreeLayers(StepLayers):
         of_layer |= {"k_scale": k_scale, "v_scale": v_scale, "sinks": call.others.get("sinks")}
         out, size = torch.empty_like(q), (inputs.rows.bit_length(), inputs.query_tokens)
         addresses = layer_addresses(keys, values, **of_layer)
-        if not self.repeats.repeat(addresses, q, out, size):
+        # Graphs hold full runs: a replay costs the CPU nothing in any case.
+        if step.captured or not self.repeats.repeat(addresses, q, out, size):
             of_layer |= {"table_rows": inputs.table_rows, "ancestors": inputs.ancestors}
             given = (q, keys, values, self.page_table, inputs.seq_lens)
             full = partial(self.attention.run, *given, **of_layer, out=out)

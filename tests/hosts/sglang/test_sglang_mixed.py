@@ -440,7 +440,7 @@ def test_later_layers_repeat_the_first(server, repeated):
             [part.clone() for part in pair] for pair in server.pool.buffers[1:]
         ]
         if kind == "decode":
-            server.capture(batch)
+            server.capture(batch, make_layer(), make_layer(layer_id=1))
             assert not repeated
 
 
