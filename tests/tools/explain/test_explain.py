@@ -1,20 +1,21 @@
 """Explain's figures against the plan's own loads and the papers' tables."""
 
-import io
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from deft_backend.forest import build_forest
 from deft_backend.policies import POLICY_NAMES, Target, get_policy
 from deft_backend.shapes import MAX_MERGED
 from deft_backend.tools.explain import explain, render
+from drawings import check_drawn, terminal
 from strategies import batches, regular_forest, targets
 
 LLAMA_2_7B = Target(
@@ -127,13 +128,25 @@ def test_no_layers_are_refused():
         explain(forest, grouping, LLAMA_2_7B, num_layers=0)
 
 
-def test_render_draws_nodes_groups_and_totals():
-    forest, out = regular_forest([1, 3], [1000, 20]), io.StringIO()
+def drawn_explanations():
+    """Cut and shared nodes; more siblings and nodes than are drawn; requests that end inside."""
     target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
-    grouping = get_policy("deft-node-chunk").group(forest, target)
-    render(explain(forest, grouping, target), Console(file=out, width=120, color_system=None))
-    text = out.getvalue()
-    assert "1,000 tokens 0–1,000 of request 0 · 3 queries · groups 0–7" in text
-    assert "20 tokens 1,000–1,020 of request 2 · 1 query · group 10" in text
-    assert "KV reduction" in text
+    wide = build_forest(range(70), [900] * 35 + [300] * 34, [1000 + at for at in range(70)])
+    ends = build_forest(range(5), [40, 40, 0, 0], [40, 40, 60, 0, 0])
+    for forest, name in (
+        (regular_forest([1, 3], [1000, 20]), "deft-node-chunk"),
+        (regular_forest([1, 3], [1000, 20]), "deft-flatten"),
+        (wide, "flash-decoding"),
+        (ends, "auto"),
+    ):
+        yield explain(forest, get_policy(name).group(forest, target), target, num_layers=3)
+
+
+def test_explanations_are_as_drawn():
+    console, facts = terminal(120), []
+    for explanation in drawn_explanations():
+        render(explanation, console)
+        facts.append(json.dumps(explanation.to_dict()))
+    text = console.file.getvalue()
     assert "65.36 %" in text  # 1 - 1060 / 3060
+    check_drawn("\n".join([text, *facts[:2]]) + "\n", Path(__file__).with_name("explained.ansi"))
