@@ -53,6 +53,8 @@ LIMIT = 600.0
 """A mutant gets no verdict if its tests take longer, in seconds."""
 TOGETHER = 8
 """A process notes what so many tests reach, and then takes the next ones of any file."""
+OF_SOURCES = "tests/project/test_tensors.py"
+"""These tests read the sources, so no line of them is reached."""
 FIRST = 20
 """So many tests run before the others."""
 EACH = 5
@@ -244,6 +246,7 @@ def chosen(tests: list[Test], mutant: Mutant) -> list[str]:
     on_line = [test for test in tests if mutant.lines & set(test.lines.get(mutant.path, ()))]
     files = {test.file for test in on_line}
     files = files or {test.file for test in tests if mutant.path in test.lines}
+    files.add(OF_SOURCES)
     others = [t for t in tests if t.file in files or t.name.startswith(f"{near}/")]
     ordered = {
         test.name: test.seconds
