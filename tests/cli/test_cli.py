@@ -5,6 +5,7 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
 from deft_backend.cli.doctor import _next_step
 from deft_backend.forest import build_forest
+from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.servers.command import installed_hosts
+from drawings import check_drawn
 from sglang_fakes import make_state
 from state_files import state_path
 
@@ -365,6 +368,57 @@ def test_doctor_compares_versions(version, status, said, monkeypatch):
     assert version is None or "window 0.26.0 to 0.33" in found["vllm"].state
     statuses = [found[name].status for name in ("sglang", "torch", "triton")]
     assert statuses == [status, "problem", "note"]
+
+
+MACHINES = {
+    "SGLang of the window, on a GPU": (
+        {"sglang": "0.5.17", "torch": "2.8", "triton": "4", "aiohttp": None, "deft-backend": "9"},
+        {"has_nvidia_driver": True, "find_compiler": ["ccache", "gcc"], "num_gpus": 2},
+    ),
+    "the newest vLLM, without a GPU": (
+        {"vllm": "0.33.1", "torch": "2.7", "triton": "3.4", "aiohttp": "3.8"},
+        {"has_nvidia_driver": False, "find_compiler": None, "num_gpus": 0},
+    ),
+    "no host": (
+        {"torch": "3", "triton": None, "aiohttp": "3.9"},
+        {"ensure_driver_stub": Path("/stub"), "loading_fails": "noexec", "find_compiler": None},
+    ),
+    "another SGLang": (
+        {"sglang": "0.6", "torch": "2.99", "triton": "3.3"},
+        {"ensure_driver_stub": Path("/stub"), "loading_fails": None, "write_fails": "full"},
+    ),
+}
+
+
+def findings(monkeypatch):
+    """Every finding of `deft doctor` on these machines, a line each."""
+    usual = {"has_nvidia_driver": False, "num_gpus": 1, "write_fails": None}
+    monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "__version__", "2.9+cpu")
+    point = SimpleNamespace(value="deft:register", load=lambda: None)
+    broken = SimpleNamespace(value="old:register", load=lambda: point.nothing)
+    for name, (versions, machine) in MACHINES.items():
+        yield f"# {name}"
+        install(monkeypatch, versions)
+        for function, found in (usual | machine).items():
+            monkeypatch.setattr(checks, function, lambda *_, found=found: found)
+        points = {"no host": [point, broken], "another SGLang": []}.get(name, [point])
+        monkeypatch.setattr(checks, "entry_points", lambda points=points, **_: points)
+        monkeypatch.setenv("DEFT_UNTESTED_HOST", "1" if "sglang" in versions else "")
+        every = (checks.check_packages, checks.check_entry_point, checks.check_device)
+        for check in (check for of in (*every, checks.check_settings) for check in of()):
+            remedy = "" if check.remedy is None else f" → {check.remedy}"
+            yield f"{check.subject}: {check.status}: {check.state}{remedy}"
+
+
+def test_the_findings_of_doctor_are_as_drawn(monkeypatch):
+    monkeypatch.setenv("DEFT_CACHE_DIR", "/cache")
+    monkeypatch.setenv("VLLM_PLUGINS", "a, b")
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "fa3")
+    text = "\n".join(findings(monkeypatch)).replace(VERSION, "VERSION")
+    check_drawn(f"{text}\n", Path(__file__).with_name("doctor.txt"))
 
 
 def test_doctor_shows_why_the_host_would_decode(tmp_path):
