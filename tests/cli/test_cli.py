@@ -80,7 +80,24 @@ MODEL = "<model>"  # stands for the folder of a model
         (["ab", "--baseline", ""], "--baseline is ''; expected a backend of the host's own"),
         (["ab", "--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
         (["ab", "--scale", "0.5"], "--scale belongs to --trace"),
+        (["ab", "--scale", "0"], "--scale is 0.0; expected a number above 0"),
         (["ab", "--trace", "x", "--quick"], "a trace has its own sizes; omit --quick"),
+        *(
+            (["ab", "--trace", "x", name, "9"], f"{name} is for workloads, and a trace has its own")
+            for name in ("--branches", "--prefix-tokens", "--max-tokens")
+        ),
+        *(
+            (
+                ["ab", "--urls", "a", "b", *given],
+                f"{name} cannot change servers that already run; leave it out with --urls",
+            )
+            for name, given in (
+                ("--host", ["--host", "vllm"]),
+                ("--policy", ["--policy", "auto"]),
+                ("--baseline", ["--baseline", "fa3"]),
+                ("host options behind '--'", ["--", "--seed", "1"]),
+            )
+        ),
         (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
         (
             ["ab", "--prefix-tokens", "16384", "--max-tokens", "92"],
@@ -110,7 +127,7 @@ MODEL = "<model>"  # stands for the folder of a model
 )
 def test_bad_input_is_named(words, said, model):
     if words[0] == "ab" and "--model" not in words:
-        words = [*words, "--model", MODEL]
+        words = ["ab", "--model", MODEL, *words[1:]]
     err = refused(*(model if word == MODEL else word for word in words))
     assert said in " ".join(err.split())
     assert "Traceback" not in err

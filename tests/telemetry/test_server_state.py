@@ -44,6 +44,13 @@ def test_state_file(tmp_path):
     assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
 
 
+def test_the_writer_does_not_keep_its_process_alive(tmp_path):
+    before = set(threading.enumerate())
+    StateWriter(make_state(), tmp_path).start()
+    (thread,) = set(threading.enumerate()) - before
+    assert (thread.name, thread.daemon) == ("deft-state", True)
+
+
 SIZES = ("num_layers", "num_query_heads", "num_kv_heads", "head_dim", "dtype_bytes")
 TEXTS = ("host", "host_version", "backend", "policy", "device", "dtype")
 
