@@ -120,8 +120,8 @@ def first_failure(
 class CheckedShape(NamedTuple):
     """Heads and element types of an attention."""
 
-    query_heads: int
-    kv_heads: int
+    num_query_heads: int
+    num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -129,15 +129,7 @@ class CheckedShape(NamedTuple):
     def attention(self, device: torch.device) -> TreeAttention:
         """A small one: a step has up to 16 requests of up to 4 query tokens."""
         return TreeAttention(
-            num_query_heads=self.query_heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            device=device,
-            page_size=16,
-            max_batch=16,
-            query_tokens=4,
+            **self._asdict(), device=device, page_size=16, max_batch=16, query_tokens=4
         )
 
 

@@ -136,7 +136,7 @@ def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:
     ]
     return [
         {
-            "heads": f"{shape.query_heads}/{shape.kv_heads}",
+            "heads": f"{shape.num_query_heads}/{shape.num_kv_heads}",
             "head_dim": shape.head_dim,
             "dtype": dtype_name(shape.dtype),
             "kv": dtype_name(shape.kv_dtype),
