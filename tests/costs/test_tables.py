@@ -98,6 +98,11 @@ def test_the_drivers_facts_of_a_gpu(untold, zero, monkeypatch):
     assert gpu_facts(torch.device("cpu")) is None
 
 
+def test_the_bytes_of_an_element_are_torchs():
+    sizes = {name: getattr(torch, name).itemsize for name in DTYPE_BYTES}
+    assert sizes == DTYPE_BYTES
+
+
 def test_only_a_users_own_table_must_be_private(tmp_path):
     """A package's files may be anybody's: root may have installed it."""
     path = tmp_path / "table.json"
