@@ -123,16 +123,18 @@ def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
 @pytest.mark.parametrize(
     ("kind", "setting", "kept", "said"),
     [
-        ("full", "", "full", ""),
-        ("full", "POST_CAPTURE_KV_SIZING", "full", ""),
-        ("full", "METADATA_GLUE_GRAPH", "disabled", "hides replays from the attention backend"),
-        ("breakable", "", "disabled", "decode graphs are of the kind breakable"),
-        ("breakable", "POST_CAPTURE_KV_SIZING", None, "and SGLANG_ENABLE_POST"),
+        ("full", "UNUSED", "full", ""),
+        ("full", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "full", ""),
+        ("full", "SGLANG_ENABLE_METADATA_GLUE_GRAPH", "disabled", "hides replays from the"),
+        ("breakable", "UNUSED", "disabled", "decode graphs are of the kind breakable"),
+        ("breakable", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", None, "and SGLANG_ENABLE_POST"),
+        ("full", "DEFT_VERIFY", "disabled", "DEFT_VERIFY compares every step with the host's"),
+        ("disabled", "DEFT_VERIFY", "disabled", ""),
     ],
 )
 def test_decode_graphs_on_a_gpu(arguments, caplog, monkeypatch, kind, setting, kept, said):
     """Full graphs get a second set. Others are switched off, unless memory is sized by them."""
-    monkeypatch.setenv(f"SGLANG_ENABLE_{setting}", "1")
+    monkeypatch.setenv(setting, "1")
     graphs = SimpleNamespace(decode=SimpleNamespace(backend=kind))
     made = make_arguments(device="cuda", cuda_graph_config=graphs)
     assert (served(arguments, made) is not None) == (kept is not None)
@@ -176,7 +178,7 @@ def test_the_fallback_backend(arguments, monkeypatch):
         *(({name: True}, f"{words} is not supported") for name, words in _FEATURES),
         ({**DETERMINISTIC, "enable_mixed_chunk": True}, "steps that also prefill"),
         ({**DETERMINISTIC, **MLA}, "deterministic inference of MLA models"),
-        ({"dcp_size": 2}, "context parallelism"),
+        *(({name: 2}, "context parallelism") for name in ("dcp_size", "attn_cp_size")),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
         (MLA, "no record shows MLA models with tree attention on cpu and SGLang"),
         ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
