@@ -298,20 +298,6 @@ def test_doctor_recommends_what_runs_here(monkeypatch):
     assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
 
 
-@pytest.mark.parametrize(
-    ("cuda", "available", "status"),
-    [("12.8", True, "ok"), ("12.8", False, "problem"), (None, True, "problem")],
-)
-def test_doctor_tries_the_gpus(cuda, available, status, monkeypatch):
-    monkeypatch.setattr(checks, "num_gpus", lambda: 1)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    gpu = {"is_available": available, "get_device_capability": (9, 0), "get_device_name": "H100"}
-    for name, value in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    found = checks._engine()
-    assert (found.status, "H100, compute capability 9.0" in found.state) == (status, status == "ok")
-
-
 @pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
 def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", folder)
@@ -390,36 +376,57 @@ def test_doctor_compares_versions(version, status, said, monkeypatch):
 MACHINES = {
     "SGLang of the window, on a GPU": (
         {"sglang": "0.5.17", "torch": "2.8", "triton": "4", "aiohttp": None, "deft-backend": "9"},
-        {"has_nvidia_driver": True, "find_compiler": ["ccache", "gcc"], "num_gpus": 2},
+        {"has_nvidia_driver": True, "find_compiler": ["gcc", "-m64"], "cuda": "13", "sees": True},
     ),
     "the newest vLLM, without a GPU": (
         {"vllm": "0.33.1", "torch": "2.7", "triton": "3.4", "aiohttp": "3.8"},
-        {"has_nvidia_driver": False, "find_compiler": None, "num_gpus": 0},
+        {"find_compiler": None, "num_gpus": 0},
     ),
     "no host": (
         {"torch": "3", "triton": None, "aiohttp": "3.9"},
-        {"ensure_driver_stub": Path("/stub"), "loading_fails": "noexec", "find_compiler": None},
+        {
+            "ensure_driver_stub": Path("/stub"),
+            "loading_fails": "noexec",
+            "find_compiler": None,
+            "sees": True,
+        },
     ),
     "another SGLang": (
         {"sglang": "0.6", "torch": "2.99", "triton": "3.3"},
-        {"ensure_driver_stub": Path("/stub"), "loading_fails": None, "write_fails": "full"},
+        {
+            "ensure_driver_stub": Path("/stub"),
+            "loading_fails": None,
+            "write_fails": "full",
+            "cuda": "13",
+        },
     ),
 }
 
 
 def findings(monkeypatch):
     """Every finding of `deft doctor` on these machines, a line each."""
-    usual = {"has_nvidia_driver": False, "num_gpus": 1, "write_fails": None}
+    usual = {
+        "has_nvidia_driver": False,
+        "num_gpus": 1,
+        "write_fails": None,
+        "find_compiler": ["gcc"],
+    }
+    usual |= {"ensure_driver_stub": Path("/stub"), "loading_fails": None}
     monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
     monkeypatch.setattr("platform.system", lambda: "Linux")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch, "__version__", "2.9+cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch, "__version__", "2.9")
     point = SimpleNamespace(value="deft:register", load=lambda: None)
     broken = SimpleNamespace(value="old:register", load=lambda: point.nothing)
     for name, (versions, machine) in MACHINES.items():
         yield f"# {name}"
         install(monkeypatch, versions)
-        for function, found in (usual | machine).items():
+        answers = usual | machine
+        sees = answers.pop("sees", False)
+        monkeypatch.setattr(torch.version, "cuda", answers.pop("cuda", None))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda sees=sees: sees)
+        for function, found in answers.items():
             monkeypatch.setattr(checks, function, lambda *_, found=found: found)
         points = {"no host": [point, broken], "another SGLang": []}.get(name, [point])
         monkeypatch.setattr(checks, "entry_points", lambda points=points, **_: points)

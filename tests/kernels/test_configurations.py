@@ -31,15 +31,8 @@ def lines():
     caches = (torch.float16, torch.float8_e5m2)
     before = []
     for name, cache, head_dim, group in product(GPUS, caches, HEAD_DIMS, GROUPS):
-        config = kernel_configuration(
-            head_dim,
-            torch.float16,
-            torch.device("cuda"),
-            group[0],
-            Gpu.named(name),
-            query_tokens=group[1],
-            kv_dtype=cache,
-        )
+        shape = (head_dim, torch.float16, torch.device("cuda"), group[0], Gpu.named(name))
+        config = kernel_configuration(*shape, query_tokens=group[1], kv_dtype=cache)
         rest = (config.reduce, config.few, config.sms, config.overlapped, config.few_queries(32))
         found = [*map(str, config.tiles), str(rest)]
         launched = [tile.programs_for(queries, 8) for tile in config.tiles for queries in (1, 99)]
