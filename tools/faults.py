@@ -336,20 +336,25 @@ class Copy:
 
     def _caught_by(self, host: str, names: list[str], mutant: Mutant, until: float) -> str:
         file = self._folder / mutant.path
-        kept, times = file.read_text(), file.stat()
-        seconds = 60.0 + 3 * sum(test.seconds for test in self._tests[host] if test.name in names)
+        kept, before = file.read_text(), file.stat()
+        times = [test.seconds for test in self._tests[host] if test.name in names]
+        # A test that hangs fails. A run that is slow as a whole tells nothing.
+        one, seconds = 30.0 + 10 * max(times, default=0.0), 120.0 + 3 * sum(times)
         while names:
             if time.monotonic() > until:
                 raise TimeoutError
             file.write_text(mutant.text)
-            status, failed = self._ask(host, tests=names, seconds=seconds)
+            asked = [f"--timeout={one:.0f}", *names]
+            status, failed = self._ask(host, tests=asked, seconds=seconds)
             file.write_text(kept)
-            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
             if status == 0:
                 return ""
             if status == 4 and "::" in names[0]:  # the mutant may have renamed a test
                 names = list(dict.fromkeys(map(file_of, names)))
                 continue
+            if not failed and status == -1:
+                raise TimeoutError
             if not failed:
                 return f"pytest ends with {status}"
             if failed not in self._sound and self._ask(host, tests=[failed], seconds=120.0)[0] == 0:
