@@ -1,22 +1,26 @@
 """A server's counters and its state file."""
 
 import json
+import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from counted_steps import host_step, tree_step
+from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.counters import (
     Content,
     Counters,
     Decoded,
     DeviceCounters,
+    Place,
     Steps,
 )
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
-from deft_backend.telemetry.state_reader import read_state
+from deft_backend.telemetry.state_reader import StateError, read_state
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
@@ -226,3 +230,57 @@ def test_counters_of_plans_leave_out_what_is_held():
     counters.go_on()
     device += [1, 2, 3, 4]
     assert counters.read() == (3, 22, 13, 5)
+
+
+def test_device_counters_have_one_source():
+    counters = DeviceCounters()
+    for wrong in (np.zeros(3, np.int64), np.zeros(4, np.int32)):
+        with pytest.raises(ValueError, match="expected \\(4,\\) int64"):
+            counters.attach(wrong)
+    counters.attach(np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match="attached already"):
+        counters.attach(np.zeros(4, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("readings", "found"),
+    [
+        (["gone", 1, 2, 2], 2),
+        (["gone", "gone", "gone", "gone"], "gone"),
+        ([1, 2, 3, 4], "the counters still change 0.2 s"),
+        ([1, 2, 3, 3], 3),  # the last reading after the time limit counts
+    ],
+)
+def test_counters_of_a_server_at_rest(readings, found, monkeypatch):
+    clock, left = [0.0], iter(readings)
+
+    def sleep(seconds):
+        clock[0] += 0.0625
+
+    def read(path):
+        reading = next(left)
+        if reading == "gone":
+            raise StateError("gone")
+        return SimpleNamespace(counters=reading)
+
+    fake = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
+    monkeypatch.setattr(state_reader, "time", fake)
+    monkeypatch.setattr(state_reader, "read_state", read)
+    if isinstance(found, int):
+        assert state_reader.settled_counters(Path("x"), 0.2) == found
+    else:
+        with pytest.raises(StateError, match=found.replace("0.2", "0")):
+            state_reader.settled_counters(Path("x"), 0.2)
+    assert next(left, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"), [("node-1.x_y", "node-1.x_y"), ("a b/ü", "a_b__"), ("", "_")]
+)
+def test_a_place_is_the_machines_name_and_the_processes_namespace(name, machine, monkeypatch):
+    here = Place.here.__func__.__wrapped__
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    assert here(Place) == (machine, os.stat("/proc/self/ns/pid").st_ino)
+    monkeypatch.setattr("socket.gethostname", lambda: 70 * "n")
+    monkeypatch.setattr("os.stat", raising(OSError))
+    assert here(Place) == (64 * "n", 0)

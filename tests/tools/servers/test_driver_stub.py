@@ -80,3 +80,9 @@ def test_doctor_says_why_the_stand_in_cannot_be_loaded(
     (found,) = (check for check in checks.check_device() if check.subject == "driver")
     assert (found.status, said in found.state) == ("problem", True), found.state
     assert found.remedy.startswith("export DEFT_CACHE_DIR=")
+
+
+@pytest.mark.parametrize("driver", [None, object()])
+def test_a_driver_is_one_that_can_be_loaded(driver, monkeypatch):
+    monkeypatch.setattr(driver_stub, "_driver", lambda: driver)
+    assert driver_stub.has_nvidia_driver() is (driver is not None)

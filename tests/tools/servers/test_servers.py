@@ -189,20 +189,44 @@ def test_the_server_is_asked_where_its_arguments_let_it_listen(words, url):
     assert server_command("M", 1234, host="vllm", host_arguments=words, gpu=True).url == url
 
 
-def test_the_cpu_engine_gets_its_environment(tmp_path, monkeypatch):
+INTERPRETED = "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"
+STAND_IN = "no NVIDIA driver: a stand-in for libcuda.so.1 in /stub"
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "words", "environment", "notes"),
+    [
+        ("sglang", True, "--attention-backend deft", {}, []),
+        ("vllm", True, "--attention-backend CUSTOM", {}, []),
+        (
+            "sglang",
+            False,
+            "--attention-backend deft --dtype float32 --device cpu --max-total-tokens 16384",
+            {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": "/stub:/elsewhere"},
+            [INTERPRETED, STAND_IN],
+        ),
+        (
+            "vllm",
+            False,
+            "--attention-backend CUSTOM --dtype float32 --enforce-eager",
+            {"VLLM_CPU_KVCACHE_SPACE": str(command_module.CPU_GIB)},
+            [INTERPRETED],
+        ),
+    ],
+)
+def test_the_command_of_a_server(host, gpu, words, environment, notes, monkeypatch):
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
-    monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: tmp_path)
+    monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: "/stub")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
-    found = server_command(
-        "M", 1234, policy="fasttree", host_arguments=["--max-total-tokens", "99"], gpu=False
-    )
-    words = " ".join(found.arguments)
-    assert "sglang.launch_server --model-path M --host 127.0.0.1 --port 1234 " in words
-    assert "--port 1234 --attention-backend deft" in words
-    assert words.endswith(
-        "--dtype float32 --device cpu --max-total-tokens 16384 --max-total-tokens 99"
-    )
-    assert found.environment["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert found.environment["DEFT_POLICY"] == "fasttree"
-    assert found.environment["LD_LIBRARY_PATH"] == f"{tmp_path}:/elsewhere"
-    assert "SGLANG_USE_CPU_ENGINE=1" in found.shell()
+    given = {"policy": "fasttree", "host_arguments": ["--seed", "9"], "gpu": gpu, "host": host}
+    found = server_command("M", 1234, **given)
+    module = {
+        "sglang": "sglang.launch_server --model-path",
+        "vllm": "vllm.entrypoints.openai.api_server --model",
+    }[host]
+    line = f"-m {module} M --host 127.0.0.1 --port 1234 {words} --seed 9"
+    interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}
+    assert " ".join(found.arguments[1:]) == line
+    assert found.environment == {"DEFT_POLICY": "fasttree", **interpreted, **environment}
+    assert list(found.notes) == notes
+    assert "DEFT_POLICY=fasttree " in found.shell()
