@@ -1,0 +1,184 @@
+"""Answers piece by piece, and the names of what else becomes of a request."""
+
+import asyncio
+import errno
+
+import aiohttp
+import pytest
+
+from deft_backend.tools.harness.answers import (
+    Answer,
+    NotAnswered,
+    StreamReader,
+    _broken,
+    _refused,
+    first_difference,
+    reason,
+    whole_answer,
+)
+from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, poisson
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "name"),
+    [
+        *((status, "exceeds the Context", "too long") for status in (400, 413, 422)),
+        (400, "no such model", "refused"),
+        (404, "too long", "refused"),
+        (499, "", "refused"),
+        (500, "maximum", "failed"),
+    ],
+)
+def test_statuses(status, said, name):
+    found = _refused(status, said)
+    assert (found.status, str(found)) == (name, f"{status}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "said"),
+    [
+        (asyncio.TimeoutError(), "timed out", "no answer in time"),
+        (aiohttp.ClientPayloadError("cut"), "lost", "cut"),
+        (ConnectionResetError(errno.ECONNRESET, "x"), "lost", "Connection reset by peer"),
+        (aiohttp.ServerDisconnectedError(""), "lost", "ServerDisconnectedError"),
+        *(
+            (kind("x"), "failed", f"the stream cannot be read: {kind('x')!r}")
+            for kind in (ValueError, KeyError, TypeError, IndexError, AttributeError)
+        ),
+    ],
+)
+def test_errors(error, name, said):
+    found = _broken(error)
+    assert isinstance(found, NotAnswered)
+    assert (found.status, str(found)) == (name, said)
+
+
+def test_other_errors_are_ours():
+    ours = MemoryError()
+    assert _broken(ours) is ours
+    wrapped = OSError(0, "zero")
+    assert reason(wrapped) == str(wrapped)
+
+
+def test_the_figures_of_an_answer():
+    answer = Answer(ids=[1, 2, 3], tokens=["a", "b"], arrivals=[0.5, 1.0, 2.5])
+    assert (len(answer), answer.ttft, answer.tpot) == (3, 0.5, 1.0)
+    assert Answer(tokens=["a"], arrivals=[0.5]).tpot is None
+    answer.logprobs, answer.top = [-0.25, -1.0], [{"a": -0.25, "b": -1.5, "c": -9.0}, {"b": -1.0}]
+    assert [answer.margin(at) for at in range(3)] == [1.25, 0.0, 0.0]
+    assert [first_difference("abc", other) for other in ("abd", "ab", "xbc")] == [2, None, 0]
+
+
+def choice(text="", ids=(), finish=None, **logprobs):
+    return {"text": text, "token_ids": list(ids), "finish_reason": finish, "logprobs": logprobs}
+
+
+def read(*contents, tokens=4):
+    """The answer, the prompt's tokens, and how many tokens each piece brought."""
+    told = []
+    reader = StreamReader(told.append, Answer())
+    for content in contents:
+        reader.take(content)
+    return (*reader.end(tokens), told)
+
+
+def usage(prompt=None, completion=None, cached=None):
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, **details}}
+
+
+@pytest.mark.parametrize(
+    ("contents", "tokens", "told", "arrived"),
+    [
+        (
+            [{"choices": [choice("ab", [1, 2])]}, {"choices": [choice("c", [3])]}],
+            ["ab", "", "c"],
+            [2, 1],
+            3,
+        ),
+        (
+            [{"choices": [choice("a")]}, {"choices": [choice("b", finish="stop")]}],
+            ["a", "b"],
+            [1, 1],
+            2,
+        ),
+        ([{"choices": [choice("abc")], **usage(7, 3)}], ["abc", "", ""], [3], 3),
+        (
+            [{"choices": [choice("a", tokens=["a"], token_logprobs=[-1.0], top_logprobs=[{}])]}],
+            ["a"],
+            [1],
+            1,
+        ),
+        ([{"choices": [choice("a")]}, {"choices": [], **usage(7, 5)}], ["a"], [1], 5),
+        (
+            [{"choices": [choice("a"), choice("", finish="length")]}, {"choices": None}],
+            ["a"],
+            [1],
+            1,
+        ),
+    ],
+)
+def test_pieces_of_a_stream(contents, tokens, told, arrived):
+    answer, _, found = read(*contents, {"choices": [choice(finish="length")]})
+    assert (answer.tokens, found, len(answer.arrivals)) == (tokens, told, arrived)
+    assert answer.text == "".join(tokens)
+    assert answer.arrivals == sorted(answer.arrivals)
+
+
+def test_counts_of_a_stream():
+    end = {"choices": [choice(finish="stop")]}
+    answer, prompt, _ = read({"choices": [choice("a")], **usage(7, 1, 5)}, end)
+    assert (prompt, answer.cached) == (7, 5)
+    assert read({"choices": [choice("a")]}, end)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "status", "said"),
+    [
+        ([{"error": "out of memory"}], "failed", "out of memory"),
+        (
+            [{"choices": [choice("a", [1])]}],
+            "lost",
+            "the stream ended after 1 of 4 tokens, without an",
+        ),
+        (
+            [{"choices": [choice(finish="stop")]}],
+            "failed",
+            "the stream ended without one of 4 tokens",
+        ),
+    ],
+)
+def test_streams_that_are_no_answer(contents, status, said):
+    with pytest.raises(NotAnswered, match=said) as error:
+        read(*contents)
+    assert error.value.status == status
+    assert read({"choices": [choice("abcd", [1, 2, 3, 4])]})[0].ids == [1, 2, 3, 4]  # no end mark
+
+
+def test_an_answer_at_once():
+    likely = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
+    found = whole_answer(choice("a", [1], **likely))
+    assert found == Answer(ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}])
+    assert whole_answer({}) == Answer()
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_rates_are_refused(rate):
+    with pytest.raises(WorkloadError, match="expected requests a second, above 0"):
+        poisson(1, rate, 0)
+
+
+def test_requests_have_names_of_their_own_and_follow_earlier_ones():
+    one, two = Request("a", "p", 3), Request("b", "p", 4, after="a")
+    made = Workload("w", "", ("warm",), (one, two))
+    assert made.tokens == 7
+    assert made.arriving(None, 0) is made
+    first, second = made.arriving(2.0, 0).requests
+    assert (first.at > 0.0, second.at) == (True, 0.0)
+    renewed = made.renewed(3)
+    assert renewed.warm == ("3. warm",)
+    assert renewed.requests[0].prompt() == "3. p"
+    assert renewed.requests[1] is two
+    for wrong, said in (((one, one), "two requests are called 'a'"), ((two,), "after unknown 'a'")):
+        with pytest.raises(WorkloadError, match=said):
+            Workload("w", "", (), wrong)
