@@ -1,0 +1,123 @@
+"""What the client sends, and what it says of servers that are none."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deft_backend.tools.harness.answers import NotAnswered
+from deft_backend.tools.harness.client import ServerClient, ServerError, base_url
+
+BODY = {"model": "M", "prompt": [1, 2], "max_tokens": 3, "temperature": 0.0, "lora_path": "L"}
+PAIR = {"choices": [{"index": at, "token_ids": [at] * 3} for at in (1, 0)]}
+
+
+class Response:
+    """An answer of :class:`Session`, with one line of a stream."""
+
+    def __init__(self, content, status=200):
+        self.content_bytes = json.dumps(content).encode()
+        self.status = status
+
+    async def read(self):
+        return self.content_bytes
+
+    async def text(self):
+        return self.content_bytes.decode()
+
+    async def json(self, **_):
+        return json.loads(self.content_bytes)
+
+    @property
+    async def content(self):
+        yield b"data: " + self.content_bytes
+        yield b"data: [DONE]\n"
+
+
+class Session:
+    """In place of aiohttp's: notes the bodies, and gives one answer to all."""
+
+    def __init__(self, response):
+        self.bodies, self._response = [], response
+
+    @asynccontextmanager
+    async def post(self, url, *, json):
+        assert url == "http://x/v1/completions"
+        self.bodies.append(json)
+        yield self._response
+
+    @asynccontextmanager
+    async def get(self, url, *, timeout):
+        assert (url, timeout.total) == ("http://x/v1/models", 10)
+        yield self._response
+
+
+def client_of(response, **given):
+    client = ServerClient("http://x", fields={"lora_path": "L"}, **given)
+    client.model, client._session = "M", Session(response)
+    return client
+
+
+STREAMED = {
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("exact", "logprobs", "more"),
+    [
+        (True, True, {**STREAMED, "logprobs": 2}),
+        (False, False, {"stream_options": {"include_usage": True}}),
+    ],
+)
+def test_the_body_of_a_streamed_answer(exact, logprobs, more):
+    piece = {"choices": [{"text": "abc", "token_ids": [1, 2, 3]}]}
+    client = client_of(Response(piece), logprobs=logprobs)
+    client.exact_lengths = exact
+    answer, _ = asyncio.run(client.ask((1, 2), 3, temperature=0.5))
+    assert client._session.bodies == [{**BODY, "stream": True, **more, "temperature": 0.5}]
+    assert answer.ids == [1, 2, 3]
+
+
+def test_the_body_of_a_batch():
+    client = client_of(Response(PAIR))
+    answers = asyncio.run(client.batch([(1, 2), "b"], 3, likeliest=5))
+    own = {"prompt": [[1, 2], "b"], "ignore_eos": True, "return_token_ids": True}
+    likely = {"logprobs": 5, "return_tokens_as_token_ids": True}
+    assert client._session.bodies == [{**BODY, **own, **likely}]
+    assert [answer.ids for answer in answers] == [[0, 0, 0], [1, 1, 1]]
+    asyncio.run(client.batch([(1, 2), "b"], 3))
+    assert client._session.bodies[1] == {**BODY, **own}
+    for prompts, tokens in ((["a"], 3), (["a", "b"], 2)):
+        with pytest.raises(NotAnswered, match=f"{len(prompts)} answers of {tokens} tokens, got 2"):
+            asyncio.run(client.batch(prompts, tokens))
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        *((Response({}, status), "wants a key") for status in (401, 403)),
+        (Response({}, 500), "returns status 500"),
+        (Response({"data": []}), "lists no model"),
+        (Response({}), "is not a list of models: KeyError"),
+        (Response({"data": 3}), "is not a list of models: TypeError"),
+    ],
+)
+def test_what_is_no_list_of_models(response, said):
+    client = client_of(response)
+    with pytest.raises(ServerError, match=said):
+        asyncio.run(client.models())
+    assert not asyncio.run(client.lives())
+
+
+def test_the_models_of_a_server():
+    assert asyncio.run(client_of(Response({"data": [{"id": "M"}]})).models()) == [{"id": "M"}]
+
+
+@pytest.mark.parametrize("wrong", ["", "http://", "ftp://a", "http://a b", "http://a:65536"])
+def test_what_is_no_address(wrong):
+    with pytest.raises(ServerError, match=r"is not an address|no port between 0 and 65535"):
+        base_url(wrong)
