@@ -1,17 +1,22 @@
 """A folder of compiled kernels: written, moved, read back; refused if it is not what it says."""
 
+import hashlib
+import json
+import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
+from deft_backend.compile import kernel_folder
 from deft_backend.compile.kernel_folder import (
     KernelFolderError,
     Origin,
     Taken,
+    check_fillable,
     fill,
     is_filled,
     take,
@@ -81,3 +86,42 @@ def test_damaged_kernels_are_left_out(tmp_path, cache):
     (folder / f"{2:064x}" / "k2.cubin").unlink()
     assert take(folder, HERE) == Taken(copied=1, held=0, damaged=2)
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
+
+
+ENTRY = {"k.json": "a" * 64, "k.cubin": "b" * 64}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "it has no manifest.json: `deft warm` did not fill it"),
+        ("{", "its manifest.json is damaged"),
+        ({"kernels": {"x": ENTRY}}, "kernels holds 'x'; expected keys of 64 hexadecimal digits"),
+        ({"kernels": {"c" * 64: {**ENTRY, "../k": "d" * 64}}}, "has no plain name or no SHA-256"),
+        ({"kernels": {"c" * 64: {"k.json": "a" * 63}}}, "has no plain name or no SHA-256"),
+        ({"kernels": {"c" * 64: {"k.cubin": "b" * 64}}}, "expected one file of JSON"),
+        ({"kernels": {"c" * 64: {**ENTRY, "l.json": "a" * 64}}}, "expected one file of JSON"),
+    ],
+)
+def test_what_no_command_filled_is_refused(content, said, tmp_path, cache):
+    manifest = tmp_path / "manifest.json"
+    (tmp_path / "a folder has something").touch()
+    if content is not None:
+        whole = content if isinstance(content, str) else json.dumps({**asdict(HERE), **content})
+        manifest.write_text(whole)
+        manifest.chmod(0o600)
+    assert is_filled(tmp_path) is (content is not None)
+    for read in (check_fillable, lambda folder: take(folder, HERE)):
+        with pytest.raises(KernelFolderError, match=re.escape(said)):
+            read(tmp_path)
+    assert check_fillable(tmp_path / "missing") is None
+    assert not cache.exists()
+
+
+def test_a_digest_is_of_names_and_texts(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_folder, "PACKAGE", tmp_path)
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name, text in (("a.py", "1"), ("b/d.py", "2"), ("b/c/e.py", "3"), ("b/no.txt", "4")):
+        (tmp_path / name).write_text(text)
+    every = b"a.py\0001\0b/c/e.py\0003\0b/d.py\0002\0"
+    assert kernel_folder.digest_of(["a.py", "b"]) == hashlib.sha256(every).hexdigest()
