@@ -1,5 +1,6 @@
 """MLA in SGLang: refusals by name, and layers that decode over a plan of latent vectors."""
 
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ import torch
 from attention_checks import latent_attention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
+from flash_attention_3 import attend, latent_call
 from sglang_fakes import (
     RADIX_CACHE,
     FakeServer,
@@ -307,3 +310,24 @@ def test_model_runners_that_are_refused(host, changes, reason):
 
     with pytest.raises(Unsupported, match=reason):
         latent_attention(runner(**changes), 4, 1, Settings())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_the_hosts_kernel_is_asked(causal, monkeypatch):
+    """The kernel, by its definition, answers as the stand-in of the other tests does."""
+    from deft_backend.hosts.sglang.latent import sglang_latent_attention
+
+    def kernel(**given):
+        names = ("q", "qv", "k_cache", "v_cache", "page_table", "cache_batch_idx", "cu_seqlens_q")
+        names += ("cache_leftpad", "cache_seqlens", "softmax_scale", "causal")
+        out, lse = attend(*(given.pop(name) for name in names))
+        assert given == {"max_seqlen_q": 3, "num_splits": 7, "return_softmax_lse": True}
+        return out, lse, "accumulators"
+
+    for name in ("sgl_kernel", "sgl_kernel.flash_attn"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_with_kvcache=kernel))
+    call = latent_call(causal)
+    for found, expected in zip(
+        sglang_latent_attention(call), plain_latent_attention(call), strict=True
+    ):
+        torch.testing.assert_close(found.float(), expected)

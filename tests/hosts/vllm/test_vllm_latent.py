@@ -1,5 +1,6 @@
 """MLA in vLLM: refusals by name, and layers that decode over a plan of latent vectors."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,11 @@ from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step import attach, step_of
+from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
+from flash_attention_3 import FORWARD, attend, latent_call
 from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import Batch, Layers, make_config, message, speculating, state
 
@@ -547,3 +550,36 @@ def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
     step = Step(Batch(DECODE, shared=2), layers(make_config(tensor_parallel_size=2)))
     assert (step.builder.deft_group is None) == (reason is not None)
     assert reason is None or reason in caplog.text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_the_hosts_operator_is_asked(causal, monkeypatch):
+    """The operator, by its definition, answers as the stand-in of the other tests does."""
+
+    def forward(*arguments):
+        given = dict(zip(FORWARD, arguments, strict=True))
+        names = ("q", "qv", "k", "v", "page_table", "kv_batch_idx", "cu_seqlens_q", "leftpad_k")
+        names += ("seqused_k", "softmax_scale", "causal")
+        out, lse = attend(*(given.pop(name) for name in names))
+        assert {name: value for name, value in given.items() if value is not None} == {
+            "max_seqlen_q": 3,
+            "max_seqlen_k": 6,
+            "window_left": -1,
+            "window_right": -1,
+            "softcap": 0.0,
+            "rotary_interleaved": True,
+            "num_splits": 7,
+            "sm_margin": 0,
+            "cp_world_size": 1,
+            "cp_rank": 0,
+        }
+        return out, lse, "accumulators"
+
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=forward), raising=False)
+    monkeypatch.setitem(
+        sys.modules, "vllm.vllm_flash_attn", SimpleNamespace(flash_attn_interface=0)
+    )
+    call = latent_call(causal)
+    found = latent.vllm_latent_attention(call)
+    for one, other in zip(found, plain_latent_attention(call), strict=True):
+        torch.testing.assert_close(one.float(), other)
