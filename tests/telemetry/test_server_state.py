@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from counted_steps import host_step, tree_step
+from deft_backend.files.private_files import write_private
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.counters import (
     Content,
@@ -19,8 +20,14 @@ from deft_backend.telemetry.counters import (
     Place,
     Steps,
 )
+from deft_backend.telemetry.shown_batch import answer_file, request_file
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
-from deft_backend.telemetry.state_reader import StateError, read_state
+from deft_backend.telemetry.state_reader import (
+    BatchQuestion,
+    StateError,
+    read_state,
+    server_file,
+)
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
@@ -284,3 +291,47 @@ def test_a_place_is_the_machines_name_and_the_processes_namespace(name, machine,
     monkeypatch.setattr("socket.gethostname", lambda: 70 * "n")
     monkeypatch.setattr("os.stat", raising(OSError))
     assert here(Place) == (64 * "n", 0)
+
+
+def test_the_file_of_the_one_server_that_runs(tmp_path):
+    def refused(said, port=None):
+        with pytest.raises(StateError, match=said):
+            server_file(tmp_path, port)
+
+    refused("no server with the plugin is running, according to")
+    refused("there is no state file of a server on port 8 in", 8)
+    ended, elsewhere = 2**22 + 1, Place("x", 1)
+    state_path(tmp_path, 8, pid=ended).touch()
+    refused("no server with the plugin is running")
+    assert server_file(tmp_path, 8) == state_path(tmp_path, 8, pid=ended)
+    (tmp_path / "notes.json").touch()
+    running = state_path(tmp_path, 70, tp=1), state_path(tmp_path, 70)
+    for path in running:
+        path.touch()
+    assert server_file(tmp_path) == running[1]  # of its first rank
+    state_path(tmp_path, 8, place=elsewhere).touch()
+    refused("2 servers with the plugin are running, .* Name its port: --server 8 or 70")
+    assert server_file(tmp_path, 8) == state_path(tmp_path, 8, place=elsewhere)  # it may run
+
+
+def test_a_server_that_shows_no_batch(tmp_path, monkeypatch):
+    path = state_path(tmp_path)
+    monkeypatch.setattr(state_reader, "ANSWER_SECONDS", 0.0)
+    with pytest.raises(StateError, match="did not say within 0 s which batch"):
+        state_reader.shown_forest(path)
+    assert not request_file(path).exists()
+    question = BatchQuestion(path)
+    assert question.answer() is None
+    for answer, said in (
+        ({"error": "it prefills"}, "the server has no batch to show: it prefills"),
+        ({"forest": []}, "cannot ask the server for its last batch: forest"),
+        ([], "cannot ask the server for its last batch"),
+    ):
+        write_private(answer_file(path), json.dumps(answer))
+        with pytest.raises(StateError, match=said):
+            question.answer()
+    question.withdraw()
+    question.withdraw()
+    assert not request_file(path).exists()
+    with pytest.raises(StateError, match="cannot ask the server for its last batch"):
+        BatchQuestion(tmp_path / "missing" / path.name)
