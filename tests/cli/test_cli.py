@@ -1,5 +1,6 @@
 """The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
 
+import errno
 import json
 import socket
 import time
@@ -22,6 +23,7 @@ from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.servers.command import installed_hosts
 from drawings import check_drawn
+from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
 
@@ -131,6 +133,29 @@ def test_bad_input_is_named(words, said, model):
     err = refused(*(model if word == MODEL else word for word in words))
     assert said in " ".join(err.split())
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "full"), 2, "cannot write the output: no space is left"),
+        (ImportError("no x"), 2, "Error: no x; run 'deft doctor' for what is missing"),
+        (OSError(errno.EIO, "broken"), None, ""),
+    ],
+)
+def test_errors_that_a_command_does_not_expect(error, code, said, monkeypatch):
+    monkeypatch.setattr("deft_backend.cli.views.state_folder", raising(error))
+    if code is None:
+        with pytest.raises(OSError, match="broken"):
+            run("top", "--once")
+        return
+    found, _, err = run("top", "--once")
+    assert (found, said in err) == (code, True)
+
+
+def test_the_version():
+    assert run("--version")[:2] == (0, f"deft-backend {VERSION}\n")
 
 
 def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
@@ -261,8 +286,9 @@ def test_doctor_json(model):
 
 
 def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
-    def found(shapes, *rest):
+    def found(shapes, device, until):
         assert len(shapes) == 4  # two shapes, each with caches of 16 and of 8 bits
+        assert 8 < until - time.monotonic() <= 18  # 2 of 20 s are for what is around the cases
         yield shapes[0], Outcome(Case(on_device=False), 3e-4)
         yield shapes[0], Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
         yield shapes[1], Outcome(Case(on_device=True, query_tokens=4), None)

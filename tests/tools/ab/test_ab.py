@@ -98,6 +98,7 @@ def test_two_equal_servers(tmp_path):
     assert "answers are the same" in printed
     assert "do not fit" not in printed
     assert data["same"]
+    assert not data["interrupted"]
     assert "✓ all" in printed
     page = page_of(tmp_path)
     assert data["verdict"] in page
@@ -160,11 +161,14 @@ def test_each_fault_is_counted_under_its_name():
     assert said == "the stream ended after 1 of 4 tokens, without an end mark"
 
 
-def test_a_run_that_compared_nothing_says_so(tmp_path):
+def test_a_run_that_compared_nothing_says_so(tmp_path, monkeypatch):
     """No request fits, and no server had told its context."""
+    monkeypatch.chdir(tmp_path)
     with serving(Fake(context=99, shows_context=False)) as fake:
         of = ("--urls", fake.url, fake.url, "--workload", "unshared")
         _, printed = ab(tmp_path, *of, *SMALL, code=2)
+        assert commands.run("ab", *of, *SMALL, DEFT_CACHE_DIR=str(tmp_path))[0] == 2
+    (_,) = tmp_path.glob("reports/ab-2[0-9]*-[0-9]*/results.json")
     assert "nothing was compared: no request was answered by both servers" in printed
 
 
