@@ -1,11 +1,16 @@
-"""Ctrl-C while a command still imports its modules."""
+"""Ctrl-C while a command still imports its modules, and signals afterwards."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
+import typer
+
+from deft_backend.cli.errors import FirstSignal, ended_by_signals, unwound
+from drawings import terminal
 
 SLOW = """
 import signal, sys, time
@@ -50,3 +55,57 @@ def test_ctrl_c_while_a_command_imports(module, breaks):
     said, _ = process.communicate(timeout=60)
     # A shell turns the signal into 130 as well.
     assert (process.returncode, said) in ((130, "\ninterrupted\n"), (-signal.SIGINT, ""))
+
+
+@pytest.fixture
+def handlers():
+    """This process's handlers, which tests change."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs may ignore it
+    yield lambda: [signal.getsignal(number) for number in numbers]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_cancels_what_runs_and_later_ones_nothing(capfd):
+    first = FirstSignal()
+
+    async def waits():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            first(number, None)
+        await asyncio.sleep(60)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(waits())
+    assert first.number == signal.SIGTERM
+    assert capfd.readouterr().err == "\ninterrupted; ending what this command started\n"
+    with pytest.raises(KeyboardInterrupt):
+        FirstSignal()(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_block_is_unwound_by_a_signal(number, handlers):
+    console = terminal()
+    with pytest.raises(typer.Exit) as ended, unwound(console, "[gone]") as first:
+        signal.raise_signal(number)
+    assert (ended.value.exit_code, first.number) == (128 + number, number)
+    assert console.file.getvalue() == "[gone]\n"
+    assert handlers() == 3 * [signal.SIG_IGN]  # the process ends
+
+
+def test_a_block_without_a_signal_leaves_the_handlers(handlers):
+    before = handlers()
+    with unwound(terminal(), "gone") as first:
+        assert handlers() == 3 * [first]
+    assert handlers() == before
+    with pytest.raises(KeyboardInterrupt), unwound(terminal(), "gone"):
+        raise KeyboardInterrupt  # of no signal
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    with unwound(terminal(), "gone") as first, ended_by_signals():
+        int_handler, term, hup = handlers()
+        assert (int_handler, hup) == (first, signal.SIG_IGN)
+        with pytest.raises(SystemExit) as ended:
+            term(signal.SIGTERM, None)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert handlers() == [*before[:2], signal.SIG_IGN]
