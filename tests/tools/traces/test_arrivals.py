@@ -8,6 +8,7 @@ from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import WorkloadError, poisson
 from deft_backend.tools.traces.arrivals import (
     Arrival,
+    TraceError,
     load_arrivals,
     shared_tokens,
 )
@@ -61,3 +62,49 @@ def test_poisson_arrivals_have_the_rate_and_repeat():
     assert "seed 3" in said
     with pytest.raises(WorkloadError, match="rate is -1"):
         poisson(1, -1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "lengths"),
+    [
+        (1.0, (1055, 52, 512)),
+        (0.5, (528, 26, 256)),  # 2 blocks of 256, and half of 31, rounded up
+        (0.001, (3, 1, 1)),  # every block keeps a token
+        (2.0, (2110, 104, 1024)),
+    ],
+)
+def test_a_scaled_request_shares_the_same_blocks(scale, lengths):
+    given = Arrival(5.0, 1055, 52, (1, 2, 3))
+    found = given.scaled(scale)
+    assert (found.input_length, found.output_length, found.block_tokens) == lengths
+    assert (found.timestamp, found.hash_ids) == (5.0, (1, 2, 3))
+    assert shared_tokens([found, found]) == lengths[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: expected a JSON object"),
+        ("[]", "line 2: it is .*; expected a JSON object"),
+        ({**LINE, "timestamp": -1}, "timestamp is -1; expected milliseconds, at least 0"),
+        ({**LINE, "timestamp": 2e15}, "timestamp is 2e[+]15; expected milliseconds"),
+        ({**LINE, "input_length": 0, "hash_ids": []}, "input_length is 0"),
+        ({**LINE, "hash_ids": "x"}, "hash_ids is 'x'; expected a list of whole numbers"),
+        ({**LINE, "hash_ids": [1, 2, 3, 4]}, "holds 4 ids for input_length 1055; expected 2 or 3"),
+        ({**LINE, "hash_ids": [1]}, "holds 1 ids for input_length 1055; expected 2 or 3"),
+        ({**LINE, "input_length": 1024}, "holds 3 ids for input_length 1024; expected 2, one for"),
+    ],
+)
+def test_what_is_no_trace_is_refused(line, said, tmp_path):
+    with pytest.raises(TraceError, match=said):
+        load_arrivals(written(tmp_path, LINE, line))
+
+
+def test_files_that_hold_no_trace_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"cannot read the trace .*: No such file"):
+        load_arrivals(tmp_path / "none")
+    with pytest.raises(TraceError, match="holds no request"):
+        load_arrivals(written(tmp_path, ""))
+    (tmp_path / "trace.jsonl").write_bytes(b"\xff")
+    with pytest.raises(TraceError, match="it is not UTF-8"):
+        load_arrivals(tmp_path / "trace.jsonl")
