@@ -87,10 +87,10 @@ def test_the_first_signal_cancels_what_runs_and_later_ones_nothing(capfd):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_block_is_unwound_by_a_signal(number, handlers):
     console = terminal()
-    with pytest.raises(typer.Exit) as ended, unwound(console, "[gone]") as first:
+    with pytest.raises(typer.Exit) as ended, unwound(console, "[gone] 5") as first:
         signal.raise_signal(number)
     assert (ended.value.exit_code, first.number) == (128 + number, number)
-    assert console.file.getvalue() == "[gone]\n"
+    assert console.file.getvalue() == "[gone] 5\n"
     assert handlers() == 3 * [signal.SIG_IGN]  # the process ends
 
 
