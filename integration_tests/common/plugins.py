@@ -1,7 +1,6 @@
 """Call functions of the tests in every process of a server, as a plugin of its host."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +20,9 @@ def take_whatever_is_shared():
     from deft_backend.attention import LatentAttention
 
     LatentAttention.gains = lambda attention, forest, num_layers: True
-    if find_spec("sglang") is not None:
-        from deft_backend.hosts.sglang import mixed
+    from deft_backend.hosts.common import eager_steps
 
-        mixed.STEP_MS = mixed.LAYER_MS = 0.0
-    else:
-        from deft_backend.hosts.vllm import group
-
-        group.PLAN_MS = group.LAYER_MS = 0.0
+    eager_steps.PLAN_MS = eager_steps.LAYER_MS = 0.0
 
 
 def plugin_settings(folder, *targets):

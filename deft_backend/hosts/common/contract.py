@@ -200,7 +200,9 @@ class TestedVersions:
     distributions: tuple[str, ...]  # names that it may be installed under; the first is its own
     lowest: str
     beyond: str
-    mla: str = "<0"  # versions of which records show no wrong token of MLA models
+    # Versions of which records show no wrong token of MLA models, and of their drafts.
+    mla: tuple[str, ...] = ()
+    mla_drafts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f">={self.lowest}, <{self.beyond}"
@@ -236,16 +238,23 @@ class TestedVersions:
             "(DEFT_UNTESTED_HOST=1 tries it)"
         )
 
-    def leaves_mla(self, settings: Settings, device: str = "cuda") -> str | None:
-        """Why MLA models decode on the host's own backend, in one line, or None."""
+    def leaves_mla(
+        self, settings: Settings, device: str = "cuda", *, drafts: bool = False
+    ) -> str | None:
+        """Why MLA models decode on the host's own backend, in one line, or None.
+
+        `drafts`: whether the server speculates.
+        """
         if settings.mla is not None:
             return None if settings.mla else "DEFT_MLA=0 leaves MLA models to the host's backend"
         version = self.installed()
-        if device == "cuda" and version is not None and matches(version, self.mla):
+        shown = self.mla_drafts if drafts else self.mla
+        if device == "cuda" and version and any(matches(version, each) for each in shown):
             return None
         host = f"{self.name} {version or '(not installed)'}"
         return (
-            f"no record shows MLA models with tree attention on {device} and {host}; DEFT_MLA=1 "
+            f"no record shows MLA models{' that draft' if drafts else ''} with tree attention on "
+            f"{device} and {host}; DEFT_MLA=1 "
             "tries it, which saves time behind long shared prefixes alone"
         )
 

@@ -12,7 +12,9 @@ from deft_backend.hosts.sglang.contract import CONTRACT as CONTRACT
 if TYPE_CHECKING:
     import torch
 
-SGLANG = TestedVersions("SGLang", ("sglang",), "0.5.17", "0.5.24", mla="<0.5.18")
+SGLANG = TestedVersions(
+    "SGLang", ("sglang",), "0.5.17", "0.5.24", mla=("<0.5.18", ">=0.5.23"), mla_drafts=("<0.5.18",)
+)
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 

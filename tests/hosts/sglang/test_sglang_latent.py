@@ -289,7 +289,8 @@ def test_a_model_runner_is_refused_unless_asked(host):
     from deft_backend.hosts.common.limits import Unsupported
     from deft_backend.hosts.sglang import factory
 
-    made = runner(req_to_token_pool=SimpleNamespace(size=4))
+    plain = SimpleNamespace(speculative_algorithm=None)
+    made = runner(req_to_token_pool=SimpleNamespace(size=4), server_args=plain)
     with pytest.raises(Unsupported, match="DEFT_MLA=1"):
         factory._create(made, None, Settings(), ExitStack())
 
