@@ -175,13 +175,17 @@ def _grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[A
 
 
 def _record_line(runs: Sequence[Run]) -> Line:
-    """All runs of one file."""
-    versions = [
-        f"{name} {version.partition('+')[0]}"
-        for name in ("sglang", "vllm", "triton")
-        for run in runs
-        if (version := (_first(run.header, "versions") or run.header).get(name))
-    ]
+    """All runs of one file, with the hosts' versions; without a host, with Triton's."""
+
+    def installed(*names: str) -> list[str]:
+        return [
+            f"{name} {version.partition('+')[0]}"
+            for name in names
+            for run in runs
+            if (version := (_first(run.header, "versions") or run.header).get(name))
+        ]
+
+    versions = installed("sglang", "vllm") or installed("triton")
     dates = sorted(str(_first(run.header, "date") or "")[:10] for run in runs)
     commits = [str(_first(run.header, "commit") or "–").split()[0][:8] for run in runs]
     return (
