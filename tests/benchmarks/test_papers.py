@@ -3,11 +3,9 @@
 import json
 import shlex
 
-import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
-from benchmarks.e2e.launch import HOSTS
 from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
 from benchmarks.papers.command import counted_io, counted_work
@@ -105,33 +103,3 @@ def test_counters_are_summed_over_kernels():
         "dram_percent": (50 * 4 + 20) / 5,
     }
     assert counters.summed(["==ERROR== no permission"])["kernels"] == 0
-
-
-@pytest.mark.parametrize(("host", "together"), [("sglang", []), ("vllm", ["--together"])])
-def test_each_policy_has_a_server_and_the_host_another(host, together, tmp_path, monkeypatch):
-    """The same reasoning trees, few-shot prompts and documents for all of them."""
-    ran = []
-
-    def record(sides, jobs, recorder, logs, say, *, together):
-        ran.append((sides, jobs, recorder.path.name, together))
-        return []
-
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    monkeypatch.setattr("benchmarks.e2e.launch.find_spec", lambda name: object())
-    monkeypatch.setattr("benchmarks.e2e.command.record", record)
-    dump_thought_trees([TREE], tmp_path / "keywordToT.json")
-    words = f"papers --table servers --host {host} --sides auto,triton,deft-flatten"
-    words += f" --traces {tmp_path} --out {tmp_path} --checkpoint {tmp_path / 'model'}"
-    done = CliRunner().invoke(app_of([]), [*words.split(), *together, "--", "--seed", "3"])
-    assert done.exit_code == 0, done.output
-    ((sides, jobs, name, at_once),) = ran
-    assert name == f"papers-servers-{host}.json"
-    assert at_once is bool(together)
-    assert {tuple(side.launch.options) for side in sides} == {("--seed", "3")}
-    ours, reference = HOSTS[host].ours, HOSTS[host].reference()
-    assert [side.backend for side in sides] == [ours, ours, "triton", reference]
-    policies = [side.launch.policy_of(side.backend) for side in sides]
-    assert policies == ["auto", "deft-flatten", None, None]
-    names = [job.name for job in jobs]
-    for kind in ("few-shot", "document-questions", "tree-of-thoughts keywordToT"):
-        assert any(name.startswith(kind) for name in names), (kind, names)

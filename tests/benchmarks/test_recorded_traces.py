@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.recorded_traces import (
-    decoding,
     forest_at,
     load_thought_trees,
     load_token_tree,
@@ -75,13 +74,6 @@ def brute_force(tree, iteration):
             held |= {(at, t) for t in range(tree.nodes[at].tokens)}
         found.append(held)
     return found
-
-
-def test_reads_nodes(tmp_path):
-    (tree,) = load(example(), tmp_path)
-    assert tree.last_iteration == 6
-    assert [n.id for n in decoding(tree, 2)] == [1, 2]
-    assert [n.id for n in decoding(tree, 4)] == [3, 2]
 
 
 @pytest.mark.parametrize(("field", "value"), [("start", "x"), ("end", True), ("children", 3)])

@@ -11,14 +11,6 @@ def test_the_committed_pages_are_current():
     assert text == with_tables(text, page), "python -m benchmarks results"
 
 
-def test_a_page_repeats_the_tables_that_it_names():
-    page = "# x\n\n## A `b`\n\n| [r](r-1.json) |\n\n## C\n\n| c |\n"
-    text = "above\n<!-- table: {} -->\n\nold\n\n<!-- end -->\nbelow\n"
-    filled = "above\n<!-- table: A `b` -->\n\n| [r](results/r-1.json) |\n\n<!-- end -->\nbelow\n"
-    assert with_tables(text.format("A `b`"), page) == filled
-    assert with_tables(text.format("C"), page) == text.format("C").replace("old", "| c |")
-
-
 def lines_of(folder, name, content, title):
     """Cells of the lines of one section, for a folder with one record."""
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
@@ -68,17 +60,3 @@ def test_kernels_have_the_geometric_mean_and_the_range(tmp_path):
     assert first[1:] == ["s", "32/8", "bf16", "3", "`fa3` 0.50 (0.25–1.00)"]
     assert second[0].endswith("run 2, H200")
     assert second[-1] == "`fa3` 0.25 (0.25)"
-
-
-def test_wrong_tokens_of_every_part_are_counted(tmp_path):
-    part = {"tokens": 10, "ties": 1, "wrong": 0}
-    rows = [
-        {"variant": "a", "server": "checked by fa3", "forest": {"x": part, "y": part}},
-        {"variant": "a-control", "server": "fa3 again", "forest": {**part, "wrong": 2}},
-    ]
-    content = {"header": {**HEADER, "versions": {"sglang": "0.5"}}, "rows": rows}
-    ours, control = lines_of(
-        tmp_path, "variants-x.json", content, "Answers compared with the host's"
-    )
-    assert ours[1:] == ["sglang", "tree attention", "20", "2", "0"]
-    assert control[1:] == ["", "the host against itself", "10", "1", "2"]

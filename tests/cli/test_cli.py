@@ -2,6 +2,8 @@
 
 import errno
 import json
+import re
+import shlex
 import socket
 import time
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +18,6 @@ from commands import run
 from deft_backend.attention import self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
-from deft_backend.cli.doctor import _next_step
 from deft_backend.forest import build_forest
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
@@ -69,70 +70,19 @@ def no_server(monkeypatch):
     monkeypatch.setattr(ab_run, "compare", started)
 
 
-MODEL = "<model>"  # stands for the folder of a model
-
-
 @pytest.mark.usefixtures("no_server")
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["ab", "--policy", "best"], "no policy 'best'; expected one of flash-decoding, deft-node"),
-        (["ab", "--workload", "chat"], "no workload 'chat'; expected one of few-shot"),
-        (["ab", "--baseline", "deft"], "--baseline is 'deft'"),
-        (["ab", "--baseline", ""], "--baseline is ''; expected a backend of the host's own"),
-        (["ab", "--trace", "/no/trace.jsonl"], "cannot read the trace /no/trace.jsonl"),
-        (["ab", "--scale", "0.5"], "--scale belongs to --trace"),
-        (["ab", "--scale", "0"], "--scale is 0.0; expected a number above 0"),
-        (["ab", "--trace", "x", "--quick"], "a trace has its own sizes; omit --quick"),
-        *(
-            (["ab", "--trace", "x", name, "9"], f"{name} is for workloads, and a trace has its own")
-            for name in ("--branches", "--prefix-tokens", "--max-tokens")
-        ),
-        *(
-            (
-                ["ab", "--urls", "a", "b", *given],
-                f"{name} cannot change servers that already run; leave it out with --urls",
-            )
-            for name, given in (
-                ("--host", ["--host", "vllm"]),
-                ("--policy", ["--policy", "auto"]),
-                ("--baseline", ["--baseline", "fa3"]),
-                ("host options behind '--'", ["--", "--seed", "1"]),
-            )
-        ),
-        (["ab", "--bound-ms", "40"], "--bound-ms belongs to --goodput"),
-        (
-            ["ab", "--prefix-tokens", "16384", "--max-tokens", "92"],
-            "so nothing could be compared; pass --prefix-tokens 7766 or less",
-        ),
-        (["ab", "--", "--api-key", "K"], "set OPENAI_API_KEY to the same key"),
-        (["ab", "--urls", "127.0.0.1:9", "127.0.0.1:9"], "is it running? (Connection refused)"),
-        (["ab", "--", "--attention-backend", "triton"], "where it would replace the plugin"),
-        (["serve", "--model", MODEL, "--attention-backend", "deft"], "is selected already; omit"),
-        (["serve", "--model", MODEL, "--mem-fraction-static", "0.8"], "go behind '--'"),
-        (["ab", "positional"], "unexpected argument 'positional'. Put options of the host server"),
-        (["ab", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),
-        (["serve", "--host", "tgi", "--model", MODEL], "expected one of sglang, vllm"),
-        (["serve", "--model", MODEL, "--policy", "best"], "no policy 'best'"),
-        (["serve", "--model", str(Path(__file__).parent)], "holds no config.json"),
-        (["explain"], "expected exactly one of"),
-        (["explain", "--tree", "1 1", "--server"], "expected exactly one of"),
-        (["explain", "--tree", "1,2"], "the tree is described as '1,2'"),
-        (["explain", "--tree", "1 1", "--policy", "best"], "no policy 'best'"),
-        (["explain", "--tree", "1 1", "--policy", ""], "no policy ''"),
-        (["explain", "30000", "--tree", "1 1"], "a port goes with --server"),
-        (["explain", "--tree", "1,4 1024,9999999999"], "expected at most 2,147,483,647 tokens"),
-        (["explain", "--tree", "1,9999999 9,9"], "1,048,576 nodes on a level"),
-        (["top", "70000"], "Invalid value for 'PORT'"),
-        (["top", "--interval", "inf"], "Invalid value for '--interval'"),
-    ],
-)
-def test_bad_input_is_named(words, said, model):
-    if words[0] == "ab" and "--model" not in words:
-        words = ["ab", "--model", MODEL, *words[1:]]
-    err = refused(*(model if word == MODEL else word for word in words))
-    assert said in " ".join(err.split())
-    assert "Traceback" not in err
+def test_refusals_are_as_drawn(model, tmp_path):
+    """The file has each command, and the words of its refusal. A refusal leaves no file."""
+    path = Path(__file__).with_name("refused.txt")
+    text, cache = path.read_text(), str(tmp_path / "cache")
+    every = []
+    for line in text.splitlines():
+        if line.startswith("$ deft "):
+            words = shlex.split(line.replace("MODEL", model))[2:]
+            said = refused(*words, DEFT_CACHE_DIR=cache).replace(model, "MODEL")
+            every += [line, " ".join(re.sub("[─╭╮╰╯│]", "", said).split())]
+    assert list(tmp_path.iterdir()) == [Path(model)]
+    assert text == "\n".join(every) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -195,15 +145,6 @@ def test_serve_prints_the_command_it_would_run(host, words, model):
     assert "DEFT_POLICY=fasttree " in out
     assert words.format(model) in out
     assert out.strip().endswith("--page-size 16")
-
-
-def test_explain_json_counts_bytes():
-    code, out, _ = run("explain", "--tree", "1,4 100,10", "--policy", "deft-node", "--json")
-    assert code == 0
-    content = json.loads(out)
-    token = 2 * 8 * 128 * 2  # K and V, KV heads, head dimension, bytes
-    assert content["kv_bytes"] == (100 + 4 * 10) * token
-    assert content["kv_bytes_flash_decoding"] == 4 * 110 * token
 
 
 def steps(number, reason=None):
@@ -317,43 +258,16 @@ def test_doctor_without_a_case_that_ran_knows_nothing(monkeypatch):
     assert (code, "no case of --check ran" in out) == (1, True)
 
 
-def test_doctor_recommends_what_runs_here(monkeypatch):
-    """Outside a checkout there is no tiny model."""
-    assert _next_step() == "try deft ab --quick, or deft serve"
-    monkeypatch.setattr("deft_backend.cli.doctor.tiny_model", lambda: None)
-    assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
-
-
-@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
-def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
-    monkeypatch.setenv("DEFT_CACHE_DIR", folder)
-    found = {check.subject: check for check in checks.check_settings()}
-    state = found["state folder"] if "state folder" in found else found["DEFT_CACHE_DIR"]
-    assert state.status != "ok"
-    assert state.remedy is not None
-
-
-def test_doctor_shows_the_remedy_of_all_kernels_once(monkeypatch):
-    monkeypatch.setattr("deft_backend.cli.doctor._table", lambda shape: {"remedy": "run deft tune"})
-    _, out, _ = run("doctor", COLUMNS="200")
-    assert out.count("→ run deft tune\n") == 1
-
-
 def test_doctor_finds_bad_settings():
     wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_CACHE_DIR": "~nobody-there/x"}
     code, out, _ = run("doctor", "--json", **wrong, DEFT_PLANNER="device")
     assert code == 1
     found = {check["subject"]: check for check in json.loads(out)["settings"]}
-    kinds = {"DEFT_POLICY": "problem", "DEFT_POLCY": "note", "DEFT_CACHE_DIR": "problem"}
-    kinds["DEFT_PLANNER"] = "problem"
-    assert found["DEFT_PLANNER"]["state"].startswith("DEFT_PLANNER was removed: ")
-    assert {name: found[name]["status"] for name in kinds} == kinds
-    assert "'best'" in found["DEFT_POLICY"]["state"]
-    assert "no such setting exists; did you mean DEFT_POLICY?" in found["DEFT_POLCY"]["state"]
+    statuses = {name: found[name]["status"] for name in (*wrong, "DEFT_PLANNER")}
+    assert statuses == dict.fromkeys(statuses, "problem") | {"DEFT_POLCY": "note"}
     assert "'~nobody-there/x'; expected a directory" in found["DEFT_CACHE_DIR"]["state"]
     _, shown, _ = run("doctor", **wrong)
     assert f"→ {found['DEFT_CACHE_DIR']['remedy']}" in shown
-    assert "→ None" not in shown
 
 
 @pytest.mark.parametrize(
@@ -376,27 +290,17 @@ def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, value, loads, monke
     assert not host.leaves_us_out()
 
 
-WINDOW = "the window 0.5.17 to 0.5.23"
-
-
 @pytest.mark.parametrize(
-    ("version", "status", "said"),
+    ("version", "status"),
     [
-        ("0.5.16", "problem", f"0.5.16, outside {WINDOW}: this SGLang decodes without tree"),
-        ("0.5.17", "ok", f"0.5.17, inside {WINDOW}; newer inside the window: up to 0.5"),
-        ("0.5.17.post1", "ok", "0.5.17.post1, inside"),
-        ("0.5.23", "ok", f"0.5.23, inside {WINDOW}, the newest"),
-        ("0.5.24rc0", "problem", "0.5.24rc0, outside"),
-        (None, "problem", "not installed; window 0.5.17 to 0.5.23"),
+        *[("0.5.16", "problem"), ("0.5.17", "ok"), ("0.5.17.post1", "ok"), ("0.5.23", "ok")],
+        *[("0.5.24rc0", "problem"), (None, "problem")],
     ],
 )
-def test_doctor_compares_versions(version, status, said, monkeypatch):
+def test_doctor_compares_versions(version, status, monkeypatch):
     install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
-    found = {check.subject: check for check in checks.check_packages()}
-    assert found["sglang"].state.startswith(said)
-    assert version is None or "window 0.26.0 to 0.33" in found["vllm"].state
-    statuses = [found[name].status for name in ("sglang", "torch", "triton")]
-    assert statuses == [status, "problem", "note"]
+    found = {check.subject: check.status for check in checks.check_packages()}
+    assert [found[name] for name in ("sglang", "torch", "triton")] == [status, "problem", "note"]
 
 
 MACHINES = {

@@ -51,38 +51,6 @@ def test_a_server_finds_its_kernels_in_the_folder(tmp_path):
     assert (done.compiled, done.cached) == (0, count)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--target", "h100"], "--target is 'h100'; expected one of sm_80"),
-        *(
-            (["--target", "sm_90", "--heads", heads], f"--heads is '{heads}'; expected QUERY/KV")
-            for heads in ("8", "0/1", "8/0", "8/x", "8/4/2")
-        ),
-        (["--target", "sm_90", "--dtype", "fp8"], "--dtype is 'fp8'; expected fp16 or bf16"),
-        (["--target", "sm_90", "--head-dim", "80"], "head dimension 80; supported are 64"),
-        (["--target", "sm_90", "--tensor-parallel", "3"], "expected a divisor of the 32"),
-        (["--target", "sm_90", "--host", "sglang", "--page-size", "16"], "pages of 1 token"),
-        (["--target", "sm_90", "--host", "tgi"], "there is no host 'tgi'"),
-        (["--target", "sm_90", "--model", str(MODEL), "--heads", "8/8"], "leave one of them out"),
-        (["--model", str(MODEL), "--head-dim", "64"], "--head-dim and --model both set the shape"),
-        (["--target", "sm_90", "--model", "/no/such/folder"], "is not a folder"),
-        (["--kv-cache-dtype", "int4"], "'int4'; expected auto or one of fp8, fp8_e4m3, fp8_e5m2"),
-        (["--draft-trees"], "--draft-trees is given without --draft-tokens; pass"),
-        (["--draft-tokens", "1"], "--draft-tokens is 1; expected 2 to 4096"),
-        (["--draft-tokens", "4097"], "--draft-tokens is 4097; expected 2 to 4096"),
-        (["--host", "vllm", "--draft-tokens", "4096"], "is 4096; expected 1 to 4095"),
-        (["--host", "vllm", "--draft-trees", "--draft-tokens", "3"], "vLLM verifies chains only"),
-    ],
-)
-def test_bad_input_is_named(arguments, said, tmp_path):
-    host = () if "--host" in arguments else ("--host", "sglang")
-    code, _, err = warm(*arguments, *host, "--out", str(tmp_path / "kernels"))
-    assert code == 2
-    assert said in err
-    assert not (tmp_path / "kernels").exists()
-
-
 @pytest.mark.parametrize("command", ["doctor", "tune", "warm"])
 def test_a_model_without_heads_of_its_own_has_no_shape(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MLA))

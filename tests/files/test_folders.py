@@ -82,17 +82,19 @@ def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch):
     assert write_fails(tmp_path / "file" / "one") == "File exists"
 
 
-@pytest.mark.parametrize("others", [False, True])
-def test_without_a_home_a_file_or_another_users_folder_is_refused(tmp_path, monkeypatch, others):
+@pytest.mark.parametrize("kind", ["file", "link", "another user's"])
+def test_without_a_home_only_a_folder_of_this_users_own_is_taken(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    user = os.getuid() + others
+    user = os.getuid() + (kind == "another user's")
     monkeypatch.setattr(os, "getuid", lambda: user)
     folder = tmp_path / f"deft-backend-{user}"
     assert cache_directory() == folder
-    if others:
-        folder.mkdir()
-    else:
+    if kind == "file":
         folder.write_text("")
+    elif kind == "link":
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir()
     with pytest.raises(SettingsError, match="is another user's; set DEFT_CACHE_DIR"):
         cache_directory()

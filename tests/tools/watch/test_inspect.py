@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 import threading
 
 import pytest
@@ -94,7 +95,11 @@ def test_only_two_documents_and_only_reading(served):
         assert served.get(path).status == 404, path
     for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "ODD"):
         assert served.get("/state.json", method).status == 501, method
-    assert served.get("/state.json?engine=-1&x=%00").status == 200
+    for engine in ("-1&x=%00", 20 * "9"):
+        assert served.get(f"/state.json?engine={engine}").status == 200
+    with socket.create_connection(served.page.server_address[:2], timeout=20) as client:
+        client.sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"400" in client.makefile("rb").read()[:500]
 
 
 def test_names_that_lead_here_from_elsewhere_are_refused(served):
