@@ -165,21 +165,3 @@ def test_nothing_else_than_a_later_layer_of_the_plan_is_repeated(launched, monke
         eight = Step(kv_dtype=torch.float8_e4m3fn)
         eight.run(eight.layer(v_scale=scale), q, out)
         eight.refuses(launched, eight.layer(v_scale=scale), q, out)
-
-
-def test_a_run_that_interprets_its_kernels_is_not_repeated():
-    attention = TreeAttention(
-        num_query_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device="cpu",
-        page_size=PAGE,
-        max_batch=2,
-    )
-    table, lens = torch.zeros((2, 2), dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
-    cache = torch.randn(2, 1, PAGE, KV_HEADS, DIM)
-    q, out = torch.randn(2, 2, HEADS, DIM)
-    attention.plan_batch(table, lens)
-    attention.run(q, *cache, table, lens, sm_scale=0.1, out=out)
-    assert not attention.repeat(layer_addresses(*cache, sm_scale=0.1), q, out)

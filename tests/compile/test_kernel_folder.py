@@ -1,6 +1,5 @@
 """A folder of compiled kernels: written, moved, read back; refused if it is not what it says."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -11,7 +10,6 @@ import pytest
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-from deft_backend.compile import kernel_folder
 from deft_backend.compile.kernel_folder import (
     KernelFolderError,
     Origin,
@@ -116,12 +114,3 @@ def test_what_no_command_filled_is_refused(content, said, tmp_path, cache):
             read(tmp_path)
     assert check_fillable(tmp_path / "missing") is None
     assert not cache.exists()
-
-
-def test_a_digest_is_of_names_and_texts(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_folder, "PACKAGE", tmp_path)
-    (tmp_path / "b" / "c").mkdir(parents=True)
-    for name, text in (("a.py", "1"), ("b/d.py", "2"), ("b/c/e.py", "3"), ("b/no.txt", "4")):
-        (tmp_path / name).write_text(text)
-    every = b"a.py\0001\0b/c/e.py\0003\0b/d.py\0002\0"
-    assert kernel_folder.digest_of(["a.py", "b"]) == hashlib.sha256(every).hexdigest()

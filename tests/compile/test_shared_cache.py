@@ -87,12 +87,6 @@ def test_a_killed_holder_does_not_block(tmp_path, holder):
         assert mine
 
 
-def test_a_lock_is_free_after_its_block(tmp_path):
-    for _ in range(2):
-        with locked(tmp_path / "lock", 0.0) as mine:
-            assert mine
-
-
 def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_folder, "PATIENCE", 2.0)
     wanted = reductions(1)

@@ -250,23 +250,6 @@ def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, expected, 
     assert [(name, named["launch_pdl"]) for name, _, (named, _), _ in launched] == expected
 
 
-@pytest.mark.parametrize(
-    ("queries", "large", "small", "reduce"),
-    [(4, [20], 100, 32), (2, [], 100, 16), (20, [20], 100, 100)],
-)
-def test_launches_without_a_plan_on_the_host_are_no_larger_than_their_batch(
-    queries, large, small, reduce, monkeypatch
-):
-    """Two queries are eight rows a KV head: one leaf."""
-    compiler = Compiler(monkeypatch)
-    launched = compiler.launches_of(partial(launch_all, queries=queries))
-    assert [(name, grid[0]) for name, grid, _, _ in launched] == [
-        *(("hopper_large_tile_attention", programs) for programs in large),
-        ("small_tile_attention", small),
-        ("reduce_partials", reduce),
-    ]
-
-
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
 @pytest.mark.parametrize("known_plan", [None, LEAVES], ids=["device", "host"])
 def test_results_of_few_queries_are_merged_many_at_a_time(
@@ -289,12 +272,3 @@ def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(monkeypatch):
     for name, width in (("kv_width", 264), ("q_width", 512), ("out_width", 512)):
         launched = compiler.launches_of(partial(launch_all, **{name: width}))
         assert launched[0][0] == "partial_attention"
-
-
-@pytest.mark.parametrize(("query_vectors", "launched"), [(4, [1, 0]), (16, [1, 0]), (32, [1])])
-def test_a_tile_that_holds_no_query_is_not_launched(query_vectors, launched):
-    """The host does not know the plan, so every tile that may have items is launched."""
-    small, large = (replace(TILES[0], height=16), replace(TILES[0], height=64))
-    config = replace(CONFIG, tiles=(small, large))
-    found = both_stages._tiles_to_launch(config, None, 2, 40, query_vectors, masked_tiles=False)
-    assert [shape for shape, _ in found] == launched

@@ -22,7 +22,7 @@ import vllm_cpu_backend
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from vllm_cpu_backend import PlainCpuBackend, original_backend
-from vllm_fakes import forget_collectors, make_config
+from vllm_fakes import forget_collectors
 
 CONFIG = AttentionSelectorConfig(128, torch.bfloat16, "auto", None)
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -292,22 +292,3 @@ def test_wrong_settings_stop_the_servers_first_process(monkeypatch):
     monkeypatch.setattr("sys.argv", ["api_server.py", "--attention-backend", "DEFT"])
     with pytest.raises(SystemExit, match="deft: DEFT_POLICY is"):
         plugin.register()
-
-
-def test_the_hosts_settings_for_a_model_are_applied_once(monkeypatch):
-    applied = []
-
-    class Gemma4Config:
-        @staticmethod
-        def verify_and_update_config(config):
-            applied.append(config.attention_config.backend)
-            config.attention_config.backend = "FLASH_ATTN"
-
-    monkeypatch.setattr(registered, "_defaults", None)
-    monkeypatch.setitem(MODELS_CONFIG_MAP, "Made", Gemma4Config)
-    config, ours = make_config(), SimpleNamespace(name=versions.OWN_NAME)
-    config.model_config.architecture, config.attention_config.backend = "Made", ours
-    for _ in range(2):
-        assert registered.apply_model_defaults(config) == "FLASH_ATTN"
-        assert config.attention_config.backend is ours
-    assert applied == [None]

@@ -3,7 +3,6 @@
 import copy
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.layers import drafts
 from deft_backend.hosts.vllm.step import step_of
-from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Counters
 from deft_patches.vllm import observe_steps
 from vllm_fakes import (
@@ -67,30 +65,6 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     found = state().counters()
     assert (found.steps_tree, found.plans, found.verified_tokens) == (2, 2, 26)
     assert found.kv_bytes_query_guided == 2 * sum(LENS) * state().token_bytes * state().num_layers
-
-
-@pytest.mark.parametrize(
-    ("rank", "stages", "data", "pp", "dp"),
-    [(0, 1, (1, 0, 0), None, None), (5, 2, (1, 0, 3), 0, 3), (2, 2, (4, 2, 0), 1, 2)],
-)
-def test_what_a_rank_reports(rank, stages, data, pp, dp, monkeypatch, tmp_path):
-    """Two tensor-parallel ranks; the third value of `data` is an engine's index among several."""
-    told, state = [], SimpleNamespace(rank=rank % 2)
-    names = ("data_parallel_size", "data_parallel_rank", "data_parallel_index")
-    place = SimpleNamespace(
-        rank=rank,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=stages,
-        **dict(zip(names, data, strict=True)),
-    )
-    monkeypatch.setattr(server, "report_counters", lambda *given, **named: told.append(named))
-    monkeypatch.setattr(server, "page_of_files", lambda: "asked")
-    monkeypatch.setattr("vllm.envs.VLLM_LOG_STATS_INTERVAL", 0.0, raising=False)
-    server._start_reporting(state, place, Settings())
-    (named,) = told
-    log = named.pop("log")
-    assert named == {"pp_rank": pp, "dp_rank": dp, "publishes": "asked"}
-    assert (None if log is None else log._seconds) == (0.1 if rank % 2 == 0 else None)
 
 
 def test_the_same_metadata_serves_another_batch_of_a_graph():
