@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from benchmarks.e2e.served_model import SHAPES
 from deft_backend import forest_from_page_tables
-from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.attention.self_check import failed_latent_check
 from deft_backend.costs.cost_model import STEP_NS
 from deft_backend.kernels.latent import plain_latent_attention
+from tests.support.attention_checks import latent_attention
 from tests.support.strategies import Batch, batches
 
 VALUE, ROPE = 64, 16  # of the tests on the CPU
+DIMS = {"value_dim": VALUE, "rope_dim": ROPE}
 SCALE = 0.11
 RECORDS = Path(__file__).parents[2] / "docs/results"
 
@@ -52,17 +53,9 @@ def check(batch, heads, query_tokens, *, how, grow=0, padding=0, empty=float("-i
     """Plan, grow, lay out, run a layer of poisoned memory, and compare with float64."""
     kernel = Counted(empty)
     requests = len(batch.seq_lens)
-    attention = LatentAttention(
-        num_query_heads=heads,
-        dtype=torch.float32,
-        device="cpu",
-        kernel=kernel,
-        page_size=batch.page_size,
-        max_batch=max(1, requests + padding),
-        query_tokens=query_tokens,
-        value_dim=VALUE,
-        rope_dim=ROPE,
-    )
+    size = {"page_size": batch.page_size, "max_batch": max(1, requests + padding)}
+    kind = {"num_query_heads": heads, "query_tokens": query_tokens, "kernel": kernel}
+    attention = latent_attention(**size, **kind, **DIMS)
     table = torch.from_numpy(batch.page_tables)
     # The query tokens follow what the requests share.
     lens = torch.from_numpy(batch.seq_lens) + query_tokens
@@ -127,16 +120,8 @@ def test_the_check_at_start_names_a_wrong_result(at, off, most):
         calls.append(call)
         return (out + off if len(calls) - 1 == at else out), lse
 
-    attention = LatentAttention(
-        num_query_heads=8,
-        dtype=torch.float32,
-        device="cpu",
-        kernel=kernel,
-        max_batch=most,
-        query_tokens=2,
-        value_dim=VALUE,
-        rope_dim=ROPE,
-    )
+    kind = {"num_query_heads": 8, "query_tokens": 2, "kernel": kernel}
+    attention = latent_attention(max_batch=most, **kind, **DIMS)
     said = failed_latent_check(attention)
     assert len(calls) == 6
     assert (said is None) == (at is None), said
@@ -150,14 +135,8 @@ def recorded(row, heads, tokens, own):
     table = torch.cat([torch.arange(shared).expand(requests, -1), pages], 1).int()
     lens = torch.full((requests,), row["shared"] + own)
     forest = forest_from_page_tables(table, lens, page_size=64)
-    attention = LatentAttention(
-        num_query_heads=heads,
-        dtype=torch.float32,
-        device="cpu",
-        kernel=plain_latent_attention,
-        page_size=64,
-        max_batch=requests,
-        query_tokens=tokens,
+    attention = latent_attention(
+        num_query_heads=heads, page_size=64, max_batch=requests, query_tokens=tokens
     )
     return attention, attention.plan(forest), forest
 

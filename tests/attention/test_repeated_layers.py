@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.attention import Gpu, TreeAttention, layer_addresses
+from attention_checks import tree_attention
+from deft_backend.attention import Gpu, layer_addresses
 from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.kernels import layer_launches
@@ -41,18 +42,9 @@ class Step:
     """A planned step of an attention for a GPU that is not at hand, and layers for it."""
 
     def __init__(self, tokens=1, kv_dtype=None, sinks=False, cap=0.0, ragged=False):
-        self.attention = TreeAttention(
-            num_query_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=torch.bfloat16,
-            kv_dtype=kv_dtype,
-            device="cpu",
-            page_size=PAGE,
-            max_batch=64,
-            query_tokens=tokens,
-            compiled_for=Gpu.named("sm_90"),
-        )
+        size = {"num_query_heads": HEADS, "page_size": PAGE, "max_batch": 64}
+        kind = {"dtype": torch.bfloat16, "kv_dtype": kv_dtype, "query_tokens": tokens}
+        self.attention = tree_attention(**size, **kind, compiled_for=Gpu.named("sm_90"))
         self.tokens, self.kv_dtype, self.sinks = tokens, kv_dtype or torch.bfloat16, sinks
         self.options = {"sm_scale": 0.1, "logit_cap": cap}
         self.table = torch.zeros((64, 40), dtype=torch.int32)

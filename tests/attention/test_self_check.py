@@ -1,13 +1,12 @@
 """The self-check passes sound kernels and catches planted faults; it names the case and the row."""
 
-from typing import Any
-
 import pytest
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from deft_backend.attention import Gpu, TreeAttention, self_check, tree_attention
+from attention_checks import tree_attention as heads_of_four
+from deft_backend.attention import Gpu, self_check, tree_attention
 from deft_backend.attention.self_check import Case, Outcome, check_shapes, checked, first_failure
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.compile.variants import compile_all, compiling_for, recorded
@@ -16,17 +15,8 @@ DECODE = Case(on_device=False)
 
 
 def attention_of(**changed):
-    given: dict[str, Any] = {
-        "num_query_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "dtype": torch.float16,
-        "device": "cpu",
-        "page_size": 16,
-        "max_batch": 8,
-        "query_tokens": 3,
-    }
-    return TreeAttention(**(given | changed))
+    given = {"dtype": torch.float16, "page_size": 16, "max_batch": 8, "query_tokens": 3}
+    return heads_of_four(**(given | changed))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deft_backend import TreeAttention
+from attention_checks import tree_attention
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.forest import build_forest
 from deft_backend.planner import (
@@ -140,14 +140,8 @@ def test_items_come_longest_first_and_equal_ones_in_the_order_of_the_policy(lens
 
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8)])
 def test_the_workspace_for_1024_requests_is_bounded(heads):
-    attention = TreeAttention(
-        num_query_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=128,
-        dtype=torch.bfloat16,
-        device="cpu",
-        max_batch=1024,
-    )
+    size = {"num_query_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 128}
+    attention = tree_attention(**size, dtype=torch.bfloat16, max_batch=1024)
     assert attention.workspace_bytes <= WORKSPACE_LIMIT == 256 << 20
     # The capacity for a GPU of 132 SMs with ten blocks on each.
     capacity = PlanCapacity.for_batch(1024, 10 * 132 // heads[1], heads[0] * (128 * 2 + 8))
