@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from deft_backend.tools.servers.command import BACKEND_NAMES
-from integration_tests.common.answers import only
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 from integration_tests.common.plugins import CPU_BACKEND, QUICK_INTERPRETER, ROOT, plugin_settings
-from integration_tests.common.server import DRAFT, MODEL
+from integration_tests.common.server import MODEL
 from integration_tests.hosts import HOST
 
 OPTIONS = {"sglang": (), "vllm": ("--block-size", "32", "--max-num-batched-tokens", "512")}
@@ -65,14 +64,3 @@ def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
     assert data["sides"][1]["backend"] == BACKEND_NAMES[HOST]
     assert "few-shot" in (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in printed.replace("\n", "")
-
-
-@pytest.mark.rare
-@only("vllm")
-@pytest.mark.timeout(900)
-def test_ab_compares_two_servers_that_speculate(tmp_path):
-    drafts = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 3})
-    asked = [*SHORT, "--max-tokens", "12", "--", *OPTIONS[HOST], "--speculative-config", drafts]
-    data, _ = deft_ab(tmp_path, *asked)
-    (workload,) = data["workloads"]
-    assert workload["counters"][1]["verified_tokens"] > 0

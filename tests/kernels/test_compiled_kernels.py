@@ -236,23 +236,6 @@ def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(unknown_trito
     assert "Triton 4.0.0: it is not one of the tested versions" in record.getMessage()
 
 
-@needs_gluon
-def test_leaves_fit_beside_one_stem_of_an_sm():
-    """Two warps fit in each quarter of an SM's registers, if few large tiles leave room for
-    them."""
-    found = launched(attention_of(page_size=1))
-    leaves, stems = resources(found[SMALL], H100), resources(found[LARGE], H100)
-    assert (leaves.warps, stems.warps) == (1, 4)
-    # Triton 3.9's code for a merge needs more registers: one program fits there.
-    beside = 1 if triton.__version__.startswith("3.9.") else 2
-    assert stems.registers * 32 + beside * leaves.registers * 32 <= REGISTERS // 4
-    left = H100.shared_per_sm - (stems.shared + RESERVED)
-    assert left // (leaves.shared + RESERVED) >= 6
-    # Small tiles of 16 vectors keep their results where their last K and V were.
-    taller = resources(launched(attention_of(page_size=1, heads=(128, 8)))[SMALL], H100)
-    assert left // (taller.shared + RESERVED) >= 4
-
-
 OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges")
 """Kernels of the device planner whose code depends on the policy."""
 

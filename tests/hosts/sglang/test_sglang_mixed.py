@@ -402,20 +402,6 @@ def test_eager_steps_of_unknown_requests_go_through_the_tree(server, caplog):
     assert caplog.text.count("cannot be read (AttributeError") == 1
 
 
-def test_the_tree_is_read_again_after_some_steps_or_for_other_numbers(server, monkeypatch):
-    from deft_backend.hosts.sglang.mixed import ASKED_AGAIN
-
-    on_gpu(server, 0.0)
-    sharing, asked = server.mixed.sharing, []
-    monkeypatch.setattr(sharing._tree, "changed", lambda requests: asked.append(len(requests)))
-    for _ in range(ASKED_AGAIN + 1):
-        sharing.too_little(server.batch("decode"), prefills=False)
-    assert asked == [3, 3]
-    server.requests, server.lens = server.requests[:-1], server.lens[:-1]
-    sharing.too_little(server.batch("decode"), prefills=False)
-    assert asked == [3, 3, 2]
-
-
 # Later layers of a step
 
 
