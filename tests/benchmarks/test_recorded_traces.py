@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.recorded_traces import (
     forest_at,
     load_thought_trees,
-    load_token_tree,
     load_trace,
-    token_tree_forest,
 )
 from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.thought_trees import generate_thought_tree
@@ -110,20 +108,3 @@ def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path):
     for iteration in (7, -1):
         with pytest.raises(TraceError, match=f"iteration {iteration}; expected 0 to 6"):
             forest_at(tree, iteration)
-
-
-def test_token_trees(tmp_path):
-    path = tmp_path / "medusa.json"
-    content = {
-        "Tree_Structure": [[0], [1], [0, 0]],
-        "Records": [{"prompt": "x" * 40, "Accept_length": [1, 3, 2]}],
-    }
-    path.write_text(json.dumps(content))
-    tree = load_token_tree(path)
-    forest = token_tree_forest(tree, 0, 2)
-    context = 10 + 1 + 3 + 1  # the prompt, the tokens of the two previous steps, and the last token
-    assert sorted(forest.seq_lens.tolist()) == [context, context + 1, context + 1, context + 2]
-    assert forest.tokens_stored == context + 3
-    for record, step in ((1, 0), (0, 3)):
-        with pytest.raises(TraceError, match="expected 0 to"):
-            token_tree_forest(tree, record, step)

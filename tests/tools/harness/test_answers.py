@@ -87,72 +87,47 @@ def usage(prompt=None, completion=None, cached=None):
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, **details}}
 
 
+def piece(*given, **named):
+    return {"choices": [choice(*given, **named)]}
+
+
 @pytest.mark.parametrize(
     ("contents", "tokens", "told", "arrived"),
     [
-        (
-            [{"choices": [choice("ab", [1, 2])]}, {"choices": [choice("c", [3])]}],
-            ["ab", "", "c"],
-            [2, 1],
-            3,
-        ),
-        (
-            [{"choices": [choice("a")]}, {"choices": [choice("b", finish="stop")]}],
-            ["a", "b"],
-            [1, 1],
-            2,
-        ),
-        ([{"choices": [choice("abc")], **usage(7, 3)}], ["abc", "", ""], [3], 3),
-        (
-            [{"choices": [choice("a", tokens=["a"], token_logprobs=[-1.0], top_logprobs=[{}])]}],
-            ["a"],
-            [1],
-            1,
-        ),
-        ([{"choices": [choice("a")]}, {"choices": [], **usage(7, 5)}], ["a"], [1], 5),
-        (
-            [{"choices": [choice("a"), choice("", finish="length")]}, {"choices": None}],
-            ["a"],
-            [1],
-            1,
-        ),
+        ([piece("ab", [1, 2]), piece("c", [3])], ["ab", "", "c"], [2, 1], 3),
+        ([piece("a"), piece("b", finish="stop")], ["a", "b"], [1, 1], 2),
+        ([piece("abc") | usage(7, 3)], ["abc", "", ""], [3], 3),
+        ([piece("a", tokens=["a"], token_logprobs=[-1.0], top_logprobs=[{}])], ["a"], [1], 1),
+        ([piece("a"), {"choices": [], **usage(7, 5)}], ["a"], [1], 5),
+        ([piece("a"), piece(finish="length"), {"choices": None}], ["a"], [1], 1),
     ],
 )
 def test_pieces_of_a_stream(contents, tokens, told, arrived):
-    answer, _, found = read(*contents, {"choices": [choice(finish="length")]})
+    answer, _, found = read(*contents, piece(finish="length"))
     assert (answer.tokens, found, len(answer.arrivals)) == (tokens, told, arrived)
     assert answer.text == "".join(tokens)
     assert answer.arrivals == sorted(answer.arrivals)
 
 
 def test_counts_of_a_stream():
-    end = {"choices": [choice(finish="stop")]}
-    answer, prompt, _ = read({"choices": [choice("a")], **usage(7, 1, 5)}, end)
+    answer, prompt, _ = read(piece("a") | usage(7, 1, 5), piece(finish="stop"))
     assert (prompt, answer.cached) == (7, 5)
-    assert read({"choices": [choice("a")]}, end)[1] is None
+    assert read(piece("a"), piece(finish="stop"))[1] is None
 
 
 @pytest.mark.parametrize(
     ("contents", "status", "said"),
     [
         ([{"error": "out of memory"}], "failed", "out of memory"),
-        (
-            [{"choices": [choice("a", [1])]}],
-            "lost",
-            "the stream ended after 1 of 4 tokens, without an",
-        ),
-        (
-            [{"choices": [choice(finish="stop")]}],
-            "failed",
-            "the stream ended without one of 4 tokens",
-        ),
+        ([piece("a", [1])], "lost", "the stream ended after 1 of 4 tokens, without an"),
+        ([piece(finish="stop")], "failed", "the stream ended without one of 4 tokens"),
     ],
 )
 def test_streams_that_are_no_answer(contents, status, said):
     with pytest.raises(NotAnswered, match=said) as error:
         read(*contents)
     assert error.value.status == status
-    assert read({"choices": [choice("abcd", [1, 2, 3, 4])]})[0].ids == [1, 2, 3, 4]  # no end mark
+    assert read(piece("abcd", [1, 2, 3, 4]))[0].ids == [1, 2, 3, 4]  # no end mark
 
 
 def test_an_answer_at_once():

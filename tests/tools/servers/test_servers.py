@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deft_backend.tools.servers import process as process_module
 from deft_backend.tools.servers import sessions
 from deft_backend.tools.servers.command import ServerCommand, StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
+from drawings import check_drawn
 
 SERVER = """
 import http.server, signal, subprocess, sys
@@ -189,44 +191,14 @@ def test_the_server_is_asked_where_its_arguments_let_it_listen(words, url):
     assert server_command("M", 1234, host="vllm", host_arguments=words, gpu=True).url == url
 
 
-INTERPRETED = "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"
-STAND_IN = "no NVIDIA driver: a stand-in for libcuda.so.1 in /stub"
-
-
-@pytest.mark.parametrize(
-    ("host", "gpu", "words", "environment", "notes"),
-    [
-        ("sglang", True, "--attention-backend deft", {}, []),
-        ("vllm", True, "--attention-backend CUSTOM", {}, []),
-        (
-            "sglang",
-            False,
-            "--attention-backend deft --dtype float32 --device cpu --max-total-tokens 16384",
-            {"SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": "/stub:/elsewhere"},
-            [INTERPRETED, STAND_IN],
-        ),
-        (
-            "vllm",
-            False,
-            "--attention-backend CUSTOM --dtype float32 --enforce-eager",
-            {"VLLM_CPU_KVCACHE_SPACE": str(command_module.CPU_GIB)},
-            [INTERPRETED],
-        ),
-    ],
-)
-def test_the_command_of_a_server(host, gpu, words, environment, notes, monkeypatch):
+def test_the_commands_of_servers_are_as_drawn(monkeypatch):
+    """On a GPU, and on a machine without one and without its driver."""
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
     monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: "/stub")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
-    given = {"policy": "fasttree", "host_arguments": ["--seed", "9"], "gpu": gpu, "host": host}
-    found = server_command("M", 1234, **given)
-    module = {
-        "sglang": "sglang.launch_server --model-path",
-        "vllm": "vllm.entrypoints.openai.api_server --model",
-    }[host]
-    line = f"-m {module} M --host 127.0.0.1 --port 1234 {words} --seed 9"
-    interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}
-    assert " ".join(found.arguments[1:]) == line
-    assert found.environment == {"DEFT_POLICY": "fasttree", **interpreted, **environment}
-    assert list(found.notes) == notes
-    assert "DEFT_POLICY=fasttree " in found.shell()
+    given = {"policy": "fasttree", "host_arguments": ["--seed", "9"]}
+    lines = []
+    for host, gpu in product(("sglang", "vllm"), (True, False)):
+        found = server_command("M", 1234, host=host, gpu=gpu, **given)
+        lines += [found.shell().replace(sys.executable, "python"), *found.notes]
+    check_drawn("\n".join(lines) + "\n", Path(__file__).with_name("commands.txt"))
