@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GROUPS = ("sglang.srt.plugins", "vllm.general_plugins")
 QUICK_INTERPRETER = "quick_interpreter:install"
+HOST_CALLS = "host_calls:install"  # notes how the host calls the adapter
 CPU_BACKEND = "vllm_cpu_backend:install"  # for vLLM's servers with tree attention on the CPU
 
 ANY_SHARING = f"{__name__}:take_whatever_is_shared"

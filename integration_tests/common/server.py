@@ -17,7 +17,7 @@ import openai
 
 from deft_backend.settings.policy_names import AUTO, POLICY_NAMES
 from deft_backend.tools.servers.process import ServerProcess, get_page
-from integration_tests.common.plugins import QUICK_INTERPRETER, ROOT, plugin_settings
+from integration_tests.common.plugins import HOST_CALLS, QUICK_INTERPRETER, ROOT, plugin_settings
 
 MODEL = Path(os.environ.get("INTEGRATION_MODEL", ROOT / "models" / "tiny-llama"))
 """The served model; the environment may name another one."""
@@ -353,18 +353,19 @@ class Reference:
         return [self._known[ask] for ask in asks]
 
 
-def state_settings(folder, *plugins):
+def state_settings(backend, folder, *plugins):
     """Settings of a server that keeps its state in a folder and verifies every decode.
 
     Each of its processes calls the functions that `plugins` name. The model is tiny: threads of an
     operation would wait for each other longer than they compute.
     """
+    watched = (HOST_CALLS,) if backend == "deft" else ()
     return {
         "OMP_NUM_THREADS": "1",
         "DEFT_CACHE_DIR": str(folder / "cache"),
         "DEFT_VERIFY": "1",
         "DEFT_LOG": "debug",
-        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *plugins),
+        **plugin_settings(folder / "plugins", QUICK_INTERPRETER, *watched, *plugins),
     }
 
 

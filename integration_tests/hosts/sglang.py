@@ -146,7 +146,7 @@ def running(backend, group, folder, adapter=None):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
     folder.mkdir(parents=True, exist_ok=True)
     plugins = [REGISTER] if group.cpu_speculation else []
-    settings = {**state_settings(folder, *plugins), **group.settings}
+    settings = {**state_settings(backend, folder, *plugins), **group.settings}
     # Servers that start side by side would load what the other one has half written.
     settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.

@@ -143,7 +143,7 @@ class HostServer(Server):
 def running(backend, group, folder, adapter=None):
     """A server for a `with` block. It checks every decode step against the host's kernel."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**state_settings(folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
+    settings = {**state_settings(backend, folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
     settings |= group.settings
     flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]
     if group.lora:
