@@ -12,11 +12,19 @@ from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import (
+    machine_of,
+    shape_costs,
+    small_tiles,
     tiles_of,
 )
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import (
     EXPOSED,
+    UNEVEN,
+    Cut,
+    ShapeCosts,
+    cut_cost,
+    cut_into,
 )
 from deft_backend.policies.target import Limits
 from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
@@ -57,6 +65,32 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
     growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
     check_coverage(batch, grouping, target, np.array(growth))
     assert not grouping.several_ranges.any()
+
+
+def test_chunks_pay_for_stage_2_only_if_they_cause_it():
+    """A range of two queries in a small tile leaves results for stage 2, even uncut."""
+    machine, tokens, one = machine_of(GQA, 8), np.array([300, 900]), np.array([1, 1])
+    cut = cut_into(one, tokens, one, np.array([900, 300]))  # whole, and in three chunks
+
+    def prices(queries, shape):
+        beside = small_tiles(np.array(queries), tokens, machine)
+        return cut_cost(cut, shape_costs(machine, shape, beside))
+
+    caused, anyway = prices([1, 1], 0), prices([1, 2], 0)
+    assert caused - anyway == pytest.approx([0, machine.costs[-1]])
+    assert prices([1, 1], 1) == pytest.approx(prices([1, 2], 1))
+
+
+@pytest.mark.parametrize(
+    ("sms", "programs", "fullest"), [(10.0, 30, 30), (7.5, 25, 30), (5.0, 30, 25), (10.0, 24, 25)]
+)
+def test_one_round_of_small_tiles_costs_more_if_it_is_uneven(sms, programs, fullest):
+    """25 items on 10 SMs: as if all SMs had as many items as the fullest. Two rounds spread."""
+    one, tokens = np.array([1]), np.array([100])
+    cut = cut_into(one, tokens, 25 * one, tokens)
+    costs = ShapeCosts(False, programs, sms, 1.0, 1.0, 1.0, 1.0, 7.0, 0.0, 1.0, False)
+    more = cut_cost(cut, costs) - cut_cost(cut, costs._replace(sms=25.0))
+    assert more == pytest.approx(UNEVEN * 700 * (fullest / 25 - 1))
 
 
 @pytest.mark.parametrize(("partial_ns", "parts"), [(1e-3, 3), (1e9, 1)])
@@ -128,3 +162,11 @@ def test_levels_with_items_of_their_own_are_those_of_an_exact_search(kv_heads, f
     best = min(costs, key=costs.get)
     own = [end for end, own in zip(np.cumsum(tokens), best, strict=False) if own]
     assert ends == {*own, sum(tokens)}
+
+
+def test_a_cut_counts_items_tokens_and_results():
+    queries, tokens, tiles = (np.array(x, dtype=np.int64) for x in ([20, 3], [100, 30], [2, 1]))
+    # 100 tokens in chunks of 64: two chunks, each read by two tiles; 30 tokens stay whole.
+    assert cut_into(queries, tokens, tiles, np.array(64)) == Cut(
+        chunk=64, longest=100, items=5, read=230, stored=130, results=40, cut_queries=20, most=2
+    )
