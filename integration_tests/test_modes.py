@@ -15,7 +15,6 @@ from integration_tests.common.control import (
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Ask, ask_to, together
 from integration_tests.hosts import HOST, HostServer
-from integration_tests.hosts.sglang import in_shared_memory
 
 on_small_cache = on("small-cache", rare=["small-cache"] if HOST == "vllm" else [])
 
@@ -92,21 +91,6 @@ def test_weights_change_between_rollouts(server, model, tmp_path):
     assert [a.text for c in first for a in c] != [a.text for c in second for a in c]
     server.load_weights(MODEL)
     check(server, model, asks)
-
-
-@pytest.mark.rare
-@only("sglang")
-@on("small-cache")
-def test_weights_come_as_tensors(server, model, tmp_path):
-    other = changed_weights(MODEL, tmp_path)
-    for folder, reference in ((other, PlainModel(other)), (MODEL, model)):
-        for path, body in (
-            ("begin_weight_update", None),
-            ("update_weights_from_tensor", in_shared_memory(folder)),
-            ("end_weight_update", None),
-        ):
-            assert ask_to(server, path, body) == 200
-        check(server, reference, asked("By", 6))
 
 
 @pytest.mark.rare

@@ -16,22 +16,17 @@ pytestmark = pytest.mark.skipif(not num_gpus(), reason="these kernels run on a G
 HEADS, KV_HEADS, DIM, PAGE, LAYERS = 32, 8, 128, 16, 32
 
 
+def attention_of(**given):
+    heads = {"num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+    return TreeAttention(**heads, dtype=torch.bfloat16, device="cuda", page_size=PAGE, **given)
+
+
 class Step:
     """A planned batch of requests that share a prefix, with the tensors of its layers."""
 
     def __init__(self, requests, tokens=1, kv_dtype=None, sinks=False):
         draw = torch.Generator("cuda").manual_seed(requests + tokens)
-        self.attention = TreeAttention(
-            num_query_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=torch.bfloat16,
-            kv_dtype=kv_dtype,
-            device="cuda",
-            page_size=PAGE,
-            max_batch=512,
-            query_tokens=tokens,
-        )
+        self.attention = attention_of(kv_dtype=kv_dtype, max_batch=512, query_tokens=tokens)
         shared, own = 64, 6
         pages = shared + requests * own
         table = torch.arange(pages, dtype=torch.int32, device="cuda")
@@ -117,18 +112,7 @@ def test_repeated_plans_have_the_bits_of_full_plans(policy, monkeypatch):
     launched, full_launch = Counter(), Kernel.launch
     monkeypatch.setattr(Kernel, "launch", launch)
     repeating, full = (
-        TreeAttention(
-            num_query_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_dim=DIM,
-            dtype=torch.bfloat16,
-            device="cuda",
-            page_size=PAGE,
-            max_batch=64,
-            policy=policy,
-            max_tokens=100 * PAGE,
-        )
-        for _ in range(2)
+        attention_of(max_batch=64, policy=policy, max_tokens=100 * PAGE) for _ in range(2)
     )
     full.device_planner._repeats = False
     table = torch.arange(48 * 100, dtype=torch.int32, device="cuda").view(48, 100)

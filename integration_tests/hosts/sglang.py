@@ -164,21 +164,3 @@ def running(backend, group, folder, adapter=None):
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
     return started(command, folder, HostServer)
-
-
-def in_shared_memory(folder):
-    """A checkpoint as the body of ``update_weights_from_tensor``."""
-    import torch.multiprocessing as sharing
-    from safetensors.torch import load_file
-    from sglang.srt.utils import MultiprocessingSerializer
-
-    # Another process opens the memory by its name; file descriptors need a common parent.
-    sharing.set_sharing_strategy("file_system")
-    weights = [
-        each
-        for file in sorted(folder.glob("*.safetensors"))
-        for each in load_file(str(file)).items()
-    ]
-    return {
-        "serialized_named_tensors": [MultiprocessingSerializer.serialize(weights, output_str=True)]
-    }

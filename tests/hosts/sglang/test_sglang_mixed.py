@@ -122,13 +122,14 @@ class MixedServer(FakeServer):
             extend_seq_lens_cpu=new,
             rids=[request.rid for request in requests],
         )
-        scheduled = SimpleNamespace(
-            reqs=requests,
-            tree_cache=RADIX_CACHE,
-            decoding_reqs=self.requests[len(self.chunks) :] if kind == "mixed" else None,
-        )
-        self.observer.observe(made, scheduled, "runner")
+        decode = self.requests[len(self.chunks) :] if kind == "mixed" else None
+        self.observe(made, reqs=requests, decoding_reqs=decode)
         return made
+
+    def observe(self, batch, **scheduled):
+        """The host has made this batch of what it scheduled."""
+        seen = {"tree_cache": RADIX_CACHE, "decoding_reqs": None, **scheduled}
+        self.observer.observe(batch, SimpleNamespace(**seen), "runner")
 
     def draw(self, tokens, seed=1):
         generator = torch.Generator().manual_seed(seed)
@@ -261,10 +262,8 @@ def test_what_is_not_split_is_the_hosts(host, change, reason):
     server.mixed.unsplit = change.pop("unsplit", None)
     batch = server.batch()
     if "tree" in change:
-        scheduled = SimpleNamespace(
-            reqs=server.requests, tree_cache=change.pop("tree"), decoding_reqs=server.requests[1:]
-        )
-        server.observer.observe(batch, scheduled, "runner")
+        requests, tree = server.requests, change.pop("tree")
+        server.observe(batch, reqs=requests, tree_cache=tree, decoding_reqs=requests[1:])
     vars(batch).update(change)
     server.check(server.run(batch), batch)
     size = len(server.requests)
@@ -275,9 +274,7 @@ def test_what_is_not_split_is_the_hosts(host, change, reason):
 def test_a_prefill_alone_is_the_hosts(server):
     batch = server.batch()
     batch.forward_mode = mode("extend")
-    server.observer.observe(
-        batch, SimpleNamespace(reqs=server.requests, tree_cache=None, decoding_reqs=None), "runner"
-    )
+    server.observe(batch, reqs=server.requests, tree_cache=None)
     server.check(server.run(batch), batch)
     assert server.calls == ["metadata of 4", "extend of 4"]
     assert counted(server) == {}
@@ -395,8 +392,7 @@ def test_eager_steps_of_unknown_requests_go_through_the_tree(server, caplog):
         server.check(server.run(batch), batch)
     for cannot in ({"tree_cache": object()}, {"reqs": [SimpleNamespace()]}):  # be read
         batch = server.batch("decode")
-        seen = {"reqs": server.requests[1:], "tree_cache": RADIX_CACHE, **cannot}
-        server.observer.observe(batch, SimpleNamespace(**seen), "runner")
+        server.observe(batch, **{"reqs": server.requests[1:], **cannot})
         server.check(server.run(batch), batch)
     assert counted(server) == {("decode", None): 4}
     assert caplog.text.count("cannot be read (AttributeError") == 1
