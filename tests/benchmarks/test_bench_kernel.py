@@ -173,32 +173,27 @@ def test_every_result_is_checked():
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype", "page_size", "planner"),
+    ("policy", "dtype", "page_size", "planner", "kv_dtype"),
     [
-        ("auto", "bf16", 16, "host"),
-        ("deft-node", "fp16", 5, "host"),
-        ("auto", "fp16", 1, "device"),
-        ("auto", "fp16", 5, "device"),
+        ("auto", "bf16", 16, "host", "same"),
+        ("auto", "bf16", 16, "host", "fp8_e4m3"),
+        ("deft-node", "fp16", 5, "host", "same"),
+        ("auto", "fp16", 1, "device", "same"),
+        ("auto", "fp16", 5, "device", "same"),
     ],
 )
-def test_ours_is_right_and_repeatable(policy, dtype, page_size, planner):
+def test_ours_is_right_and_repeatable(policy, dtype, page_size, planner, kv_dtype):
     measured = replace(setup(dtype=dtype), ours=Ours(OURS, policy, planner))
+    measured = replace(measured, spec=replace(measured.spec, kv_dtype=kv_dtype))
     row = measure_case(case(mixed_small(), page_size), measured)
     assert "deft" not in row["skipped"]
     assert row["error"]["deft"] < (1e-3 if dtype == "fp16" else 6e-3)
     assert row["repeatable"] is True
     assert (row["policy"], row["page_size"]) == (policy, page_size)
+    assert key_of(row) != key_of({**row, "kv_dtype": "another"})
+    assert row["kv_dtype"] == (dtype if kv_dtype == "same" else kv_dtype)
     # The CPU does not know the items of a plan of the device.
     assert ("items" in row["facts"]["deft"]) == (planner == "host")
-
-
-def test_caches_of_eight_bits_are_rows_of_their_own():
-    plain = setup(dtype="bf16")
-    eight = replace(plain, spec=replace(plain.spec, kv_dtype="fp8_e4m3"))
-    rows = [measure_case(case(mixed_small(), 16), each) for each in (eight, plain)]
-    assert [row["kv_dtype"] for row in rows] == ["fp8_e4m3", "bf16"]
-    assert max(row["error"]["deft"] for row in rows) < 6e-3
-    assert key_of(rows[0]) != key_of(rows[1])
 
 
 def test_a_result_that_changes_from_run_to_run_is_seen():

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bench_e2e_fakes
-from bench_e2e_fakes import GAP, MODEL, FakeLaunch, fake_launch
+from bench_e2e_fakes import GAP, MODEL, fake_launch
 from benchmarks import load as loads
 from benchmarks import soak as soaks
 from benchmarks import start as starts
@@ -68,6 +68,13 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
         assert "the server does not start" in rows[workload, "crashes"]["error"]
         assert "ended with exit code" in rows[workload, "dies"]["error"]
         assert rows[workload, "right"]["error"] is rows[workload, "tie"]["error"] is None
+    for row in (rows["few-shot", "right"], rows["few-shot", "tie"]):
+        assert None not in (row["ttft_ms"], row["itl_p99_ms"], row["tokens_per_s"])
+        assert len(row["detail"]["tpot_runs_ms"]) == 1
+        assert (row["prefix"], row["branches"], row["suffix"], row["gen"]) == (16, 3, 4, 6)
+    found = rows["few-shot", "right"]["detail"]["agreement"]
+    assert (found["against"], found["requests"], found["equal_answers"]) == ("tie", 3, 0)
+    assert "agreement" not in rows["few-shot", "tie"]["detail"]
 
 
 def test_a_prefill_and_a_decode_server_are_one_side(tmp_path):
@@ -167,28 +174,16 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
 # -- start -----------------------------------------------------------------------------------
 
 
-def test_each_backend_starts_twice_over_caches_of_its_own(tmp_path, monkeypatch):
-    seen, made = [], FakeLaunch.command
-
-    def recorded(self, backend):
-        seen.append([self.environment.get(name) for name in starts.CACHES])
-        return made(self, backend)
-
-    monkeypatch.setattr(FakeLaunch, "command", recorded)
-    for at, cache in ((0, "uncounted"), (1, "empty"), (1, "full")):
-        folders = {name: f"{tmp_path}/{at}/{name}" for name in starts.CACHES}
-        into = fake_launch(environment=folders)
-        row = starts._started(into, "right", cache, 3, tmp_path, Console(quiet=True))
-        assert row["error"] is None
-        assert row["seconds"] > 0
-        assert len(row["batches_ms"]) == starts.BATCHES
-        assert (row["host"], row["tp"], row["prefix"], row["branches"]) == ("sglang", 1, 64, 3)
-    uncounted, empty, full = seen[:3]
-    assert empty == full
-    assert not set(uncounted) & set(empty)
+def test_a_started_server_is_measured_or_lost(tmp_path):
+    row = starts._started(fake_launch(), "right", "full", 3, tmp_path, Console(quiet=True))
+    assert (row["error"], row["seconds"] > 0, len(row["batches_ms"])) == (
+        None,
+        True,
+        starts.BATCHES,
+    )
+    assert (row["host"], row["tp"], row["prefix"], row["branches"]) == ("sglang", 1, 64, 3)
     lost = starts._started(fake_launch(), "crashes", "empty", 3, tmp_path, Console(quiet=True))
-    assert "the server does not start" in lost["error"]
-    assert lost["seconds"] is None
+    assert ("the server does not start" in lost["error"], lost["seconds"]) == (True, None)
 
 
 # -- load ------------------------------------------------------------------------------------

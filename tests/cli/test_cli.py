@@ -209,6 +209,12 @@ def test_doctor_json(model):
     assert all(check["remedy"] for check in found if check["status"] == "problem")
     (kernel,) = content["kernels"]
     assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
+    config = Path(model) / "config.json"
+    config.write_text(
+        config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 7')
+    )
+    (kernel,) = json.loads(run("doctor", "--model", model, "--json")[1])["kernels"]
+    assert (kernel["kernel"], "7 query heads" in kernel["why"]) == ("host", True)
 
 
 def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
@@ -358,12 +364,3 @@ def test_the_findings_of_doctor_are_as_drawn(monkeypatch):
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "fa3")
     text = "\n".join(findings(monkeypatch)).replace(VERSION, "VERSION")
     check_drawn(f"{text}\n", Path(__file__).with_name("doctor.txt"))
-
-
-def test_doctor_shows_why_the_host_would_decode(tmp_path):
-    config = {"num_attention_heads": 7, "num_key_value_heads": 2, "head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    _, out, _ = run("doctor", "--model", str(tmp_path), "--json")
-    (kernel,) = json.loads(out)["kernels"]
-    assert kernel["kernel"] == "host"
-    assert "7 query heads" in kernel["why"]

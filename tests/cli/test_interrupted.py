@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
 from deft_backend.cli.errors import FirstSignal, ended_by_signals, unwound
 from drawings import terminal
@@ -82,16 +81,6 @@ def test_the_first_signal_cancels_what_runs_and_later_ones_nothing(capfd):
     assert capfd.readouterr().err == "\ninterrupted; ending what this command started\n"
     with pytest.raises(KeyboardInterrupt):
         FirstSignal()(signal.SIGINT, None)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_block_is_unwound_by_a_signal(number, handlers):
-    console = terminal()
-    with pytest.raises(typer.Exit) as ended, unwound(console, "[gone] 5") as first:
-        signal.raise_signal(number)
-    assert (ended.value.exit_code, first.number) == (128 + number, number)
-    assert console.file.getvalue() == "[gone] 5\n"
-    assert handlers() == 3 * [signal.SIG_IGN]  # the process ends
 
 
 def test_a_block_without_a_signal_leaves_the_handlers(handlers):

@@ -41,23 +41,17 @@ def test_which_names_are_the_hub_s(variable, monkeypatch):
     assert not is_hub_name("Qwen/Qwen3-8B")
 
 
-def test_a_file_of_a_folder():
-    assert ChosenModel(str(TINY)).file("config.json") == TINY / "config.json"
-    assert ChosenModel(str(TINY)).file("nothing.json") is None
-
-
-def test_a_file_of_a_hub_name_at_a_revision(hub):
-    found = ChosenModel(NAME, REVISION).file("config.json")
+def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
+    folder, name = ChosenModel(str(TINY)), ChosenModel(NAME, REVISION)
+    assert folder.file("config.json") == TINY / "config.json"
+    assert folder.file("nothing.json") is None
+    found = name.file("config.json")
     assert found is not None
     assert found.is_relative_to(hub)
     assert found.read_bytes() == (TINY / "config.json").read_bytes()
-
-
-def test_the_shape_of_a_hub_name(hub):
-    config = json.loads((TINY / "config.json").read_text())
-    shape = model_shape(ChosenModel(NAME, REVISION))
-    assert shape == model_shape(ChosenModel(str(TINY)))
-    assert shape[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
+    config = json.loads(found.read_text())
+    assert model_shape(name) == model_shape(folder)
+    assert model_shape(name)[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
 
 
 @pytest.mark.parametrize(

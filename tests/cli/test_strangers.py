@@ -112,23 +112,20 @@ def view(folder, number, *, terminal):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_top_leaves_the_terminal_as_it_was(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "terminal"), [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGTERM, False)]
+)
+def test_top_leaves_the_terminal_as_it_was(number, terminal, tmp_path):
+    """Into a file it prints each look."""
     before = signal.signal(number, signal.SIG_DFL)  # `nohup` ignores it
     try:
-        said, code = view(tmp_path, number, terminal=True)
+        said, code = view(tmp_path, number, terminal=terminal)
     finally:
         signal.signal(number, before)
     assert code == 128 + number
+    assert terminal or b"\x1b" not in said
     for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
-        assert 0 <= said.rindex(on) < said.rindex(off)  # the other screen, the hidden cursor
-
-
-@pytest.mark.timeout(120)
-def test_top_prints_each_look_into_a_file(tmp_path):
-    said, code = view(tmp_path, signal.SIGTERM, terminal=False)
-    assert code == 128 + signal.SIGTERM
-    assert b"\x1b" not in said
+        assert not terminal or 0 <= said.rindex(on) < said.rindex(off)  # the screen, the cursor
 
 
 def test_a_collector_never_raises(tmp_path, monkeypatch):

@@ -95,7 +95,10 @@ ENTRY = {"k.json": "a" * 64, "k.cubin": "b" * 64}
         (None, "it has no manifest.json: `deft warm` did not fill it"),
         ("{", "its manifest.json is damaged"),
         ({"kernels": {"x": ENTRY}}, "kernels holds 'x'; expected keys of 64 hexadecimal digits"),
-        ({"kernels": {"c" * 64: {**ENTRY, "../k": "d" * 64}}}, "has no plain name or no SHA-256"),
+        *(
+            ({"kernels": {"c" * 64: {**ENTRY, name: "d" * 64}}}, "has no plain name or no SHA-256")
+            for name in ("../k", "../../outside", "/outside", "..", "a/b.json", ".hidden")
+        ),
         ({"kernels": {"c" * 64: {"k.json": "a" * 63}}}, "has no plain name or no SHA-256"),
         ({"kernels": {"c" * 64: {"k.cubin": "b" * 64}}}, "expected one file of JSON"),
         ({"kernels": {"c" * 64: {**ENTRY, "l.json": "a" * 64}}}, "expected one file of JSON"),

@@ -140,9 +140,9 @@ def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
         for batch in sorted({size for size in SIZES if size < held} | {held}):
             with recorded() as found:
                 if drafts is not None:
-                    verify(attention, described, drafts, batch, width)
+                    step(attention, described, batch, width, drafts)
                 if drafts is None or not drafts.always:
-                    decode(attention, described, batch, width)
+                    step(attention, described, batch, width)
             launched |= set(found)
     assert {variant.name for variant in launched - compiled} == set()
     assert {variant.name for variant in compiled - launched} == set()
@@ -150,33 +150,21 @@ def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     assert ("hopper_large_tile_attention" in names) is gluon
 
 
-def decode(attention, described, batch, width):
-    """A step without drafts."""
-    step = step_of(attention, described, batch, width)
-    attention.plan_batch(
-        step["page_table"], step["seq_lens"], table_rows=step["table_rows"], on_device=True
-    )
-    run_layers(attention, described, step, static_launch=True)
-
-
-def verify(attention, described, drafts, batch, width):
-    """A verification, with what the adapters pass for it."""
-    tokens = drafts.query_tokens
-    step = step_of(attention, described, batch, width, tokens)
-    step["seq_lens"] = step["seq_lens"] + tokens
-    if drafts.trees:
-        links = torch.full((2, batch + 2, tokens), -1)[:, :batch]
-        step["ancestors"] = ancestors_of_links(*links)
-    if drafts.ragged:
-        step["query_start"] = torch.zeros(batch + 3, dtype=torch.int32)[: batch + 1]
-    attention.plan_batch(
-        step["page_table"],
-        step["seq_lens"],
-        table_rows=step["table_rows"],
-        query_tokens=tokens,
-        on_device=True,
-    )
-    run_layers(attention, described, step)
+def step(attention, described, batch, width, drafts=None):
+    """A step without drafts, or a verification, with what the adapters pass for it."""
+    tokens = 1 if drafts is None else drafts.query_tokens
+    given = step_of(attention, described, batch, width, tokens)
+    if drafts is not None:
+        given["seq_lens"] = given["seq_lens"] + tokens
+        if drafts.trees:
+            links = torch.full((2, batch + 2, tokens), -1)[:, :batch]
+            given["ancestors"] = ancestors_of_links(*links)
+        if drafts.ragged:
+            given["query_start"] = torch.zeros(batch + 3, dtype=torch.int32)[: batch + 1]
+    planned = [given["page_table"], given["seq_lens"]]
+    rows, once = given["table_rows"], {} if drafts is None else {"query_tokens": tokens}
+    attention.plan_batch(*planned, table_rows=rows, on_device=True, **once)
+    run_layers(attention, described, given, **({"static_launch": True} if drafts is None else {}))
 
 
 def run_layers(attention, described, step, **options):

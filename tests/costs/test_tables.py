@@ -53,7 +53,7 @@ def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(tmp_path, 
     assert "deft tune --heads 32/8 --head-dim 128 --dtype fp16 --page-size 1" in record.message
 
 
-@pytest.mark.parametrize("damage", ["list", "no key", "key", "type", "field", "time", "link"])
+@pytest.mark.parametrize("damage", ["list", "no key", "key", "time", "link"])
 def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, caplog):
     key = replace(KEY, gpu="NVIDIA H100 80GB HBM3")
     path = tmp_path / key.file_name
@@ -63,10 +63,6 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
         del data["key"]
     elif damage == "key":
         data["key"]["head_dim"] = 64
-    elif damage == "type":
-        data["key"] = "H100"
-    elif damage == "field":
-        del data["key"]["torch"]
     elif damage == "time":
         data["time_ms"][0][0] = -1.0
     path.write_text(json.dumps([] if damage == "list" else data))

@@ -47,8 +47,3 @@ def test_the_batch_meets_every_path(step):
     first, second = (next(step.grouping.segments(group)) for group in (0, 1))
     assert (first.start, first.end, second.start, second.end) == (0, 1024, 1024, 2048)
     assert (step.plan.segment_end == OPEN_END).sum() == 5
-
-
-def test_a_page_without_a_step_is_refused(step):
-    with pytest.raises(ValueError, match="0 blocks for the step 'requests'"):
-        written("nothing here", step.texts())

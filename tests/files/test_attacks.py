@@ -11,7 +11,7 @@ from benchmarks.fuzz.forests import Limits, draw_batch
 from deft_backend.compile.kernel_folder import KernelFolderError, Origin, fill, take
 from deft_backend.costs.cost_model import CostModel, CostModelError, default_cost_model
 from deft_backend.files.json_fields import shown
-from deft_backend.files.private_files import open_private, unsafe_folder, write_private
+from deft_backend.files.private_files import unsafe_folder, write_private
 from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.telemetry.shown_batch import forest_as_json, forest_from_json
 from deft_backend.telemetry.state_reader import StateError, read_state
@@ -169,16 +169,6 @@ def test_every_forest_that_a_server_writes_is_read():
         content = json.loads(json.dumps(forest_as_json(forest)))
         assert forest_as_json(forest_from_json(content)) == content
     assert forest_from_json(forest_as_json(build_forest([], [], [], 1))).batch_size == 0
-
-
-def test_a_pipe_in_a_logs_place_is_refused_and_nothing_waits(tmp_path):
-    os.mkfifo(tmp_path / "log")
-    with pytest.raises(OSError):  # noqa: PT011  # the system's own message: nobody reads it
-        open_private(tmp_path / "log")
-    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="not a regular file"):
-        open_private(tmp_path / "log")
-    os.close(reader)
 
 
 def test_folders_in_which_others_could_exchange_files(tmp_path, monkeypatch):

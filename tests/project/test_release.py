@@ -26,8 +26,3 @@ def test_commands_to_copy_name_the_version():
     wheels = [name for text in texts for name in re.findall(r"deft_backend-(\S*)-py3", text)]
     assert set(tags) == set(images) == {f":{VERSION}"}
     assert set(wheels) == {VERSION}
-
-
-def test_git_archive_keeps_the_commit():
-    assert ".git_archival.txt export-subst" in (ROOT / ".gitattributes").read_text()
-    assert (ROOT / ".git_archival.txt").read_text() == "node: $Format:%H$\n"

@@ -195,6 +195,7 @@ def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     """On a GPU, and on a machine without one and without its driver."""
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
     monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: "/stub")
+    monkeypatch.setitem(command_module.BACKEND_NAMES, "vllm", "CUSTOM")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     given = {"policy": "fasttree", "host_arguments": ["--seed", "9"]}
     lines = []

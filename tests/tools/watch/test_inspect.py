@@ -72,17 +72,8 @@ def test_the_data(served):
     assert [request["name"] for request in batch["requests"]] == ["#0", "#1", "#2", "#3"]
     assert content["title"] == "SGLang 0 · deft, policy invariant, chunks of 256 tokens · cpu"
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
-    words = {name: "".join(text for text, _ in parts) for name, parts in content["lines"]}
-    assert words["batch"].startswith("4 requests · share 3.3: ")
-    assert words["batch"].endswith("2,384 tokens attended to, 720 stored")
-    assert words["steps"].startswith("1 of 1 through tree attention (100 %)")
-    assert batch["prefixes"][0] == {
-        "node": 0,
-        "start": 0,
-        "tokens": 512,
-        "readers": 4,
-        "saved": 3 * 512,
-    }
+    first = {"node": 0, "start": 0, "tokens": 512, "readers": 4, "saved": 3 * 512}
+    assert batch["prefixes"][0] == first
     served.decode(["a", "b"])
     while len(json.loads(served.get("/state.json").read())["batch"]["requests"]) != 2:
         pass
