@@ -9,11 +9,7 @@ import torch
 
 import commands
 from benchmarks.__main__ import app_of
-from benchmarks.kernel.kernel_rows import (
-    Row,
-    merged,
-    read_rows,
-)
+from benchmarks.kernel.kernel_rows import Row, merged, read_rows
 from benchmarks.kernel.methods import OURS
 from benchmarks.row_files import RowsError
 

@@ -17,14 +17,7 @@ from benchmarks import start as starts
 from benchmarks.__main__ import app_of
 from benchmarks.e2e import command
 from benchmarks.e2e.command import checked_ranks
-from benchmarks.e2e.launch import (
-    HOSTS,
-    ChoiceError,
-    Drafts,
-    Host,
-    Launch,
-    parse_drafts,
-)
+from benchmarks.e2e.launch import HOSTS, ChoiceError, Drafts, Host, Launch, parse_drafts
 from benchmarks.e2e.plot import draw
 from benchmarks.e2e.rows import by_case, read_rows
 from benchmarks.e2e.run import Recorder, Side, record

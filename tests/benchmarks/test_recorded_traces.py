@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.recorded_traces import (
-    forest_at,
-    load_thought_trees,
-    load_trace,
-)
+from benchmarks.recorded_traces import forest_at, load_thought_trees, load_trace
 from deft_backend.tools.traces.arrivals import TraceError
 from deft_backend.tools.traces.thought_trees import generate_thought_tree
 from forest_oracle import path_of

@@ -8,12 +8,7 @@ import huggingface_hub.constants
 import huggingface_hub.errors
 import pytest
 
-from deft_backend.cli.models import (
-    ChosenModel,
-    is_hub_name,
-    served_context,
-    served_model,
-)
+from deft_backend.cli.models import ChosenModel, is_hub_name, served_context, served_model
 from deft_backend.cli.shapes import model_shape
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 

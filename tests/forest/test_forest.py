@@ -234,22 +234,39 @@ def test_children():
     assert forest.children == ((1, 4), (2, 3), (), (), ())
 
 
+TABLES, SHARING, PATHS = forest_from_page_tables, build_forest, forest_from_paths
+
+
 @pytest.mark.parametrize(
-    ("tables", "lens", "page_size", "message"),
+    ("make", "given", "message"),
     [
-        ([[0, 1]], [5], 2, "holds 5 tokens, 3 pages of 2, but its page table has 2"),
-        ([[0, -3]], [2], 1, r"page_tables\[0, 1\] is -3"),
-        ([[-1, 0]], [1], 1, r"page_tables\[0, 0\] is -1"),
-        ([[0, 1], [2, 1]], [2, 2], 1, r"requests 0 and 1 hold the same page"),
-        ([[0, 1]], [-1], 1, r"seq_lens\[0\] is -1"),
-        ([[0.5, 1.0]], [2], 1, r"dtype float64"),
-        ([[0, 1]], [1, 1], 1, r"shape \(1, 2\); expected \[2, pages\]"),
-        ([[0, 1]], [1], 0, r"page_size is 0"),
+        (TABLES, ([[0, 1]], [5], 2), "holds 5 tokens, 3 pages of 2, but its page table has 2"),
+        (TABLES, ([[0, -3]], [2], 1), r"page_tables\[0, 1\] is -3"),
+        (TABLES, ([[-1, 0]], [1], 1), r"page_tables\[0, 0\] is -1"),
+        (TABLES, ([[0, 1], [2, 1]], [2, 2], 1), r"requests 0 and 1 hold the same page"),
+        (TABLES, ([[0, 1]], [-1], 1), r"seq_lens\[0\] is -1"),
+        (TABLES, (np.array([[0.5, 1.0]]), [2], 1), r"dtype float64"),
+        (TABLES, ([[0, 1]], [1, 1], 1), r"shape \(1, 2\); expected \[2, pages\]"),
+        (TABLES, ([[0, 1]], [1], 0), r"page_size is 0"),
+        (SHARING, ([0, 0], [1], [2, 2]), "permutation"),
+        (SHARING, ([0, 1], [], [2, 2]), "expected 1"),
+        (SHARING, ([0, 1], [3], [2, 4]), "share 3 tokens.*between 0 and 2"),
+        (SHARING, ([0, 1], [3], [4, 4], 2), "multiple of the page size 2"),
+        (SHARING, ([0, 1], [-1], [2, 4]), "share -1 tokens"),
+        (SHARING, ([0, 2], [1], [2, 2]), "permutation"),
+        (SHARING, ([-1, 0], [1], [2, 2]), "permutation"),
+        (SHARING, ([0], [], [2, 2]), "permutation of the 2 request indices"),
+        (SHARING, ([1, 0], [0], [2, -4]), r"seq_lens\[1\] is -4"),
+        (SHARING, ([0, 1], [0], [2, 2], 0), "page_size is 0"),
+        (SHARING, ([[0, 1]], [0], [2, 2]), r"order has shape \(1, 2\)"),
+        (PATHS, ([[("a", 3)]], [2]), "holds 2 tokens but its path"),
+        (PATHS, ([[("a", 0)]], [2]), "holds 0 tokens; expected 1 or more"),
+        (PATHS, ([], [2]), "0 paths for 1"),
     ],
 )
-def test_impossible_page_tables_are_refused(tables, lens, page_size, message):
+def test_impossible_forests_are_refused(make, given, message):
     with pytest.raises(ForestError, match=message):
-        forest_from_page_tables(np.array(tables), lens, page_size)
+        make(*given)
 
 
 @pytest.mark.parametrize(
@@ -270,40 +287,6 @@ def test_lengths_that_are_no_integers_of_32_bits_are_refused(lens, message):
         build_forest([0, 1], [0], lens)
     with pytest.raises(ForestError, match=message):
         forest_from_paths([[], []], lens)
-
-
-@pytest.mark.parametrize(
-    ("order", "shared", "lens", "page_size", "message"),
-    [
-        ([0, 0], [1], [2, 2], 1, "permutation"),
-        ([0, 1], [], [2, 2], 1, "expected 1"),
-        ([0, 1], [3], [2, 4], 1, "share 3 tokens.*between 0 and 2"),
-        ([0, 1], [3], [4, 4], 2, "multiple of the page size 2"),
-        ([0, 1], [-1], [2, 4], 1, "share -1 tokens"),
-        ([0, 2], [1], [2, 2], 1, "permutation"),
-        ([-1, 0], [1], [2, 2], 1, "permutation"),
-        ([0], [], [2, 2], 1, "permutation of the 2 request indices"),
-        ([1, 0], [0], [2, -4], 1, r"seq_lens\[1\] is -4"),
-        ([0, 1], [0], [2, 2], 0, "page_size is 0"),
-        ([[0, 1]], [0], [2, 2], 1, r"order has shape \(1, 2\)"),
-    ],
-)
-def test_impossible_sharing_is_refused(order, shared, lens, page_size, message):
-    with pytest.raises(ForestError, match=message):
-        build_forest(order, shared, lens, page_size)
-
-
-@pytest.mark.parametrize(
-    ("paths", "lens", "message"),
-    [
-        ([[("a", 3)]], [2], "holds 2 tokens but its path"),
-        ([[("a", 0)]], [2], "holds 0 tokens; expected 1 or more"),
-        ([], [2], "0 paths for 1"),
-    ],
-)
-def test_impossible_paths_are_refused(paths, lens, message):
-    with pytest.raises(ForestError, match=message):
-        forest_from_paths(paths, lens)
 
 
 def test_forest_of_blocks():

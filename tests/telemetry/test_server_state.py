@@ -12,22 +12,10 @@ import pytest
 from counted_steps import host_step, tree_step
 from deft_backend.files.private_files import write_private
 from deft_backend.telemetry import state_reader
-from deft_backend.telemetry.counters import (
-    Content,
-    Counters,
-    Decoded,
-    DeviceCounters,
-    Place,
-    Steps,
-)
+from deft_backend.telemetry.counters import Content, Counters, Decoded, DeviceCounters, Place, Steps
 from deft_backend.telemetry.shown_batch import answer_file, request_file
 from deft_backend.telemetry.state import RETRY_SECONDS, StateWriter
-from deft_backend.telemetry.state_reader import (
-    BatchQuestion,
-    StateError,
-    read_state,
-    server_file,
-)
+from deft_backend.telemetry.state_reader import BatchQuestion, StateError, read_state, server_file
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path

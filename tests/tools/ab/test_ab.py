@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,12 +27,7 @@ from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.report import print_result, verdict, write_report
-from deft_backend.tools.ab.result import (
-    AbResult,
-    ComparedWorkload,
-    SideRun,
-    paired_change,
-)
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
 from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
@@ -481,34 +478,22 @@ def test_only_margins_of_near_ties_explain_a_difference():
 def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
     """The host's own backend comes first, then the plugin, and never both at once."""
     pytest.importorskip("sglang")
-    running = []
-    started = []
+    running, started = [], []
 
-    class Started:
+    @contextmanager
+    def start(command, log):
         """In place of a real server: a made-up one, which counts nothing."""
-
-        def __init__(self, command, log):
-            backend = dict(pairwise(command.arguments)).get("--attention-backend")
-            started.append((backend, command.environment.get("DEFT_POLICY")))
-            self.state_folder = tmp_path / "cache" / "servers"
-            self._serving = serving(Fake())
-            log.write_text("deft: these layers run through fa3\n")
-
-        def check_alive(self):
-            pass
-
-        def __enter__(self):
-            assert not running
-            fake = self._serving.__enter__()
+        backend = dict(pairwise(command.arguments)).get("--attention-backend")
+        started.append((backend, command.environment.get("DEFT_POLICY")))
+        log.write_text("deft: these layers run through fa3\n")
+        assert not running
+        with serving(Fake()) as fake:
             running.append(fake.url)
-            self.url = fake.url
-            return self
+            folder = tmp_path / "cache" / "servers"
+            yield SimpleNamespace(url=fake.url, state_folder=folder, check_alive=lambda: None)
+        running.clear()
 
-        def __exit__(self, *error):
-            running.clear()
-            self._serving.__exit__(*error)
-
-    monkeypatch.setattr(sides, "ServerProcess", Started)
+    monkeypatch.setattr(sides, "ServerProcess", start)
     options = ("--host", "sglang", "--policy", "deft-node", "--rate", "100")
     _, printed = ab(tmp_path, *options, "--workload", "few-shot", *SMALL, code=2)
     assert started == [(None, None), ("deft", "deft-node")]

@@ -6,12 +6,7 @@ import sys
 
 import pytest
 
-from deft_backend.tools.ab.workloads import (
-    WORKLOADS,
-    Sizes,
-    make_workloads,
-    tree_of_thoughts,
-)
+from deft_backend.tools.ab.workloads import WORKLOADS, Sizes, make_workloads, tree_of_thoughts
 from deft_backend.tools.harness.answers import first_difference
 from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 

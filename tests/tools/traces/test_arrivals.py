@@ -6,12 +6,7 @@ import pytest
 
 from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import poisson
-from deft_backend.tools.traces.arrivals import (
-    Arrival,
-    TraceError,
-    load_arrivals,
-    shared_tokens,
-)
+from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals, shared_tokens
 
 LINE = {"timestamp": 27482, "input_length": 1055, "output_length": 52, "hash_ids": [46, 47, 2353]}
 

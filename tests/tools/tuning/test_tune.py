@@ -13,10 +13,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use
-from deft_backend.costs.tables import (
-    GpuFacts,
-    read_key,
-)
+from deft_backend.costs.tables import GpuFacts, read_key
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import measure as measure_module
 from deft_backend.tools.tuning.measure import Trials, search

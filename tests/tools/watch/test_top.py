@@ -13,12 +13,7 @@ import torch
 from commands import run
 from counted_steps import host_step, tree_step
 from deft_backend.forest import build_forest
-from deft_backend.telemetry.counters import (
-    Content,
-    Counters,
-    Place,
-    Steps,
-)
+from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 from deft_backend.telemetry.shown_batch import Batch
 from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateReading, running_here, server_file
