@@ -159,12 +159,13 @@ def test_cases_replace_the_tables_sizes():
         assert chosen_jobs(everything, [], None, None, None, on_gpu=on_gpu)
     with pytest.raises(ChoiceError, match="not PREFIX,BRANCHES,SUFFIX"):
         parse_case("1,0,2")
-    with pytest.raises(ChoiceError, match="'soup': expected one of grid"):
-        chosen_jobs(["soup"], [], None, None, None, on_gpu=False)
-    with pytest.raises(ChoiceError, match="'chats': expected one of grid"):
-        chosen_jobs(["grid"], ["chats:1,1,1"], None, None, None, on_gpu=False)
-    with pytest.raises(ChoiceError, match="--traces"):
-        chosen_jobs(["trees"], [], None, None, None, on_gpu=False)
+    for names, cases, said in (
+        (["soup"], [], "'soup': expected one of grid"),
+        (["grid"], ["chats:1,1,1"], "'chats': expected one of grid"),
+        (["trees"], [], "--traces"),
+    ):
+        with pytest.raises(ChoiceError, match=said):
+            chosen_jobs(names, cases, None, None, None, on_gpu=False)
 
 
 # -- times -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.recorded_traces import forest_at, load_thought_trees, load_trace
 from deft_backend.tools.traces.arrivals import TraceError
-from deft_backend.tools.traces.thought_trees import generate_thought_tree
+from deft_backend.tools.traces.thought_trees import ThoughtTree, generate_thought_tree, lay_out
 from forest_oracle import path_of
 from thought_tree_files import dump_thought_trees
 
@@ -24,26 +24,8 @@ trees = st.builds(
 )
 
 
-def example():
-    """A prompt of 5 tokens, thoughts 1 and 2, thought 3 below 1."""
-
-    def node(id_, value, start, children):
-        end = start + value - 1
-        return {"id": id_, "value": value, "start": start, "end": end, "children": children}
-
-    data = {
-        "0": node(0, 5, -4, [1, 2]),
-        "1": node(1, 3, 1, [3]),
-        "2": node(2, 6, 1, []),
-        "3": node(3, 2, 4, []),
-    }
-    return [{"incompleted": False, "prompt": "hello", "data": data}]
-
-
-def load(content, folder):
-    path = folder / "trace.json"
-    path.write_text(json.dumps(content))
-    return load_thought_trees(path)
+EXAMPLE = ThoughtTree("hello", lay_out({0: 5, 1: 3, 2: 6, 3: 2}, {0: [1, 2], 1: [3], 2: [], 3: []}))
+"""A prompt of 5 tokens, thoughts 1 and 2, thought 3 below 1."""
 
 
 def rows_of(forest):
@@ -72,10 +54,13 @@ def brute_force(tree, iteration):
 
 @pytest.mark.parametrize(("field", "value"), [("start", "x"), ("end", True), ("children", 3)])
 def test_a_bad_field_is_named(field, value, tmp_path):
-    content = example()
+    path = tmp_path / "trace.json"
+    dump_thought_trees([EXAMPLE], path)
+    content = json.loads(path.read_text())
     content[0]["data"]["3"][field] = value
+    path.write_text(json.dumps(content))
     with pytest.raises(TraceError, match=rf"trace.json: tree 0: node 3: {field} is {value!r}"):
-        load(content, tmp_path)
+        load_thought_trees(path)
 
 
 @given(trees)
@@ -98,9 +83,8 @@ def test_forest_at_agrees_with_a_count_of_tokens(tree, data):
     assert overlaps == sorted(len(a & b) for a in expected for b in expected)
 
 
-def test_forest_at_refuses_iterations_that_decode_nothing(tmp_path):
-    (tree,) = load(example(), tmp_path)
-    assert forest_at(tree, 0).seq_lens.tolist() == [5]
+def test_forest_at_refuses_iterations_that_decode_nothing():
+    assert forest_at(EXAMPLE, 0).seq_lens.tolist() == [5]
     for iteration in (7, -1):
         with pytest.raises(TraceError, match=f"iteration {iteration}; expected 0 to 6"):
-            forest_at(tree, iteration)
+            forest_at(EXAMPLE, iteration)

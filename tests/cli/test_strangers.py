@@ -13,7 +13,7 @@ import pytest
 
 from deft_backend.telemetry.metrics import StateCollector
 from failure_lines import raising
-from strangers import UID, as_stranger, interpreter, missing
+from strangers import as_stranger, interpreter, missing
 
 REASON = missing()
 strange = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -44,15 +44,6 @@ def test_a_home_that_cannot_be_read_is_one_line(words, deft_of_a_stranger, tmp_p
 
 def checks(said, part):
     return {each["subject"]: each for each in json.loads(said)[part]}
-
-
-@strange
-def test_a_user_without_a_home_has_a_folder_under_the_temporary_one(deft_of_a_stranger):
-    code, said = deft_of_a_stranger("top", "--once", TMPDIR="/tmp")
-    assert code == 1
-    assert f"according to /tmp/deft-backend-{UID}/servers." in said
-    code, said = deft_of_a_stranger("explain", "--tree", "1,4 64,8")
-    assert code == 0, said
 
 
 @pytest.mark.parametrize("module", ["numpy", "triton"])

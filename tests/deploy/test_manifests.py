@@ -66,6 +66,4 @@ def test_the_router_knows_every_replica():
         for name in replicas
     ]
     assert len({tuple(ids) for ids in devices}) == len(replicas), "two replicas share a GPU"
-    for name in replicas:
-        assert (DEPLOY / "docker" / "sglang.Dockerfile").is_file()
-        assert services[name]["image"].startswith("deft-sglang:")
+    assert all(services[name]["image"].startswith("deft-sglang:") for name in replicas)

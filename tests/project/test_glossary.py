@@ -32,12 +32,9 @@ def retired_words():
 
 
 def as_words(text):
-    """Lower-case words; names like ``LaunchConfig`` and ``launch_config`` are split.
+    """Lower-case words, of which names like ``LaunchConfig`` and ``launch_config`` have two each.
 
     Punctuation other than hyphens stays, so that no phrase spans it.
-
-    >>> as_words("`LaunchConfig` of HTTPServer(launch_config)")
-    ' ` launch config ` of http server ( launch config ) '
     """
     text = re.sub(r"\.stem\b", "", text)  # of a path
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", text)

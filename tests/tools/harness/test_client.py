@@ -3,6 +3,8 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -13,33 +15,19 @@ BODY = {"model": "M", "prompt": [1, 2], "max_tokens": 3, "temperature": 0.0, "lo
 PAIR = {"choices": [{"index": at, "token_ids": [at] * 3} for at in (1, 0)]}
 
 
-class Response:
-    """An answer of :class:`Session`, with one line of a stream."""
-
-    def __init__(self, content, status=200):
-        self.content_bytes = json.dumps(content).encode()
-        self.status = status
-
-    async def read(self):
-        return self.content_bytes
-
-    async def text(self):
-        return self.content_bytes.decode()
-
-    async def json(self, **_):
-        return json.loads(self.content_bytes)
-
-    @property
-    async def content(self):
-        yield b"data: " + self.content_bytes
-        yield b"data: [DONE]\n"
+async def lines(text):
+    yield b"data: " + text.encode()
+    yield b"data: [DONE]\n"
 
 
 class Session:
-    """In place of aiohttp's: notes the bodies, and gives one answer to all."""
+    """In place of aiohttp's: notes the bodies, and gives one answer to all, or a stream of it."""
 
-    def __init__(self, response):
-        self.bodies, self._response = [], response
+    def __init__(self, content, status=200):
+        text, self.bodies = json.dumps(content), []
+        found = {"read": text.encode(), "text": text, "json": content}
+        read = {name: AsyncMock(return_value=value) for name, value in found.items()}
+        self._response = SimpleNamespace(status=status, content=lines(text), **read)
 
     @asynccontextmanager
     async def post(self, url, *, json):
@@ -53,9 +41,9 @@ class Session:
         yield self._response
 
 
-def client_of(response, **given):
+def client_of(session, **given):
     client = ServerClient("http://x", fields={"lora_path": "L"}, **given)
-    client.model, client._session = "M", Session(response)
+    client.model, client._session = "M", session
     return client
 
 
@@ -75,7 +63,7 @@ STREAMED = {
 )
 def test_the_body_of_a_streamed_answer(exact, logprobs, more):
     piece = {"choices": [{"text": "abc", "token_ids": [1, 2, 3]}]}
-    client = client_of(Response(piece), logprobs=logprobs)
+    client = client_of(Session(piece), logprobs=logprobs)
     client.exact_lengths = exact
     answer, _ = asyncio.run(client.ask((1, 2), 3, temperature=0.5))
     assert client._session.bodies == [{**BODY, "stream": True, **more, "temperature": 0.5}]
@@ -83,7 +71,7 @@ def test_the_body_of_a_streamed_answer(exact, logprobs, more):
 
 
 def test_the_body_of_a_batch():
-    client = client_of(Response(PAIR))
+    client = client_of(Session(PAIR))
     answers = asyncio.run(client.batch([(1, 2), "b"], 3, likeliest=5))
     own = {"prompt": [[1, 2], "b"], "ignore_eos": True, "return_token_ids": True}
     likely = {"logprobs": 5, "return_tokens_as_token_ids": True}
@@ -97,24 +85,24 @@ def test_the_body_of_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("response", "said"),
+    ("session", "said"),
     [
-        *((Response({}, status), "wants a key") for status in (401, 403)),
-        (Response({}, 500), "returns status 500"),
-        (Response({"data": []}), "lists no model"),
-        (Response({}), "is not a list of models: KeyError"),
-        (Response({"data": 3}), "is not a list of models: TypeError"),
+        *((Session({}, status), "wants a key") for status in (401, 403)),
+        (Session({}, 500), "returns status 500"),
+        (Session({"data": []}), "lists no model"),
+        (Session({}), "is not a list of models: KeyError"),
+        (Session({"data": 3}), "is not a list of models: TypeError"),
     ],
 )
-def test_what_is_no_list_of_models(response, said):
-    client = client_of(response)
+def test_what_is_no_list_of_models(session, said):
+    client = client_of(session)
     with pytest.raises(ServerError, match=said):
         asyncio.run(client.models())
     assert not asyncio.run(client.lives())
 
 
 def test_the_models_of_a_server():
-    assert asyncio.run(client_of(Response({"data": [{"id": "M"}]})).models()) == [{"id": "M"}]
+    assert asyncio.run(client_of(Session({"data": [{"id": "M"}]})).models()) == [{"id": "M"}]
 
 
 @pytest.mark.parametrize("wrong", ["", "http://", "ftp://a", "http://a b", "http://a:65536"])

@@ -182,11 +182,7 @@ def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_module, "tune", tune)
     where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
     code, out, _ = run("tune", "--show", "--model", str(model), **where)
-    assert (code, "shipped table" in out, "none was measured on this NVIDIA L40S" in out) == (
-        0,
-        True,
-        True,
-    )
+    assert (code, "shipped table" in out) == (0, True)
     code, out, _ = run("tune", "--model", str(model), "--page-size", "16", **where)
     (key,) = asked
     assert code == 0
