@@ -291,19 +291,10 @@ class _Choice:
 
 
 async def complete(client, ask, *, begun=None, leave_after=None, **changes):
-    """Send a request; returns its choices in order.
+    """Send a request, with `changes` of its fields; returns its choices in order.
 
-    Parameters
-    ----------
-    client : openai.AsyncOpenAI
-    ask : Ask
-    begun : asyncio.Event, optional
-        Set when the first piece of the answer is here.
-    leave_after : int, optional
-        Close the stream after so many chunks, which aborts the request. Its answer is then what
-        has come so far.
-    changes : dict
-        Fields of the request that replace those of `ask`.
+    The first piece of the answer sets the event `begun`. The stream is closed after the chunk of
+    number `leave_after`, which aborts the request: its answer is what has come so far.
     """
     body = {**ask.body(), **changes}
     chat = "messages" in body

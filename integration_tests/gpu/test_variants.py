@@ -140,25 +140,6 @@ def check_weights(variant, pair, model, folder, what, renew):
 
 
 @only_sglang
-@on(*(name for name in FLEET.variants if name != "disaggregated"))  # one transfer for four answers
-def test_several_answers_to_one_prompt(variant, pair, model):
-    """``n`` = 4: four answers that fork from one prompt."""
-    ours, theirs = pair
-    prompts = [asked.prompt for asked in requests(model.ids, 11)[:3]]
-
-    settings = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "n": 4}
-    body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": settings}
-    forks = ours.post("generate", body)
-    assert len(forks) == 4 * len(prompts)
-    samples = [(prompts[at // 4], answer["output_ids"]) for at, answer in enumerate(forks)]
-    assert all(len(ids) == 24 for _, ids in samples)
-
-    found = asyncio.run(compared(samples, theirs, tolerance(variant)))
-    report(variant, "n=4", {"base": found})
-    assert not found["wrong"], found["first_wrong"]
-
-
-@only_sglang
 @on()
 def test_logprobs(variant, pair, model):
     """All log-probabilities before the first tie are close."""

@@ -1,18 +1,13 @@
 """Processes that need the same kernels at the same time compile each of them once."""
 
 import multiprocessing
-import os
-import signal
-import time
 
-import pytest
 from test_variants import HOPPER, reductions, server
 from triton import knobs
 
 from deft_backend.compile import kernel_folder
 from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.variants import compile_all, compiling_for
-from deft_backend.files.private_files import locked
 from deft_backend.settings.config import Settings
 
 # A forked process has Triton's modules already; those of a real server import them anew.
@@ -58,33 +53,6 @@ def test_each_kernel_is_compiled_by_one_process(tmp_path):
     (hashes,) = {tuple(kernels) for _, _, kernels in answers}
     assert len(set(hashes)) == 4
     assert not any((tmp_path / f"own-{number}").exists() for number in range(3))
-
-
-def hold(path, answer):
-    with locked(path, 0.0) as mine:
-        answer.send(mine)
-        time.sleep(600)
-
-
-@pytest.fixture
-def holder(tmp_path):
-    """A process that holds a lock until it is killed."""
-    here, there = FORK.Pipe()
-    process = FORK.Process(target=hold, args=(tmp_path / "lock", there))
-    process.start()
-    assert here.poll(60)
-    assert here.recv() is True
-    yield process
-    process.kill()
-    process.join(10)
-
-
-def test_a_killed_holder_does_not_block(tmp_path, holder):
-    with locked(tmp_path / "lock", 0.0) as mine:
-        assert not mine
-    os.kill(holder.pid, signal.SIGKILL)
-    with locked(tmp_path / "lock", 30.0) as mine:
-        assert mine
 
 
 def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):

@@ -1,10 +1,8 @@
 """The profiled cost table: FlashForge's Table 2, its interpolation, and files."""
 
 import pytest
-import torch
-import triton
 
-from deft_backend.costs import CostModel, table_lookup
+from deft_backend.costs import CostModel
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
 
@@ -112,12 +110,3 @@ def test_a_table_that_is_impossible_is_refused(changes, said):
 def test_the_costs_of_tiles_in_one_array():
     target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
-
-
-def test_a_key_names_the_versions_and_the_attention(monkeypatch):
-    key = table_lookup.table_key(torch.device("cpu"), 8, 2, 64, torch.bfloat16, 16)
-    assert key.shape == "heads 8/2, head dimension 64, bfloat16, page size 16"
-    assert (key.gpu, key.torch, key.triton) == ("", torch.__version__, triton.__version__)
-    monkeypatch.setattr(table_lookup, "installed_version", lambda name: None)
-    key = table_lookup.table_key(torch.device("cpu"), 8, 2, 64, torch.bfloat16)
-    assert (key.triton, key.page_size) == ("unknown", 1)

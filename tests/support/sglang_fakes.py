@@ -81,10 +81,6 @@ class Tree:
         return list(range(self.next_slot - count, self.next_slot))
 
 
-def make_request(node, owned, row=0, rid="r"):
-    return SimpleNamespace(last_node=node, cache_protected_len=owned, req_pool_idx=row, rid=rid)
-
-
 def requests_of(prompts, tree, private=1):
     """Requests over a tree, their page table, and their lengths (`private` tokens beyond)."""
     made = []
@@ -96,7 +92,8 @@ def requests_of(prompts, tree, private=1):
     requests = []
     for row, (node, slots) in enumerate(made, start=1):
         table[row, : len(slots)] = slots
-        requests.append(make_request(node, len(slots) - private, row, f"r{row}"))
+        place = {"cache_protected_len": len(slots) - private, "req_pool_idx": row}
+        requests.append(SimpleNamespace(last_node=node, rid=f"r{row}", **place))
     return requests, table, np.array([len(slots) for _, slots in made])
 
 

@@ -156,19 +156,6 @@ def test_specifiers(version, specifier, expected):
 
 
 @pytest.mark.parametrize(
-    ("version", "specifier", "said"),
-    [
-        ("latest", ">=1", "'latest' is not a version; expected for example 0.5.23"),
-        ("1.0", ">=x", "'x' is not a version"),
-        *(("1.0", each, f"'{each}' is not a version clause") for each in ("<=2", ">1", "==1", "1")),
-    ],
-)
-def test_what_is_no_version_or_no_clause(version, specifier, said):
-    with pytest.raises(ValueError, match=said):
-        matches(version, specifier)
-
-
-@pytest.mark.parametrize(
     ("asked", "version", "device", "drafts", "left"),
     [
         (None, "0.5.17.post1", "cuda", True, None),
