@@ -7,14 +7,9 @@ _OLDER = "fedcba9876543210fedcba9876543210fedcba98"
 
 
 def write_hub_cache(home, model):
-    """Write it under `home`.
+    """Write it under `home`; returns the variables that make `huggingface_hub` read it alone.
 
     :data:`REVISION` holds the files of the folder `model`; the main branch holds none.
-
-    Returns
-    -------
-    dict
-        Variables with which `huggingface_hub` reads this cache and never asks the hub.
     """
     repository = home / "hub" / f"models--{NAME.replace('/', '--')}"
     for branch, commit in (("main", _OLDER), (REVISION, _COMMIT)):

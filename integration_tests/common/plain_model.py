@@ -8,13 +8,7 @@ from integration_tests.common.server import Answer
 class PlainModel:
     """Answers like `Reference`, from a checkpoint's folder. Servers must run in float32.
 
-    Parameters
-    ----------
-    folder : Path
-        The checkpoint.
-    kv_dtype : torch.dtype, optional
-        Of the server's KV cache, if not float32: attention then reads keys and values as this dtype
-        holds them.
+    Attention reads keys and values as `kv_dtype`, the server's KV cache, holds them.
     """
 
     def __init__(self, folder, kv_dtype=None):

@@ -97,18 +97,11 @@ def check(
         k_cache = (k_cache / scales["k_scale"]).clamp(-448, 448).to(kv_dtype)
         v_cache = (v_cache / scales["v_scale"]).to(kv_dtype)
     sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
-    attention = TreeAttention(
-        num_query_heads=query_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        page_size=page_size,
-        max_batch=max(1, requests) + room,
-        query_tokens=query_tokens,
-        policy=policy if group is None else "deft-flatten",  # which allows items of all tile shapes
-    )
+    size = {"num_query_heads": query_heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    size |= {"page_size": page_size, "max_batch": max(1, requests) + room}
+    kind = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "query_tokens": query_tokens}
+    # `deft-flatten` allows items of all tile shapes.
+    attention = tree_attention(**size, **kind, policy=policy if group is None else "deft-flatten")
     prepare(attention)
     table = batch.page_table.to(device)
     lens = (batch.seq_lens + grow).to(device)

@@ -15,38 +15,20 @@ NO_FAULT = "none"
 
 @dataclass
 class Fake:
-    """How the server behaves, and what it was asked.
+    """How the server behaves, and what it was asked."""
 
-    Attributes
-    ----------
-    token_seconds : float
-        Between two tokens.
-    context : int, optional
-        Of prompt and answer, one token a character; shown under ``/v1/models`` if `shows_context`.
-    plain : bool
-        Whether it refuses every field that OpenAI's endpoint does not have.
-    salt : str
-        Changes the answers.
-    margin : float
-        Between the two likeliest tokens at the end of any answer; before, they are far apart.
-    piece_tokens : int
-        Tokens of a piece of the stream.
-    faults : dict
-        By a part of the prompt: a status, a piece of the stream, ``drop``, ``error``, ``empty``,
-        ``cut`` (no end mark) or ``end`` (an early end).
-    dies_after : int, optional
-        Requests until the server stops answering.
-    """
-
-    token_seconds: float = 0.0
-    context: int | None = None
-    shows_context: bool = True
-    plain: bool = False
-    salt: str = ""
+    token_seconds: float = 0.0  # between two tokens
+    context: int | None = None  # of prompt and answer, one token a character
+    shows_context: bool = True  # under ``/v1/models``
+    plain: bool = False  # refuses every field that OpenAI's endpoint does not have
+    salt: str = ""  # changes the answers
     margin: float = 5.0
-    piece_tokens: int = 1
+    """Between the two likeliest tokens at the end of any answer; before, they are far apart."""
+    piece_tokens: int = 1  # of a piece of the stream
     faults: dict[str, Any] = field(default_factory=dict)
-    dies_after: int | None = None
+    """By a part of the prompt: a status, a piece of the stream, ``drop``, ``error``, ``empty``,
+    ``cut`` (no end mark) or ``end`` (an early end)."""
+    dies_after: int | None = None  # requests until the server stops answering
     metrics: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)  # when the pieces of each stream left
