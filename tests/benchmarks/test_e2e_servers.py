@@ -154,9 +154,8 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
     options = dict(zip(made.arguments, made.arguments[1:], strict=False))
     assert options["--speculative-num-draft-tokens"] == "60"
     assert (options["--speculative-eagle-topk"], options["--speculative-num-steps"]) == ("8", "5")
-    assert (
-        json.loads(Drafts("mtp", 4, 2.5).options("vllm", model)[1])["num_speculative_tokens"] == 3
-    )
+    given = json.loads(Drafts("mtp", 4, 2.5).options("vllm", model)[1])
+    assert given["num_speculative_tokens"] == 3
     with pytest.raises(ChoiceError, match="chains alone"):
         Drafts("eagle", 8, 2.0).options("vllm", model)
     for bad in ("eagle", "eagle,1,1", "soup,8,2", "ngram,8,9"):

@@ -96,10 +96,8 @@ def test_two_equal_servers(tmp_path):
     assert "do not fit" not in printed
     assert data["same"]
     assert not data["interrupted"]
-    assert "✓ all" in printed
     page = page_of(tmp_path)
     assert data["verdict"] in page
-    assert "Workloads" in page
     assert "http" not in page.replace(a.url, "").replace(b.url, "")
 
 
@@ -514,7 +512,6 @@ def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path):
     assert (first[1], second) == (-0.1, ["z", -0.1])
     assert difference["margin"] == pytest.approx(9.0)  # the surer server counts
     assert f"after 3 tokens A says '{first[0]}' (-0.100), B says 'z' (-0.100)" in printed
-    assert "✗ tokens differ" in printed
     assert (few["tokens"], few["largest_gap"]) == (9 * 3, 0.0)
     assert tree["not_compared"] > 0
     thoughts = sum(len(requests) for requests in data["workloads"][1]["requests"]) // 2
