@@ -103,3 +103,9 @@ def test_a_model_gives_the_kind_of_its_layers(fields, host, expected, described,
     server, _ = described("--host", host, "--model", model)
     assert server.layers == (expected,)
     assert server.page_size == {"sglang": 1, "vllm": 16}[host]
+
+
+def test_a_server_has_the_pages_and_a_ranks_share_of_the_heads(described):
+    given = "--host vllm --page-size 32 --heads 8/2 --tensor-parallel 4"
+    server, _ = described(*given.split())
+    assert (server.page_size, server.num_query_heads, server.num_kv_heads) == (32, 2, 1)

@@ -8,7 +8,13 @@ import huggingface_hub.constants
 import huggingface_hub.errors
 import pytest
 
-from deft_backend.cli.models import ChosenModel, is_hub_name, served_context, served_model
+from deft_backend.cli.models import (
+    ChosenModel,
+    ModelFilesError,
+    is_hub_name,
+    served_context,
+    served_model,
+)
 from deft_backend.cli.shapes import model_shape
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 
@@ -47,6 +53,10 @@ def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
     config = json.loads(found.read_text())
     assert model_shape(name) == model_shape(folder)
     assert model_shape(name)[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
+    for known in (name, folder, ChosenModel("s3://bucket/model")):
+        known.check()
+    with pytest.raises(ModelFilesError, match="someone/unknown is not a folder here"):
+        ChosenModel("someone/unknown").check()
 
 
 @pytest.mark.parametrize(

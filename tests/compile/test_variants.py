@@ -232,6 +232,16 @@ def test_a_variant_has_the_key_of_its_launch(host, keys):
     assert keys == launched
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_integers_of_32_bits_are_one_kind_and_larger_ones_another(fixed):
+    most = 1 << 31
+    few, many = (
+        {variants._kind(value, fixed=fixed) for value in values}
+        for values in ((7, -7, most - 1, 1 - most), (most + 1, -most - 1))
+    )
+    assert len(few) == len(many) == len(few ^ many) - 1 == 1
+
+
 def reductions(count):
     """Variants that compile quickly."""
     found = {}

@@ -20,7 +20,15 @@ from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device import planner as planner_module
 from deft_backend.planner.on_device.launch_numbers import ProgramWork
-from deft_backend.policies import POLICIES, Auto, DeftFlatten, FastTree, PolicyError, Target
+from deft_backend.policies import (
+    POLICIES,
+    Auto,
+    DeftFlatten,
+    FastTree,
+    Invariant,
+    PolicyError,
+    Target,
+)
 from deft_backend.policies.grouping import longest_first
 from deft_backend.shapes import MAX_MERGED
 from strategies import GROWTH, Batch, batch_of, batches, check_plan, regular_forest, targets
@@ -118,6 +126,17 @@ def test_leaves_merge_as_many_results_as_the_hosts_do():
     assert {MAX_MERGED + 1, MAX_MERGED + 2} < set(results.tolist())  # including its own
     expected = np.flatnonzero(results > MAX_MERGED + 1).tolist()
     assert host.reduce_query.tolist() == expected
+
+
+@pytest.mark.parametrize(("private", "shared"), [(0, 4), (1, 4), (5, 0)])
+def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
+    """Of two requests with the same eight tokens, in chunks of four; some tokens may be private."""
+    batch = batch_of(regular_forest([1, 2], [8, 0]))
+    planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(4))
+    tables, lens = (torch.from_numpy(a) for a in (batch.page_tables, batch.seq_lens))
+    planner.plan(tables[:, :8].contiguous(), torch.arange(2), lens, private_tokens=private)
+    ends = [end for queries, (_, end), *_ in items_of(read(plan)) if queries == 2]
+    assert (max(ends, default=0), len(read(plan).entry_query)) == (shared, 4)
 
 
 @pytest.fixture

@@ -69,14 +69,15 @@ def test_an_empty_batch_is_an_empty_grouping(name):
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=40)
-@given(batch=batches(), slack=st.integers(0, 8))
-def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack):
+@given(batch=batches(), slack=st.integers(0, 8), segments=st.sampled_from([2, 32]))
+def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack, segments):
     forest = batch.forest()
     limited = replace(
         GQA,
         limits=Limits(forest.batch_size + slack, 3 * len(batch.seq_lens) + slack, 1 << 30),
         block_tokens=16,
         num_programs=64,
+        tile_segments=(1, 1, segments),
     )
     try:
         grouping = get_policy(name).group(forest, limited)

@@ -15,7 +15,7 @@ import pytest
 from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry import metrics
+from deft_backend.telemetry import decode_log, metrics
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 from deft_backend.telemetry.decode_log import DecodeLog, describe
 from deft_backend.telemetry.metrics import publisher, register_states
@@ -233,6 +233,20 @@ def test_a_line_every_so_many_steps(caplog):
         "tree attention did 75 % of the decoding",
         "deft: 6 decode steps through tree attention, 2 decode on the host's kernel (small); "
         "tree attention did 75 % of the decoding",
+    ]
+
+
+def test_a_line_every_so_many_seconds(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "deft_backend")
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(decode_log, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    log = DecodeLog(seconds=10)
+    for now, tree in ((1009, 3), (1010, 4), (1019, 4), (1020, 5)):
+        clock.now = now
+        log(Counters(steps(tree)))
+    assert [line.split(" through")[0] for line in caplog.messages] == [
+        "deft: 4 decode steps",
+        "deft: 1 decode step",
     ]
 
 

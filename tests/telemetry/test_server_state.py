@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +284,9 @@ def test_the_file_of_the_one_server_that_runs(tmp_path):
     refused("there is no state file of a server on port 8 in", 8)
     ended, elsewhere = 2**22 + 1, Place("x", 1)
     state_path(tmp_path, 8, pid=ended).touch()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, but nobody has asked
+    state_path(tmp_path, 9, pid=child.pid).touch()
     refused("no server with the plugin is running")
     assert server_file(tmp_path, 8) == state_path(tmp_path, 8, pid=ended)
     (tmp_path / "notes.json").touch()
@@ -292,6 +297,7 @@ def test_the_file_of_the_one_server_that_runs(tmp_path):
     state_path(tmp_path, 8, place=elsewhere).touch()
     refused("2 servers with the plugin are running, .* Name its port: --server 8 or 70")
     assert server_file(tmp_path, 8) == state_path(tmp_path, 8, place=elsewhere)  # it may run
+    assert child.wait() == 0
 
 
 def test_a_server_that_shows_no_batch(tmp_path, monkeypatch):

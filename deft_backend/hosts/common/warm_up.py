@@ -64,7 +64,7 @@ def warm_up_attention(
     attention: TreeAttention,
     tensors: StepTensors,
     *,
-    smallest: int = 1,
+    smallest: int,
     shared: SharedCache | None = None,
 ) -> Compiled | None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
@@ -96,7 +96,7 @@ def compile_for_server(
 
 
 def step_variants(
-    attention: TreeAttention, tensors: StepTensors, *, smallest: int = 1
+    attention: TreeAttention, tensors: StepTensors, *, smallest: int
 ) -> list[Variant]:
     with recorded() as variants:
         _run_steps(attention, tensors, smallest)

@@ -35,7 +35,7 @@ def test_every_step_runs_a_layer_of_each_kind():
     cache = torch.zeros((2, 16, 2, 64), device=device)
     kinds = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
     tensors = StepTensors(cache, cache, [9], drafts=Drafts(5), layers=kinds)
-    warm_up_attention(attention, tensors)
+    warm_up_attention(attention, tensors, smallest=1)
     assert ran == [*kinds] * 4  # batches of 1 and of 64, with and without drafts
 
 

@@ -293,6 +293,7 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     [
         ({}, None),
         ({"logit_cap": 30.0}, None),
+        ({"logit_capping_method": "sigmoid"}, None),
         ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "sigmoid capping"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only attention"),

@@ -442,7 +442,9 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     """It extrapolates from the bytes of its largest graphs, in order."""
     step = Step(Batch([40, 37, 33, 65], shared=2))
+    second_set(earlier := make_config(), step.builder.deft_group)  # of a configuration before
     second_set(step.layers.config, step.builder.deft_group)
+    assert id(earlier) not in tree_graphs._controllers
     manager = Manager(step)
     manager._capture_descs = {CUDAGraphMode.FULL: [4, 4]}
     manager._capture_mem_samples = samples = []

@@ -361,6 +361,7 @@ def test_blocks_count_once_their_request_decodes():
     assert requests.step({"a": 1, "b": 1}) == 2
     assert requests.step({"a": 1, "b": 1, "c": 1}, {"c": [1, 2, 3]}) == 5
     assert requests.step({"a": 1, "b": 1, "c": 1}, more={"a": [8], "b": [], "c": None}) == 5
+    assert not requests.prefixes._later
     assert requests.step({"b": 1, "c": 1}, finished=["a"]) == 2
     assert requests.step({"c": 1}, finished=["b"]) == 0
     assert requests.step({}, finished=["c"]) == 0

@@ -34,6 +34,7 @@ from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.open_loop import Goodput
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
+from deft_backend.tools.servers.command import ServerCommand
 from deft_backend.tools.traces.arrivals import load_arrivals
 from drawings import check_drawn, terminal
 from fake_completions import Fake, serving
@@ -289,6 +290,14 @@ def test_counters_come_from_the_state_file_or_the_page(tmp_path):
         assert ServerCounters(fake.url, tmp_path / "none").read() == expected
     assert ServerCounters("http://localhost:1", tmp_path).read() == own
     assert ServerCounters("http://example.invalid:1", tmp_path).state() is None
+
+
+def test_a_note_about_both_servers_is_said_once():
+    console = terminal()
+    progress = sides.Progress(console)
+    for name in ("host", "deft"):
+        progress.starting(name, ServerCommand((), {}, 1, on_gpu=False, notes=("a note",)))
+    assert console.file.getvalue().count("a note") == 1
 
 
 def side(tpot, ttft=0.1, count=20, lost=0):

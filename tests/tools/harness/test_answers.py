@@ -97,7 +97,7 @@ def piece(*given, **named):
         ([piece("ab", [1, 2]), piece("c", [3])], ["ab", "", "c"], [2, 1], 3),
         ([piece("a"), piece("b", finish="stop")], ["a", "b"], [1, 1], 2),
         ([piece("abc") | usage(7, 3)], ["abc", "", ""], [3], 3),
-        ([piece("a", tokens=["a"], token_logprobs=[-1.0], top_logprobs=[{}])], ["a"], [1], 1),
+        ([piece("ab", tokens=["a", "b"], token_logprobs=[-1.0, -2.0])], ["a", "b"], [2], 2),
         ([piece("a"), {"choices": [], **usage(7, 5)}], ["a"], [1], 5),
         ([piece("a"), piece(finish="length"), {"choices": None}], ["a"], [1], 1),
     ],

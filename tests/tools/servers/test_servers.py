@@ -166,7 +166,8 @@ def test_a_signal_while_it_starts_ends_it(tmp_path, monkeypatch):
 
 
 def test_early_death_shows_the_end_of_the_log(tmp_path):
-    script = "print('first'); [print('line', n) for n in range(40)]; raise SystemExit(3)"
+    script = """import sys; sys.stdout.buffer.write(b"first, and no UTF-8: \\xff\\n")
+[print("line", n) for n in range(40)]; raise SystemExit(3)"""
     log = tmp_path / "folder" / "log"
     with pytest.raises(StartError) as error:
         ServerProcess(command(script), log).__enter__()

@@ -49,6 +49,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
     before = replace(default_cost_model(), bandwidth_gb_s=999.0)
     trials = _trials(page_size, clock, ["1 9", "1,3 8,2"], getattr(torch, dtype))
     assert {cache.dtype for cache in trials.kv} == {getattr(torch, dtype)}
+    assert sum(cache.nbytes for cache in trials.kv) == 4 << 20  # a quarter of what is free
     tuned = search(trials, before, 1234.0)
     assert launches == tuned.plans >= 2  # equal plans share a measurement
     np.testing.assert_array_equal(tuned.model.time_ms, before.time_ms)  # FlashForge's
