@@ -198,8 +198,7 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
         _write_items(plan, item, entry, request, table_row, start, stop, span, is_leaf)
         tl.store(items.entry_query + before.entries + place, query, mask=is_leaf)
         tl.store(items.entry_slot + before.entries + place, slot, mask=is_leaf)
-        whole = first_slot + range_.part  # the other chunks are results of their own
-        partial = is_leaf
+        partial = is_leaf  # the other chunks are results of their own
         span = place * 0 + (1 << SPAN_SHIFT)
     for number in range(0, tl.reduce(range_.num_chunks, 0, tl.standard._elementwise_max)):
         there = number < range_.num_chunks

@@ -26,7 +26,13 @@ before, began = set(sys.modules), time.process_time()
 import_module(f"deft_backend.hosts.{host}.plugin").register()
 spent = time.process_time() - began
 added = sorted(set(sys.modules) - before)
-print(json.dumps({"seconds": spent, "added": added}))
+names, hooks = ["deft", "DEFT"], ["sglang.srt.server_args.ServerArgs.method"]
+if host == "sglang":
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+    names = [name for name in ATTENTION_BACKEND_CHOICES if name.lower() == "deft"]
+    hooks = [*HookRegistry._hooks]
+print(json.dumps({"seconds": spent, "added": added, "names": names, "hooks": hooks}))
 """
 
 
@@ -41,6 +47,9 @@ def test_registration_takes_no_second_and_loads_no_kernel(host, tmp_path):
     done = subprocess.run(command, env=where, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["seconds"] < 1.0
+    assert found["names"] == ["deft", "DEFT"]
+    (hook,) = found["hooks"]
+    assert hook.startswith("sglang.srt.server_args.ServerArgs.")
     assert "deft:" not in done.stderr
     assert not folder.exists()
     ours = [name for name in found["added"] if name.split(".")[0] == "deft_backend"]

@@ -331,6 +331,9 @@ def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]
     assert create(SimpleNamespace(server_args=SimpleNamespace())) == "their backend"
+    monkeypatch.setitem(sys.modules, factory.__name__, None)
+    assert create(SimpleNamespace(server_args=made)) == "their backend"
+    assert "tree attention could not be loaded (ModuleNotFoundError" in caplog.text
 
 
 def test_versions_without_a_view_of_resolved_arguments(monkeypatch):

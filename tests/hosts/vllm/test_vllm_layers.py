@@ -243,7 +243,9 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     """
     warmed_up = []
     monkeypatch.setattr(
-        warm_up, "warm_up_attention", lambda held, tensors, **named: warmed_up.append(tensors)
+        warm_up,
+        "warm_up_attention",
+        lambda held, tensors, smallest, shared: warmed_up.append(tensors),
     )
     config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest
