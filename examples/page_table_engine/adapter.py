@@ -110,7 +110,7 @@ class TreeDecode:
             policy=settings.policy,
         )
         tensors = StepTensors(cache.k[0], cache.v[0], [table_columns])
-        warm_up_attention(self._attention, tensors)
+        warm_up_attention(self._attention, tensors, smallest=1)
         self._attention.clear_plan()  # no plan covers the batch of a capture
         self.capturable = not settings.verify
         logger.info("deft: decode goes through tree attention (policy %s)", settings.policy)

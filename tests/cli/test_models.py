@@ -59,6 +59,15 @@ def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
         ChosenModel("someone/unknown").check()
 
 
+def test_what_a_text_model_leaves_to_its_kinds_defaults(tmp_path):
+    """Its own dtype is that of its weights, whatever the dtype of the model around it."""
+    text = {"model_type": "llama", "hidden_size": 512, "dtype": "bfloat16"}
+    around = {"model_type": "llava", "dtype": "float16", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(around))
+    shape = model_shape(ChosenModel(str(tmp_path)))
+    assert shape == (32, 32, 16, "bfloat16", False, False)
+
+
 @pytest.mark.parametrize(
     ("behind", "revision"),
     [([], None), (["--revision", "v2"], "v2"), (["--seed", "1", "--revision=v2"], "v2")],
