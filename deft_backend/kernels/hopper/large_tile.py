@@ -53,14 +53,17 @@ from deft_backend.kernels.hopper.large_tile_memory import (
 from deft_backend.kernels.hopper.large_tile_results import (
     add_scores,
     first_product,
-    first_state,
+    last_product,
     masked,
+    softmax,
     start_products,
     write_results,
 )
 from deft_backend.kernels.hopper.parts import (
     ask_plan,
     capped,
+    next_slot,
+    plus,
     range_end,
     read_item,
     sees,
@@ -69,6 +72,18 @@ from deft_backend.kernels.hopper.parts import (
 )
 from deft_backend.kernels.hopper.versions import barrier, gl, jit, wait_group, warpgroup_mma_wait
 from deft_backend.planner.device_plan import ItemArrays
+
+
+class State(NamedTuple):
+    """The softmax of an item's blocks so far."""
+
+    now: Any  # the slot of the V block to multiply next
+    following: Any  # the slot of the K block to multiply next
+    position: Any  # [tokens]: where the block of unknown offsets lies
+    maximum: Any  # [M]
+    total: Any  # [M, 4]: sums by thread
+    acc: Any  # [M, D]: without the block whose V comes next
+    weights: Any  # [M, tokens]: of that block
 
 
 class Inputs(NamedTuple):
@@ -110,15 +125,17 @@ def _add_block(state, step, inputs, tensors, strides, HIDES, HEADS, CACHE, TILE,
     """
     buffers, scaling = inputs.buffers, inputs.scaling
     started, summing = start_products(state, inputs.q, buffers, CACHE, TILE, LAYOUT)
-    unknown = copy_next_blocks(
-        step, state.now, state.unknown, inputs.stream, buffers, CACHE, TILE, LAYOUT
+    position = copy_next_blocks(
+        step, state.now, state.position, inputs.stream, buffers, CACHE, TILE, LAYOUT
     )
+    now, following = state.following, next_slot(state.following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
     if HIDES:
         behind = inputs.left + (step + 1) * TILE.block_tokens
         scores = _hide(scores, behind, inputs.tail, tensors, strides, HEADS, TILE, LAYOUT)
-    return add_scores(state, unknown, scores, summing, inputs, TILE, MODE, LAYOUT)
+    maximum, total, acc, weights = add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT)
+    return State(now, following, position, maximum, total, acc, weights)
 
 
 @jit
@@ -140,11 +157,15 @@ def hopper_large_tile_attention(
     LAYOUT: gl.constexpr = layout_of(
         HEAD_DIM, BLOCK_N, TILE.lookahead, gl.num_warps(), EXPONENT_BITS
     )
+    ROW: gl.constexpr = LAYOUT.row
     gl.static_assert(LAYOUT.known >= TILE.lookahead + 2)
 
     ask_plan(plan, LAYOUT)
     buffers = allocate(tensors, HEADS, CACHE, TILE, LAYOUT)
     scaling = with_device_scales(scaling, tensors, MODE)
+    factor = scaling.scale
+    if MODE.soft_cap:
+        factor = 1.0
 
     gl.static_assert(TILE.place == 0)  # these items come first in the plan
     work_end = gl.load(plan.tile_ptr + 1) * HEADS.num_kv
@@ -208,7 +229,11 @@ def hopper_large_tile_attention(
             if tail.hidden > 0:
                 scores = _hide(scores, left, tail, tensors, strides, HEADS, TILE, LAYOUT)
 
-        state = first_state(scores, position, scaling, HEADS, TILE, MODE, DTYPE, LAYOUT)
+        maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+        acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, LAYOUT.output)
+        fresh, total, maximum, _ = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
+        weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
+        state = State(0, 1, position, maximum, total, acc, weights)
         inputs = Inputs(q, stream, left, tail, scaling, buffers)
         if not HEADS.single:
             for step in range(0, hiding):
@@ -224,8 +249,11 @@ def hopper_large_tile_attention(
         arrived(0)
         there = work + step_work < work_end
         ask_item(there, next_item, segment, buffers, plan, HEADS, CACHE, TILE, LAYOUT)
+        acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
+        sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
+        maximum, zero = state.maximum, hidden_zero(state.now)
         write_results(
-            state, scaling, item, kv_head, buffers, tensors, HEADS, CACHE, TILE, MODE, LAYOUT
+            acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )
         item = next_item
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from deft_backend.kernels.hopper.eight_bits import as_operand
 from deft_backend.kernels.hopper.large_tile_copies import arrived, read_rows
-from deft_backend.kernels.hopper.large_tile_memory import hidden_zero
-from deft_backend.kernels.hopper.parts import larger, next_slot, plus, show_operands, sink_weight
+from deft_backend.kernels.hopper.parts import larger, plus, show_operands, sink_weight
 from deft_backend.kernels.hopper.versions import (
     barrier,
     gl,
@@ -16,18 +13,6 @@ from deft_backend.kernels.hopper.versions import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-
-class State(NamedTuple):
-    """The softmax of an item's blocks so far."""
-
-    now: Any  # the slot of the V block to multiply next
-    following: Any  # the slot of the K block to multiply next
-    unknown: Any  # what `copy_next_blocks` knows of the first block of unknown offsets
-    maximum: Any  # [M]
-    total: Any  # [M, 4]: sums by thread
-    acc: Any  # [M, D]: without the block whose V comes next
-    weights: Any  # [M, tokens]: of that block
 
 
 @jit
@@ -55,13 +40,10 @@ def _thread_sum(x, ROWS, COLUMNS):
 
 
 @jit
-def _softmax(scores, maximum, scaling, ROWS, COLUMNS, MODE, ROW):
+def softmax(scores, maximum, factor, ROWS, COLUMNS, ROW):
     """The weights of one block, their sums by thread, the new row maxima, and factors that bring
-    earlier weights to these.
+    earlier weights to these. `factor` brings scores to base 2.
     """
-    factor = scaling.scale  # brings scores to base 2
-    if MODE.soft_cap:
-        factor = 1.0
     highest = _row_max(scores, ROWS, COLUMNS)
     new_maximum = gl.maximum(maximum, gl.convert_layout(highest, ROW) * factor)
     # A query vector that has seen no token keeps its maximum at -inf: avoid -inf - -inf.
@@ -69,19 +51,6 @@ def _softmax(scores, maximum, scaling, ROWS, COLUMNS, MODE, ROW):
     weights = gl.exp2(scores * factor - reference[:, None])
     rescale = gl.exp2(maximum - reference)
     return weights, _thread_sum(weights, ROWS, COLUMNS), new_maximum, rescale
-
-
-@jit
-def first_state(scores, unknown, scaling, HEADS, TILE, MODE, DTYPE, LAYOUT):
-    """The softmax of an item's first block."""
-    BLOCK_M: gl.constexpr = TILE.height
-    BLOCK_N: gl.constexpr = TILE.block_tokens
-    ROW: gl.constexpr = LAYOUT.row
-    maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
-    acc = gl.zeros([BLOCK_M, HEADS.dim], gl.float32, LAYOUT.output)
-    fresh, total, maximum, _ = _softmax(scores, maximum, scaling, BLOCK_M, BLOCK_N, MODE, ROW)
-    weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
-    return State(0, 1, unknown, maximum, total, acc, weights)
 
 
 @jit
@@ -140,21 +109,21 @@ def start_products(state, q, buffers, CACHE, TILE, LAYOUT):
 
 
 @jit
-def add_scores(state, unknown, scores, summing, inputs, TILE, MODE, LAYOUT):
+def add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT):
     """The softmax with one more block; P V of the block before, `summing`, runs meanwhile."""
     DTYPE: gl.constexpr = inputs.buffers.rows.dtype
     BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     ROW: gl.constexpr = LAYOUT.row
-    fresh, added, maximum, rescale = _softmax(
-        scores, state.maximum, inputs.scaling, BLOCK_M, BLOCK_N, MODE, ROW
-    )
+    factor = inputs.scaling.scale
+    if MODE.soft_cap:
+        factor = 1.0
+    fresh, added, maximum, rescale = softmax(scores, state.maximum, factor, BLOCK_M, BLOCK_N, ROW)
     total = add_rescaled(state.total, rescale, settled(added))
     acc, _, fresh = warpgroup_mma_wait(0, deps=[summing, state.weights, fresh])
     weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
     acc = acc * gl.convert_layout(rescale, LAYOUT.output_row)[:, None]
-    now, following = state.following, next_slot(state.following, LAYOUT.slots)
-    return State(now, following, unknown, maximum, total, acc, weights)
+    return maximum, total, acc, weights
 
 
 @jit
@@ -172,7 +141,7 @@ def first_product(q, buffers, CACHE, TILE, LAYOUT):
 
 
 @jit
-def _last_product(state, scaling, buffers, CACHE, LAYOUT):
+def last_product(state, scaling, buffers, CACHE, LAYOUT):
     """The sum of values with P V of an item's last block."""
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     values = buffers.v.index(state.now)
@@ -204,11 +173,12 @@ def masked(scores, tokens, ROWS, COLUMNS, LAYOUT):
 
 @jit
 def write_results(
-    state, scaling, item, kv_head, buffers, tensors, HEADS, CACHE, TILE, MODE, LAYOUT
+    acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
 ):
     """Write each query vector's output, or its partial result, where `result_place` says.
 
-    An empty range contributes nothing: O = 0, LSE = -inf.
+    `acc` [M, D] is the sum of values, weighted by ``2^(score - maximum)``; `sums` [M] are the sums
+    of these weights. An empty range contributes nothing: O = 0, LSE = -inf.
     """
     BLOCK_M: gl.constexpr = TILE.height
     HEAD_DIM: gl.constexpr = HEADS.dim
@@ -219,9 +189,6 @@ def write_results(
     DTYPE: gl.constexpr = tensors.out.dtype.element_ty
     PARTIAL: gl.constexpr = tensors.partial.out.dtype.element_ty
     gl.static_assert(tensors.partial.out.dtype.element_ty == gl.float16)
-    acc = _last_product(state, scaling, buffers, CACHE, LAYOUT)
-    sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
-    maximum, zero = state.maximum, hidden_zero(state.now)
     empty = sums == 0.0
     lse = gl.where(empty, float("-inf"), maximum + gl.log2(sums))
     inverse = gl.where(empty, 0.0, 1.0 / sums)

@@ -34,7 +34,8 @@ from deft_backend.kernels.hopper.large_tile_memory import hidden_zero, layout_of
 from deft_backend.kernels.hopper.large_tile_results import (
     add_scores,
     first_product,
-    first_state,
+    last_product,
+    softmax,
     start_products,
     write_results,
 )
@@ -53,9 +54,21 @@ from deft_backend.kernels.hopper.masked_tile_segments import (
     list_segments,
     read_item,
 )
-from deft_backend.kernels.hopper.parts import ask_plan, capped, with_device_scales
+from deft_backend.kernels.hopper.parts import ask_plan, capped, next_slot, plus, with_device_scales
 from deft_backend.kernels.hopper.versions import gl, jit, wait_group, warpgroup_mma_wait
 from deft_backend.planner.device_plan import ItemArrays
+
+
+class State(NamedTuple):
+    """The softmax of an item's blocks so far."""
+
+    now: Any  # the slot of the V block to multiply next
+    following: Any  # the slot of the K block to multiply next
+    learned: Any  # the block behind those whose offsets are known
+    maximum: Any  # [M]
+    total: Any  # [M, 4]: sums by thread
+    acc: Any  # [M, D]: without the block whose V comes next
+    weights: Any  # [M, tokens]: of that block
 
 
 class Rows(NamedTuple):
@@ -122,12 +135,14 @@ def _add_block(state, step, inputs, tensors, strides, HEADS, CACHE, TILE, MODE, 
     now = state.now
     started, summing = start_products(state, inputs.q, buffers, CACHE, TILE, LAYOUT)
     learned = copy_next_blocks(
-        step, now, state.unknown, stream, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
+        step, now, state.learned, stream, buffers, tensors, strides, HEADS, CACHE, TILE, LAYOUT
     )
+    now, following = state.following, next_slot(state.following, LAYOUT.slots)
     scores = warpgroup_mma_wait(1, deps=[started])
     scores = capped(scores, scaling, MODE.soft_cap)
     scores = _hide(scores, step + 1, inputs.rows, buffers, tensors, HEADS, LAYOUT)
-    return add_scores(state, learned, scores, summing, inputs, TILE, MODE, LAYOUT)
+    maximum, total, acc, weights = add_scores(state, scores, summing, inputs, TILE, MODE, LAYOUT)
+    return State(now, following, learned, maximum, total, acc, weights)
 
 
 @jit
@@ -142,12 +157,14 @@ def hopper_masked_tile_attention(
     MODE: gl.constexpr,
 ):
     DTYPE: gl.constexpr = tensors.q.dtype.element_ty
+    BLOCK_M: gl.constexpr = TILE.height
     BLOCK_N: gl.constexpr = TILE.block_tokens
     HEAD_DIM: gl.constexpr = HEADS.dim
     EXPONENT_BITS: gl.constexpr = CACHE.exponent_bits
     LAYOUT: gl.constexpr = layout_of(
         HEAD_DIM, BLOCK_N, TILE.lookahead, gl.num_warps(), EXPONENT_BITS
     )
+    ROW: gl.constexpr = LAYOUT.row
     KNOWN: gl.constexpr = LAYOUT.known
     gl.static_assert(TILE.lookahead + 2 <= KNOWN)
     gl.static_assert(TILE.block_segments <= 32)  # a lane holds one
@@ -155,6 +172,9 @@ def hopper_masked_tile_attention(
     ask_plan(plan, LAYOUT)
     buffers = allocate(tensors, HEADS, CACHE, TILE, LAYOUT)
     scaling = with_device_scales(scaling, tensors, MODE)
+    factor = scaling.scale
+    if MODE.soft_cap:
+        factor = 1.0
     offs_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.copy))
     offs_kv = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT.kv_copy))
     first_work = gl.load(plan.tile_ptr + TILE.place) * HEADS.num_kv + gl.program_id(0)
@@ -197,7 +217,11 @@ def hopper_masked_tile_attention(
         followed = follow_segments(next_item, listed, tensors, HEADS)
         scores = capped(scores, scaling, MODE.soft_cap)
         scores = _hide(scores, 0, rows, buffers, tensors, HEADS, LAYOUT)
-        state = first_state(scores, learned, scaling, HEADS, TILE, MODE, DTYPE, LAYOUT)
+        maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, ROW)
+        acc = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, LAYOUT.output)
+        fresh, total, maximum, _ = softmax(scores, maximum, factor, BLOCK_M, BLOCK_N, ROW)
+        weights = gl.convert_layout(fresh.to(DTYPE), LAYOUT.weights)
+        state = State(0, 1, learned, maximum, total, acc, weights)
         inputs = Inputs(q, stream, rows, scaling, buffers)
         for step in range(0, blocks - 1):
             state = _add_block(
@@ -210,8 +234,11 @@ def hopper_masked_tile_attention(
             there, next_item, segments, tensors, plan, strides, HEADS, CACHE, TILE, LAYOUT
         )
         arrived(0)
+        acc = last_product(state, scaling, buffers, CACHE, LAYOUT)
+        sums = gl.convert_layout(gl.reduce(state.total, 1, plus), ROW)
+        maximum, zero = state.maximum, hidden_zero(state.now)
         write_results(
-            state, scaling, item, kv_head, buffers, tensors, HEADS, CACHE, TILE, MODE, LAYOUT
+            acc, maximum, sums, item, kv_head, zero, buffers, tensors, HEADS, TILE, MODE, LAYOUT
         )
         item = next_item
         next_item = later_item
