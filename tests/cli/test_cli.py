@@ -18,6 +18,7 @@ from commands import run
 from deft_backend.attention import self_check
 from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import ab_run, checks
+from deft_backend.cli.doctor import _next_step
 from deft_backend.forest import build_forest
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
@@ -241,6 +242,32 @@ def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
     monkeypatch.setattr(self_check, "check_shapes", lambda shapes, *_: [(shapes[0], nothing)])
     code, out, _ = run("doctor", "--check", COLUMNS="200")
     assert (code, "no case of --check ran" in out) == (1, True)
+
+
+def test_doctor_without_a_case_that_ran_knows_nothing(monkeypatch):
+    monkeypatch.setattr(
+        self_check,
+        "check_shapes",
+        lambda shapes, *rest: [(shapes[0], Outcome(Case(on_device=False), None))],
+    )
+    code, out, _ = run("doctor", "--check", COLUMNS="200")
+    assert (code, "no case of --check ran" in out) == (1, True)
+
+
+def test_doctor_recommends_what_runs_here(monkeypatch):
+    """Outside a checkout there is no tiny model."""
+    assert _next_step() == "try deft ab --quick, or deft serve"
+    monkeypatch.setattr("deft_backend.cli.doctor.tiny_model", lambda: None)
+    assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
+def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
+    monkeypatch.setenv("DEFT_CACHE_DIR", folder)
+    found = {check.subject: check for check in checks.check_settings()}
+    state = found["state folder"] if "state folder" in found else found["DEFT_CACHE_DIR"]
+    assert state.status != "ok"
+    assert state.remedy is not None
 
 
 def test_doctor_finds_bad_settings():

@@ -25,6 +25,21 @@ def test_tree_attention_is_attention(step):
     torch.testing.assert_close(step.out.double(), step.reference, rtol=0, atol=1e-5)
 
 
+def test_both_planners_make_the_same_plan(step):
+    """The page shows the device's arrays, and names the reference's functions beside them."""
+    expected = step.reference_plan.arrays()
+    for name, array in step.plan.arrays().items():
+        assert array.tolist() == expected[name].tolist(), name
+    scratch = step.planner._scratch
+    batch = len(step.tensors.seq_lens)
+    assert scratch.order[:batch].tolist() == step.forest.order.tolist()
+    ranges = [next(step.grouping.segments(group)) for group in range(step.grouping.num_groups)]
+    count, _, _, queries, begin, end = (array.tolist() for array in scratch.chosen)
+    shared = [(queries[node], begin[node], end[node]) for node in range(count[0])]
+    assert shared == [(4, 0, 2048), (2, 2048, 3072)]
+    assert sum(not segment.open for segment in ranges) == 3  # two chunks of one, one of the other
+
+
 def test_the_cheapest_chunks_are_chosen(step):
     """The page's sentences about prices."""
     chunks, cost, tokens = (array.tolist() for array in step.planner._scratch.candidates)
@@ -47,3 +62,8 @@ def test_the_batch_meets_every_path(step):
     first, second = (next(step.grouping.segments(group)) for group in (0, 1))
     assert (first.start, first.end, second.start, second.end) == (0, 1024, 1024, 2048)
     assert (step.plan.segment_end == OPEN_END).sum() == 5
+
+
+def test_a_page_without_a_step_is_refused(step):
+    with pytest.raises(ValueError, match="0 blocks for the step 'requests'"):
+        written("nothing here", step.texts())
