@@ -187,8 +187,9 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     monkeypatch.setattr(loads, "HEAD_START", 2.0)
     console, out = Console(quiet=True), tmp_path / "load.json"
     unlimited = replace(LOAD, rate=None, requests=5)
-    table = [LOAD, unlimited]
-    rows = loads._measured(fake_launch(), ("right",), ["0"], table, 2, out, console, figures_of)
+    table, rows = [LOAD, unlimited], []
+    measured = figures_of, rows.append
+    loads._measure_all(fake_launch(), ("right",), ["0"], table, 2, out, console, *measured)
     assert [(row["backend"], row["load"], row["rate"]) for row in rows] == [
         ("right", "few", 30.0),
         ("right", "few", None),
