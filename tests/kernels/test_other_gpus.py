@@ -12,7 +12,7 @@ from deft_backend.attention import Gpu
 KIB = dict(zip((*COMPILED.values(), "sm_90"), (163, 99, 99, 227, 99, 227), strict=True))
 """Shared memory that a program may take."""
 
-SPILLED = {64: 160, 96: 288, 128: 288, 256: 864}
+SPILLED = {64: 176, 96: 288, 128: 288, 256: 864}
 """Bytes of a thread that a tile may spill, by the head dimension. Accumulators and queries of heads
 of 256 need more than the 255 registers that a thread can have."""
 
