@@ -61,8 +61,8 @@ ESTIMATED = (*POLICIES, "deft-node", "deft-node-chunk", "flash-decoding")
 """Policies with one KV range an item."""
 
 MOST_ASSIGNMENTS, MOST_DIVISIONS = 20_000, 250_000
-"""Of a forest with more assignments, ``measured`` tries those that cut all edges of a depth or
-none; one with more divisions has no ``makespan``."""
+"""If a forest has more assignments, ``measured`` cuts all edges of a depth, or none of them. If it
+has more divisions, it has no ``makespan``."""
 
 MOST_SCHEDULES = 2000  # divisions that are scheduled, cheapest lower bound first
 

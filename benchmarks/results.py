@@ -118,7 +118,7 @@ def draw_page(folder: Path) -> str:
 
 
 def with_tables(text: str, page: str) -> str:
-    """A page beside the folder of records, with the tables of `page` that it names."""
+    """`text`, of a page beside the folder of records. Each table that it names is drawn again."""
 
     def table(found: re.Match[str]) -> str:
         drawn = page.split(f"## {found[1]}\n\n")[1].split("\n\n")[0].rstrip()

@@ -29,7 +29,7 @@ CALLS = 30
 class Reached:
     """Writes a line for each test: its seconds, its lines, and newly imported modules.
 
-    Of tests that run, only those that pass; of tests that are only collected, all.
+    A test that runs must pass to get a line. A test that is only collected gets one.
     """
 
     def __init__(self, out: str, sources: Sequence[str]) -> None:

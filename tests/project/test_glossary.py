@@ -32,7 +32,7 @@ def retired_words():
 
 
 def as_words(text):
-    """Lower-case words, of which names like ``LaunchConfig`` and ``launch_config`` have two each.
+    """Lower-case words. Names like ``LaunchConfig`` and ``launch_config`` have two each.
 
     Punctuation other than hyphens stays, so that no phrase spans it.
     """

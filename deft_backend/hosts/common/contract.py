@@ -252,9 +252,9 @@ class TestedVersions:
         if device == "cuda" and version and any(matches(version, each) for each in shown):
             return None
         host = f"{self.name} {version or '(not installed)'}"
+        models = "MLA models that draft" if drafts else "MLA models"
         return (
-            f"no record shows MLA models{' that draft' if drafts else ''} with tree attention on "
-            f"{device} and {host}; DEFT_MLA=1 "
+            f"no record shows {models} with tree attention on {device} and {host}; DEFT_MLA=1 "
             "tries it, which saves time behind long shared prefixes alone"
         )
 

@@ -48,7 +48,9 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         setattr(server_args, name, None)
     if settings.fallback_backend is not None and server_args.attention_backend is None:
         server_args.attention_backend = settings.fallback_backend
-    if decodes and getattr(server_args, "enable_deterministic_inference", False):
+    reason = SGLANG.refuse()
+    deterministic = getattr(server_args, "enable_deterministic_inference", False)
+    if decodes and reason is None and deterministic:
         _limit_requests(server_args, settings)
     result = resolve_host(server_args)
     if not decodes:
@@ -59,7 +61,6 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
             ", ".join(asked),
         )
         return result
-    reason = SGLANG.refuse()
     if reason is not None:
         logger.warning("deft: %s; all attention runs through the host's own backend", reason)
         return result

