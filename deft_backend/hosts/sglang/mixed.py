@@ -20,7 +20,6 @@ from deft_backend.telemetry.counters import MIXED, Decoded
 UNSUITABLE = ("encoder_lens", "attn_cp_metadata", "tbo_children", "global_num_tokens_cpu")
 """Fields of a forward batch that are None where its attention is plain and all of one rank."""
 
-
 ASKED_AGAIN = 32
 """Steps after which the tree is read again: that takes milliseconds with hundreds of requests."""
 

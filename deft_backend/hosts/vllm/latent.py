@@ -12,12 +12,7 @@ from vllm import envs
 from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
-from deft_backend.hosts.common.limits import (
-    Unsupported,
-    refuse_if,
-    refused,
-    same_on_all_ranks,
-)
+from deft_backend.hosts.common.limits import Unsupported, refuse_if, refused, same_on_all_ranks
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.content import Content
 from deft_backend.hosts.vllm.group import GroupAttention
