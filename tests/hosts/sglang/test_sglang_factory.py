@@ -1,6 +1,7 @@
 """The backend of a model runner: what is refused, and what a failed set-up leaves behind."""
 
 import logging
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
+from deft_backend.settings.config import Settings
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
@@ -182,7 +184,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
-@pytest.mark.parametrize("rows", [4, 4096])
+@pytest.mark.parametrize("rows", [4, 2048, 2049])
 def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     host, rows, monkeypatch, caplog, tmp_path
 ):
@@ -202,33 +204,95 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
         assert "give --max-running-requests 2048" in caplog.text
         return
     settings, attention = made.deft.settings, made.deft.layers.attention
-    assert (settings.policy, settings.min_batch) == ("invariant", 1)
+    assert factory._decided(made.deft, settings) == (True, rows, str(attention.policy), 1, (0, 1))
+    assert settings.policy == attention.policy.name == "invariant"
     assert attention.policy.num_chunks(6400) * rows <= attention.capacity.max_entries
     assert f"policy invariant, chunks of {attention.chunk_tokens} tokens and more" in caplog.text
 
 
+DECODES = "warm-up shows decodes"
+LATENT = "warm-up shows sharing second graphs observer"
+
+
 @pytest.mark.parametrize(
-    ("options", "backends", "reason"),
+    ("kind", "changes", "settings", "expected"),
     [
-        ({}, ("deft", "deft"), None),
-        (
-            {"host_layers": {1: "a window"}},
-            ("deft", "deft"),
-            "some layers read the host's metadata",
-        ),
-        ({"model_asks": True}, ("deft", "deft"), "some layers read the host's metadata"),
-        ({}, ("fa3", "deft"), "prefills go to another backend"),
+        ("tree 1 cpu", {}, {}, DECODES),
+        ("tree 2 cpu", {}, {}, f"{DECODES} verification"),
+        ("tree 1 cpu", {"enable_memory_saver": True}, {}, "warm-up decodes"),
+        ("tree 1 cpu", {"skip_server_warmup": True}, {}, "shows decodes"),
+        ("tree 1 cpu", {"enable_mixed_chunk": True}, {}, f"{DECODES} mixed observer"),
+        ("tree 1 cuda", {}, {}, f"{DECODES} eager observer"),
+        ("tree 1 cuda", {"enable_mixed_chunk": True}, {}, f"{DECODES} eager mixed observer"),
+        ("tree 1 cuda", {}, {"policy": "invariant"}, DECODES),
+        ("tree 1 cuda", {}, {"verify": True}, DECODES),
+        ("latent 1 cpu", {}, {}, f"{LATENT} decodes"),
+        ("latent 1 cuda", {}, {}, f"{LATENT} decodes"),
+        ("latent 2 cpu", {}, {}, f"{LATENT} verification"),
+        ("latent 1 cpu", {"graphs": "disabled"}, {}, f"{DECODES} sharing observer"),
+        ("tree 1 cpu", {"read_end": None}, {}, f"{DECODES} fence"),
+        ("tree 1 cpu", {"read_end": None, "graphs": "disabled"}, {}, DECODES),
     ],
 )
-def test_why_the_host_computes_steps_that_prefill(host, options, backends, reason, monkeypatch):
+def test_what_a_server_gets(host, kind, changes, settings, expected, monkeypatch):
+    """SGLang 0.5.17 does not ask when page tables were read: its `read_end` is None."""
+    from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang.latent import LatentLayers
+
+    installed = []
+
+    def install(name):
+        return lambda *given: installed.append(name) or (lambda: installed.remove(name))
+
+    monkeypatch.setattr(factory.observe_batch, "install", install("observer"))
+    monkeypatch.setattr(factory.page_table_fence, "install", install("fence"))
+    monkeypatch.setattr(factory.tree_graphs, "install", install("second graphs"))
+    monkeypatch.setattr(factory, "leave_out_warm_up", install("warm-up"))
+    monkeypatch.setattr(factory, "_unsplit", lambda *given: "never")
+    given = {"read_end": "the forward's", "graphs": "full", **changes}
+    monkeypatch.setattr(factory.versions, "read_end", lambda: given["read_end"])
+    runner, own = runner_of(monkeypatch, given["graphs"])
+    vars(runner.server_args).update(given)
+    attends, tokens, device = kind.split()
+    size = {"max_batch": 4, "query_tokens": int(tokens)}
+    if attends == "latent":
+        layers = LatentLayers(own, latent_attention(**size), make_state(), FOUR_HEADS)
+    else:
+        layers = tree_layers(own, tree_attention(**size), make_state())
+    layers.attention.device = torch.device(device)
+    undo = ExitStack()
+    steps = factory._steps(runner, layers, Settings(**settings), undo)
+    names = ("shows", "decodes", "verification", "eager", "mixed", "sharing")
+    found = [*installed, *(name for name in names if getattr(steps, name))]
+    assert sorted(" ".join(found).split()) == sorted(expected.split())
+    assert steps.eager is None or steps.eager.costs is layers.attention.target.costs
+    assert steps.mixed is None or steps.eager in (None, steps.mixed.sharing)
+    undo.close()
+    assert not installed
+
+
+@pytest.mark.parametrize(
+    ("options", "server", "reason"),
+    [
+        ({}, {}, None),
+        ({"host_layers": {1: "a window"}}, {}, "some layers read the host's metadata of whole"),
+        ({"model_asks": True}, {}, "some layers read the host's metadata of whole batches"),
+        ({}, {"backend_names": ("fa3", "deft")}, "prefills go to another backend (fa3)"),
+        ({}, {"decodes_per_rank": True}, "DP attention pads batches"),
+        ({"query_tokens": 2}, {}, "the server verifies drafts"),
+        ({"latent": True}, {}, "MLA prefills through other layers"),
+    ],
+)
+def test_why_the_host_computes_steps_that_prefill(host, options, server, reason, monkeypatch):
     from deft_backend.hosts.sglang import factory
 
-    monkeypatch.setattr(factory.versions, "backend_names", lambda arguments: backends)
-    monkeypatch.setattr(factory.versions, "decodes_per_rank", lambda arguments: False)
+    for name, value in {"backend_names": ("fa3",) * 2, "decodes_per_rank": False, **server}.items():
+        monkeypatch.setattr(factory.versions, name, lambda arguments, value=value: value)
     own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32), [])()
-    layers = tree_layers(own, tree_attention(), make_state(), **options)
+    attention = tree_attention(query_tokens=options.pop("query_tokens", 1))
+    layers = None if options.pop("latent", False) else tree_layers(own, attention, None, **options)
     found = factory._unsplit(SimpleNamespace(server_args=None), layers)
-    assert str(found).startswith(str(reason))
+    assert found == reason or (reason is not None and str(found).startswith(reason))
 
 
 def test_source_that_cannot_be_read_may_ask_for_its_backend():

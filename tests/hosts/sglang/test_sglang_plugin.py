@@ -54,9 +54,16 @@ DETERMINISTIC = {"enable_deterministic_inference": True}
 """What differs in the arguments of a server whose results must not depend on the batch."""
 
 
+SEEN = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+SEEN += ("speculative_draft_attention_backend", "max_running_requests")
+
+
 def resolve_as_host(made):
-    assert "deft" not in (made.attention_backend, made.decode_attention_backend)
+    """What the host was asked for."""
+    asked = {name: getattr(made, name, None) for name in SEEN}
+    assert "deft" not in asked.values()
     made.attention_backend = made.attention_backend or "torch_native"
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 @pytest.fixture
@@ -87,37 +94,65 @@ def served(arguments, made):
     return getattr(made, arguments.HOST_DECODE, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),  # in vLLM's capitals, too
-    [
-        ("attention_backend", "deft"),
-        ("decode_attention_backend", "deft"),
-        ("attention_backend", "DEFT"),
-    ],
-)
-def test_the_host_resolves_as_if_the_flag_were_not_there(arguments, name, value):
-    made = make_arguments(**{"attention_backend": None, name: value})
-    assert served(arguments, made) == "torch_native"
-    assert made.attention_backend == "torch_native"
-    assert made.decode_attention_backend is None
-    assert decode_graphs(made) == "disabled"
+NATIVE, TRITON = "torch_native", {"attention_backend": "triton"}
+OURS = {"attention_backend": None, "decode_attention_backend": "deft"}
+FALLBACK = {"DEFT_FALLBACK_BACKEND": "triton"}
+LIMIT = "max_running_requests"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "settings", "seen", "decodes"),
     [
-        SPLIT | {"decode_attention_backend": "triton", "prefill_attention_backend": "deft"},
-        {"attention_backend": "triton", "prefill_attention_backend": "deft"},
-        {"attention_backend": "deft", "decode_attention_backend": "triton"},
-        {"attention_backend": "triton", "speculative_draft_attention_backend": "deft"},
+        ({}, {}, {}, NATIVE),
+        ({"attention_backend": "DEFT"}, {}, {}, NATIVE),  # in vLLM's capitals, too
+        (OURS, {}, {}, NATIVE),
+        ({**OURS, **TRITON}, {}, TRITON, "triton"),
+        ({"attention_backend": None, "prefill_attention_backend": "deft"}, {}, {}, NATIVE),
+        ({}, FALLBACK, TRITON, "triton"),
+        ({**OURS, "attention_backend": "fa3"}, FALLBACK, {"attention_backend": "fa3"}, "fa3"),
+        (DETERMINISTIC, {}, {LIMIT: 2048}, NATIVE),
+        (DETERMINISTIC, {"DEFT_MAX_BATCH": "100"}, {LIMIT: 100}, NATIVE),
+        ({**DETERMINISTIC, LIMIT: 9}, {}, {LIMIT: 9}, NATIVE),
+        # Another backend is selected for decode.
+        ({**TRITON, "prefill_attention_backend": "deft"}, {}, TRITON, None),
+        ({**TRITON, "speculative_draft_attention_backend": "deft"}, {}, TRITON, None),
+        (
+            {**DETERMINISTIC, "decode_attention_backend": "triton"},
+            {},
+            {"decode_attention_backend": "triton"},
+            None,
+        ),
+        (
+            {**OURS, "decode_attention_backend": "triton", "prefill_attention_backend": "deft"},
+            {},
+            {"decode_attention_backend": "triton"},
+            None,
+        ),
     ],
 )
-def test_another_backend_named_for_decode_decodes(arguments, caplog, changes):
+def test_the_host_resolves_as_if_the_flag_were_not_there(
+    arguments, caplog, monkeypatch, changes, settings, seen, decodes
+):
+    """A fallback replaces only the host's own choice. Plans must hold every batch of deterministic
+    inference, so it limits the requests.
+    """
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     made = make_arguments(**changes)
+    assert arguments.resolve(resolve_as_host, made) == seen
+    assert getattr(made, arguments.HOST_DECODE, None) == decodes
+    assert decode_graphs(made) == ("full" if decodes is None else "disabled")
+    assert ("another backend is selected for decode" in caplog.text) is (decodes is None)
+
+
+def test_arguments_that_a_process_gets_resolved_and_models_without_backends(arguments, monkeypatch):
+    """The first are the host's as they are. A placeholder model has nothing to decode."""
+    made = make_arguments(_resolution_finished=True)
+    assert arguments.resolve(lambda made: made.attention_backend, made) == "deft"
+    monkeypatch.setattr(versions, "backend_names", lambda made: (None, None))
+    made = make_arguments()
     assert served(arguments, made) is None
-    assert (made.decode_attention_backend or made.attention_backend) == "triton"
-    assert "deft" not in [value for name, value in vars(made).items() if name.endswith("_backend")]
-    assert "another backend is selected for decode" in caplog.text
+    assert decode_graphs(made) == "full"
 
 
 @pytest.mark.parametrize(
@@ -160,14 +195,11 @@ def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, arguments,
         arguments.resolve(resolve_as_host, make_arguments())
 
 
-def test_the_fallback_backend(arguments, monkeypatch):
-    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "triton")
-    made = make_arguments()
-    assert served(arguments, made) == made.attention_backend == "triton"
-    for wrong in ("deft", "fastest"):
-        monkeypatch.setenv("DEFT_FALLBACK_BACKEND", wrong)
-        with pytest.raises(SettingsError, match=f"DEFT_FALLBACK_BACKEND is '{wrong}'; .*triton"):
-            arguments.resolve(resolve_as_host, make_arguments())
+@pytest.mark.parametrize("wrong", ["deft", "fastest"])
+def test_a_fallback_is_one_of_the_hosts(wrong, arguments, monkeypatch):
+    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", wrong)
+    with pytest.raises(SettingsError, match=f"DEFT_FALLBACK_BACKEND is '{wrong}'; .*triton"):
+        arguments.resolve(resolve_as_host, make_arguments())
 
 
 @pytest.mark.parametrize(
@@ -181,10 +213,14 @@ def test_the_fallback_backend(arguments, monkeypatch):
         *(({name: 2}, "context parallelism") for name in ("dcp_size", "attn_cp_size")),
         ({"kv_cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 is not supported"),
         (MLA, "no record shows MLA models with tree attention on cpu and SGLang"),
+        (
+            {**MLA, **EAGLE, "speculative_num_draft_tokens": 2},
+            "no record shows MLA models that draft with tree attention on cpu",
+        ),
         ({**MLA, "device": "cuda"}, "MLA through torch_native is not supported (fa3 is)"),
         ({**MLA, "kv_cache_dtype": "fp8_e4m3"}, "MLA over a KV cache of kind fp8_e4m3"),
         (
-            {**MLA, "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 8},
+            {**MLA, **EAGLE, "speculative_num_draft_tokens": 8},
             "64 query vectors a request (8 heads, 8 query tokens)",
         ),
         (
@@ -244,20 +280,6 @@ def test_servers_of_one_role(arguments, caplog, role, cached, served_by, said):
     assert len(warned) == (role == "decode" and not cached)
 
 
-@pytest.mark.parametrize(
-    ("changes", "most"),
-    [
-        (DETERMINISTIC, 2048),
-        ({**DETERMINISTIC, "max_running_requests": 9}, 9),
-        ({"max_running_requests": None}, None),
-    ],
-)
-def test_plans_hold_every_batch_of_deterministic_inference(arguments, changes, most):
-    made = make_arguments(**changes)
-    assert served(arguments, made) == "torch_native"
-    assert made.max_running_requests == most
-
-
 @pytest.mark.parametrize("policy", ["", "auto", "invariant", "deft-node"])
 def test_deterministic_inference_takes_no_other_policy(arguments, caplog, monkeypatch, policy):
     monkeypatch.setenv("DEFT_POLICY", policy)
@@ -291,8 +313,9 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version
 ):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    made = make_arguments()
-    assert served(arguments, made) is None
+    made = make_arguments(**DETERMINISTIC)
+    assert arguments.resolve(resolve_as_host, made) == {}
+    assert not hasattr(made, arguments.HOST_DECODE)
     assert made.attention_backend == "torch_native"
     (record,) = caplog.records
     assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
