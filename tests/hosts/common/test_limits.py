@@ -1,11 +1,26 @@
 """What an adapter decides without its host: batches, failures that last, lines, divisions."""
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from deft_backend.hosts.common.latches import FailureLatch
-from deft_backend.hosts.common.limits import planned_on_device, refused
+from deft_backend.hosts.common.eager_steps import (
+    DECODES,
+    PREFILLS,
+    has_one_way,
+    shares_too_little,
+)
+from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
+from deft_backend.hosts.common.limits import (
+    for_any_batch,
+    other_policy,
+    planned_on_device,
+    refused,
+    same_on_all_ranks,
+)
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
 
@@ -33,13 +48,110 @@ def test_the_batches_that_tree_attention_decodes(requests, planned, reason):
     assert refused(requests, Settings(min_batch=2, max_batch=4), planned) == reason
 
 
-def test_the_first_failure_is_logged_and_kept(caplog):
+@pytest.mark.parametrize("policy", ["auto", "invariant", "fasttree"])
+def test_modes_whose_results_must_not_depend_on_the_batch(policy):
+    settings = Settings(policy=policy, min_batch=3)
+    equal = for_any_batch(settings, equal_bits=True)
+    assert equal == replace(settings, policy="invariant", min_batch=1)
+    own = for_any_batch(settings, equal_bits=False)
+    assert own == (equal if policy == "invariant" else settings)
+    said = "the mode takes policy invariant, and DEFT_POLICY is fasttree: unset it"
+    assert other_policy(settings, "the mode") == (said if policy == "fasttree" else None)
+    assert has_one_way(settings) == (policy == "invariant")
+    assert has_one_way(replace(settings, verify=True))
+
+
+@pytest.mark.parametrize("group", [None, SimpleNamespace(world_size=1)])
+def test_a_rank_alone_agrees_with_itself(group):
+    assert (same_on_all_ranks(group, ()), same_on_all_ranks(group, None)) == (True, None)
+
+
+MOVES_IN_MS = SimpleNamespace(transfer_ms=lambda ms: ms)
+"""Costs of a memory that moves each "byte" of a layer in 1 ms."""
+
+
+@pytest.mark.parametrize(
+    ("saved", "layers", "costs", "prefills", "reason"),
+    [
+        (0, 9, None, True, PREFILLS),
+        (1, 9, None, True, None),
+        (0, 9, None, False, None),
+        (0.82, 1, MOVES_IN_MS, True, PREFILLS),
+        (0.83, 1, MOVES_IN_MS, True, None),
+        (0.147, 25, MOVES_IN_MS, True, PREFILLS),  # 0.7 ms, and 0.12 ms a layer
+        (0.149, 25, MOVES_IN_MS, True, None),
+        (0.70, 1, MOVES_IN_MS, False, DECODES),
+        (0.71, 1, MOVES_IN_MS, False, None),
+        (0.071, 10, MOVES_IN_MS, False, None),
+    ],
+)
+def test_saved_reads_must_pay_for_the_launches(saved, layers, costs, prefills, reason):
+    assert shares_too_little(saved, layers, costs, prefills=prefills) == reason
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("name", "given", "reason", "what"),
+    [
+        ("kernel_failed", (KeyError(1),), "kernel failed", "a kernel failed (KeyError(1))"),
+        ("planning_failed", (KeyError(2),), "planning failed", "planning failed (KeyError(2))"),
+        (
+            "results_differ",
+            (0.25, 0.004),
+            "kernel failed",
+            "DEFT_VERIFY: the results of tree attention and of the host's kernel differ by 0.25 "
+            "(tolerance 0.004)",
+        ),
+    ],
+)
+def test_the_first_failure_is_logged_and_kept(graphs, name, given, reason, what, caplog):
     latch = FailureLatch()
     assert latch.reason is None
-    latch.kernel_failed(RuntimeError("out of resources"))
+    if graphs:
+        latch.keeps_graphs = lambda: True
+    getattr(latch, name)(*given)
     latch.planning_failed(ValueError("later"))
-    assert latch.reason == "kernel failed"
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
-        "deft: a kernel failed (RuntimeError('out of resources')). The host's kernel decodes from "
-        "now on; restart the server to use tree attention again."
+    latch.kernel_failed(ValueError("later"))
+    assert latch.reason == reason
+    rest = "The host's kernel decodes from now on"
+    if graphs:
+        rest = "CUDA graphs that hold tree attention stay in use; the host's kernel decodes every "
+        rest += "other step from now on"
+    assert caplog.messages == [
+        f"deft: {what}. {rest}; restart the server to use tree attention again."
     ]
+
+
+def test_each_warning_is_logged_once(caplog):
+    """Batches that cannot be planned: once for each type of error."""
+    log = OnceLog()
+    for _ in range(2):
+        log.warn("so")
+        log.layers_left("a window")
+        for error in (KeyError(1), KeyError(2), ValueError(3)):
+            log.batch_left(error)
+    assert caplog.messages == [
+        "deft: so",
+        "deft: layers with a window decode through the host's kernel; the others use tree "
+        "attention",
+        "deft: planning failed (KeyError(1)). The host's kernel decodes such batches.",
+        "deft: planning failed (ValueError(3)). The host's kernel decodes such batches.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("largest", [0.0, 4.0])
+def test_results_may_differ_by_a_share_of_the_largest_value(dtype, tolerance, eight_bits, largest):
+    """Three times as much over a cache of 8 bits; results of zero by a millionth."""
+    allowed = tolerance * (3 if eight_bits else 1) * (largest or 1e-6)
+    host = torch.tensor([0.0, -largest], dtype=dtype)
+    for sign in (-1, 1):
+        ours = host.float() + torch.tensor([0.99 * sign * allowed, 0.0])
+        assert differ(ours, host, eight_bits=eight_bits) is None
+        found = differ(host + (ours - host) / 0.9, host, eight_bits=eight_bits)
+        assert found == pytest.approx((1.1 * allowed, allowed), rel=1e-3)
+    assert differ(host, host, eight_bits=eight_bits) is None
+    assert differ(host * float("nan"), host, eight_bits=eight_bits) is not None

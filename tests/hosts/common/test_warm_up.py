@@ -8,6 +8,7 @@ import torch
 from attention_checks import latent_attention
 from deft_backend.attention import Gpu
 from deft_backend.compile.variants import recorded
+from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.warm_up import (
     Drafts,
     LayerKind,
@@ -16,27 +17,97 @@ from deft_backend.hosts.common.warm_up import (
     warm_up_attention,
 )
 
+DTYPES = (torch.int16, torch.int64, torch.int32)
+"""Of page tables, lengths and rows: three different ones."""
 
-def test_every_step_runs_a_layer_of_each_kind():
-    """Over tensors of the attention's device."""
-    device, ran = torch.device("meta"), []
 
-    def run(*tensors, sinks, logit_cap, **given):
-        held = (*tensors, sinks, *given.values())
-        assert {each.device for each in held if isinstance(each, torch.Tensor)} == {device}
-        ran.append(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
+KINDS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
 
-    size = {"num_query_heads": 4, "head_dim": 64, "max_batch": 64}
-    kind = {"dtype": torch.float32, "kv_dtype": torch.float32, "interpreted": False}
-    calls = {"plan_batch": lambda *batch, **given: None, "run": run}
-    attention = SimpleNamespace(
-        device=device, capacity=SimpleNamespace(max_batch=64), **size, **kind, **calls
-    )
-    cache = torch.zeros((2, 16, 2, 64), device=device)
-    kinds = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
-    tensors = StepTensors(cache, cache, [9], drafts=Drafts(5), layers=kinds)
-    warm_up_attention(attention, tensors, smallest=1)
-    assert ran == [*kinds] * 4  # batches of 1 and of 64, with and without drafts
+
+@pytest.mark.parametrize("smallest", [3, 400])
+@pytest.mark.parametrize(
+    "drafts",
+    [None, Drafts(5), Drafts(5, ragged=True), Drafts(5, trees=True, always=True)],
+)
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_the_steps_that_launch_every_kernel(drafts, kv_dtype, smallest):
+    """The largest batch first, then one for each size of the planner's kernels; a layer of each
+    kind in each. A plan holds two query blocks of each request.
+    """
+    steps = []
+
+    def plan_batch(table, lens, *, table_rows, query_tokens=1):
+        assert (table.dtype, lens.dtype, table_rows.dtype) == DTYPES
+        assert not table.any()
+        assert not table_rows.any()
+        assert len(table_rows) == len(lens)
+        assert set(lens.tolist()) == {query_tokens + 1}
+        steps.append((len(lens), table.shape[1], query_tokens, []))
+
+    def run(q, k_cache, v_cache, table, lens, *, out, logit_cap, sinks, **given):
+        batch, _, tokens, layers = steps[-1]
+        assert k_cache is v_cache is cache
+        assert q.shape == out.shape == (batch * tokens, 4, 64)
+        assert q.dtype == out.dtype == torch.float16
+        starts, bits = given.pop("query_start", None), given.pop("ancestors", None)
+        assert (starts is not None) == bool(drafts and drafts.ragged and tokens > 1)
+        assert starts is None or starts.tolist() == [tokens * at for at in range(batch + 1)]
+        assert (bits is not None) == bool(drafts and drafts.trees and tokens > 1)
+        assert bits is None or (bits.shape, bits.any()) == ((batch, tokens, 1), False)
+        scale = 1.0 if kv_dtype == torch.float16 else "on the device"
+        assert given.pop("k_scale") == given.pop("v_scale") == scale
+        assert [*given] == ["table_rows"]
+        assert sinks is None or sinks.shape == (4,)
+        layers.append(LayerKind(logit_cap > 0, None if sinks is None else sinks.dtype))
+
+    size = {"num_query_heads": 4, "head_dim": 64, "max_batch": 300, "unit_scale": "on the device"}
+    kind = {"dtype": torch.float16, "kv_dtype": kv_dtype, "interpreted": False}
+    calls = {"plan_batch": plan_batch, "run": run, "device": torch.device("cpu")}
+    attention = SimpleNamespace(capacity=SimpleNamespace(max_batch=600), **size, **kind, **calls)
+    cache, columns = torch.zeros(2, 16, 2, 64), (4, 9)
+    names = ("table_dtype", "lens_dtype", "rows_dtype")
+    given = dict(zip(names, DTYPES, strict=True))
+    tensors = StepTensors(cache, cache, columns, drafts=drafts, layers=KINDS, **given)
+    assert warm_up_attention(attention, tensors, smallest=smallest) is None
+    expected = []
+    for wide in columns:
+        if drafts is not None:
+            batches = (300, 128, 32, 3) if smallest == 3 else (300,)
+            expected += [(batch, max(6, wide), 5, [*KINDS]) for batch in batches]
+        if drafts is None or not drafts.always:
+            batches = (300, 256, 64, 3) if smallest == 3 else (300,)
+            expected += [(batch, wide, 1, [*KINDS]) for batch in batches]
+    assert steps == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "interpreted", "expected"),
+    [
+        ("cuda", False, ["variants from 3", "compile", "run from 3", "synchronize"]),
+        ("cuda", True, []),
+        ("cpu", False, ["run from 3"]),
+    ],
+)
+def test_kernels_are_compiled_before_they_run(device, interpreted, expected, monkeypatch):
+    calls = []
+
+    def step_variants(attention, tensors, *, smallest):
+        calls.append(f"variants from {smallest}")
+        return "variants"
+
+    def compiled(*given):
+        assert given == ("variants", attention.device, "shared")
+        calls.append("compile")
+        return "compiled"
+
+    monkeypatch.setattr(warm_up, "step_variants", step_variants)
+    monkeypatch.setattr(warm_up, "compile_for_server", compiled)
+    monkeypatch.setattr(warm_up, "_run_steps", lambda *given: calls.append(f"run from {given[2]}"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda at: calls.append("synchronize"))
+    attention = SimpleNamespace(device=torch.device(device), interpreted=interpreted)
+    done = warm_up_attention(attention, None, smallest=3, shared="shared")
+    assert done == ("compiled" if "compile" in expected else None)
+    assert calls == expected
 
 
 def latent_on(gpu, max_batch, query_tokens=1):
