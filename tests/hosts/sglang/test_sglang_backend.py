@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from attention_checks import tree_attention
+from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import forest_of
 from failure_lines import raising
 from sglang_fakes import (
@@ -298,9 +300,11 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only attention"),
         ({"sliding_window_size": 0}, "a sliding window"),
+        ({"sliding_window_size": None}, None),
         ({"use_irope": True}, "chunked local attention"),
         ({"pos_encoding_mode": "ALIBI"}, "position encoding ALIBI"),
-        ({"xai_temperature_len": 4}, "a temperature"),
+        ({"xai_temperature_len": 0}, None),
+        ({"xai_temperature_len": 1}, "a temperature"),
         ({"v_head_dim": 128}, "keys of 64 and values of 128"),
         ({"tp_v_head_num": 1}, "2 key heads and 1 value heads"),
         ({"tp_q_head_num": 8}, "8 query and 2 KV heads of 64"),
@@ -308,8 +312,32 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     ],
 )
 def test_layers(changes, reason):
-    found = unsupported_layer(make_layer(**changes), (4, 2, 64))
+    layer = make_layer(**changes)
+    found = unsupported_layer(layer, LayerShape(4, 2, 64))
     assert found is None if reason is None else reason in str(found)
+    if not changes:  # as in versions without these kinds of attention
+        for name in ("use_irope", "pos_encoding_mode", "xai_temperature_len"):
+            delattr(layer, name)
+        assert unsupported_layer(layer) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "requests", "tokens"),
+    [
+        ({}, 2, 1005),
+        ({"seq_lens_sum": None, "seq_lens_cpu": torch.tensor([5, 6])}, 2, 11),
+        ({"seq_lens_sum": None}, 2, 0),
+        ({"num_padding": 1}, 1, 1005),
+    ],
+)
+def test_the_rows_and_the_context_of_a_step_are_counted(server, changes, requests, tokens):
+    """A replay counts without its padding; the context may be unknown to the CPU."""
+    batch = server.batch()
+    vars(batch).update(changes)
+    server.replay(batch)
+    held = server.state.token_bytes * server.state.num_layers
+    steps = {Content("decode", "no graph"): Steps(1, requests, tokens * held)}
+    assert server.state.counters().steps == steps
 
 
 def test_a_layers_sinks_scale_and_soft_cap_are_used(server):

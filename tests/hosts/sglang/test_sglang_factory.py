@@ -13,6 +13,7 @@ from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.settings.config import Settings
+from deft_backend.telemetry.state import ServerState
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
@@ -300,3 +301,49 @@ def test_source_that_cannot_be_read_may_ask_for_its_backend():
 
     assert "get_attn_backend" in _source("sys")  # built in
     assert "SimpleNamespace" in _source(__name__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "expected"),
+    [
+        ({}, {}, {}),
+        ({"pp_size": 1, "dp_size": 1}, {"pp_rank": 1, "dp_rank": 1}, {}),
+        ({"pp_size": 2}, {"pp_rank": 0}, {"pp_rank": 0}),
+        ({"dp_size": 2}, {"dp_rank": None}, {"dp_rank": 0}),
+        ({"dp_size": 2}, {"dp_rank": 1}, {"dp_rank": 1}),
+        ({"decode_log_interval": 0}, {}, {"log": 1}),
+        ({"decode_log_interval": 2}, {}, {"log": 2}),
+        ({}, {"attn_tp_rank": 1}, {"log": None}),
+        ({"enable_metrics": True}, {}, {"publishes": True}),
+    ],
+)
+def test_what_a_server_reports(host, arguments, place, expected, monkeypatch):
+    """One rank of each attention group logs."""
+    from deft_backend.hosts.sglang import report
+
+    told = {}
+    monkeypatch.setattr(report, "DecodeLog", lambda steps: steps)
+    monkeypatch.setattr(report, "report_counters", lambda *given, **named: told.update(named))
+    runner, _ = runner_of(monkeypatch)
+    vars(runner.server_args).update(arguments)
+    vars(runner.ps).update({"pp_rank": None, "dp_rank": None, **place})
+    report.start_reporting(make_state(), runner, Settings())
+    assert told == {"pp_rank": None, "dp_rank": None, "log": 40, "publishes": False, **expected}
+
+
+def test_how_a_server_describes_itself(host):
+    from deft_backend.hosts.sglang import report
+
+    args, place = SimpleNamespace(port=81), SimpleNamespace(tp_rank=3)
+    runner = SimpleNamespace(
+        kv_cache_dtype=torch.bfloat16, device="cuda", server_args=args, ps=place
+    )
+    given = {"chunk_tokens": 512, "values_apart": False}
+    state = report.state_of(runner, FOUR_HEADS, "deft", "fasttree", **given)
+    server = {"port": 81, "rank": 3, "host": "sglang", "backend": "deft", "policy": "fasttree"}
+    model = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
+    kind = {"device": "cuda", "dtype": "bfloat16", "dtype_bytes": 2, **given}
+    expected = ServerState(host_version=report.SGLANG.installed(), **server, **model, **kind)
+    assert (state.description(), state.values_apart) == (expected.description(), False)
+    plain = report.state_of(runner, FOUR_HEADS, "deft", "fasttree")
+    assert (plain.chunk_tokens, plain.values_apart) == (0, True)

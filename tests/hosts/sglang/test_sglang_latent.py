@@ -271,7 +271,15 @@ def runner(**changes):
         dtype=torch.float32,
         kv_cache_dtype=torch.float32,
         device="cpu",
-        model=torch.nn.ModuleList([*layers, Layer(layer_id=0)]),
+        # Only a layer with one head of keys that are wider than values is latent.
+        model=torch.nn.ModuleList(
+            [
+                *layers,
+                Layer(layer_id=0),
+                Layer(layer_id=2, **{**LAYER, "v_head_dim": VALUE + ROPE}),
+                Layer(layer_id=3, **{**LAYER, "tp_k_head_num": 2}),
+            ]
+        ),
     )
     return SimpleNamespace(**{**vars(made), **changes})
 
@@ -282,7 +290,8 @@ def test_a_model_runner_gets_latent_attention(host):
     assert is_latent(runner())
     attention, division = latent_attention(runner(), 4, 1, Settings())
     assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
-    assert list(division.tree) == [0, 1]
+    assert division == Division(dict.fromkeys((0, 1), LayerShape(HEADS, 1, VALUE + ROPE)), {})
+    assert (attention.max_batch, attention.query_tokens, attention.page_size) == (4, 1, 1)
 
 
 def test_a_model_runner_is_refused_unless_asked(host):

@@ -261,9 +261,10 @@ def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
         host_step(state, "small", tokens=5, rows=len(prompts))
 
     text = report.WARM_UP_TEXT.encode()
-    own, other = (text, text[:-1]) if kind == "text" else (report.WARM_UP_IDS, [10, 11, 13])
-    for _ in range(7):
-        step(own)
+    longer = text + b" " * 35  # more tokens than any tokenizer makes of it
+    own, other = (text, longer) if kind == "text" else (report.WARM_UP_IDS, [10, 11, 13])
+    for spaces in (0, 0, 34) if kind == "text" else (0, 0):
+        step([*own, *b" " * spaces])
     step(own, other, whose=object())  # a draft model's runner
     assert state.counters().decode_steps == 0
     step(own, other)
