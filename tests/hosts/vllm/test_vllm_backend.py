@@ -82,7 +82,7 @@ def test_a_scale_that_the_model_sets_later_counts():
     """Models behind vLLM's Transformers backend set the scale in a forward."""
     step = Step(Batch(DECODE, shared=2), tree_layers(count=1))
     (impl,) = step.layers.impls
-    for impl.scale in (0.7, -0.7):
+    for impl.scale in (0.7, 0.0, -0.7):
         assert step.tree.group.takes(impl.deft_layer.scaled(impl.scale)) == (impl.scale > 0)
         found = step.check(scale=impl.scale)
         assert not torch.allclose(found.double(), reference(step.batch, step.cache), atol=1e-2)
@@ -213,6 +213,11 @@ def test_verified_attention_is_in_no_graph(asked, at_attention, got, monkeypatch
     config.parallel_config.use_ubatching = False
     assert graphs("ALWAYS", config) == "NEVER"
     level = AttentionCGSupport.NEVER
+    left = compilation.cudagraph_mode
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
+    assert graphs("NEVER", config) == "NEVER"
+    assert compilation.cudagraph_mode is CUDAGraphMode.FULL  # the host's own matter
+    compilation.cudagraph_mode = left
     assert compilation.resolve_cudagraph_mode_and_sizes(level, "deft") is CUDAGraphMode[got]
 
 
@@ -226,8 +231,11 @@ def test_cascade_is_for_what_tree_attention_leaves(monkeypatch):
     )
     assert builder.use_cascade_attention(64, np.array([1, 1, 1]), 4, 2)
     builder.deft_group = group
-    for query_lens, expected in (([1, 1, 1], False), ([1, 5, 1], True), ([1], True)):
+    rows = (([1, 1, 1], False), ([1, 2, 1], True), ([1], True), ([0, 0], True), ([], True))
+    for query_lens, expected in rows:
         assert builder.use_cascade_attention(64, np.array(query_lens), 4, 2) is expected
+    group.query_tokens = 2
+    assert not builder.use_cascade_attention(64, np.array([1, 2, 1]), 4, 2)
 
 
 def test_captures_and_drafts_are_no_steps():
@@ -280,6 +288,7 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
     [
         ({}, 32, "cascade attention"),
         ({"causal": False}, 0, "attention that is not causal"),
+        ({"num_actual_tokens": 6}, 0, "query tokens of no request"),
     ],
 )
 def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):

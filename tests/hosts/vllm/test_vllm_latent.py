@@ -493,6 +493,19 @@ def test_a_runner_without_a_second_set_of_graphs_is_refused():
         )
 
 
+@pytest.mark.parametrize(("drafted", "refused"), [(None, False), (1, True), (2, True)])
+def test_drafts_of_mla_need_a_record_of_their_own(drafted, refused, monkeypatch):
+    """vLLM 0.33 has one of plain decode alone."""
+    monkeypatch.setattr(latent.VLLM.__class__, "installed", lambda self: "0.33.0")
+    config = make_config(speculative_config=drafted and speculating(drafted))
+    config.use_v2_model_runner = False
+    reason = "MLA models that draft" if refused else "VLLM_USE_V2_MODEL_RUNNER=1"
+    with pytest.raises(Unsupported, match=reason):
+        latent.latent_attention(
+            SimpleNamespace(value_dim=VALUE), config, torch.device("cuda"), Settings()
+        )
+
+
 def shared_by(batch, gains=True):
     """What decides on a GPU, where costs count."""
     asked = []

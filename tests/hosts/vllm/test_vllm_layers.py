@@ -1,5 +1,6 @@
 """The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
 
+import logging
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
@@ -8,18 +9,19 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
-from deft_backend.hosts.common import warm_up
+from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import LayerShape
-from deft_backend.hosts.common.warm_up import Drafts
-from deft_backend.hosts.vllm import versions
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.hosts.vllm import factory, plugin, server, versions
 from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
 from deft_backend.hosts.vllm.layers import Layer, layer_of
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
-from deft_backend.hosts.vllm.server import data_rank
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
+from deft_backend.settings.config import Settings
+from deft_backend.telemetry.state import ServerState
 from failure_lines import raising
 from vllm_cpu_backend import original_backend
-from vllm_fakes import DIM, make_config, make_spec, speculating, tree_layers
+from vllm_fakes import DIM, KV_HEADS, make_config, make_spec, speculating, tree_layers
 
 
 def constructor(
@@ -74,6 +76,7 @@ def test_the_base_class_names_arguments_that_are_passed_on():
         ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
         ({"attn_type": SimpleNamespace(value="encoder_decoder")}, "of type encoder_decoder"),
         ({"scale": 0.0}, "scale 0.0"),
+        ({"logits_soft_cap": -1.0}, "soft cap -1.0"),
         ({"chunk_lookback": 3}, "the argument chunk_lookback"),
         ({"chunk_lookback": -1}, None),
         ({"use_alibi_sqrt": False}, None),
@@ -119,7 +122,7 @@ def test_scales_for_each_head_are_the_hosts(several):
         ({"speculative_config": speculating(4, enable_adaptive_verification=True)}, "adaptive"),
         ({"decode_context_parallel_size": 2}, "decode context parallel"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
-        ({"use_ubatching": True}, "micro-batches"),
+        ({"use_ubatching": True}, "dual batch overlap"),
     ],
 )
 def test_servers_of_other_kinds_are_refused(changes, reason):
@@ -196,16 +199,70 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
 
 
 @pytest.mark.parametrize(
-    ("changes", "rank"),
+    ("changes", "seconds", "expected"),
     [
-        ({}, None),
-        ({"data_parallel_size": 2}, 0),
-        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 1),
-        ({"data_parallel_index": 1}, 1),
-    ],  # vLLM tells a dense model's second engine that it is alone
+        ({}, 10.0, {}),
+        ({"rank": 1}, 0.05, {"log": 0.1}),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "rank": 3}, 0.2, {"pp_rank": 1}),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "rank": 9}, 0.2, {"pp_rank": 1}),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "rank": 1}, 0.2, {"pp_rank": 0}),
+        ({"data_parallel_size": 2}, 10.0, {"dp_rank": 0}),
+        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 10.0, {"dp_rank": 1}),
+        # vLLM tells a dense model's second engine that it is alone.
+        ({"data_parallel_index": 1}, 10.0, {"dp_rank": 1}),
+    ],
 )
-def test_engines_have_files_of_their_own(changes, rank):
-    assert data_rank(make_config(**changes).parallel_config) == rank
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_server_reports(changes, seconds, expected, rank, monkeypatch):
+    """The first rank logs. Engines and stages have files of their own."""
+    told = {}
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", str(seconds))
+    monkeypatch.setattr(server, "DecodeLog", lambda seconds: seconds)
+    monkeypatch.setattr(server, "page_of_files", lambda: "a page")
+    monkeypatch.setattr(server, "report_counters", lambda *given, **named: told.update(named))
+    config = make_config(**changes)
+    server._start_reporting(SimpleNamespace(rank=rank), config.parallel_config, Settings())
+    usual = {"pp_rank": None, "dp_rank": None, "log": seconds, "publishes": "a page", **expected}
+    assert told == usual | ({"log": None} if rank else {})
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_how_a_server_describes_itself(rank, monkeypatch):
+    from vllm.distributed import parallel_state
+
+    asked = raising(AssertionError("outside")) if rank is None else lambda: str(rank)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", asked)
+    monkeypatch.setattr("sys.argv", ["server", "--port", "81"])
+    config, model = make_config(), {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    model |= {"num_layers": 3, "device": "cpu", "chunk_tokens": 512, "values_apart": False}
+    config.attention_config.backend = SimpleNamespace(name="DEFT")
+    found = server._state_of(config, Settings(policy="fasttree"), torch.bfloat16, model)
+    expected = ServerState(
+        **{"port": 81, "rank": rank or 0, "host": "vllm", "backend": "DEFT", "policy": "fasttree"},
+        **{"host_version": versions.VLLM.installed(), "dtype": "bfloat16", "dtype_bytes": 2},
+        **model,
+    )
+    assert (found.description(), found.values_apart) == (expected.description(), False)
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_our_lines_are_in_the_hosts_log(speaks, monkeypatch):
+    """vLLM configures only its own logger; a process may have set up ours itself."""
+    ours, host = logging.Logger("deft"), logging.Logger("vllm", logging.ERROR)
+    own, theirs = logging.NullHandler(), [logging.NullHandler(), logging.NullHandler()]
+    host.handlers, host.propagate = list(theirs), False
+    if not speaks:
+        ours.addHandler(own)
+    monkeypatch.setattr(plugin, "logger", ours)
+    loggers = SimpleNamespace(getLogger=lambda name: {"vllm": host}[name])
+    monkeypatch.setattr(plugin, "logging", loggers)
+    plugin._log_with_the_host()
+    expected = (theirs, logging.ERROR, False) if speaks else ([own], logging.NOTSET, True)
+    assert (ours.handlers, ours.level, ours.propagate) == expected
+    host.handlers.clear()
+    monkeypatch.setattr(plugin, "logger", silent := logging.Logger("deft"))
+    plugin._log_with_the_host()
+    assert (silent.handlers, silent.level, silent.propagate) == ([], logging.NOTSET, True)
 
 
 @pytest.mark.parametrize(
@@ -234,23 +291,48 @@ def test_the_port_is_read_from_the_command_line_and_its_file(tmp_path, words, co
 
 @pytest.mark.parametrize(
     ("longest", "columns", "drafts"),
-    [(2000, [125, 128], None), (2048, [128], Drafts(5, ragged=True))],
+    [
+        (2000, [125, 128], None),
+        (2001, [126, 128], Drafts(5, ragged=True)),
+        (2048, [128], None),
+        (2049, [129, 144], None),
+    ],
 )
 def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, drafts, monkeypatch):
     """vLLM may make a page table wider, to a multiple of 16 pages.
 
     Requests of a verification may have different numbers of tokens.
     """
-    warmed_up = []
-    monkeypatch.setattr(
-        warm_up,
-        "warm_up_attention",
-        lambda held, tensors, smallest, shared: warmed_up.append(tensors),
-    )
+    warmed_up, made, make = [], [], TreeAttention.__init__
+
+    def recorded(self, **sizes):
+        made.append(sizes)
+        make(self, **sizes)
+
+    def prepared(attention, tensors, settings):
+        assert settings == Settings.from_env()
+        warmed_up.append(tensors)
+
+    monkeypatch.setattr(TreeAttention, "__init__", recorded)
+    monkeypatch.setattr(factory, "prepare_kernels", prepared)
+    monkeypatch.setenv("DEFT_MAX_BATCH", "9" if drafts else "99")
     config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest
-    assert tree_layers(config).builder(make_spec()).deft_group is not None
-    assert [(each.table_columns, each.drafts) for each in warmed_up] == [(columns, drafts)]
+    group = tree_layers(config).builder(make_spec()).deft_group
+    assert made == [
+        {
+            **{"num_query_heads": 4, "num_kv_heads": KV_HEADS, "head_dim": DIM, "policy": "auto"},
+            **{"dtype": torch.float32, "kv_dtype": None, "device": torch.device("cpu")},
+            **{"page_size": 16, "max_batch": 9 if drafts else 16, "max_tokens": columns[-1] * 16},
+            "query_tokens": 5 if drafts else 1,
+        }
+    ]
+    (tensors,) = warmed_up
+    assert (tensors.table_columns, tensors.drafts) == (columns, drafts)
+    assert (tensors.k_cache.shape, tensors.v_cache.shape) == ((2, 16, KV_HEADS, DIM),) * 2
+    assert {tensors.table_dtype, tensors.lens_dtype, tensors.rows_dtype} == {torch.int32}
+    assert [*tensors.layers] == [LayerKind()]
+    assert (group.counts, group.tree_layers, group.page_size) == (True, 2, 16)
 
 
 @pytest.mark.parametrize(

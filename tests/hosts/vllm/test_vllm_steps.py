@@ -1,19 +1,23 @@
 """Steps of every kind: decode, verification, and those that also prefill, split or picked from."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm.content import DOCUMENTS, Content, RestBuilder, content_of, unsplit
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.telemetry.counters import Content, Steps
+from deft_backend.telemetry import counters
+from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION, Decoded, Steps
 from failure_lines import raising
-from vllm_fakes import DIM, KV_HEADS, Cache, close, make_spec, reference, run, state, told
+from vllm_fakes import DIM, KV_HEADS, Batch, Cache, close, make_spec, reference, run, state, told
 
 TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
 
 
 def steps_of(kind, reason=None):
-    return {Content(kind.name, reason): Steps(1, kind.rows, kind.tokens * TOKEN)}
+    return {counters.Content(kind.name, reason): Steps(1, kind.rows, kind.tokens * TOKEN)}
 
 
 def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kind, rests):
@@ -127,3 +131,97 @@ def test_another_group_with_the_same_requests(kind, slices, rests):
     assert rests == ([kind.rest] * bool(kind.rest)) + (
         [kind.rest] * bool(kind.rest) if taken else [whole]
     )
+
+
+# The content of a batch: requests of these contexts, by their query tokens.
+
+LENS = [40, 37, 33, 50, 5]
+PREFILLS = {at: [row in at for row in range(5)] for at in [(), (1,), (3, 4), (1, 3, 4), (0, 1, 2)]}
+META = {"seq_lens": torch.zeros(5, device="meta"), "seq_lens_cpu_upper_bound": None}
+
+
+@pytest.mark.parametrize(
+    ("queries", "prefills", "query_tokens", "equal_bits", "expected"),
+    [
+        ([1] * 5, (), 1, False, (DECODE, 5, 5, 5, 165, 0)),
+        ([1] * 5, (1,), 1, False, (DECODE, 5, 5, 5, 165, 0)),
+        ([1] * 5, (), 1, True, (DECODE, 5, 5, 5, 165, 0)),
+        ([1] * 5, (1,), 1, True, (MIXED, 4, 4, 4, 128, 0, True, [0, 2, 3, 4])),
+        ([1, 1, 0, 0, 0], (), 1, False, (DECODE, 5, 2, 2, 165, 0)),
+        ([1, 2, 1, 1, 1], (), 2, False, (VERIFICATION, 5, 6, 5, 165, 6)),
+        ([1, 2, 1, 1, 1], (), 1, False, (MIXED, 1, 1, 4, 128, 0, True, [0, 2, 3, 4])),
+        ([1, 1, 1, 30, 5], (), 1, False, (MIXED, 3, 3, 3, 110, 0, False, [0, 1, 2])),
+        ([1, 1, 1, 30, 5], (1, 3, 4), 1, False, (MIXED, 3, 3, 2, 73, 0, False, [0, 2])),
+        ([1, 1, 1, 30, 5], (1, 3, 4), 1, True, (MIXED, 2, 2, 2, 73, 0, True, [0, 2])),
+        ([1, 1, 1, 30, 5], (3, 4), 1, True, (MIXED, 3, 3, 3, 110, 0, False, [0, 1, 2])),
+        ([5, 2, 1, 30, 5], (3, 4), 5, False, (MIXED, 3, 8, 3, 110, 8, False, [0, 1, 2])),
+        ([30, 2, 9, 1, 1], (0, 1, 2), 1, False, (MIXED, 0, 0, 2, 55, 0, True, [3, 4])),
+        ([5, 20, 9, 30, 5], (), 1, False, None),
+        ([0] * 5, (), 1, False, None),
+    ],
+)
+def test_the_content_of_a_batch(queries, prefills, query_tokens, equal_bits, expected):
+    batch, changes = Batch(LENS, shared=2, query_lens=queries), {}
+    for known in ({"is_prefilling": torch.tensor(PREFILLS[prefills])}, META):
+        changes |= known
+        found = content_of(batch.common(**changes), query_tokens, equal_bits=equal_bits)
+        if expected is None:
+            assert found is None
+            continue
+        kind, requests, tokens, rows, context, verified, *scattered = expected
+        decoded = Decoded(kind, rows, 0 if known is META else context, verified)
+        plain = Content(kind, requests, tokens, decoded, *scattered[:1])
+        assert found._replace(decoding=None) == plain
+        assert (None if found.decoding is None else [*found.decoding]) == (
+            scattered[1] if scattered else None
+        )
+        assert found.verifies == (tokens > requests)
+    # The CPU's own lengths, and no word about prompts.
+    changes = {"seq_lens_cpu_upper_bound": None, "is_prefilling": None}
+    found = content_of(batch.common(**changes), query_tokens, equal_bits=equal_bits)
+    assert expected is None or prefills or found.decoded.tokens == expected[4]
+
+
+@pytest.mark.parametrize(
+    ("queries", "changes", "reason"),
+    [
+        ([1, 1, 1, 30, 5], {}, None),
+        ([1, 2, 1, 1, 1], {}, "decode rows behind prefills"),
+        ([1, 1, 1, 30, 5], {"mm_req_doc_ranges": {3: [], 4: [(1, 2)]}}, DOCUMENTS),
+        ([1, 1, 1, 30, 5], {"mm_req_doc_ranges": {3: []}}, None),
+        ([1, 1, 1, 30, 5], {"num_actual_tokens": 37}, "prefills of unknown lengths"),
+        ([1, 1, 1, 30, 5], {"num_actual_tokens": 39}, "prefills of unknown lengths"),
+        ([1, 1, 1, 30, 5], {"seq_lens_cpu_upper_bound": None}, "prefills of unknown lengths"),
+    ],
+)
+def test_what_the_hosts_code_cannot_slice(queries, changes, reason):
+    common = Batch(LENS, shared=2, query_lens=queries).common(**changes)
+    assert unsplit(content_of(common, 1), common) == reason
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
+    """FlashInfer's builders share one workspace."""
+
+    class Builder:
+        def __init__(self, *given):
+            self.calls = [given]
+            if workspace:
+                self.set_workspace_buffer = lambda buffer: self.calls.append(buffer)
+
+        def build(self, prefix, rest, **options):
+            self.calls.append((prefix, options))
+            return rest
+
+    first = SimpleNamespace(_get_workspace_buffer=lambda: "the workspace")
+    rests = RestBuilder(SimpleNamespace(get_builder_cls=lambda: Builder), first, ("a", "b"))
+    for prefilling in (None, torch.tensor(PREFILLS[3, 4])):
+        batch = Batch(LENS, shared=2, query_lens=[1, 1, 1, 30, 5])
+        common = batch.common(is_prefilling=prefilling)
+        rest = rests.build(content_of(common, 1), common, fast_build=True)
+        assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (2, 35, 30)
+        assert rest.query_start_loc.tolist() == [0, 30, 35]
+        assert rest.seq_lens.tolist() == [50, 5]
+        assert prefilling is None or rest.is_prefilling.tolist() == [True, True]
+    told = [*(["the workspace"] * workspace), (0, {"fast_build": True})]
+    assert rests.builder.calls == [("a", "b"), *told * 2]

@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,3 +176,6 @@ def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
     assert drafts(name, make_config(speculative_config=speculating(2))) is expected
     assert not drafts(name, make_config())
+    unknown = make_config(speculative_config=speculating(2))
+    unknown.model_config.hf_text_config = SimpleNamespace()  # not how many layers the target has
+    assert drafts(name, unknown) is (expected and name != "model.layers.2.self_attn.attn")
