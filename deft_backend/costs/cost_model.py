@@ -95,8 +95,6 @@ class CostModel:
             raise CostModelError(
                 f"bandwidth_gb_s is {self.bandwidth_gb_s}; expected a number above 0"
             )
-        if self.head_dim < 1:
-            raise CostModelError(f"head_dim is {self.head_dim}; expected at least 1")
 
     def time(self, query_rows: npt.ArrayLike, tokens: npt.ArrayLike) -> FloatArray:
         """C_est(n_q, n): milliseconds of partial attention (FlashForge, equation 6).
@@ -262,9 +260,8 @@ HEAD_NS = 2.0  # one head's partial result of a query is written, read and merge
 
 LAUNCH_NS = 14000.0  # the launches that gather queries and merge results, in each layer
 
-LEAVES_NS = (
-    33000.0  # a second call for leaves, in each layer, if a request has several query tokens
-)
+# A second call for leaves, in each layer, if a request has several query tokens.
+LEAVES_NS = 33000.0
 
 STEP_NS = 700_000.0
 """What a server's step takes longer over a plan, apart from its layers. The first end-to-end run

@@ -135,17 +135,12 @@ def build_forest(
     lens = int32(seq_lens, "seq_lens").copy()
     shared_ = int32(shared, "shared")
     _check(order_, shared_, lens, page_size)
-    return _forest_of(order_, shared_, lens, page_size)
 
-
-def _forest_of(
-    order: Int32Array, shared: Int32Array, lens: Int32Array, page_size: int
-) -> PrefixForest:
-    """The nodes of a batch; one stack finds the shared ones (nearest smaller values)."""
-    # Nodes as the place of their first query, their end, and the place behind their last query.
+    # Nodes as the place of their first query, their end, and the place behind their last query. One
+    # stack finds the shared ones (nearest smaller values).
     nodes: list[tuple[int, int, int]] = []
     still_open = [(0, 0)]  # first place and end, outer nodes first, in a root that is no node
-    for place, common in enumerate([*shared.tolist(), 0], start=1):
+    for place, common in enumerate([*shared_.tolist(), 0], start=1):
         first = place - 1
         while still_open[-1][1] > common:
             first, end = still_open.pop()
@@ -154,7 +149,7 @@ def _forest_of(
             still_open.append((first, common))
     # Depth-first order: by first place, outer before inner, and a place's leaf last.
     leaf_end = 1 << 31
-    nodes += [(place, leaf_end, place + 1) for place in range(len(order))]
+    nodes += [(place, leaf_end, place + 1) for place in range(len(order_))]
     nodes.sort()
 
     parent: list[int] = []
@@ -166,12 +161,12 @@ def _forest_of(
         above = node
     begin, end, stop = np.array(nodes, dtype=np.int64).reshape(-1, 3).T
     leaf = np.flatnonzero(end == leaf_end)
-    end[leaf] = lens[order]
+    end[leaf] = lens[order_]
     parents = np.array(parent, dtype=np.int32)
     start = np.where(parents == VIRTUAL_ROOT, 0, end[parents])
-    columns = (order[begin], start, end - start, begin, stop, leaf)
+    columns = (order_[begin], start, end - start, begin, stop, leaf)
     return PrefixForest(
-        order, lens, page_size, parents, *(column.astype(np.int32) for column in columns)
+        order_, lens, page_size, parents, *(column.astype(np.int32) for column in columns)
     )
 
 

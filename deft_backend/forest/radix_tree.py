@@ -33,7 +33,7 @@ def forest_from_paths(
         raise ForestError(
             f"{len(paths)} paths for {len(seq_lens)} sequence lengths; expected as many of each"
         )
-    below: list[dict[Hashable, int] | None] = [None]  # children of each tree node
+    children: dict[tuple[int, Hashable], int] = {}  # (node, identity of the child) -> child
     parent, depth, holder = [0], [0], []
     for request, path in enumerate(paths):
         node = 0
@@ -43,13 +43,9 @@ def forest_from_paths(
                     f"request {request}: node {identity!r} holds {tokens} tokens; "
                     "expected 1 or more"
                 )
-            siblings = below[node]
-            if siblings is None:
-                siblings = below[node] = {}
-            child = siblings.get(identity)
+            child = children.get((node, identity))
             if child is None:
-                child = siblings[identity] = len(below)
-                below.append(None)
+                child = children[node, identity] = len(parent)
                 parent.append(node)
                 depth.append(depth[node] + tokens)
             node = child

@@ -130,55 +130,39 @@ def _run_steps(attention: TreeAttention, tensors: StepTensors, smallest: int) ->
     eight_bits = attention.kv_dtype != attention.dtype
     scale: float | torch.Tensor = attention.unit_scale if eight_bits else 1.0
 
-    def attend(query_tokens: int, table: torch.Tensor, lens: torch.Tensor, **step: Any) -> None:
-        shape = (query_tokens, attention.num_query_heads, attention.head_dim)
+    def run(batch: int, columns: int, drafts: Drafts) -> None:
+        tokens, columns = drafts.query_tokens, max(drafts.query_tokens + 1, columns)
+        table = torch.zeros((1, columns), dtype=tensors.table_dtype, device=device)
+        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
+        rows = torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
+        attention.plan_batch(table, lens, table_rows=rows, query_tokens=tokens)
+        step: dict[str, Any] = {"table_rows": rows, "k_scale": scale, "v_scale": scale}
+        if drafts.ragged:
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+            step["query_start"] = starts * tokens
+        if drafts.trees:
+            words = (batch, tokens, words_of(tokens))
+            step["ancestors"] = torch.zeros(words, dtype=torch.int64, device=device)
+        shape = (attention.num_query_heads, attention.head_dim)
         # All query tokens are one in memory: a batch of drafts is large.
-        q, out = torch.zeros(2, 1, *shape[1:], dtype=attention.dtype, device=device).expand(
-            2, *shape
-        )
+        one = torch.zeros((2, 1, *shape), dtype=attention.dtype, device=device)
+        q, step["out"] = one.expand(2, batch * tokens, *shape)
         for kind in tensors.layers:
             sinks = None
             if kind.sinks is not None:
                 sinks = torch.zeros(attention.num_query_heads, dtype=kind.sinks, device=device)
-            step |= {"k_scale": scale, "v_scale": scale, "sinks": sinks, "out": out}
             caches, cap = (tensors.k_cache, tensors.v_cache), float(kind.soft_cap)
-            attention.run(q, *caches, table, lens, logit_cap=cap, **step)
-
-    def held(batch: int, columns: int, tokens: int) -> tuple[torch.Tensor, ...]:
-        columns = max(tokens + 1, columns)
-        table = torch.zeros((1, columns), dtype=tensors.table_dtype, device=device)
-        lens = torch.full((batch,), tokens + 1, dtype=tensors.lens_dtype, device=device)
-        return table, lens, torch.zeros(batch, dtype=tensors.rows_dtype, device=device)
-
-    def run(batch: int, columns: int) -> None:
-        table, lens, rows = held(batch, columns, 1)
-        attention.plan_batch(table, lens, table_rows=rows)
-        attend(batch, table, lens, table_rows=rows)
-
-    def verify(drafts: Drafts, batch: int, columns: int) -> None:
-        tokens = drafts.query_tokens
-        table, lens, rows = held(batch, columns, tokens)
-        attention.plan_batch(table, lens, table_rows=rows, query_tokens=tokens)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
-        bits = torch.zeros((batch, tokens, words_of(tokens)), dtype=torch.int64, device=device)
-        attend(
-            batch * tokens,
-            table,
-            lens,
-            table_rows=rows,
-            query_start=starts if drafts.ragged else None,
-            ancestors=bits if drafts.trees else None,
-        )
+            attention.run(q, *caches, table, lens, logit_cap=cap, sinks=sinks, **step)
 
     drafts = tensors.drafts
-    decodes = drafts is None or not drafts.always
+    blocks = attention.capacity.max_batch // largest
     for columns in tensors.table_columns:
-        blocks = attention.capacity.max_batch // largest
         if drafts is not None:
             for batch in _batches(least, largest, blocks):
-                verify(drafts, batch, columns)
-        for batch in _batches(least, largest) if decodes else ():
-            run(batch, columns)
+                run(batch, columns, drafts)
+        if drafts is None or not drafts.always:
+            for batch in _batches(least, largest):
+                run(batch, columns, Drafts(1))
 
 
 # The kernels' cache

@@ -51,7 +51,11 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     reason = SGLANG.refuse()
     deterministic = getattr(server_args, "enable_deterministic_inference", False)
     if decodes and reason is None and deterministic:
-        _limit_requests(server_args, settings)
+        from deft_backend.planner.on_device import largest_batch
+
+        # Plans must hold every batch, and the host's own limit may be higher.
+        if getattr(server_args, "max_running_requests", None) is None:
+            server_args.max_running_requests = min(settings.max_batch, largest_batch())
     result = resolve_host(server_args)
     if not decodes:
         logger.warning(
@@ -99,14 +103,6 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
         versions.disable_decode_graphs(server_args)
     setattr(server_args, HOST_DECODE, decode)
     return result
-
-
-def _limit_requests(server_args: Any, settings: Settings) -> None:
-    """Plans must hold every batch, and the host's own limit may be higher."""
-    from deft_backend.planner.on_device import largest_batch
-
-    if getattr(server_args, "max_running_requests", None) is None:
-        server_args.max_running_requests = min(settings.max_batch, largest_batch())
 
 
 def _decodes(server_args: Any) -> bool:

@@ -201,11 +201,8 @@ class TreeSteps:
         """A server that has decoded counts no step while it captures again."""
         if self._counting and self._recaptures is not held:
             self._recaptures = held
-            self._synchronize()
+            device = self.layers.attention.device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             on_device = self.layers.state.on_device
             (on_device.hold if held else on_device.go_on)()
-
-    def _synchronize(self) -> None:
-        device = self.layers.attention.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -108,29 +108,25 @@ def disable_decode_graphs(server_args: Any) -> None:
     declare_resolution(server_args, "deft", cuda_graph_config=config)
 
 
-def ranks(runner: Any) -> Any:
-    """``tp_rank``, ``pp_rank``, ``dp_rank`` and ``attn_tp_rank``; to 0.5.20 the runner's ``ps``."""
-    held = getattr(runner, "ps", None)
-    if held is not None:
-        return held
+def _parallel() -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
 
 
+def ranks(runner: Any) -> Any:
+    """``tp_rank``, ``pp_rank``, ``dp_rank`` and ``attn_tp_rank``; to 0.5.20 the runner's ``ps``."""
+    held = getattr(runner, "ps", None)
+    return _parallel() if held is None else held
+
+
 def tensor_parallel_group(runner: Any) -> Any:
     """The group of a model runner's tensor-parallel ranks; to 0.5.21 the runner's attribute."""
-    if hasattr(runner, "tp_group"):
-        return runner.tp_group
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel().tp_group
+    return runner.tp_group if hasattr(runner, "tp_group") else _parallel().tp_group
 
 
 def attention_ranks() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().attn_tp_size)
+    return int(_parallel().attn_tp_size)
 
 
 def attention_layers(model: Any) -> list[Any]:

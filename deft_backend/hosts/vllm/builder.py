@@ -91,10 +91,11 @@ class TreeBuilder:
         self, metadata: Any, common_prefix_len: int, common: Any, *args: Any, **kwargs: Any
     ) -> None:
         step, group = None, self.deft_group
-        content = None
-        if group is not None:
-            content = content_of(common, group.query_tokens, equal_bits=group.equal_bits)
-        if group is not None and content is not None:
+        if group is None:
+            attach(metadata, None)
+            return
+        content = content_of(common, group.query_tokens, equal_bits=group.equal_bits)
+        if content is not None:
             reason = self._refuses(group, content, common_prefix_len, common)
             if reason is None:
                 step = self._tree_step(group, content, common, *args, **kwargs)
@@ -102,8 +103,7 @@ class TreeBuilder:
             if not self._capturing:
                 group.count(step, content.decoded, reason)
         attach(metadata, step)
-        if group is not None:
-            group.current = step
+        group.current = step
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         metadata = self._host().build_for_drafting(common_attn_metadata, draft_index)

@@ -103,20 +103,15 @@ def untold(vllm_config: Any) -> str | None:
 def _start_reporting(state: ServerState, place: Any, settings: Settings) -> None:
     from vllm import envs
 
-    stages = place.pipeline_parallel_size
+    stages, engine = place.pipeline_parallel_size, place.data_parallel_rank
+    if place.data_parallel_size == 1:  # vLLM leaves a dense model's engine no more
+        engine = place.data_parallel_index or None
     seconds = max(0.1, float(envs.VLLM_LOG_STATS_INTERVAL))
     report_counters(
         state,
         settings,
         pp_rank=place.rank // place.tensor_parallel_size % stages if stages > 1 else None,
-        dp_rank=data_rank(place),
+        dp_rank=engine,
         log=DecodeLog(seconds=seconds) if state.rank == 0 else None,
         publishes=page_of_files(),  # otherwise the API server reads the state files: see plugin.py
     )
-
-
-def data_rank(place: Any) -> int | None:
-    """This engine's index among several, or None; vLLM leaves a dense model's engine no more."""
-    if place.data_parallel_size > 1:
-        return int(place.data_parallel_rank)
-    return int(place.data_parallel_index) or None

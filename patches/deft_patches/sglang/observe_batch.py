@@ -6,7 +6,6 @@ Why: attention backends get a ``ForwardBatch``, which holds request ids but neit
 radix-tree nodes nor the tree. ``init_new`` makes it from the scheduler's batch. It runs on the same
 thread right before the forward, so the tree cannot change in between. A backend recognises its
 batch by the identity of the list ``rids``, because the host replaces the batch object on the way.
-Looks for: nothing; the adapter checks its contract before it installs the patch.
 Harmless to other batches: observers only read, and the patch drops an observer that fails.
 """
 

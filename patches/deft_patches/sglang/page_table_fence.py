@@ -6,7 +6,6 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 alone) or the class that a 
     for the whole forward. The host allows them once it has read its metadata, before the replay.
 Why: tree attention reads page tables during the replay. With overlap on, the host prepares the next
     batch meanwhile, and may give a request's row to another. Later versions ask the backend.
-Looks for: nothing; the adapter checks its contract before it installs the patch.
 Harmless to runners without a reader: the wrapper only calls the host's method.
 """
 

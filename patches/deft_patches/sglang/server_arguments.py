@@ -6,7 +6,6 @@ Why: the host derives much from the attention backend's name, in dozens of place
     dtype, graphs, which kernels write its page tables. Its registry adds names, but no way to say
     "like your default, except decode". The wrapper removes the name before;
     ``hosts/sglang/arguments.py`` describes what follows.
-Looks for: nothing; the adapter names the method.
 Harmless to servers that do not ask for ``deft``: the wrapper calls the host's own.
 """
 

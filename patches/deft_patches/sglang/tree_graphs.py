@@ -9,8 +9,7 @@ Changes, on ``DecodeCudaGraphRunner`` (SGLang 0.5.17 to 0.5.23) or the class tha
 Why: the CPU knows before every step of MLA whether it shares enough; a graph cannot choose.
     The host's own graph variants (0.5.20 on) do not serve: it makes them from the model's
     configuration alone, and asks which one a batch takes after it has asked ``shared_read_ends``.
-Looks for: nothing; the adapter checks its contract before it installs the patch. Serves the graph
-    backend "full" alone (one graph for a whole forward).
+Serves the graph backend "full" alone (one graph for a whole forward).
 Harmless to runners without a controller: the wrappers only call the host's methods.
 """
 

@@ -4,7 +4,6 @@ Changes: wraps the method ``WorkerWrapperBase.execute_model(scheduler_output)`` 
     its result is unchanged.
 Why: attention backends do not learn the requests of a batch. The scheduler's message tells them
     and their blocks, in CPU memory, so nobody waits for the GPU.
-Looks for: nothing; the adapter checks its contract before it installs the patch.
 Harmless to other servers: the observer only reads, and the patch drops an observer that fails.
     Workers under Ray do not use the method: there the observer sees nothing.
 """

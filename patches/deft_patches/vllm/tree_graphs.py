@@ -7,7 +7,6 @@ Changes, on ``ModelCudaGraphManager`` of model runner V2 (vLLM 0.26 to 0.33), fo
     memory profile, which captures its largest graphs, gets the bytes of both sets;
     ``run_fullgraph``: replays the second graph of a batch's size if the controller takes the step.
 Why: the CPU knows before every step whether the batch shares enough; a graph cannot choose.
-Looks for: the fields that hold the graphs; the adapter checks its contract before.
 Harmless to managers without a controller: the wrappers only call the host's methods. Drafters have
     managers of another class.
 """
