@@ -6,25 +6,19 @@ import re
 import shlex
 import socket
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention_checks import tree_attention
 from commands import run
-from deft_backend.attention import self_check
-from deft_backend.attention.self_check import Case, Outcome
-from deft_backend.cli import ab_run, checks
-from deft_backend.cli.doctor import _next_step
+from deft_backend.cli import ab_run
 from deft_backend.forest import build_forest
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.servers.command import installed_hosts, server_command, use_gpu
-from drawings import check_drawn
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
@@ -37,18 +31,6 @@ def refused(*arguments, **environment):
     code, _, err = run(*arguments, **environment)
     assert code == 2
     return err
-
-
-def install(monkeypatch, versions):
-    """Make exactly these distributions appear installed, in these versions."""
-
-    def version(name):
-        found = versions.get(name)
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr("importlib.metadata.version", version)
 
 
 @pytest.fixture
@@ -198,186 +180,3 @@ def test_a_report_that_cannot_be_written_is_said_before_the_run(kind, tmp_path, 
     assert f"cannot write the report into {file}: File exists" in err
     make_report_folder(tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").is_dir()
-
-
-def test_doctor_json(model):
-    code, out, _ = run("doctor", "--json", "--model", model)
-    content = json.loads(out)
-    found = [check for part in ("installed", "machine", "settings") for check in content[part]]
-    assert {"python", "torch", "sglang", "plugin", "DEFT_POLICY"} <= {c["subject"] for c in found}
-    assert content["works"] == all(check["status"] != "problem" for check in found)
-    assert code == (0 if content["works"] else 1)
-    assert all(check["remedy"] for check in found if check["status"] == "problem")
-    (kernel,) = content["kernels"]
-    assert (kernel["heads"], kernel["head_dim"], kernel["dtype"]) == ("4/2", 64, "float16")
-    config = Path(model) / "config.json"
-    config.write_text(
-        config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 7')
-    )
-    (kernel,) = json.loads(run("doctor", "--model", model, "--json")[1])["kernels"]
-    assert (kernel["kernel"], "7 query heads" in kernel["why"]) == ("host", True)
-
-
-def test_doctor_runs_the_kernels_and_fails_with_them(monkeypatch):
-    def found(shapes, device, until):
-        assert len(shapes) == 4  # two shapes, each with caches of 16 and of 8 bits
-        assert 8 < until - time.monotonic() <= 18  # 2 of 20 s are for what is around the cases
-        yield shapes[0], Outcome(Case(on_device=False), 3e-4)
-        yield shapes[0], Outcome(Case(on_device=True), 2.0, "row 3 is off by 2")
-        yield shapes[1], Outcome(Case(on_device=True, query_tokens=4), None)
-
-    monkeypatch.setattr(self_check, "check_shapes", found)
-    code, out, _ = run("doctor", "--check", COLUMNS="200")
-    assert code == 1
-    shown = [line for line in out.splitlines() if "planned on the" in line]
-    assert len(shown) == 3
-    assert ["3.0e-04" in shown[0], "row 3 is off" in shown[1], "not run" in shown[2]] == 3 * [True]
-    assert "No GPU here: the check ran the interpreter's kernels" in out
-    assert "2 of 3 cases ran within 20 s; Triton's interpreter is slow on a busy machine" in out
-    _, out, _ = run("doctor", "--check", "--json")
-    content = json.loads(out)
-    assert not content["works"]
-    assert [entry["failure"] for entry in content["check"][:3]] == [None, "row 3 is off by 2", None]
-    nothing = Outcome(Case(on_device=False), None)
-    monkeypatch.setattr(self_check, "check_shapes", lambda shapes, *_: [(shapes[0], nothing)])
-    code, out, _ = run("doctor", "--check", COLUMNS="200")
-    assert (code, "no case of --check ran" in out) == (1, True)
-
-
-def test_doctor_without_a_case_that_ran_knows_nothing(monkeypatch):
-    monkeypatch.setattr(
-        self_check,
-        "check_shapes",
-        lambda shapes, *rest: [(shapes[0], Outcome(Case(on_device=False), None))],
-    )
-    code, out, _ = run("doctor", "--check", COLUMNS="200")
-    assert (code, "no case of --check ran" in out) == (1, True)
-
-
-def test_doctor_recommends_what_runs_here(monkeypatch):
-    """Outside a checkout there is no tiny model."""
-    assert _next_step() == "try deft ab --quick, or deft serve"
-    monkeypatch.setattr("deft_backend.cli.doctor.tiny_model", lambda: None)
-    assert _next_step() == "try deft ab --quick --model M, or deft serve --model M"
-
-
-@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
-def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
-    monkeypatch.setenv("DEFT_CACHE_DIR", folder)
-    found = {check.subject: check for check in checks.check_settings()}
-    state = found["state folder"] if "state folder" in found else found["DEFT_CACHE_DIR"]
-    assert state.status != "ok"
-    assert state.remedy is not None
-
-
-def test_doctor_finds_bad_settings():
-    wrong = {"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_CACHE_DIR": "~nobody-there/x"}
-    code, out, _ = run("doctor", "--json", **wrong, DEFT_PLANNER="device")
-    assert code == 1
-    found = {check["subject"]: check for check in json.loads(out)["settings"]}
-    statuses = {name: found[name]["status"] for name in (*wrong, "DEFT_PLANNER")}
-    assert statuses == dict.fromkeys(statuses, "problem") | {"DEFT_POLCY": "note"}
-    assert "'~nobody-there/x'; expected a directory" in found["DEFT_CACHE_DIR"]["state"]
-    _, shown, _ = run("doctor", **wrong)
-    assert f"→ {found['DEFT_CACHE_DIR']['remedy']}" in shown
-
-
-@pytest.mark.parametrize(
-    ("variable", "loading", "others"),
-    [
-        ("SGLANG_PLUGINS", ("", "a, deft"), ("a", "a deft")),
-        ("VLLM_PLUGINS", ("a,deft",), ("", "a, deft")),
-    ],
-)
-def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, loading, others, monkeypatch):
-    (host,) = (host for host in checks.HOSTS if host.selection == variable)
-    for value in (*loading, *others):
-        monkeypatch.setenv(variable, value)
-        assert host.leaves_us_out() is (value in others), value
-    monkeypatch.delenv(variable)
-    assert not host.leaves_us_out()
-
-
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [
-        *[("0.5.16", "problem"), ("0.5.17", "ok"), ("0.5.17.post1", "ok"), ("0.5.23", "ok")],
-        *[("0.5.24rc0", "problem"), (None, "problem")],
-    ],
-)
-def test_doctor_compares_versions(version, status, monkeypatch):
-    install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
-    found = {check.subject: check.status for check in checks.check_packages()}
-    assert [found[name] for name in ("sglang", "torch", "triton")] == [status, "problem", "note"]
-
-
-MACHINES = {
-    "SGLang of the window, on a GPU": (
-        {"sglang": "0.5.17", "torch": "2.8", "triton": "4", "aiohttp": None, "deft-backend": "9"},
-        {"has_nvidia_driver": True, "find_compiler": ["gcc", "-m64"], "cuda": "13", "sees": True},
-    ),
-    "the newest vLLM, without a GPU": (
-        {"vllm": "0.33.1", "torch": "2.7", "triton": "3.4", "aiohttp": "3.8"},
-        {"find_compiler": None, "num_gpus": 0},
-    ),
-    "no host": (
-        {"torch": "3", "triton": None, "aiohttp": "3.9"},
-        {
-            "ensure_driver_stub": Path("/stub"),
-            "loading_fails": "noexec",
-            "find_compiler": None,
-            "sees": True,
-        },
-    ),
-    "another SGLang": (
-        {"sglang": "0.6", "torch": "2.99", "triton": "3.3"},
-        {
-            "ensure_driver_stub": Path("/stub"),
-            "loading_fails": None,
-            "write_fails": "full",
-            "cuda": "13",
-        },
-    ),
-}
-
-
-def findings(monkeypatch):
-    """Every finding of `deft doctor` on these machines, a line each."""
-    usual = {
-        "has_nvidia_driver": False,
-        "num_gpus": 1,
-        "write_fails": None,
-        "find_compiler": ["gcc"],
-    }
-    usual |= {"ensure_driver_stub": Path("/stub"), "loading_fails": None}
-    monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
-    monkeypatch.setattr("platform.system", lambda: "Linux")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    monkeypatch.setattr(torch, "__version__", "2.9")
-    point = SimpleNamespace(value="deft:register", load=lambda: None)
-    broken = SimpleNamespace(value="old:register", load=lambda: point.nothing)
-    for name, (versions, machine) in MACHINES.items():
-        yield f"# {name}"
-        install(monkeypatch, versions)
-        answers = usual | machine
-        sees = answers.pop("sees", False)
-        monkeypatch.setattr(torch.version, "cuda", answers.pop("cuda", None))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda sees=sees: sees)
-        for function, found in answers.items():
-            monkeypatch.setattr(checks, function, lambda *_, found=found: found)
-        points = {"no host": [point, broken], "another SGLang": []}.get(name, [point])
-        monkeypatch.setattr(checks, "entry_points", lambda points=points, **_: points)
-        monkeypatch.setenv("DEFT_UNTESTED_HOST", "1" if "sglang" in versions else "")
-        every = (checks.check_packages, checks.check_entry_point, checks.check_device)
-        for check in (check for of in (*every, checks.check_settings) for check in of()):
-            remedy = "" if check.remedy is None else f" → {check.remedy}"
-            yield f"{check.subject}: {check.status}: {check.state}{remedy}"
-
-
-def test_the_findings_of_doctor_are_as_drawn(monkeypatch):
-    monkeypatch.setenv("DEFT_CACHE_DIR", "/cache")
-    monkeypatch.setenv("VLLM_PLUGINS", "a, b")
-    monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "fa3")
-    text = "\n".join(findings(monkeypatch)).replace(VERSION, "VERSION")
-    check_drawn(f"{text}\n", Path(__file__).with_name("doctor.txt"))

@@ -1,0 +1,189 @@
+"""`deft doctor`: all that it prints, on machines of several kinds."""
+
+import json
+import re
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commands import run
+from deft_backend import kernels
+from deft_backend.attention import self_check
+from deft_backend.attention.self_check import Case, Outcome
+from deft_backend.cli import checks, doctor
+from deft_backend.costs.cost_model import default_cost_model
+from deft_backend.costs.table_lookup import TableInUse
+from deft_backend.settings.version import VERSION
+from drawings import check_drawn
+
+SHIPPED = Path(kernels.__file__).parents[1] / "costs" / "shipped" / "h100-fp8.json"
+
+
+def install(monkeypatch, versions):
+    """Make exactly these distributions appear installed, in these versions."""
+
+    def version(name):
+        found = versions.get(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/x"])
+def test_doctor_tries_to_write_the_state_folder(folder, monkeypatch):
+    monkeypatch.setenv("DEFT_CACHE_DIR", folder)
+    found = {check.subject: check for check in checks.check_settings()}
+    state = found["state folder"] if "state folder" in found else found["DEFT_CACHE_DIR"]
+    assert state.status != "ok"
+    assert state.remedy is not None
+
+
+@pytest.mark.parametrize(
+    ("variable", "loading", "others"),
+    [
+        ("SGLANG_PLUGINS", ("", "a, deft"), ("a", "a deft")),
+        ("VLLM_PLUGINS", ("a,deft",), ("", "a, deft")),
+    ],
+)
+def test_doctor_reads_plugin_lists_as_the_hosts_do(variable, loading, others, monkeypatch):
+    (host,) = (host for host in checks.HOSTS if host.selection == variable)
+    for value in (*loading, *others):
+        monkeypatch.setenv(variable, value)
+        assert host.leaves_us_out() is (value in others), value
+    monkeypatch.delenv(variable)
+    assert not host.leaves_us_out()
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        *[("0.5.16", "problem"), ("0.5.17", "ok"), ("0.5.17.post1", "ok"), ("0.5.23", "ok")],
+        *[("0.5.24rc0", "problem"), (None, "problem")],
+    ],
+)
+def test_doctor_compares_versions(version, status, monkeypatch):
+    install(monkeypatch, {"sglang": version, "torch": "1.9", "triton": "99"})
+    found = {check.subject: check.status for check in checks.check_packages()}
+    assert [found[name] for name in ("sglang", "torch", "triton")] == [status, "problem", "note"]
+
+
+MACHINES = {
+    "SGLang of the window, on a GPU": (
+        "--check",
+        {"sglang": "0.5.17", "torch": "2.8", "triton": "4", "aiohttp": None, "deft-backend": "9"},
+        {"has_nvidia_driver": True, "find_compiler": ["gcc", "-m64"], "cuda": "13", "sees": True},
+        {},
+    ),
+    "outside a checkout": (
+        "--check",
+        {"sglang": "0.5.23", "torch": "2.8", "triton": "3.9", "aiohttp": "4"},
+        {"has_nvidia_driver": True, "cuda": "13", "sees": True},
+        {},
+    ),
+    "the newest vLLM, without a GPU": (
+        "--check",
+        {"vllm": "0.33.1", "torch": "2.7", "triton": "3.4", "aiohttp": "3.8"},
+        {"find_compiler": None, "num_gpus": 0},
+        {"VLLM_PLUGINS": "a, b"},
+    ),
+    "no host": (
+        "--check",
+        {"torch": "3", "triton": None, "aiohttp": "3.9"},
+        {"loading_fails": "noexec", "find_compiler": None, "sees": True},
+        {
+            **{"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_PLANNER": "device"},
+            "DEFT_CACHE_DIR": "~nobody-there/x",
+        },
+    ),
+    "another SGLang": (
+        "--model MODEL --json",
+        {"sglang": "0.6", "torch": "2.99", "triton": "3.3"},
+        {"write_fails": "full", "cuda": "13"},
+        {"DEFT_UNTESTED_HOST": "1", "DEFT_FALLBACK_BACKEND": "fa3"},
+    ),
+}
+ERRORS = {
+    "SGLang of the window, on a GPU": [(3e-4, None), (None, None), (2.0, "row 3 is off by 2")],
+    "outside a checkout": [(0.0123, None)],
+    "the newest vLLM, without a GPU": [(3e-4, None), (None, "it raises"), (None, None)],
+    "no host": [(None, None)],
+}
+"""What each case of `--check` finds: its largest error, and why it fails."""
+
+
+def on_a_gpu(monkeypatch, *, tuned):
+    """Kernels and tables of a GPU: one shape is the host's, and each table has another origin."""
+    used = TableInUse(default_cost_model(), Path("own.json") if tuned else SHIPPED, tuned)
+    own = replace(used.model, source=json.loads(SHIPPED.read_text())["source"])
+    tables = {
+        "bfloat16": replace(used, notice="deft: there is none for this GPU"),
+        "float16": replace(used, model=own, damage="deft: it is damaged"),
+    }
+
+    def configuration(head_dim, dtype, device, group):
+        tiles = [SimpleNamespace(height=height) for height in (group, head_dim)]
+        return SimpleNamespace(tiles=tiles, interpreted=dtype == torch.float16)
+
+    def refused(query_heads, kv_heads, head_dim, dtype, device, *, kv_dtype=None):
+        return "of 64 dimensions" if head_dim == 64 else None
+
+    monkeypatch.setattr(doctor, "this_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(doctor, "table_of", lambda shape: (None, tables[shape.dtype]))
+    monkeypatch.setattr(kernels, "kernel_configuration", configuration)
+    monkeypatch.setattr(kernels, "unsupported", refused)
+
+
+def printed(name, words, monkeypatch):
+    """What the command prints on a machine, and its exit code."""
+    _, versions, machine, environment = MACHINES[name]
+    monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch, "__version__", "2.9")
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    install(monkeypatch, versions)
+    answers = {"has_nvidia_driver": False, "num_gpus": 1, "write_fails": None}
+    answers |= {"find_compiler": ["gcc"], "ensure_driver_stub": Path("/stub")}
+    answers |= {"loading_fails": None, **machine}
+    sees = answers.pop("sees", False)
+    monkeypatch.setattr(torch.version, "cuda", answers.pop("cuda", None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    for function, found in answers.items():
+        monkeypatch.setattr(checks, function, lambda *_, found=found: found)
+    point = SimpleNamespace(value="deft:register", load=lambda: None)
+    broken = SimpleNamespace(value="old:register", load=lambda: point.nothing)
+    points = {"no host": [point, broken], "another SGLang": []}.get(name, [point])
+    monkeypatch.setattr(checks, "entry_points", lambda **_: points)
+    if name == "outside a checkout":
+        monkeypatch.setattr(doctor, "tiny_model", lambda: None)
+    if sees and name != "no host":
+        on_a_gpu(monkeypatch, tuned=name == "outside a checkout")
+
+    def check_shapes(shapes, device, until):
+        assert (device, until) == (doctor.this_device(), 1018.0)
+        for at, shape in enumerate(shapes):
+            yield shape, Outcome(Case(on_device=at > 0), *ERRORS[name][at % len(ERRORS[name])])
+
+    monkeypatch.setattr(self_check, "check_shapes", check_shapes)
+    environment = {"DEFT_CACHE_DIR": "/cache", **environment}
+    code, out, err = run("doctor", *words.split(), COLUMNS="250", **environment)
+    assert err == ""
+    return f"# {name}: exit code {code}\n{out}".replace(VERSION, "VERSION")
+
+
+def test_what_doctor_prints_is_as_drawn(tmp_path, monkeypatch):
+    config = {"num_attention_heads": 7, "num_key_value_heads": 2, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
+    every = []
+    for name, (words, *_) in MACHINES.items():
+        with monkeypatch.context() as machine:
+            every.append(printed(name, words.replace("MODEL", str(tmp_path)), machine))
+    text = re.sub(r" +$", "", "\n".join(every), flags=re.MULTILINE)
+    check_drawn(text, Path(__file__).with_name("doctor.txt"))
