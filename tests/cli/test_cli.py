@@ -2,23 +2,31 @@
 
 import errno
 import json
+import os
 import re
 import shlex
 import socket
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from arrival_traces import arrival_lines
 from attention_checks import tree_attention
 from commands import run
-from deft_backend.cli import ab_run
+from deft_backend.cli import ab_run, views
 from deft_backend.forest import build_forest
+from deft_backend.hosts.common.described_server import DescribedServer
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.state_reader import read_state
-from deft_backend.tools.servers.command import installed_hosts, server_command, use_gpu
+from deft_backend.tools.harness.client import Offers
+from deft_backend.tools.servers import command as command_module
+from deft_backend.tools.servers.command import installed_hosts
+from deft_backend.tools.watch.page_server import PageServer
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
@@ -33,39 +41,122 @@ def refused(*arguments, **environment):
     return err
 
 
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+MODELS = {
+    "model": {**HEADS, "max_position_embeddings": 8192, "torch_dtype": "float16"},
+    "one-kv-head-each": {"num_attention_heads": 4, "hidden_size": 256},
+    "float32": {**HEADS, "dtype": "float32"},
+    "int8": {**HEADS, "dtype": "torch.int8"},
+    "no-heads": {"model_type": "none"},
+    "mla": {**HEADS, "kv_lora_rank": 512},
+    "soft-cap": {**HEADS, "attn_logit_softcapping": 50.0, "dtype": "torch.bfloat16"},
+    "no-soft-cap": {**HEADS, "attn_logit_softcapping": None},
+    "gpt-oss": {**HEADS, "model_type": "gpt_oss"},
+    "sinks": {**HEADS, "add_full_attention_sink_bias": True},
+    "no-sinks": {**HEADS, "add_full_attention_sink_bias": False},
+}
+
+
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    config["max_position_embeddings"] = 8192
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
-    return str(folder)
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mistral").mkdir()
+    (tmp_path / "mistral" / "params.json").write_text("{}")
+    return str(tmp_path / "model")
 
 
 @pytest.fixture
-def no_server(monkeypatch):
-    """The command refuses bad input before any server starts."""
+def commands(model, tmp_path, monkeypatch):
+    """Runs each command of a file; returns the file as it should be."""
+    monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: "/stub")
+    monkeypatch.setattr(sys, "argv", ["deft", "x"])
+    shown = {model: "MODEL", str(tmp_path): "TMP", sys.executable: "python"}
+    shown[str(Path(__file__).parents[2])] = "ROOT"
+    places = {"MODEL": model, "TMP": str(tmp_path)}
 
-    def started(*arguments, **named):
-        raise AssertionError("a server would have been started")
+    def replaced(text, words):
+        for word, other in words.items():
+            text = text.replace(word, other)
+        return text
 
-    monkeypatch.setattr(ab_run, "compare", started)
+    def ran(path, columns):
+        for line in path.read_text().splitlines():
+            if line.startswith("$ deft "):
+                words = shlex.split(replaced(line, places))[2:]
+                given = {"DEFT_CACHE_DIR": str(tmp_path / "cache"), "COLUMNS": columns}
+                code, out, err = run(*words, **given)
+                yield line, code, replaced(f"{err}{out}", shown)
+
+    return ran
 
 
-@pytest.mark.usefixtures("no_server")
-def test_refusals_are_as_drawn(model, tmp_path):
+def test_refusals_are_as_drawn(commands, model, tmp_path, monkeypatch):
     """The file has each command, and the words of its refusal. A refusal leaves no file."""
-    path = Path(__file__).with_name("refused.txt")
-    text, cache = path.read_text(), str(tmp_path / "cache")
-    every = []
-    for line in text.splitlines():
-        if line.startswith("$ deft "):
-            words = shlex.split(line.replace("MODEL", model))[2:]
-            said = refused(*words, DEFT_CACHE_DIR=cache).replace(model, "MODEL")
-            every += [line, " ".join(re.sub("[─╭╮╰╯│]", "", said).split())]
-    assert list(tmp_path.iterdir()) == [Path(model)]
-    assert text == "\n".join(every) + "\n"
+    monkeypatch.setattr(ab_run, "compare", raising(AssertionError("a server would start")))
+    path, every = Path(__file__).with_name("refused.txt"), []
+    before = sorted(tmp_path.rglob("*"))
+    for line, code, said in commands(path, "400"):
+        assert code == 2, line
+        every += [line, " ".join(re.sub("[─╭╮╰╯│]", "", said).split())]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert path.read_text() == "\n".join(every) + "\n"
+
+
+def compared(sides, build, model, progress, **given):
+    """In place of two servers: prints what they would have been sent."""
+    for workload in build(Offers("m", 4096, True, 4.0)):
+        first = workload.requests[0]
+        sizes = f"{len(first.own_part())} characters, {first.max_tokens} tokens, {first.at:.3f} s"
+        print(f"{workload.name}: {workload.description}; {workload.arrivals}; {sizes}")
+    print([side.name for side in sides], model, given)
+    one = SimpleNamespace(agreement=SimpleNamespace(compared=model != "nothing"))
+    return SimpleNamespace(faults=model == "faults", workloads=[one])
+
+
+def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
+    """The file has each command, its exit code, and what it prints."""
+    pytest.importorskip("sglang")
+
+    def sides(*given, **named):
+        print(given[:-1], named)
+        return [SimpleNamespace(name=name) for name in "AB"]
+
+    def replaced_by(file, arguments, environment):
+        print(file, arguments == (file, *arguments[1:]), environment["TRITON_INTERPRET"])
+
+    def interrupted(*given, **named):
+        print(given[-1:], named)
+        raise KeyboardInterrupt
+
+    slept = iter(["again", None])
+
+    def sleep(seconds):
+        print("sleeps", seconds)
+        if next(slept) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "execvpe", replaced_by)
+    monkeypatch.setattr(PageServer, "serve_forever", lambda *_, **named: interrupted(**named))
+    monkeypatch.setattr(views, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(views, "_FIRST_ANSWER", 0.0)
+    monkeypatch.setattr(DescribedServer, "variants", lambda *_: [])
+    monkeypatch.setattr(ab_run, "compare", compared)
+    monkeypatch.setattr(ab_run, "both_answer", print)
+    monkeypatch.setattr(ab_run, "running_sides", sides)
+    monkeypatch.setattr(ab_run, "started_sides", sides)
+    monkeypatch.setattr(ab_run, "print_result", lambda *_: None)
+    monkeypatch.setattr(ab_run, "write_report", lambda _, folder, command: (folder, command))
+    (tmp_path / "t.jsonl").write_text("\n".join(arrival_lines(3)))
+    state_path(tmp_path / "cache" / "servers", 31234).write_text(json.dumps(state()))
+    monkeypatch.setattr(state_reader, "shown_forest", lambda path: FOREST)
+    path, every = Path(__file__).with_name("ran.txt"), []
+    for line, code, said in commands(path, "100"):
+        every += [line, *([] if code == 0 else [f"exit code {code}"]), said]
+    varies = "in [0-9.]+ s: | · [0-9]{2}:[0-9]{2}:[0-9]{2}|@.*[.]json|:[0-9]+/| +$"
+    assert path.read_text() == re.sub(varies, "", "\n".join(every), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +198,6 @@ def test_serve_names_every_wrong_setting_and_a_taken_port(model, monkeypatch):
         assert "DEFT_MIN_BATCH is '0'" in err
 
 
-@pytest.mark.parametrize("host", ["sglang", "vllm"])
-def test_serve_prints_the_command_it_would_run(host, model):
-    given = ["--policy", "fasttree", "--port", "1234", "--", "--page-size", "16"]
-    code, out, _ = run("serve", "--dry-run", "--host", host, "--model", model, *given)
-    would = {"policy": "fasttree", "host_arguments": given[5:], "gpu": use_gpu(), "host": host}
-    assert (code, server_command(model, 1234, **would).shell() in out) == (0, True)
-
-
 def steps(number, reason=None):
     return {"kind": "decode", "reason": reason, "steps": number, "rows": 2, "kv_bytes": 5}
 
@@ -125,20 +208,6 @@ def state(**changes):
     content |= {"dtype": "float16", "dtype_bytes": 2, "num_layers": 4, "updated": time.time()}
     content |= {"steps": [steps(9), steps(1, "small batch")], "kv_bytes_read": 1000}
     return content | changes
-
-
-def test_explain_reads_a_running_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(state_reader, "shown_forest", lambda path: FOREST)
-    state_path(tmp_path / "servers", 31234).write_text(json.dumps(state()))
-    ended = state_path(tmp_path / "servers", 31235, pid=2**22 + 1)  # no such process
-    ended.write_text(json.dumps(state()))
-    for port in (["31234"], []):
-        code, out, _ = run("explain", "--server", *port, "--json", DEFT_CACHE_DIR=str(tmp_path))
-        assert code == 0
-        content = json.loads(out)
-        assert content["policy"] == "deft-node"
-        assert content["tokens_stored"] == FOREST.tokens_stored
-        assert content["kv_bytes"] == FOREST.tokens_stored * 2 * 2 * 64 * 2 * 4
 
 
 def test_explain_cuts_the_chunks_of_the_servers_policy_invariant(tmp_path, monkeypatch):

@@ -9,12 +9,10 @@ import threading
 import pytest
 
 from browser import CHROMIUM, DRIVER, MISSING, browser
-from commands import run
 from counted_steps import tree_step
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
-from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import batch_of
 
@@ -58,13 +56,6 @@ def served(tmp_path):
     yield found
     found.page.shutdown()
     found.page.server_close()
-
-
-def test_ctrl_c_ends_the_page_without_a_word(served, tmp_path, monkeypatch):
-    monkeypatch.setattr(PageServer, "serve_forever", raising(KeyboardInterrupt))
-    code, out, err = run("inspect", "--port", "0", DEFT_CACHE_DIR=str(tmp_path))
-    assert (code, err) == (0, "")
-    assert "the forest of the server on port 1: http://127.0.0.1:" in out
 
 
 def test_the_data(served):
