@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,7 +57,7 @@ def explain(
         grouping = chosen.group(forest, target)
         explanation = explain_grouping(forest, grouping, target, layers)
     if as_json:
-        content = {"source": title, "policy": chosen.name, **explanation.to_dict()}
+        content = {"source": title, "policy": chosen.name, **asdict(explanation)}
         typer.echo(json.dumps(content, indent=2))
         return
     console = Console()

@@ -197,7 +197,6 @@ _TEXT = {"reader": text}
 _ID = {"reader": partial(whole, most=MOST)}
 _PORT = {"reader": partial(whole, most=65_535)}
 _SIZE = {"reader": partial(whole, least=1, most=MOST)}
-_CHUNK = {"reader": partial(whole, most=MOST)}
 
 
 @dataclass
@@ -212,7 +211,7 @@ class ServerDescription:
     backend: str = field(metadata=_TEXT)
     policy: str = field(metadata=_TEXT)
     # Tokens of a chunk by the policy's rule (`Rules.chunk_tokens`); 0: each plan chooses it.
-    chunk_tokens: int = field(default=0, kw_only=True, metadata=_CHUNK)
+    chunk_tokens: int = field(default=0, kw_only=True, metadata=_ID)
     device: str = field(metadata=_TEXT)
     # Of the KV cache. Queries have it too, unless it has 8 bits.
     dtype: str = field(metadata=_TEXT)

@@ -1,8 +1,7 @@
 """Count the reads and writes of a grouping, as DeFT counts them and as our kernels issue them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +74,6 @@ class Explanation:
     nodes: tuple[NodeFacts, ...]
     groups: tuple[GroupFacts, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def explain(
     forest: PrefixForest, grouping: Grouping, target: Target, num_layers: int = 1
@@ -88,8 +84,6 @@ def explain(
     - `target`: Shape of the attention, and the tiles that items run in.
     - `num_layers`: layers of the model; bytes are sums over them.
 
-    Raises ValueError if `num_layers` is not positive.
-
     >>> from deft_backend.forest import build_forest
     >>> from deft_backend.policies import Target, get_policy
     >>> forest = build_forest([0, 1], [100], [110, 120])
@@ -98,8 +92,6 @@ def explain(
     >>> e.kv_bytes, e.kv_bytes_flash_decoding
     (66560, 117760)
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers}; expected at least 1")
     plan = plan_grouping(grouping, forest, target)
     tokens = grouping.num_tokens()
     token = kv_bytes(1, target) * num_layers

@@ -150,21 +150,20 @@ def compare_sides(
     exact: bool = False,
 ) -> AbResult:
     empty = Replayed((), 0.0, interrupted=interrupted)
-    agreed = sides[1].agreements if len(sides) > 1 else ()
+
+    def of_both(name: str, at: int, missing: Any) -> Any:
+        """A workload's entry of each side; `missing` where a side has none."""
+        columns = [*(getattr(side, name) for side in sides), (), ()][:2]
+        return tuple(column[at] if at < len(column) else missing for column in columns)
+
     compared = []
     for at, workload in enumerate(workloads):
-        runs = [side.runs[at] if at < len(side.runs) else empty for side in sides]
-        counts = [side.counters[at] if at < len(side.counters) else None for side in sides]
-        runs, counts = [*runs, empty, empty], [*counts, None, None]
-        if not any(run.outcomes for run in runs):
-            continue
-        same = agreed[at] if at < len(agreed) else Agreement(0, 0)
-        goodputs = [side.goodputs[at] if at < len(side.goodputs) else None for side in sides]
-        goodputs = [*goodputs, None]
-        texts = (workload.name, workload.description, workload.arrivals)
-        both, counted = (runs[0], runs[1]), (counts[0], counts[1])
-        rates = (goodputs[0], goodputs[1])
-        compared.append(ComparedWorkload(*texts, both, counted, same, rates))
+        runs = of_both("runs", at, empty)
+        if any(run.outcomes for run in runs):
+            texts = (workload.name, workload.description, workload.arrivals)
+            same = of_both("agreements", at, Agreement(0, 0))[1]
+            counted, rates = of_both("counters", at, None), of_both("goodputs", at, None)
+            compared.append(ComparedWorkload(*texts, runs, counted, same, rates))
     return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
 
 

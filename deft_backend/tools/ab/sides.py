@@ -141,16 +141,12 @@ class Progress(bars.Progress):
                 self._noted.add(note)
                 self.print(f"[dim]• {note}[/dim]", highlight=False)
         self.print(f"[bold]{side}[/bold]: {_TITLES[side]}", highlight=False)
-        task = self.add_task(_label("starting the server"), total=None, unit="")
+        task = self.add_task("starting the server", total=None, unit="")
         return lambda: self.update(task, total=1, completed=1)
 
     def announce(self, line: str) -> None:
         self.print(f"[bold]{escape(line)}[/bold]", highlight=False)
 
     def replaying(self, workload: Workload) -> Callable[[int], None]:
-        task = self.add_task(_label(workload.name), total=workload.tokens, unit="tokens")
+        task = self.add_task(workload.name, total=workload.tokens, unit="tokens")
         return lambda count: self.advance(task, count)
-
-
-def _label(text: str) -> str:
-    return text.ljust(20)

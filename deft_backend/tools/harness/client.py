@@ -85,7 +85,7 @@ class ServerClient:
         self.exact_lengths = True
         self.model = ""
         self._seconds = seconds
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession  # inside the context
 
     async def __aenter__(self) -> ServerClient:
         import aiohttp
@@ -100,8 +100,7 @@ class ServerClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def offers(self, model: str | None, sample: str) -> Offers:
         """The server's model, context and fields; raises ServerError if it has no such model."""
@@ -147,7 +146,7 @@ class ServerClient:
         if self.logprobs:
             body["logprobs"] = 2
         reader = StreamReader(on_tokens, Answer() if into is None else into)
-        async with sent(self._open(), f"{self.url}/v1/completions", body) as response:
+        async with sent(self._session, f"{self.url}/v1/completions", body) as response:
             async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
                     reader.ended = True
@@ -183,7 +182,7 @@ class ServerClient:
         return answers
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        async with sent(self._open(), f"{self.url}{path}", {**body, **self._fields}) as response:
+        async with sent(self._session, f"{self.url}{path}", {**body, **self._fields}) as response:
             content = await response.read()
             return json.loads(content) if content.startswith((b"{", b"[")) else None
 
@@ -231,7 +230,7 @@ class ServerClient:
 
         try:
             limit = aiohttp.ClientTimeout(total=10)
-            async with self._open().get(f"{self.url}/v1/models", timeout=limit) as response:
+            async with self._session.get(f"{self.url}/v1/models", timeout=limit) as response:
                 if response.status in (401, 403):
                     said = f"{self.url} wants a key (status {response.status})"
                     raise ServerError(f"{said}; set OPENAI_API_KEY to it")
@@ -247,8 +246,3 @@ class ServerClient:
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"{self.url}/v1/models is not a list of models: {error!r}") from error
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("the client is used outside of its context")
-        return self._session

@@ -144,10 +144,8 @@ def _children(tree: ThoughtTree, node: int, name: str | None) -> list[tuple[int,
     return [(child, name) for child in reversed(tree.nodes[node].children)]
 
 
-_CHECKS = 3
-"""How often the run asks a server that lost a request, before it takes the server for dead."""
-
-_CHECK_SECONDS = 1.0
+_PAUSES = (0.0, 1.0, 1.0)
+"""Seconds before each question to a server that lost a request; then the run takes it for dead."""
 
 
 @dataclass(frozen=True)
@@ -297,9 +295,8 @@ class _Run:
         await asyncio.shield(self.checking)
 
     async def _still_there(self, error: NotAnswered) -> None:
-        for attempt in range(_CHECKS):
+        for pause in _PAUSES:
+            await asyncio.sleep(pause)
             if await self.client.lives():
                 return
-            if attempt < _CHECKS - 1:
-                await asyncio.sleep(_CHECK_SECONDS)
         self.died = f"{self.client.url} no longer answers; the first lost request: {error}"

@@ -148,7 +148,8 @@ def server_command(
         if host == "sglang":
             _sglang_on_cpu(arguments, extra, notes)
         else:
-            _vllm_on_cpu(arguments, extra)
+            arguments += ["--enforce-eager"]  # compiling takes more time than it saves
+            extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))
     arguments += host_arguments
     return ServerCommand(tuple(arguments), extra, port, on_gpu, tuple(notes), address)
 
@@ -180,11 +181,6 @@ def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]
         paths = [str(ensure_driver_stub()), *([inherited] if inherited else [])]
         extra["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
         notes.append(f"no NVIDIA driver: a stand-in for libcuda.so.1 in {paths[0]}")
-
-
-def _vllm_on_cpu(arguments: list[str], extra: dict[str, str]) -> None:
-    arguments += ["--enforce-eager"]  # compiling takes more time than it saves
-    extra.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))
 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:

@@ -87,8 +87,7 @@ class ServerProcess:
         self.stop()
 
     def check_alive(self) -> None:
-        if self._process is None:
-            raise StartError("the server was not started; use it as a context manager")
+        assert self._process is not None
         code = _exit_code(self._process)
         if code is not None:
             raise StartError(f"the server ended with exit code {code}. {self._end_of_log()}")

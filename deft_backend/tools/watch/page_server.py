@@ -19,8 +19,6 @@ from deft_backend.forest import PrefixForest
 from deft_backend.tools.watch import figures
 from deft_backend.tools.watch.engines import Follower, find_engines
 
-_IDLE_SECONDS = 20.0  # close a connection that sends nothing for this long
-
 State = Callable[[int], Mapping[str, Any]]
 
 
@@ -28,9 +26,6 @@ class PageServer(ThreadingHTTPServer):
     """An HTTP server on 127.0.0.1 with two documents: ``/`` and ``/state.json``. `state` gives the
     data for the number of an engine. Raises OSError if it cannot listen.
     """
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, port: int, state: State) -> None:
         self.state = state
@@ -80,7 +75,7 @@ def content_policy() -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = _IDLE_SECONDS
+    timeout = 20.0  # closes a connection that sends nothing for so many seconds
     server_version = "deft"
     sys_version = ""
 

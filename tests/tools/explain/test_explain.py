@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,13 +121,6 @@ def test_deft_table_17(branches, flash_decoding, deft, reduction, digits):
     assert round(100 * (1 - ours[0] / baseline), digits) == reduction
 
 
-def test_no_layers_are_refused():
-    forest = _few_shot(2, 100, 3)
-    grouping = get_policy("deft-node").group(forest, LLAMA_2_7B)
-    with pytest.raises(ValueError, match="num_layers is 0"):
-        explain(forest, grouping, LLAMA_2_7B, num_layers=0)
-
-
 def drawn_explanations():
     """Cut and shared nodes; more siblings and nodes than are drawn; requests that end inside."""
     target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
@@ -146,7 +139,7 @@ def test_explanations_are_as_drawn():
     console, facts = terminal(120), []
     for explanation in drawn_explanations():
         render(explanation, console)
-        facts.append(json.dumps(explanation.to_dict()))
+        facts.append(json.dumps(asdict(explanation)))
     text = console.file.getvalue()
     assert "65.36 %" in text  # 1 - 1060 / 3060
     check_drawn("\n".join([text, *facts[:2]]) + "\n", Path(__file__).with_name("explained.ansi"))
