@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from commands import run
 from deft_backend.cli.errors import FirstSignal, ended_by_signals, unwound
 from drawings import terminal
 
@@ -65,6 +66,16 @@ def handlers():
     yield lambda: [signal.getsignal(number) for number in numbers]
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_command_unwinds_at_ctrl_c_unless_the_shell_ignores_it(handlers):
+    for before, during in (
+        (signal.SIG_DFL, signal.default_int_handler),
+        (signal.SIG_IGN, signal.SIG_IGN),
+    ):
+        signal.signal(signal.SIGINT, before)
+        run("explain")
+        assert handlers()[0] is during
 
 
 def test_the_first_signal_cancels_what_runs_and_later_ones_nothing(capfd):

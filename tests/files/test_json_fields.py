@@ -11,6 +11,9 @@ TOP = (1 << 31) - 1
 @pytest.mark.parametrize(
     ("field", "given", "accepted", "refused"),
     [
+        ("whole", {}, (0, (1 << 63) - 1), (-1, 1 << 63)),
+        ("whole", {"least": 1 - (1 << 63)}, (1 - (1 << 63),), (-(1 << 63), 1 << 63)),
+        ("text", {}, (4096 * "x",), (4097 * "x",)),
         ("number", {}, (0, -1.5, 1e308), (True, "1", None, float("nan"), 10**400)),
         ("whole", {"least": 2, "most": 5}, (2, 5), (1, 6, 2.0, True, None)),
         ("text", {"most": 3}, ("", "abc"), ("abcd", "a\n", 1, None)),
@@ -33,3 +36,20 @@ def test_limits(field, given, accepted, refused):
             read({"here": value}, "here", **given)
     with pytest.raises(FieldError, match="here is missing"):
         read({}, "here", **given)
+
+
+def test_what_a_message_says():
+    """The limits of whole numbers, unless nobody set one; a long value is cut."""
+    given = {"least": -json_fields.LARGEST}
+    for limits, said in (
+        ({}, "a whole number of at least 0"),
+        ({"least": 1, "most": 2}, "a whole number from 1 to 2"),
+        (given, "a whole number"),
+    ):
+        with pytest.raises(FieldError) as error:
+            json_fields.whole({"x": 90 * "x"}, "x", **limits)
+        assert str(error.value) == f"x is '{37 * 'x'}...{38 * 'x'}'; expected {said}"
+    assert json_fields.shown([[[[1]]]]) == "[[[[...]]]]"
+    many = [12 * "a"] * 5
+    for last, cut in ((123, ""), (1234, "…")):
+        assert json_fields.shown([*many, last]) == f"{[*many, last]}"[:80] + cut

@@ -1,5 +1,6 @@
 """The origin of a figure, which is stored with every result."""
 
+import re
 import stat
 import subprocess
 import sys
@@ -24,6 +25,10 @@ def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the same GPU")
     assert provenance()["device"] == f"the same GPU (CUDA {torch.version.cuda})"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        provenance()
 
 
 @pytest.mark.parametrize("changed", ["", " M file"])
@@ -37,8 +42,15 @@ def test_the_commit_is_the_checkouts_wherever_the_process_runs(changed, monkeypa
         return subprocess.CompletedProcess(words, 0, answers[tuple(words)])
 
     monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     fake = SimpleNamespace(run=git, CalledProcessError=subprocess.CalledProcessError)
     monkeypatch.setattr("deft_backend.files.provenance.subprocess", fake)
     assert provenance()["commit"] == ("0123456789ab+" if changed else "0123456789ab")
     monkeypatch.setenv("GIT_COMMIT", "abc")
-    assert provenance()["commit"] == "abc"
+    found = provenance()
+    assert (found["commit"], found["device"]) == ("abc", "CPU: x86_64")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
+    assert found["versions"].keys() >= {"torch", "triton", "numpy"}
+    assert None not in found["versions"].values()

@@ -66,6 +66,25 @@ def test_a_reader_finds_the_server_that_the_writer_described(tmp_path):
     assert reading.description() == {name: getattr(state, name) for name in names}
 
 
+MOST = (1 << 31) - 1
+LIMITS = dict.fromkeys(("pid", "rank", "chunk_tokens"), (0, MOST)) | {"port": (0, 65_535)}
+LIMITS |= dict.fromkeys(SIZES, (1, MOST))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_limits_of_a_state_files_fields(name, tmp_path):
+    writer = StateWriter(make_state(), tmp_path)
+    writer.look()
+    content, (least, most) = json.loads(writer.path.read_text()), LIMITS[name]
+    for value in (least, most):
+        write_private(writer.path, json.dumps({**content, name: value}))
+        assert getattr(read_state(writer.path), name) == value
+    for value in (least - 1, most + 1):
+        write_private(writer.path, json.dumps({**content, name: value}))
+        with pytest.raises(StateError, match=f"{name} is .* a whole number from {least} to {most}"):
+            read_state(writer.path)
+
+
 def test_a_folder_of_another_user_is_said_once(tmp_path, caplog, monkeypatch):
     """Even the check for a question is refused there."""
     refused = raising(PermissionError(13, "Permission denied"))

@@ -380,7 +380,11 @@ DIFFERENT = Agreement(
 
 def late(run, sent):
     """Each request is due one second after the one before, and leaves so much later."""
-    outcomes = [replace(o, at=1.0 + at, sent=1.0 + at + sent) for at, o in enumerate(run.outcomes)]
+    due = [0.0, *map(float, range(len(run.outcomes)))]  # two at once: then none is late
+    outcomes = [
+        replace(o, at=at, sent=at + sent if at else 9.0)
+        for at, o in zip(due, run.outcomes, strict=False)
+    ]
     return replace(run, outcomes=tuple(outcomes))
 
 
@@ -537,6 +541,10 @@ def test_the_largest_gap_is_of_the_tokens_that_agree():
     assert found.tokens == 3
     (difference,) = found.differences
     assert difference.tokens == (("d", -0.1), ("z", -5.0))
+    assert difference.margin == pytest.approx(1.0)
+    one, other = (told("r", f"ab{last}", -0.1, -0.2, -0.3) for last in "cd")
+    one.answer.top[2] = other.answer.top[2] = {"c": -0.3}  # nobody tells of a second token
+    assert compared([one], [other]).differences[0].margin is None
 
 
 def test_no_descendant_of_a_difference_is_compared():

@@ -1,37 +1,53 @@
 """Workloads: equal requests on every machine, and the sharing that each one promises."""
 
-import os
-import subprocess
-import sys
+import hashlib
+from pathlib import Path
 
-import pytest
-
-from deft_backend.tools.ab.workloads import WORKLOADS, Sizes, make_workloads, tree_of_thoughts
+from deft_backend.tools.ab.workloads import (
+    CHOICES,
+    Sizes,
+    default_sizes,
+    make_workloads,
+    tree_of_thoughts,
+)
 from deft_backend.tools.harness.answers import first_difference
-from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
+from deft_backend.tools.traces.invented import passage, question
+from deft_backend.tools.traces.thought_trees import ThoughtTree, generate_thought_tree, lay_out
+from drawings import check_drawn
 
 SMALL = Sizes(4, 300, 8)
 
 
-def test_workloads_are_the_same_in_another_process():
-    script = (
-        "import hashlib; from deft_backend.tools.ab.workloads import *;"
-        f"made = make_workloads(WORKLOADS, {SMALL});"
-        "print(hashlib.sha256(repr(made).encode()).hexdigest())"
+def drawn(workload):
+    """All of a workload; each prompt as its length and the digest of its text."""
+
+    def text(prompt):
+        own = prompt if isinstance(prompt, str) else prompt()
+        return f"{len(own)}:{hashlib.sha256(own.encode()).hexdigest()[:8]}"
+
+    yield f"# {workload.name}: {workload.description}; {workload.arrivals}; {workload.tokens}"
+    yield " ".join(map(text, workload.warm))
+    for r in workload.requests:
+        rest = (r.after, *r.returned, r.prompt_tokens, r.temperature)
+        yield f"{r.name}: {text(r.prompt)} {r.max_tokens} {r.at:.4f} {rest}"
+
+
+def test_workloads_are_as_drawn():
+    """They are the same on every machine; each sum of sizes has an odd and a small part."""
+    lines = []
+    for sizes, ratio in ((SMALL, 1.0), (Sizes(17, 2601, 7), 3.7), (Sizes(1, 1, 1), 1.0)):
+        for made in make_workloads(CHOICES, sizes, characters_a_token=ratio):
+            lines += drawn(made)
+        lines += drawn(made.arriving(2.5, 3))
+        lines += drawn(made.renewed(2))
+    made = generate_thought_tree(
+        5, width=3, keep=2, prompt_tokens=9, shortest=2, longest=4, characters_a_token=1.5
     )
-    seen = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        seen.add(subprocess.check_output([sys.executable, "-c", script], env=environment))
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_every_workload_decodes_what_was_asked_for(name):
-    (workload,) = make_workloads([name], SMALL)
-    assert workload.name == name
-    assert all(1 <= request.max_tokens <= SMALL.max_tokens for request in workload.requests)
-    assert workload.tokens == sum(r.max_tokens for r in workload.requests)
+    lines += [made.prompt, made.last_iteration, *made.nodes.values()]
+    lines += [question(at, passage(90 + at, at))[2:] for at in range(8)]
+    lines += [question(at, "")[2:] for at in (0, 23, 24, 48)]
+    lines += [default_sizes(on_gpu=gpu, quick=quick) for gpu in (0, 1) for quick in (0, 1)]
+    check_drawn("\n".join(map(str, lines)) + "\n", Path(__file__).with_name("workloads.txt"))
 
 
 def shared(name, *sizes):

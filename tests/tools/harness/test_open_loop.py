@@ -53,6 +53,24 @@ def test_the_last_percentile_is_of_all_gaps(slow, p99):
     assert Seen.of(Replayed((), 0.0)).p99_ms is None
 
 
+def test_the_record_of_what_a_client_saw():
+    seen = Seen([0.1, 0.3], [0.0123456], [0.02, 0.04], 7, 1.23456, [*"abcd"])
+    spread = {"mean": 200.0, "p50": 100.0, "p95": 300.0, "p99": 300.0}
+    assert seen.to_json() == {
+        "duration_s": 1.235,
+        "ttft_ms": spread,
+        "itl_ms": dict.fromkeys(spread, 12.346),
+        "tpot_ms": 30.0,
+        "output_tokens_per_s": 5.7,
+        "failures": 4,
+        "first_failures": ["a", "b", "c"],
+    }
+    none = Seen([], [], [], 0, 0.0, [])
+    assert Seen.together([seen, none]) == Seen.together([none, seen]) == seen
+    empty = {"duration_s": 0.0, "failures": 0, "first_failures": []}
+    assert none.to_json() == dict.fromkeys(seen.to_json()) | empty
+
+
 def search(start, holds):
     rates = GoodputSearch(start, 50.0)
     while (rate := rates.next_rate()) is not None:

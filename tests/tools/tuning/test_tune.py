@@ -1,6 +1,7 @@
 """`deft tune`: the search for costs, the tables' keys and files, the command."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use
 from deft_backend.costs.tables import GpuFacts, read_key
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
+from deft_backend.tools.tuning import launch_clock
 from deft_backend.tools.tuning import measure as measure_module
 from deft_backend.tools.tuning.measure import Trials, search
 
@@ -60,6 +62,64 @@ def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
     assert len(tuned.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
     save_table(tuned.model, key, tmp_path / key.file_name)
     assert table_in_use(key, tmp_path).tuned
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries"), [("float16", "float16"), ("float8_e5m2", "bfloat16")]
+)
+def test_tuning_starts_from_the_table_in_use(dtype, queries, monkeypatch):
+    origin, said = {"device": "D", "commit": "c", "date": "today"}, []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(measure_module, "read_gb_s", lambda: 1234.5678)
+    monkeypatch.setattr(measure_module, "provenance", lambda: origin)
+    monkeypatch.setattr(measure_module, "Trials", lambda *given: given)
+    monkeypatch.setattr(measure_module, "search", lambda *given: given)
+    key, before = replace(KEY, dtype=dtype, head_dim=96), default_cost_model()
+    (shape, clock, names), kept, bandwidth = measure_module.tune(key, before, said.append)
+    heads = key.query_heads, key.kv_heads, 96
+    types = getattr(torch, queries), getattr(torch, dtype), torch.device("cuda", 1)
+    assert shape == AttentionShape(*heads, *types, key.page_size)
+    assert clock is measure_module.gpu_clock
+    assert names == measure_module.UNSHARED + measure_module.SHARED
+    kind = f"deft tune on D, {key.shape}; torch {key.torch}, triton {key.triton}, deft-backend "
+    expected = replace(before, head_dim=96, source=f"{kind}{key.package} (c), today")
+    assert kept.to_dict() == expected.to_dict()
+    assert (bandwidth, said) == (1235.0, ["memory bandwidth", "plans of whole batches"])
+
+
+def test_times_are_medians_with_a_cold_cache(monkeypatch):
+    """Triton's own benchmark flushes the cache; the largest of three readings is the bandwidth."""
+    benched, graphs = [], []
+    zeros = torch.zeros
+
+    def do_bench(work, **given):
+        benched.append((work(), given))
+        return 4.25 - len(benched)
+
+    class Graph:
+        def replay(self):
+            return "replayed"
+
+    @contextmanager
+    def graph(made):
+        graphs.append(made)
+        yield
+
+    monkeypatch.setattr(launch_clock.triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(torch, "zeros", lambda size, **given: given and zeros(size >> 28) + 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: graphs.append("synchronized"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    assert launch_clock.read_gb_s() == pytest.approx((4 << 30) / 1.25 / 1e6)
+    assert [found.tolist() for found, _ in benched] == [4.0, 1.0, [1.0, 1.0]]
+    given = {"warmup": 25, "rep": 100, "return_mode": "median"}
+    assert [each for _, each in benched] == [given] * 3
+    launches = []
+    monkeypatch.setattr(measure_module, "launch_us", lambda replay, ms: (replay(), ms))
+    assert measure_module.gpu_clock(lambda: launches.append(1)) == ("replayed", 20)
+    assert (len(launches), graphs[0], type(graphs[1])) == (2, "synchronized", Graph)
+    assert launch_clock.launch_us(lambda: "launched", 40) == 250.0
+    assert benched[3] == ("launched", {"warmup": 10, "rep": 40, "return_mode": "median"})
 
 
 # --- the search ----------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Launches of a kernel that Triton has compiled, and the clock of compilations."""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deft_backend.compile import clock, triton_kernel, variants
+from deft_backend.compile.clock import CompileClock
+from deft_backend.compile.triton_kernel import Kernel, addresses_of, named
+
+
+class Inner(NamedTuple):
+    size: int
+
+
+class Structure(NamedTuple):
+    first: int
+    inner: Inner
+
+
+def signature(pointer, held: "Structure", count, BLOCK, ROWS):
+    """Triton reads names and annotations only."""
+
+
+class Compiled:
+    """In place of Triton's function: notes each launch, and returns a compiled kernel."""
+
+    fn = staticmethod(signature)
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        def launch(*given, **named):
+            self.launches.append((grid, given, named))
+            return self if named else None
+
+        return launch
+
+
+def test_a_known_variant_with_aligned_pointers_skips_triton():
+    launches = []
+    compiled = Compiled(launches)
+    kernel = Kernel(SimpleNamespace(Structure=Structure, name=compiled), "name")
+    assert kernel.constants == ("BLOCK", "ROWS")
+    arguments, constants = ("p", (1, (2,)), 3), {"BLOCK": 16, "ROWS": 4}
+
+    def launch(programs, variant, aligned):
+        launches.clear()
+        given = {"variant": variant, "aligned": aligned, "interpreted": False}
+        kernel.launch(programs, arguments, constants, **given, num_warps=8)
+        return launches
+
+    whole = "p", Structure(1, Inner(2)), 3
+    compiling = (whole, {**constants, "num_warps": 8})
+    assert launch(5, "v", aligned=False) == [((5, 1, 1), *compiling)]
+    assert launch(5, "v", aligned=True) == [((5, 1, 1), *compiling)]
+    assert launch((5, 6), "v", aligned=True) == [((5, 6, 1), (*arguments, 16, 4), {})]
+    assert launch((5, 6, 7), "v", aligned=False) == [((5, 6, 7), *compiling)]
+    assert launch(5, "other", aligned=True) == [((5, 1, 1), *compiling)]
+    with variants.recorded():
+        variants.recorder = lambda *given: launches.append(given)
+        assert launch(5, "v", aligned=True) == [
+            (compiled, list(whole), constants, {"num_warps": 8})
+        ]
+    with pytest.raises(ValueError, match="zip"):
+        kernel.named(arguments[:2])
+
+
+def test_structures_and_addresses():
+    assert named(Structure, (1, (2,))) == Structure(1, Inner(2))
+    assert (named(None, 3), named(int, 4)) == (3, 4)
+    tensor = torch.zeros(2)
+    assert addresses_of((tensor, (1, tensor))) == (tensor.data_ptr(), (1, tensor.data_ptr()))
+
+
+def test_only_the_outermost_compilation_of_a_thread_counts(monkeypatch):
+    now = iter([1.0, 3.5, 10.0, 11.0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
+    found = CompileClock()
+    with found.running(), found.running():
+        assert found.seconds == 0.0
+    assert found.seconds == 2.5
+    with pytest.raises(ValueError, match="x"), found.running():
+        raise ValueError("x")
+    assert found.seconds == 3.5
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_overflow_checks_are_switched_for_a_launch(before, monkeypatch):
+    builder = triton_kernel.interpreter.interpreter_builder
+    options = triton_kernel.replace(builder.options, sanitize_overflow=before)
+    monkeypatch.setattr(builder, "options", options)
+    with triton_kernel._overflow_checks(not before):
+        assert builder.options.sanitize_overflow is not before
+    assert builder.options is options
