@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import FullCache, divide_layers, full_cache
 from sglang_fakes import HybridLinearKVPool, MHATokenToKVPool, SWAKVPool, make_layer
@@ -40,67 +41,83 @@ def test_caches_that_tree_attention_cannot_read():
         assert "layout hnd" in str(full_cache(packed))
 
 
-def test_layers_are_divided_one_by_one():
-    layers = [
-        make_layer(layer_id=0, sliding_window_size=128),
-        make_layer(layer_id=1),
-        make_layer(layer_id=2, sliding_window_size=128),
-        make_layer(layer_id=3),
-        make_layer(layer_id=4, is_cross_attention=True),
-    ]
-    division = divide_layers(layers, found(SWAKVPool([1, 3, 4], [0, 2])))
-    assert division == Division(
-        dict.fromkeys((1, 3), LayerShape(4, 2, 64)),
-        {0: "a sliding window", 2: "a sliding window", 4: "cross attention"},
-    )
-    assert division.text() == (
+WINDOW, CROSS = {"sliding_window_size": 128}, {"is_cross_attention": True}
+WIDE = {"qk_head_dim": 128, "v_head_dim": 128}
+ONE_HEAD = {"tp_k_head_num": 1, "tp_v_head_num": 1}
+LINEAR, ELSEWHERE = "linear or recurrent attention", "a KV cache of another kind"
+MORE_HEADS = "8 query and 2 KV heads of 64; the model's other layers have 4 and 2 of 64"
+SHAPE, FEW = LayerShape(4, 2, 64), "a head count of 4"
+
+
+def few_heads(shape):
+    return FEW if shape.num_query_heads == 4 else None
+
+
+@pytest.mark.parametrize(
+    ("pool", "layers", "given", "tree", "host"),
+    [
+        (
+            SWAKVPool([1, 3, 4], [0, 2]),
+            [WINDOW, {}, WINDOW, {}, CROSS],
+            {},
+            dict.fromkeys((1, 3), SHAPE),
+            {0: "a sliding window", 2: "a sliding window", 4: "cross attention"},
+        ),
+        # The same heads, other pages.
+        (
+            SWAKVPool([1], [0]),
+            [WINDOW, {}, {}],
+            {},
+            {1: SHAPE},
+            {0: "a sliding window", 2: ELSEWHERE},
+        ),
+        # A layer with both kinds of attention decides by its full one.
+        (
+            HybridLinearKVPool([0, 1]),
+            [{}, WINDOW],
+            {"others": [0, 1, 2]},
+            {0: SHAPE},
+            {1: "a sliding window", 2: LINEAR},
+        ),
+        # One plan serves one shape, that of most layers.
+        (
+            MHATokenToKVPool(),
+            [{"tp_q_head_num": 8}, WIDE, {}, {}],
+            {},
+            dict.fromkeys((2, 3), SHAPE),
+            {0: MORE_HEADS, 1: ELSEWHERE},
+        ),
+        (
+            MHATokenToKVPool(),
+            [{}, {}, {"tp_q_head_num": 8}],
+            {"refused": few_heads},
+            {2: LayerShape(8, 2, 64)},
+            dict.fromkeys((0, 1), FEW),
+        ),
+        (MHATokenToKVPool(), [{}, {}], {"refused": few_heads}, {}, dict.fromkeys((0, 1), FEW)),
+        # With tensor parallelism a KV head may be the only one of its rank.
+        (
+            MHATokenToKVPool(heads=1),
+            [{"tp_q_head_num": 8, **ONE_HEAD}],
+            {},
+            {0: LayerShape(8, 1, 64)},
+            {},
+        ),
+    ],
+)
+def test_layers_are_divided_one_by_one(pool, layers, given, tree, host):
+    made = [make_layer(layer_id=at, **changes) for at, changes in enumerate(layers)]
+    assert divide_layers(made, found(pool), **given) == Division(tree, host)
+
+
+def test_the_division_in_one_line():
+    host = {0: "a sliding window", 2: "a sliding window", 4: "cross attention"}
+    assert Division(dict.fromkeys((1, 3), SHAPE), host).text() == (
         "2 of 5 layers decode through tree attention; 2 with a sliding window, 1 with cross "
         "attention through the host's kernels"
     )
-    elsewhere = divide_layers([layers[1], make_layer(layer_id=5)], found(SWAKVPool([1], [0])))
-    assert elsewhere.host == {5: "a KV cache of another kind"}  # the same heads, other pages
-
-
-def test_linear_layers_count_as_layers():
-    """A layer with both kinds of attention decides by its full one."""
-    layers = [make_layer(layer_id=0), make_layer(layer_id=1, sliding_window_size=8)]
-    division = divide_layers(layers, found(HybridLinearKVPool([0, 1])), others=[0, 1, 2])
-    assert set(division.tree) == {0}
-    assert division.host == {1: "a sliding window", 2: "linear or recurrent attention"}
-    assert divide_layers([make_layer()], found(MHATokenToKVPool())).text() is None
-
-
-def test_most_layers_decide_on_the_shape():
-    """One plan serves one shape. Layers whose pages are of another shape are not read."""
-    wide = {"qk_head_dim": 128, "v_head_dim": 128}
-    layers = [make_layer(layer_id=i) for i in range(2)]
-    others = [make_layer(layer_id=2, tp_q_head_num=8), make_layer(layer_id=3, **wide)]
-    division = divide_layers([*others, *layers], found(MHATokenToKVPool()))
-    assert division.tree == dict.fromkeys((0, 1), (4, 2, 64))
-    assert "8 query and 2 KV heads of 64" in division.host[2]
-    assert division.host[3] == "a KV cache of another kind"
-
-
-def test_a_shape_without_kernels_leaves_the_layers_of_other_shapes():
-    def refused(shape):
-        return "a head count of 4" if shape[0] == 4 else None
-
-    layers = [make_layer(layer_id=i) for i in range(2)]
-    layers.append(make_layer(layer_id=2, tp_q_head_num=8))
-    division = divide_layers(layers, found(MHATokenToKVPool()), refused=refused)
-    assert division.tree == {2: (8, 2, 64)}
-    assert division.host == dict.fromkeys((0, 1), "a head count of 4")
-    nothing = divide_layers(layers[:2], found(MHATokenToKVPool()), refused=refused)
-    assert nothing.tree == {}
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (14, 2)])
-def test_every_rank_has_its_own_heads(heads, kv_heads):
-    """The layers know them: with tensor parallelism a KV head may be the only one of its rank."""
-    pool = MHATokenToKVPool(heads=kv_heads)
-    layers = [make_layer(tp_q_head_num=heads, tp_k_head_num=kv_heads, tp_v_head_num=kv_heads)]
-    tree = divide_layers(layers, found(pool)).tree
-    assert set(tree.values()) == {(heads, kv_heads, 64)}
+    assert Division({0: SHAPE}, {}).text() is None
+    assert (SHAPE.gqa_group, LayerShape(9, 2, 64).gqa_group) == (2, 4)
 
 
 def warm_up_sees(runner, blocks):
@@ -123,11 +140,12 @@ def warm_up_sees(runner, blocks):
     assert step_tensors(seen, ()).drafts == Drafts(6, trees=True, always=True)
 
 
-def test_a_model_runner_is_divided_and_counted(host):
+def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     from deft_backend.hosts.sglang import factory
+    from deft_backend.hosts.sglang import layers as model_layers
     from deft_backend.hosts.sglang.layers import division_of
     from deft_backend.hosts.sglang.report import state_of
     from deft_backend.hosts.sglang.versions import sinks_of_layers
@@ -151,6 +169,17 @@ def test_a_model_runner_is_divided_and_counted(host):
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
+    # Models may keep their layers in a dictionary, where nobody finds them.
+    hidden = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList()})
+    hidden.token_to_kv_pool = pool = MHATokenToKVPool()
+    pool.start_layer, pool.layer_num = 1, 2
+    hidden.model_config = SimpleNamespace(num_attention_heads=8)
+    monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
+    assert division_of(hidden) == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
+    refused = "a head count of 4"
+    monkeypatch.setattr(TreeAttention, "unsupported", lambda *given: refused)
+    assert division_of(hidden) == Division({}, dict.fromkeys((0, 1), refused))
+    monkeypatch.undo()
     assert state_of(runner, division, "deft", "auto").num_layers == 1
 
     class Block(torch.nn.Module):

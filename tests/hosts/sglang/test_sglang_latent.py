@@ -241,12 +241,6 @@ def test_sharing_that_cannot_be_found_is_the_hosts(sharing, failures):
     assert sharing.settle(requests, of_bigrams) is None
 
 
-def test_decode_of_a_server_that_verifies_is_the_hosts(verifying):
-    batch = verifying.batch("decode")
-    verifying.backend.init_forward_metadata(batch)
-    assert verifying.calls == ["metadata"]
-
-
 def test_layers_of_another_shape_are_the_hosts(host):
     """Such as the layer of the same id with the model's own heads, which serves prefill."""
     server = latent_server(host)

@@ -484,15 +484,6 @@ def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 
-def test_a_runner_without_a_second_set_of_graphs_is_refused():
-    config = make_config()
-    config.use_v2_model_runner = False
-    with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=1"):
-        latent.latent_attention(
-            SimpleNamespace(value_dim=VALUE), config, torch.device("cuda"), Settings()
-        )
-
-
 @pytest.mark.parametrize(("drafted", "refused"), [(None, False), (1, True), (2, True)])
 def test_drafts_of_mla_need_a_record_of_their_own(drafted, refused, monkeypatch):
     """vLLM 0.33 has one of plain decode alone."""

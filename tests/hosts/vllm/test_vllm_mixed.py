@@ -114,11 +114,9 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("query_lens", "changes", "reason"),
     [
-        ([1, 1, 30, 1, 5], {"is_prefilling": torch.tensor([0, 0, 1, 0, 1]).bool()}, "behind"),
-        ([30, 1, 1, 1, 1], {"is_prefilling": None}, "batch smaller than DEFT_MIN_BATCH=2"),
+        ([1, 1, 30, 1, 5], {"is_prefilling": None}, "behind"),
         (MIXED, {"mm_req_doc_ranges": {3: [(20, 30)]}}, "documents"),
         (MIXED, {"causal": False}, "attention that is not causal"),
-        (MIXED, {"seq_lens_cpu_upper_bound": None}, "prefills of unknown lengths"),
         ([1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
     ],
 )
@@ -129,22 +127,6 @@ def test_steps_that_are_not_split(query_lens, changes, reason, monkeypatch):
     assert content.kind == "mixed"
     assert reason in content.reason
     assert steps.steps == 1
-
-
-def test_prompts_alone_are_no_decode_step(rests):
-    step = mixed([5, 20, 33, 30, 5], is_prefilling=torch.ones(5, dtype=torch.bool))
-    assert step.tree is None
-    step.check()
-    assert not state().counters().steps
-
-
-def test_a_short_end_of_a_prompt_goes_with_the_decode_rows():
-    """Causal attention is the same for it; the counters know it from decode rows."""
-    prefilling = torch.tensor([False, False, True, True, True])
-    step = mixed(is_prefilling=prefilling)
-    assert step.tree.tokens == 3
-    step.check()
-    assert state().counters().total("mixed").rows == 2
 
 
 def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):

@@ -113,18 +113,6 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
     assert step_of(step.builder.build(0, decoding)) is not None
 
 
-def test_a_short_end_of_a_prompt_is_computed_like_a_draft():
-    batch = Batch(LENS, shared=2, query_lens=[5, 1, 5, 1, 5])
-    prefilling = torch.tensor([False, True, False, False, False])
-    step = Step(batch, make_layers(), {"is_prefilling": prefilling})
-    assert step.tree is not None
-    step.check()
-
-
-def test_without_speculation_several_tokens_are_a_prompts():
-    assert Step(Batch([40, 37], shared=2, query_lens=[2, 2])).tree is None
-
-
 def test_the_draft_models_layers_are_the_hosts(caplog):
     layers = make_layers()
     draft = Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
