@@ -371,6 +371,9 @@ def test_arguments_that_are_not_known_are_handed_on(server, change):
     assert server.calls == []
     server.forward(batch, **change)
     assert server.calls == ["metadata", "decode"]
+    server.forward(batch, make_layer(layer_id=1), **change)  # also if a layer's first call has them
+    assert server.calls == ["metadata", "decode", "decode"]
+    assert server.steps.layers.tree_layers == server.state.num_layers - 1
 
 
 def test_a_step_whose_kernel_fails_is_the_hosts_step(server, failures, monkeypatch):

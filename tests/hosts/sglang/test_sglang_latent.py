@@ -288,14 +288,34 @@ def test_a_model_runner_gets_latent_attention(host):
     assert (attention.max_batch, attention.query_tokens, attention.page_size) == (4, 1, 1)
 
 
-def test_a_model_runner_is_refused_unless_asked(host):
+@pytest.mark.parametrize("drafted", [None, 2])
+def test_the_layers_of_a_server(host, drafted, monkeypatch):
+    """They are refused unless asked for: no record shows them on the CPU."""
     from deft_backend.hosts.common.limits import Unsupported
     from deft_backend.hosts.sglang import factory
 
-    plain = SimpleNamespace(speculative_algorithm=None)
-    made = runner(req_to_token_pool=SimpleNamespace(size=4), server_args=plain)
-    with pytest.raises(Unsupported, match="DEFT_MLA=1"):
+    monkeypatch.setattr(factory, "model_asks", lambda runner: "it asks")
+    arguments = SimpleNamespace(speculative_algorithm=drafted and "EAGLE", port=81)
+    arguments.speculative_num_draft_tokens, ranks = drafted, SimpleNamespace(tp_rank=0)
+    rows = SimpleNamespace(size=9, req_to_token=torch.zeros((9, 4)))
+    made = runner(req_to_token_pool=rows, server_args=arguments, ps=ranks)
+    why = "MLA models that draft with" if drafted else "MLA models with"
+    with pytest.raises(Unsupported, match=f"no record shows {why} .*; DEFT_MLA=1"):
         factory._create(made, None, Settings(), ExitStack())
+    seen = []
+    own = SimpleNamespace(token_to_kv_pool=made.token_to_kv_pool, req_to_token_pool=rows)
+    monkeypatch.setattr(factory, "surround", lambda host, steps: (host, steps))
+    monkeypatch.setattr(factory, "_steps", lambda runner, layers, *given: seen.append(layers))
+    assert factory._create(made, own, Settings(mla=True, verify=True), ExitStack())[0] is own
+    (layers,) = seen
+    attention = layers.attention
+    assert (attention.max_batch, attention.query_tokens) == (9, drafted or 1)
+    assert [*layers.division.tree] == [0, 1]
+    assert (layers.model_asks, layers._verify, layers.state.values_apart) == (
+        "it asks",
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,12 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     assert served(arguments, make_arguments()) == "torch_native"
 
 
+def test_a_host_that_lacks_a_member_is_left_alone(arguments, caplog, monkeypatch):
+    monkeypatch.setattr(versions, "missing", lambda: "a module: a name")
+    assert served(arguments, make_arguments()) is None
+    assert "this SGLang lacks a member that tree attention uses (a module: a name)" in caplog.text
+
+
 def test_registering_never_raises(host, monkeypatch, caplog):
     from deft_backend.hosts.sglang import plugin
 
@@ -357,13 +363,3 @@ def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(
     monkeypatch.setitem(sys.modules, factory.__name__, None)
     assert create(SimpleNamespace(server_args=made)) == "their backend"
     assert "tree attention could not be loaded (ModuleNotFoundError" in caplog.text
-
-
-def test_versions_without_a_view_of_resolved_arguments(monkeypatch):
-    """To 0.5.18 the arguments are what the host decided."""
-    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.model_override_base", None)
-    config = SimpleNamespace(decode=SimpleNamespace(backend="full"))
-    arguments = SimpleNamespace(cuda_graph_config=config)
-    assert versions.resolved(arguments) is arguments
-    versions.disable_decode_graphs(arguments)
-    assert config.decode.backend == "disabled"
