@@ -12,6 +12,7 @@ from deft_backend.hosts.common.contract import (
     check_contract,
     first_missing,
     matches,
+    tries_others,
 )
 from deft_backend.hosts.windows import TESTED
 from deft_backend.settings.config import Settings
@@ -138,6 +139,7 @@ def test_members_of_other_versions_are_left_out(host):
     gone = Member("madeup", "Walker", versions=">=1.2,<2")
     assert check_contract([gone], "1.1.9") == []
     assert len(check_contract([gone], "1.2.0.post1+cu130")) == 1
+    assert first_missing([gone], None) is None  # the host is not installed
     assert check_contract([gone], "2.0") == []
 
 
@@ -153,6 +155,36 @@ def test_members_of_other_versions_are_left_out(host):
 )
 def test_specifiers(version, specifier, expected):
     assert matches(version, specifier) is expected
+
+
+@pytest.mark.parametrize("specifier", ["==1", "<=1", ">1", "1", ">=one"])
+def test_a_specifier_of_another_form_is_refused(specifier):
+    with pytest.raises(ValueError, match="expected for example"):
+        matches("1.0", specifier)
+
+
+@pytest.mark.parametrize(
+    ("version", "holds", "newer"),
+    [
+        ("0.5.16.post9", False, "0.5.23"),
+        ("0.5.17rc1", True, "0.5.23"),
+        ("0.5.22.1", True, "0.5.23"),
+        ("0.5.23", True, None),
+        ("0.5.24rc1", False, None),
+    ],
+)
+def test_a_window_of_versions(version, holds, newer):
+    assert (TESTED["sglang"].holds(version), TESTED["sglang"].newer(version)) == (holds, newer)
+    assert str(TESTED["sglang"]) == ">=0.5.17, <0.5.24"
+
+
+@pytest.mark.parametrize(("value", "tries"), [("1", True), ("0", False), ("soup", False)])
+def test_other_versions_are_tried_if_a_setting_says_so(value, tries, monkeypatch):
+    """Others report a value that is not allowed."""
+    monkeypatch.setenv("DEFT_UNTESTED_HOST", value)
+    monkeypatch.setattr(TestedVersions, "installed", lambda self: "0.5.16")
+    assert tries_others() is tries
+    assert (TESTED["sglang"].refuse() is None) == tries
 
 
 @pytest.mark.parametrize(

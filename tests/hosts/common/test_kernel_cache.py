@@ -10,8 +10,10 @@ from triton import knobs
 
 from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
 from deft_backend.files import folders
+from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.warm_up import ranks_cache, take_compiled_kernels
 from deft_backend.settings.config import Settings
+from failure_lines import raising
 from made_kernels import made_kernel
 
 GPU = torch.device("cuda", 0)
@@ -103,3 +105,11 @@ def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
     with ranks_cache(settings, GPU):
         assert knobs.cache.dir == str(tmp_path / "user's")
     assert os.environ[folders.TRITON_CACHE] == str(tmp_path / "of GPU 3")
+
+
+def test_a_cache_that_nobody_can_write_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(warm_up, "SharedCache", raising(OSError("read-only")))
+    with ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared:
+        assert shared is None
+    (line,) = caplog.messages
+    assert line.startswith(f"deft: {tmp_path}/triton cannot be written (read-only); each rank")

@@ -80,6 +80,12 @@ def test_the_steps_that_launch_every_kernel(drafts, kv_dtype, smallest):
     assert steps == expected
 
 
+def test_a_layer_and_drafts_by_default():
+    assert LayerKind() == (False, None)
+    assert Drafts(7) == (7, False, False, False)
+    assert StepTensors(None, None, []).layers == (LayerKind(),)
+
+
 @pytest.mark.parametrize(
     ("device", "interpreted", "expected"),
     [
@@ -142,3 +148,16 @@ def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, in
             attention.run(transposed, rope, cache, table, sm_scale=1.0)
         assert launched
         assert set(launched) <= set(known)
+
+
+def test_variants_are_compiled_and_loaded_on_the_servers_gpu(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="deft_backend")
+    asked, devices, gpu = [], [], torch.device("cuda", 3)
+    compiled = lambda *given, **named: asked.append((given, named)) or "2 kernels"  # noqa: E731
+    monkeypatch.setattr(warm_up, "compile_all", compiled)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    assert warm_up.compile_for_server(["a", "b"], gpu, "shared") == "2 kernels"
+    ((given, named),) = asked
+    named.pop("prepare")()
+    assert (given, named, devices) == ((["a", "b"],), {"load": True, "shared": "shared"}, [gpu])
+    assert caplog.messages == ["deft: 2 kernels"]
