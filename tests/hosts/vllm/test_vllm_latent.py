@@ -4,7 +4,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -439,6 +439,24 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 
+def test_what_has_no_second_set_captures_and_replays_the_hosts(second_set, caplog):
+    """Another configuration's manager, and a manager whose graphs lie elsewhere."""
+    step = Step(Batch([40, 37, 33, 65], shared=2))
+    second_set(make_config(), step.builder.deft_group)
+    manager = Manager(step)
+    manager.capture("model")
+    assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL"]
+    assert manager.run_fullgraph(4).eq(5.0).all()
+    second_set(step.layers.config, step.builder.deft_group)
+    for name in ("graphs", "_capture_descs"):
+        manager = Manager(step)
+        manager._capture_descs = {}
+        setattr(manager, name, MappingProxyType({}))
+        manager.capture("model")
+        assert not hasattr(manager, "deft_graphs")
+    assert caplog.text.count("no second set of graphs can be captured") == 2
+
+
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     """It extrapolates from the bytes of its largest graphs, in order."""
     step = Step(Batch([40, 37, 33, 65], shared=2))
@@ -448,13 +466,22 @@ def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     manager = Manager(step)
     manager._capture_descs = {CUDAGraphMode.FULL: [4, 4]}
     manager._capture_mem_samples = samples = []
-    costs = iter([300, 20, 600, 100])
-    build = step.builder.build_for_cudagraph_capture
-    step.builder.build_for_cudagraph_capture = lambda common: (
-        samples.append(next(costs)) or build(common)
-    )
-    manager.capture("model")
-    assert samples == [300 + 600, 20 + 100]
+    build, costs = step.builder.build_for_cudagraph_capture, []
+
+    def built(common):
+        if not costs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        samples.append(costs.pop(0))
+        return build(common)
+
+    step.builder.build_for_cudagraph_capture = built
+    for costs[:], profile in (
+        ([300, 20, 600, 100], [300 + 600, 20 + 100]),
+        ([300, 20, 600], [300 + 600, 20]),  # the last graph does not fit
+    ):
+        samples.clear()
+        manager.capture("model")
+        assert samples == profile
 
 
 @pytest.mark.parametrize(

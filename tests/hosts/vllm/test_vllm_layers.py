@@ -1,6 +1,7 @@
 """The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
 
 import logging
+import threading
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, un
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from failure_lines import raising
-from vllm_cpu_backend import original_backend
+from vllm_cpu_backend import PlainCpuBackend, original_backend
 from vllm_fakes import DIM, KV_HEADS, make_config, make_spec, speculating, tree_layers
 
 
@@ -196,6 +197,61 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
     cache = blank_cache(None, config, shape, 3, torch.float16, torch.device("cpu"))
     assert cache.shape == shape
     assert cache.stride() == (*strides, 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "strides"),
+    [  # of a block, head and token
+        (lambda: (0, 1, 2, 3), (4096, 2048, 128)),
+        (lambda: (0, 2, 1, 3), (4096, 128, 256)),
+        (raising(NotImplementedError), (4096, 2048, 128)),
+        (None, (4096, 2048, 128)),
+    ],
+)
+def test_backends_that_order_their_caches(order, strides, monkeypatch):
+    """As in vLLM to 0.28."""
+    monkeypatch.setattr(versions, "_backends_state_shapes", lambda: True)
+    host = SimpleNamespace(**{} if order is None else {"get_kv_cache_stride_order": order})
+    shape = (2, 2, 16, 128)
+    cache = blank_cache(host, None, shape, 3, torch.float16, torch.device("cpu"))
+    assert (cache.shape, cache.stride(), cache.any()) == (shape, (*strides, 1), False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_made_outside_of_memory_pools(device, monkeypatch):
+    set_up, threads = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", set_up.append)
+    make = lambda: threads.append(threading.current_thread().name) or "made"  # noqa: E731
+    assert factory.outside_memory_pools(make, torch.device(device)) == "made"
+    assert set_up == ([torch.device("cuda")] if device == "cuda" else [])
+    assert threads == ["deft-set-up_0"]
+
+
+@pytest.mark.parametrize(("device", "largest"), [("cpu", 3000), ("cuda", 2048)])
+def test_the_device_planner_bounds_a_group(device, largest, monkeypatch, failures):
+    """A failed set-up is one line, and the layers are the host's."""
+    asked = []
+
+    class Made:
+        unsupported = staticmethod(lambda *given, **kind: None)
+
+        def __init__(self, **sizes):
+            asked.append(sizes["max_batch"])
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(factory, "TreeAttention", Made)
+    monkeypatch.setenv("DEFT_MAX_BATCH", "3000")
+    config = make_config()
+    config.scheduler_config.max_num_seqs = 4000
+    names = [f"layer.{at}" for at in range(tree_layers(config).count)]
+    given = factory.LayerGroup(PlainCpuBackend, make_spec(), names, config, torch.device(device))
+    assert factory.create_group(given) is None
+    assert asked == [largest]
+    assert failures == [
+        "deft: tree attention could not be set up (RuntimeError('no memory')); these layers run "
+        "through CPU_ATTN alone"
+    ]
+    failures.clear()
 
 
 @pytest.mark.parametrize(

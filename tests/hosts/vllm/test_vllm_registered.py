@@ -21,6 +21,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 import vllm_cpu_backend
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
+from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend, original_backend
 from vllm_fakes import forget_collectors
 
@@ -81,6 +82,52 @@ def test_custom_surrounds_what_the_host_would_choose(name, monkeypatch):
         assert getattr(ours, "__func__", ours) is getattr(theirs, "__func__", theirs)
     assert found.forward_includes_kv_cache_update is host.forward_includes_kv_cache_update
     assert found.full_cls_name() != host.full_cls_name()  # it keeps groups apart
+
+
+def test_classes_before_any_layer_is_configured():
+    """Also what a process without plugins reads under our name, and versions without new names."""
+    custom = registered.Custom
+    assert custom.full_cls_name() == (registered.__name__, "Custom")
+    assert custom.get_name() == "CUSTOM"
+    with pytest.raises(RuntimeError, match="before it configured any layer"):
+        custom.get_builder_cls()
+    with pytest.raises(AttributeError, match="registered' has no attribute 'Soup'"):
+        _ = registered.Soup
+
+
+@pytest.mark.parametrize("name", ["CUSTOM", "DEFT"])
+def test_our_names_are_registered_once(name, monkeypatch):
+    """To 0.31 vLLM's placeholder alone; a spawned process registers when it reads our name."""
+    calls = []
+
+    class Names(dict):
+        __members__ = property(lambda self: self)
+
+    def registering(backend, path):
+        calls.append((backend, path))
+        if backend == "DEFT":
+            names["DEFT"] = SimpleNamespace()
+
+    names = Names(CUSTOM="placeholder")
+    if name == "DEFT":
+        names.register = None
+    fake = SimpleNamespace(AttentionBackendEnum=names, register_backend=registering)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", fake)
+    versions.register("a path")
+    first = [("placeholder", "a path"), *([("DEFT", "a path")] if name == "DEFT" else [])]
+    assert calls == first
+    if name == "CUSTOM":
+        return
+    ours, again = names["DEFT"], ("a path",)
+    assert ours.__reduce_ex__(4) == (versions._registered, again)
+    versions.register("another")
+    assert calls[2:] == [("placeholder", "another"), (ours, "another")]
+    calls.clear()
+    assert versions._registered("a path") is ours
+    assert calls == []
+    del names["DEFT"]
+    assert versions._registered("a path") is names["DEFT"]
+    assert calls == first
 
 
 def test_layers_may_get_different_backends(monkeypatch):
@@ -176,9 +223,23 @@ class Mla(PlainCpuBackend):
     is_mla = classmethod(lambda cls: True)
 
 
+class Sparse(PlainCpuBackend):
+    is_sparse = classmethod(lambda cls: True)
+
+
+class StateSpace(PlainCpuBackend):
+    is_ssm = classmethod(lambda cls: True)
+
+
 @pytest.mark.parametrize(
     ("host", "reason"),
-    [(OtherLayout, "laid out"), (WritesItself, "writes the KV cache"), (Mla, "MLA")],
+    [
+        (OtherLayout, "laid out"),
+        (WritesItself, "writes the KV cache"),
+        (Mla, "MLA"),
+        (Sparse, "of another kind (sparse or state space)"),
+        (StateSpace, "of another kind (sparse or state space)"),
+    ],
 )
 def test_what_cannot_be_surrounded_runs_by_itself(host, reason, monkeypatch, caplog):
     plugin.register()
@@ -279,6 +340,19 @@ def test_a_version_that_was_not_tested_is_left_alone(version, monkeypatch, caplo
     monkeypatch.setattr(versions, "missing", lambda: None)  # of the really installed version
     plugin.register()
     assert chosen_as_the_host_does() is tree_backend(original_backend("FLASH_ATTN"))
+
+
+def test_a_host_that_lacks_a_member_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr(versions, "missing", lambda: "a module: a name")
+    left_alone(
+        "this vLLM lacks a member that tree attention uses (a module: a name)", monkeypatch, caplog
+    )
+
+
+def test_registering_never_raises(monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
+    plugin.register()
+    assert "a host from another planet" in caplog.text
 
 
 def test_wrong_settings_stop_the_servers_first_process(monkeypatch):
