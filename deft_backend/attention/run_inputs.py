@@ -1,4 +1,4 @@
-"""What plans and runs need: shapes and targets, a workspace, and the inputs of a run."""
+"""What plans and runs need: shapes and targets, and the inputs of a run."""
 
 from __future__ import annotations
 
@@ -9,68 +9,30 @@ import torch
 from deft_backend.attention.checks import AttentionError
 from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.costs.table_lookup import cost_model_on
-from deft_backend.kernels import Gpu, KernelConfiguration, Partials, Step, kernel_configuration
+from deft_backend.kernels import Gpu, KernelConfiguration, Step, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
 from deft_backend.shapes import ONE_TOKEN, TILE_SEGMENTS, AttentionShape, QueryBlocks
 
 
-def allocate_workspace(
-    entries: int, num_query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> Partials:
-    """Room for the partial results of `entries` query tokens of items, for operands of `dtype`."""
-    # After division by the largest element, float16 keeps 11 bits of mantissa for any range of
-    # values.
-    held = torch.float32 if dtype == torch.float32 else torch.float16
-    out = torch.empty((entries, num_query_heads, head_dim), dtype=held, device=device)
-    lse, scale = torch.empty((2, entries, num_query_heads), dtype=torch.float32, device=device)
-    return Partials(out, lse, scale)
+def paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[pages, page_size, Hkv, D] view of a cache."""
+    return cache.unsqueeze(1) if cache.dim() == 3 and page_size == 1 else cache
 
 
-class RunInputs:
-    """Completes what the caller of :meth:`TreeAttention.run` passes, with tensors at fixed
-    addresses: CUDA graphs hold them. `unit_scale` [1] float32 is the scale 1 on the device.
-    """
+def put_scales_together(step: Step, unit_scale: torch.Tensor) -> None:
+    """Make scales two tensors on the device, or two plain numbers, as the kernels need them."""
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
-        self.unit_scale = torch.ones(1, dtype=torch.float32, device=shape.device)
-
-    def new_output(
-        self,
-        q: torch.Tensor,
-        requests: int,
-        query_start: torch.Tensor | None,
-        planned: PlannedBatch,
-        static_launch: bool,
-    ) -> torch.Tensor:
-        """A tensor for the output: zeros where the kernels may leave a row as it is."""
-        # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from page
-        # tables cover padding requests. With other plans, their outputs must not be stale memory.
-        covered = query_start is None and requests <= planned.requests
-        covered = covered and (planned.from_rows or not static_launch)
-        return torch.empty_like(q) if covered else torch.zeros_like(q)
-
-    def paged(self, cache: torch.Tensor) -> torch.Tensor:
-        """[pages, page_size, Hkv, D] view of a cache."""
-        return cache.unsqueeze(1) if cache.dim() == 3 and self.shape.page_size == 1 else cache
-
-    def put_scales_together(self, step: Step) -> None:
-        """Two tensors on the device, or two plain numbers, as the kernels need them."""
-        k_scale, v_scale = step.k_scale, step.v_scale
-        if isinstance(k_scale, torch.Tensor) != isinstance(v_scale, torch.Tensor):
-            step.k_scale = self._on_device(k_scale)
-            step.v_scale = self._on_device(v_scale)
-
-    def _on_device(self, scale: float | torch.Tensor) -> torch.Tensor:
+    def on_device(scale: float | torch.Tensor) -> torch.Tensor:
         if isinstance(scale, torch.Tensor):
             return scale
-        return self.unit_scale if scale == 1.0 else self.unit_scale * scale
+        return unit_scale if scale == 1.0 else unit_scale * scale
+
+    if isinstance(step.k_scale, torch.Tensor) != isinstance(step.v_scale, torch.Tensor):
+        step.k_scale, step.v_scale = on_device(step.k_scale), on_device(step.v_scale)
 
 
 def requests_to_run(planned: PlannedBatch, given: int, static_launch: bool) -> int:
-    """The number of requests for a run: that of the planned batch, or a larger one that is
-    given.
-    """
+    """Requests of a run: those of the planned batch, or more that are given."""
     if static_launch:
         expected = given
     elif planned.forest is not None:

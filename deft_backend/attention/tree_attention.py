@@ -19,8 +19,8 @@ from deft_backend.attention.planned_attention import (
 from deft_backend.attention.run_inputs import (
     QueryShape,
     QueryShapes,
-    RunInputs,
-    allocate_workspace,
+    paged,
+    put_scales_together,
     requests_to_run,
 )
 from deft_backend.costs.table_lookup import shipped_on
@@ -29,6 +29,7 @@ from deft_backend.kernels import (
     Gpu,
     LayerAddresses,
     LayerLaunches,
+    Partials,
     Step,
     layer_addresses,
     run_plan,
@@ -167,7 +168,7 @@ class TreeAttention(PlannedAttention):
             rule = invariant = Invariant.for_target(replace(target, cost_model=costs))
             invariant.check_workspace(max_batch * blocks, max_tokens, result_bytes)
             capacity = capacity or PlanCapacity.for_chunks(
-                max_batch * blocks, invariant.num_chunks(max_tokens)
+                max_batch * blocks, invariant.most_chunks(max_tokens)
             )
         capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks, max(target.tile_programs), result_bytes
@@ -182,32 +183,28 @@ class TreeAttention(PlannedAttention):
             overlapped=config.overlapped,
             interpreted=config.interpreted,
         )
-        self._workspace = allocate_workspace(
-            capacity.max_entries * tokens, num_query_heads, head_dim, dtype, device
-        )
-        self._inputs = RunInputs(shape)
+        results = (capacity.max_entries * tokens, num_query_heads)
+        # Divided by its largest element, a result of any range keeps 11 bits in float16.
+        held = torch.float32 if dtype == torch.float32 else torch.float16
+        out = torch.empty((*results, head_dim), dtype=held, device=device)
+        lse, scale = torch.empty((2, *results), dtype=torch.float32, device=device)
+        self._workspace = Partials(out, lse, scale)
+        self._shape = shape
+        #: [1] float32: the scale 1 on the device, for a cache of 8 bits whose layer has no scale.
+        self.unit_scale = torch.ones(1, dtype=torch.float32, device=device)
         # The last run's batch, the layout of its layer, and what repeats it for other layers.
         self._repeatable: tuple[PlannedBatch, tuple[object, ...], LayerLaunches] | None = None
 
     @property
-    def _shape(self) -> QueryShape:
-        return self._shapes[self.batch.blocks.query_tokens]
-
-    @property
     def target(self) -> Target:
         """What the last plan was made for; at first, requests with one query token."""
-        return self._shape.target
+        return self._shapes[self.batch.blocks.query_tokens].target
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk by the policy's rule, as in :class:`~deft_backend.policies.Rules`."""
         rules = self.policy.rules
         return 0 if rules is None else rules.chunk_tokens
-
-    @property
-    def unit_scale(self) -> torch.Tensor:
-        """The scale 1 on the device, for a layer whose cache of 8 bits has no scale."""
-        return self._inputs.unit_scale
 
     @property
     def workspace_bytes(self) -> int:
@@ -329,17 +326,20 @@ class TreeAttention(PlannedAttention):
         """
         planned = self.batch
         query_tokens = planned.blocks.query_tokens
-        inputs = self._inputs
         given = len(seq_lens) if query_start is not None else len(q) // query_tokens
         requests = requests_to_run(planned, given, static_launch or planned.from_rows)
         rows = len(q) if query_start is not None else requests * query_tokens
         if out is None:
-            out = inputs.new_output(q, requests, query_start, planned, static_launch)
+            # A CUDA graph may be replayed for fewer requests than it was captured for. Plans from
+            # page tables cover padding requests; outputs of others must not be stale memory.
+            covered = query_start is None and requests <= planned.requests
+            covered = covered and (planned.from_rows or not static_launch)
+            out = torch.empty_like(q) if covered else torch.zeros_like(q)
         by_request = self._first_rows(page_table, requests) if table_rows is None else table_rows
         step = Step(
             q,
-            inputs.paged(k_cache),
-            inputs.paged(v_cache),
+            paged(k_cache, self.page_size),
+            paged(v_cache, self.page_size),
             out,
             page_table,
             seq_lens,
@@ -352,10 +352,10 @@ class TreeAttention(PlannedAttention):
             1.0 / math.sqrt(self.head_dim) if sm_scale is None else sm_scale,
             logit_cap,
         )
-        check_step(inputs.shape, step, requests=requests, rows=rows, query_tokens=query_tokens)
+        check_step(self._shape, step, requests=requests, rows=rows, query_tokens=query_tokens)
         if requests == 0 or rows == 0:
             return out
-        inputs.put_scales_together(step)
+        put_scales_together(step, self.unit_scale)
         step.table_rows = self._rows_of_ranges(table_rows)
         config = self._shapes[query_tokens].config
         # GPUs round to bfloat16, Triton's interpreter truncates: let PyTorch convert. Outputs of

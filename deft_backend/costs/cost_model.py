@@ -139,6 +139,8 @@ class CostModel:
         fasttree = data.get("fasttree")
         if not isinstance(fasttree, Mapping):
             raise CostModelError("fasttree is missing; expected an object with alpha, beta, gamma")
+        with within("fasttree"):
+            weights = [number(fasttree, name) for name in ("alpha", "beta", "gamma")]
         return cls(
             source=text(data, "source") if "source" in data else "unknown",
             head_dim=whole(data, "head_dim", least=1),
@@ -147,7 +149,7 @@ class CostModel:
             time_ms=numbers(data, "time_ms"),
             launch_ms=number(data, "launch_ms"),
             bandwidth_gb_s=number(data, "bandwidth_gb_s"),
-            fasttree=_coefficients(fasttree),
+            fasttree=FastTreeCoefficients(*weights),
             tiles=_tiles(data.get("tiles")),
         )
 
@@ -190,11 +192,6 @@ def _locate(axis: FloatArray, at: FloatArray) -> tuple[npt.NDArray[np.int64], Fl
     """Cell of `axis` for each value, and the position in it: 0 … 1 inside the table."""
     cell = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
     return cell, (at - axis[cell]) / (axis[cell + 1] - axis[cell])
-
-
-def _coefficients(data: Mapping[str, Any]) -> FastTreeCoefficients:
-    with within("fasttree"):
-        return FastTreeCoefficients(*(number(data, name) for name in ("alpha", "beta", "gamma")))
 
 
 def _tiles(data: Any) -> TileCosts:

@@ -70,13 +70,20 @@ def cut_ranges(ranges: KVRanges, is_leaf: BoolArray, num_chunks: Int64Array, uni
     of = np.repeat(np.arange(len(chunks)), chunks)  # the range of each group
     chunk = concatenated_ranges(np.zeros_like(chunks), chunks)
     begin, units, chunks = ranges.begin[of], units[of], chunks[of]
+    start, stop = (begin + at * units // chunks * unit for at in (chunk, chunk + 1))
+    return groups_of(ranges, of, start, stop, is_leaf[ranges.node[of]] & (chunk + 1 == chunks))
+
+
+def groups_of(
+    ranges: KVRanges, of: Int64Array, start: Int64Array, stop: Int64Array, is_open: BoolArray
+) -> Grouping:
+    """Groups [G] of one KV range each: tokens ``start … stop - 1`` of the range `of`."""
     queries = ranges.queries[of]
-    end = np.minimum(ranges.end[of], begin + (chunk + 1) * units // chunks * unit)
     return Grouping.of_single_ranges(
         query_ptr=np.append(0, np.cumsum(queries)).astype(np.int32),
         queries=ranges.order[concatenated_ranges(ranges.first[of], queries)],
         request=ranges.order[ranges.first[of]],
-        start=(begin + chunk * units // chunks * unit).astype(np.int32),
-        end=end.astype(np.int32),
-        is_open=is_leaf[ranges.node[of]] & (chunk + 1 == chunks),
+        start=start.astype(np.int32),
+        end=np.minimum(ranges.end[of], stop).astype(np.int32),
+        is_open=is_open,
     )

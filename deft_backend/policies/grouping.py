@@ -132,17 +132,6 @@ def longest_first(cost_ms: FloatArray, num_programs: int) -> float:
     return max(busy, default=0.0)
 
 
-def _item_costs(grouping: Grouping, target: Target) -> tuple[Int64Array, FloatArray]:
-    """Group and milliseconds of each item; each query tile of a group is an item, masked ones if
-    the group needs spans."""
-    queries = grouping.num_queries().astype(np.int64)
-    held = np.where(grouping.several_ranges, target.tile_queries[-1], target.largest_tile)
-    tiles = -(-queries // np.maximum(1, held))
-    query_vectors = -(-queries // tiles) * target.query_vectors
-    cost = target.costs.time(query_vectors, grouping.num_tokens())
-    return np.repeat(np.arange(grouping.num_groups, dtype=np.int64), tiles), np.repeat(cost, tiles)
-
-
 def partial_result_bytes(num_query_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes of one query's partial result, for one layer: of each head, an output divided by its
     largest element, in 16 bits (32 for float32), that element and the log-sum-exp.
@@ -162,11 +151,15 @@ def estimated_ms(grouping: Grouping, target: Target) -> float:
     at the GPU's bandwidth, whichever is longer. Stage 2 writes partial results and reads them back.
     """
     model = target.costs
-    group, cost = _item_costs(grouping, target)
-    cost = np.maximum(cost - model.launch_ms, SMALLEST_MS)
+    # Each query tile of a group is an item, masked ones if the group needs spans.
+    queries, tokens = grouping.num_queries().astype(np.int64), grouping.num_tokens()
+    held = np.where(grouping.several_ranges, target.tile_queries[-1], target.largest_tile)
+    tiles = -(-queries // np.maximum(1, held))
+    cost = model.time(-(-queries // tiles) * target.query_vectors, tokens)
+    cost = np.maximum(np.repeat(cost, tiles) - model.launch_ms, SMALLEST_MS)
     each = partial_result_bytes(target.num_query_heads, target.head_dim, target.dtype_bytes)
     parts = np.bincount(grouping.queries)  # groups of each query; a query in one merges nothing
     merged = int(parts[parts > 1].sum()) * each * target.query_tokens
     other = model.launch_ms + model.transfer_ms(2 * merged)
-    loads = model.transfer_ms(kv_bytes(int(grouping.num_tokens()[group].sum()), target))
+    loads = model.transfer_ms(kv_bytes(int(tiles @ tokens), target))
     return max(longest_first(cost, target.num_programs), loads) + other

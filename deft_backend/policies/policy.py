@@ -19,10 +19,13 @@ EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 """The rules of edges that the device planner knows."""
 
 ABSOLUTE = "absolute"
-"""The rule of chunks of `invariant`: they begin at fixed positions of a context."""
+"""The rule of chunks of `invariant`: a request's length decides where they begin."""
 
 PER_OCTAVE = 16
 """For the rule ``absolute``: chunks of an octave, within which chunks are equally long."""
+
+SHARES = 4
+"""For the rule ``absolute``: how many chunks of a request's end are as long as a chunk before."""
 
 
 class Rules(NamedTuple):

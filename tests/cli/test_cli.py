@@ -218,7 +218,7 @@ def test_explain_cuts_the_chunks_of_the_servers_policy_invariant(tmp_path, monke
         code, out, _ = run("explain", "--server", *asked, "--json", DEFT_CACHE_DIR=str(tmp_path))
         assert code == 0
         groups = json.loads(out)["groups"]
-        assert [group["tokens"] for group in groups] == [128] * 7 + [104]
+        assert [group["tokens"] for group in groups] == [128] * 7 + [32, 32, 32, 8]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])

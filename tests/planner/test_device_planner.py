@@ -130,13 +130,42 @@ def test_leaves_merge_as_many_results_as_the_hosts_do():
 
 @pytest.mark.parametrize(("private", "shared"), [(0, 4), (1, 4), (5, 0)])
 def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
-    """Of two requests with the same eight tokens, in chunks of four; some tokens may be private."""
+    """Of two requests with the same two short chunks of four tokens; some may be private."""
     batch = batch_of(regular_forest([1, 2], [8, 0]))
-    planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(4))
+    planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(16))
     tables, lens = (torch.from_numpy(a) for a in (batch.page_tables, batch.seq_lens))
     planner.plan(tables[:, :8].contiguous(), torch.arange(2), lens, private_tokens=private)
     ends = [end for queries, (_, end), *_ in items_of(read(plan)) if queries == 2]
     assert (max(ends, default=0), len(read(plan).entry_query)) == (shared, 4)
+
+
+@settings(deadline=None, max_examples=25)
+@given(chunk_tokens=st.sampled_from([8, 64, 512]), data=st.data())
+def test_absolute_chunks_begin_where_the_references_do(chunk_tokens, data):
+    """Three requests that end and part near the ends of chunks, in arrays that just hold them."""
+    policy, longest = Invariant(chunk_tokens), 1 << 20
+
+    def draw(least, most):
+        chunk = int(policy.chunk_at(data.draw(st.integers(least, most)), longest * 2))
+        near = int(policy.begin_of(chunk, longest * 2)) + data.draw(st.integers(-2, 2))
+        near += data.draw(st.sampled_from([-1, 0, 1, 2])) * chunk_tokens // 4
+        return min(max(near, least), most)
+
+    octave = 1 << data.draw(st.integers(4, 20))
+    lens = np.array([draw(1, octave) for _ in range(3)], np.int32)
+    tables = np.arange(3 * (max(lens) // 8 + 1), dtype=np.int32).reshape(3, -1)
+    for row in (1, 2):
+        shared = draw(0, int(min(lens[row - 1 : row + 1]))) // 8
+        tables[row, :shared] = tables[row - 1, :shared]
+    most = max(policy.num_chunks(length) for length in lens.tolist())
+    capacity = PlanCapacity.for_chunks(3, max(most, policy.most_chunks(tables.shape[1] * 8)))
+    host, device = plans_of(Batch(tables, lens, 8), TARGET, capacity, policy=policy)
+    for request, length in enumerate(lens.tolist()):
+        mine = np.repeat(np.arange(device.num_items), np.diff(device.item_query_ptr))
+        begins = device.segment_start[mine[device.entry_query == request]]
+        expected = policy.begin_of(np.arange(policy.num_chunks(length)), length)
+        assert sorted(begins.tolist()) == expected.tolist()
+    assert host.num_partials <= capacity.max_entries
 
 
 @pytest.fixture

@@ -118,11 +118,6 @@ class Numbers:
     estimate: tuple[tuple[float, ...], ...]
     """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""
 
-    def programs(self, queries: int) -> tuple[int, int]:
-        """Programs of the small tile and of the large tile in a batch of so many queries."""
-        small, large, *_ = self.target.programs_for(queries)
-        return small, large
-
     @classmethod
     def of(cls, target: Target) -> Numbers:
         *times, partial_ns, reduce_ns = target.tile_costs().tolist()

@@ -33,6 +33,7 @@ class Range(NamedTuple):
     end: Any
     first: Any  # place of the first query
     number: Any  # nodes count before leaves, and each in order of place
+    length: Any  # tokens of the first query's request
 
 
 class Lengths(NamedTuple):
@@ -65,25 +66,29 @@ def _read_leaves(place, batch, ranges, BATCH):
     there = place < batch
     begin = tl.load(ranges.begin + BATCH + place, mask=there, other=0)
     end = tl.load(ranges.end + BATCH + place, mask=there, other=0)
-    return Range(there.to(tl.int32), begin, end, place, BATCH + place)
+    return Range(there.to(tl.int32), begin, end, place, BATCH + place, end)
 
 
 @jit
-def _read_nodes(number, count, chosen):
+def _read_nodes(number, count, chosen, ranges, BATCH):
     there = (number >= 0) & (number < count)
     queries = tl.load(chosen.queries + number, mask=there, other=0)
     begin = tl.load(chosen.begin + number, mask=there, other=0)
     end = tl.load(chosen.end + number, mask=there, other=0)
     first = tl.load(chosen.first + number, mask=there, other=0)
-    return Range(queries, begin, end, first, number)
+    length = tl.load(ranges.end + BATCH + first, mask=there, other=0)
+    return Range(queries, begin, end, first, number, length)
 
 
 @jit
-def _cut(range_, is_large, tiles, chunk, lengths, BATCH, CHUNKS):
+def _cut(range_, lengths, small_tile, large_tile, BATCH, CHUNKS):
+    is_large, tiles = tiles_of(range_.queries, small_tile, large_tile)
+    chunk = tl.where(is_large, lengths.large, lengths.small)
     tokens = range_.end - range_.begin
     if CHUNKS == "absolute":  # without a request's last chunk
         last = tl.maximum(range_.end - 1, range_.begin)
-        num_chunks = chunk_at(last, chunk) - chunk_at(range_.begin, chunk)
+        num_chunks = chunk_at(last, range_.length, chunk)
+        num_chunks -= chunk_at(range_.begin, range_.length, chunk)
         num_chunks += (range_.number < BATCH).to(tl.int32)
     else:
         sizes = sizes_of(tokens, is_large, lengths.estimate, CHUNKS)
@@ -91,22 +96,6 @@ def _cut(range_, is_large, tiles, chunk, lengths, BATCH, CHUNKS):
     num_chunks = tl.where(range_.queries > 0, num_chunks, 0)
     length = (tokens + num_chunks - 1) // tl.maximum(num_chunks, 1)
     return Cut(is_large, tiles, num_chunks, tl.where(is_large, length, length - 2147483647))
-
-
-@jit
-def _cut_leaves(leaves, lengths, small_tile, BATCH, CHUNKS):
-    """Leaves, cut into chunks; a leaf has one query."""
-    is_large = small_tile < 1
-    chunk = tl.where(is_large, lengths.large, lengths.small)
-    is_large = tl.where(leaves.queries > 0, is_large, False)
-    return _cut(leaves, is_large, leaves.queries, chunk, lengths, BATCH, CHUNKS)
-
-
-@jit
-def _cut_nodes(nodes, lengths, small_tile, large_tile, BATCH, CHUNKS):
-    is_large, tiles = tiles_of(nodes.queries, small_tile, large_tile)
-    chunk = tl.where(is_large, lengths.large, lengths.small)
-    return _cut(nodes, is_large, tiles, chunk, lengths, BATCH, CHUNKS)
 
 
 @jit
@@ -152,18 +141,16 @@ def measure_ranges(
     if node >= tl.load(chosen.count, mask=node >= 0, other=node + 1):
         return
     count = tl.load(chosen.count)
-    small_chunk = block
-    large_chunk = block
-    held = small_tile
     if CHUNKS == "absolute":
-        held = 0
-    if CHUNKS != "absolute":
+        held, small_chunk, large_chunk = 0, block, block
+    else:
+        held = small_tile
         small_chunk = _cheapest(candidates, 0, CANDIDATES)
         large_chunk = _cheapest(candidates, 1, CANDIDATES)
     lengths = Lengths(small_chunk, large_chunk, block, estimate)
     lane = tl.arange(0, BLOCK)
     leaves = _read_leaves(program * BLOCK + lane, batch, ranges, BATCH)
-    nodes = _read_nodes(node + lane, count, chosen)
+    nodes = _read_nodes(node + lane, count, chosen, ranges, BATCH)
     is_leaf = leaves.queries > 0
     mine = Range(
         tl.where(is_leaf, 1, nodes.queries),
@@ -171,13 +158,14 @@ def measure_ranges(
         tl.where(is_leaf, leaves.end, nodes.end),
         tl.where(is_leaf, leaves.first, nodes.first),
         tl.where(is_leaf, leaves.number, nodes.number),
+        tl.where(is_leaf, leaves.length, nodes.length),
     )
-    cut = _cut_nodes(mine, lengths, held, large_tile, BATCH, CHUNKS)
+    cut = _cut(mine, lengths, held, large_tile, BATCH, CHUNKS)
 
     before_leaves = tl.full([BLOCK, LEAVES], 0, tl.int32)
     for begin in range(0, batch, LEAVES):
         other = _read_leaves(begin + tl.arange(0, LEAVES), batch, ranges, BATCH)
-        other_cut = _cut_leaves(other, lengths, held, BATCH, CHUNKS)
+        other_cut = _cut(other, lengths, held, large_tile, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         before_leaves += tl.where(before, other_cut.num_chunks[None, :], 0)
     item = sum_of_rows(before_leaves)
@@ -185,8 +173,8 @@ def measure_ranges(
     part = tl.full([BLOCK], 0, tl.int32)
     small_part = tl.full([BLOCK], 0, tl.int32)
     for begin in range(0, count, NODES):
-        other = _read_nodes(begin + tl.arange(0, NODES), count, chosen)
-        other_cut = _cut_nodes(other, lengths, held, large_tile, BATCH, CHUNKS)
+        other = _read_nodes(begin + tl.arange(0, NODES), count, chosen, ranges, BATCH)
+        other_cut = _cut(other, lengths, held, large_tile, BATCH, CHUNKS)
         before = _is_before(other, other_cut, mine, cut)
         num_chunks = other_cut.num_chunks
         item += sum_of_rows(tl.where(before, (other_cut.tiles * num_chunks)[None, :], 0))

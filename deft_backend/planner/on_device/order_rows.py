@@ -23,13 +23,18 @@ from triton import jit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from deft_backend.planner.on_device.arrays import Nodes, Ranks, Tables
-from deft_backend.planner.on_device.tiles import chunk_at, chunk_begin, overlap, tiles_of
+from deft_backend.planner.on_device.tiles import overlap, shared_chunks, tiles_of
+
+
+@jit
+def length_of(query, there, tables, BLOCKS):
+    return tl.load(tables.seq_lens + query // BLOCKS, mask=there, other=0).to(tl.int32)
 
 
 @jit
 def full_pages(query, there, tables, columns, private, BLOCKS, PAGE_SIZE):
     """Full pages of queries, which alone can be shared, and at most the table's columns."""
-    length = tl.load(tables.seq_lens + query // BLOCKS, mask=there, other=0).to(tl.int32)
+    length = length_of(query, there, tables, BLOCKS)
     return tl.minimum(tl.maximum((length - private) // PAGE_SIZE, 0), columns)
 
 
@@ -207,7 +212,9 @@ def sort_rows(
     other_page = tl.load(other_table + shared - 1, mask=there, other=-2)
     cut = tl.where(there & (page == other_page), shared * PAGE_SIZE, 0)
     if CHUNKS == "absolute":
-        cut = chunk_begin(chunk_at(cut, chunk_tokens), chunk_tokens)
+        length = length_of(requests, is_request, tables, BLOCKS)
+        other_length = length_of(neighbour, is_request, tables, BLOCKS)
+        cut = shared_chunks(cut, length, other_length, chunk_tokens)
 
     none = tl.full([BLOCK], 0, tl.int32)
     tl.store(order_ptr + place, requests, mask=is_request)

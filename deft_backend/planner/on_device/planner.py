@@ -61,9 +61,8 @@ class DevicePlanner:
     """Plans batches on the device, by the two rules of a policy.
 
     A plan takes seven launches, or six without a choice of chunks (`invariant`), or nine
-    (`deft-flatten`). None waits for the CPU or depends on the
-    contents of the page table. So a CUDA graph that holds them plans every batch that it is
-    replayed for.
+    (`deft-flatten`). None waits for the CPU or depends on the contents of the page table. So a CUDA
+    graph that holds them plans every batch that it is replayed for.
 
     - `target`: what plans are for, unless a plan has a target of its own.
     - `plan`: where plans go.
@@ -260,7 +259,7 @@ class DevicePlanner:
         """Launch the kernels that do not read the page table."""
         target, scratch, warps = numbers.target, self._scratch, work.warps
         batch, block = len(tables.seq_lens) * target.query_blocks, target.block_tokens
-        at_once, most = numbers.programs(batch), (limits.items, limits.entries)
+        at_once, most = target.programs_for(batch)[:2], (limits.items, limits.entries)
         size = (batch, *numbers.tiles)
         # A few requests do not fill the GPU, so a token takes more of the whole GPU's time.
         busy = (max(1, min(at_once[0], batch)), at_once[1])
@@ -328,7 +327,7 @@ class DevicePlanner:
         """Raise PolicyError unless the plan holds every chunk of such a batch."""
         assert isinstance(self._policy, Invariant)
         tokens = columns * self._page_size
-        results = batch * self._policy.num_chunks(tokens)
+        results = batch * self._policy.most_chunks(tokens)
         capacity = self._plan.capacity
         held = min(capacity.max_items, capacity.max_entries)
         if results > held:

@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deft_backend.policies import policy
 
 PER_OCTAVE = tl.constexpr(policy.PER_OCTAVE)
+SHARES = tl.constexpr(policy.SHARES)
 
 
 @jit
@@ -87,8 +88,7 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS):
 
 
 @jit
-def chunk_at(token, chunk_tokens):
-    """The chunk of `invariant` that holds each token (``policies/invariant.py``)."""
+def _whole_at(token, chunk_tokens):
     CHUNKS: tl.constexpr = PER_OCTAVE.value
     unit = token // chunk_tokens
     # The exponent of a float32, which holds any number of octaves of a context exactly.
@@ -98,8 +98,43 @@ def chunk_at(token, chunk_tokens):
 
 
 @jit
-def chunk_begin(chunk, chunk_tokens):
-    """The first token of each chunk of `invariant`."""
+def _begin_of(chunk, chunk_tokens):
     CHUNKS: tl.constexpr = PER_OCTAVE.value
     octave = tl.maximum(chunk // CHUNKS - 1, 0)
     return ((chunk - octave * CHUNKS) << octave) * chunk_tokens
+
+
+@jit
+def short_chunks(length, chunk_tokens):
+    """The first short chunk of requests, its first token, and its tokens (`Invariant`)."""
+    PARTS: tl.constexpr = SHARES.value
+    chunk = _whole_at(tl.maximum(length - 1 - chunk_tokens // PARTS, 0), chunk_tokens)
+    begin = _begin_of(chunk, chunk_tokens)
+    return chunk, begin, (_begin_of(chunk + 1, chunk_tokens) - begin) // PARTS
+
+
+@jit
+def chunk_at(token, length, chunk_tokens):
+    """The chunk of `invariant` that holds each token of requests of these lengths."""
+    _, begin, tokens = short_chunks(length, chunk_tokens)
+    whole = _whole_at(tl.minimum(token, begin), chunk_tokens)
+    return whole + tl.maximum(token - begin, 0) // tokens
+
+
+@jit
+def chunk_begin(chunk, length, chunk_tokens):
+    """The first token of each chunk of `invariant`."""
+    first, _, tokens = short_chunks(length, chunk_tokens)
+    whole = _begin_of(tl.minimum(chunk, first), chunk_tokens)
+    return whole + tl.maximum(chunk - first, 0) * tokens
+
+
+@jit
+def shared_chunks(tokens, length, other_length, chunk_tokens):
+    """Tokens of the chunks that two requests share, which share this many tokens."""
+    _, begin, _ = short_chunks(length, chunk_tokens)
+    _, other_begin, _ = short_chunks(other_length, chunk_tokens)
+    # Requests whose short chunks begin at other positions share no short chunk.
+    limit = tl.where(begin == other_begin, tokens, tl.minimum(begin, other_begin))
+    tokens = tl.minimum(tokens, limit)
+    return chunk_begin(chunk_at(tokens, length, chunk_tokens), length, chunk_tokens)

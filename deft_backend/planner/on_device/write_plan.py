@@ -48,6 +48,7 @@ class Written(NamedTuple):
     segment_table: Any
     batch: Any
     small_tile: Any
+    held: Any  # most queries of a range that takes the small tile
     large_tile: Any
     block: Any
 
@@ -61,6 +62,7 @@ class Range(NamedTuple):
     item: Any
     entry: Any
     part: Any
+    length: Any  # tokens of the first query's request
 
 
 @jit
@@ -77,7 +79,8 @@ def slots_of(results, batch, BATCH):
 
 
 @jit
-def _read_range(plan, at, there):
+def _read_range(plan, at, leaf, there):
+    """The range at `at`, whose first query has its leaf's range at `leaf`."""
     ranges, places = plan.ranges, plan.places
     begin = tl.load(ranges.begin + at, mask=there, other=0)
     end = tl.load(ranges.end + at, mask=there, other=0)
@@ -85,7 +88,8 @@ def _read_range(plan, at, there):
     item = tl.load(places.item + at, mask=there, other=0)
     entry = tl.load(places.entry + at, mask=there, other=0)
     part = tl.load(places.part + at, mask=there, other=0)
-    return Range(begin, end, num_chunks, item, entry, part)
+    length = tl.load(ranges.end + leaf, mask=there, other=0)
+    return Range(begin, end, num_chunks, item, entry, part, length)
 
 
 @jit
@@ -103,9 +107,9 @@ def _chunk_of(range_, chunk, block, CHUNKS):
     The range's blocks are spread evenly over its chunks, unless their places are fixed.
     """
     if CHUNKS == "absolute":
-        number = chunk_at(range_.begin, block) + chunk
-        stop = chunk_begin(number + 1, block)
-        return chunk_begin(number, block), tl.minimum(range_.end, stop)
+        number = chunk_at(range_.begin, range_.length, block) + chunk
+        start = chunk_begin(number, range_.length, block)
+        return start, tl.minimum(range_.end, chunk_begin(number + 1, range_.length, block))
     else:
         blocks = (range_.end - range_.begin + block - 1) // block
         num_chunks = tl.maximum(range_.num_chunks, 1)
@@ -129,20 +133,17 @@ def _write_items(plan, item, entry, request, table_row, start, stop, span, there
 
 
 @jit
-def _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS):
+def _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS):
     """Write the items and entries of a node's range: for each chunk, a tile after the other."""
     SPAN_SHIFT: tl.constexpr = encoding.SPAN_SHIFT
     chosen, items = plan.chosen, plan.items
     node = tl.load(chosen.place + number)
     first = tl.load(chosen.first + number)
     queries = tl.load(chosen.queries + number)
-    range_ = _read_range(plan, node, queries > 0)
+    range_ = _read_range(plan, node, BATCH + first, queries > 0)
     request = tl.load(plan.order + first) // BLOCKS
     table_row = tl.load(plan.table_rows + request).to(tl.int32)
-    held = plan.small_tile
-    if CHUNKS == "absolute":
-        held = 0
-    is_large, tiles = tiles_of(queries, held, plan.large_tile)
+    is_large, tiles = tiles_of(queries, plan.held, plan.large_tile)
     lane = tl.arange(0, WIDTH)
     for at in range(0, range_.num_chunks * tiles, WIDTH):
         index = at + lane
@@ -182,7 +183,7 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
     query = tl.load(plan.order + place, mask=is_leaf, other=0)
     request = query // BLOCKS
     table_row = tl.load(plan.table_rows + request, mask=is_leaf, other=0).to(tl.int32)
-    range_ = _read_range(plan, BATCH + place, is_leaf)
+    range_ = _read_range(plan, BATCH + place, BATCH + place, is_leaf)
     parts = tl.load(plan.results.parts + place, mask=is_leaf, other=0)
     merged = tl.load(plan.results.merged + place, mask=is_leaf, other=0)
     first_slot = tl.gather(slots.first, tl.where(is_leaf, place, 0), 0)
@@ -190,9 +191,9 @@ def _write_leaves(place, slots, plan, BATCH, BLOCKS, CHUNKS):
     partial = (parts > 1) & (merged == 0)
     span = tl.where(plan.small_tile > 0, merged, 1 << SPAN_SHIFT)
     if CHUNKS == "absolute":
-        before = _count_items(plan, 0, BATCH)
+        before = _count_items(plan, BATCH)
         last = tl.maximum(range_.end - 1, range_.begin)
-        start = chunk_begin(chunk_at(last, block), block)
+        start = chunk_begin(chunk_at(last, range_.end, block), range_.end, block)
         slot = tl.where(partial, first_slot + range_.part + range_.num_chunks, whole)
         item, entry, stop = before.items + place, before.entries + place, place * 0 + OPEN_END
         _write_items(plan, item, entry, request, table_row, start, stop, span, is_leaf)
@@ -229,12 +230,12 @@ def write_reduction(reduction, slots, order_ptr, batch, BATCH):
 
 
 @jit
-def _count_items(plan, small_tile, BATCH):
+def _count_items(plan, BATCH):
     """Items and entries of all ranges, and items of the large tile."""
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(plan.ranges.queries + which)
     num_chunks = tl.load(plan.places.num_chunks + which)
-    is_large, tiles = tiles_of(queries, small_tile, plan.large_tile)
+    is_large, tiles = tiles_of(queries, plan.held, plan.large_tile)
     items = tiles * num_chunks
     large, every = total(tl.where(is_large, items, 0)), total(items)
     return Counts(every, total(queries * num_chunks), large, every, every)
@@ -278,10 +279,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     """Write the reduction's queries, how much there is of everything, and the counters."""
     batch, small_tile, ranges = plan.batch, plan.small_tile, plan.ranges
     write_reduction(reduction, slots, plan.order, batch, BATCH)
-    held = small_tile
-    if CHUNKS == "absolute":
-        held = 0
-    counts = _count_items(plan, held, BATCH)
+    counts = _count_items(plan, BATCH)
     if CHUNKS == "absolute":
         large = tl.where(small_tile < 1, counts.large + batch, counts.large)
         every = counts.items + batch
@@ -291,7 +289,7 @@ def _write_totals(slots, plan, reduction, counters, BATCH, BLOCKS, CHUNKS, TIMED
     # What the step reads, and what it would read query by query, in tokens.
     which = tl.arange(0, 2 * BATCH)
     queries = tl.load(ranges.queries + which)
-    _, tiles = tiles_of(queries, held, plan.large_tile)
+    _, tiles = tiles_of(queries, plan.held, plan.large_tile)
     begin = tl.load(ranges.begin + which)
     end = tl.load(ranges.end + which)
     loaded = tl.where(queries > 0, tiles.to(tl.int64) * (end - begin).to(tl.int64), 0)
@@ -342,6 +340,7 @@ def write_plan(
         segment_table_ptr,
         batch,
         small_tile,
+        0 if CHUNKS == "absolute" else small_tile,
         large_tile,
         block,
     )
@@ -353,7 +352,7 @@ def write_plan(
         if program - leaf_programs < count:
             slots = slots_of(results, batch, BATCH)
             for number in range(program - leaf_programs, count, node_programs):
-                _write_node(number, slots, plan, BLOCKS, WIDTH, CHUNKS)
+                _write_node(number, slots, plan, BATCH, BLOCKS, WIDTH, CHUNKS)
     elif program >= 0:
         slots = slots_of(results, batch, BATCH)
         place = program * LEAVES + tl.arange(0, LEAVES)
