@@ -2,10 +2,12 @@
 
 import errno
 import os
+import secrets
 import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
@@ -22,6 +24,8 @@ HOSTS = tuple(BACKEND_NAMES)
 
 CPU_TOKENS = 16384
 """Tokens in the KV cache of SGLang's CPU engine, which otherwise takes most of the memory."""
+
+_PORTS = range(20_000, 32_768)
 
 CPU_GIB = 1  # size of vLLM's KV cache on the CPU, in GiB
 
@@ -78,9 +82,15 @@ interface of the machine."""
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port on which nothing listens, below those that Linux gives to outgoing connections.
+
+    A server binds it a minute or more later, and by then another process could have one of those.
+    """
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def check_port(arguments: Sequence[str], default: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,6 +49,17 @@ def gone(pid):
             return True
         time.sleep(0.1)
     return False
+
+
+def test_a_free_port_is_none_that_listens_or_that_a_connection_may_get(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port()))
+        taken = other.getsockname()[1]
+        asked = iter((taken, taken, 32_767))
+        monkeypatch.setattr(
+            "secrets.choice", lambda ports: next(asked) if max(ports) < 32_768 else 0
+        )
+        assert free_port() == 32_767
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
