@@ -1,8 +1,19 @@
 """The profiled cost table: FlashForge's Table 2, its interpolation, and files."""
 
+import json
+
 import pytest
 
 from deft_backend.costs import CostModel
+from deft_backend.costs.cost_model import (
+    LEAVES_NS,
+    MARGIN,
+    STEP_NS,
+    CostModelError,
+    TileCosts,
+    default_cost_model,
+    latent_costs,
+)
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
 
@@ -98,6 +109,11 @@ def _replaced(**changes):
         ({"tiles": [1]}, "tiles is missing; expected an object with the costs of each tile"),
         ({"tiles": {**TILES, "item_ns": 9}}, "item_ns is 9; expected a list of numbers"),
         ({"tiles": {**TILES, "item_ns": [9]}}, "item_ns has 1 entries and token_ns 2"),
+        ({"tiles": {**TILES, "item_ns": [], "token_ns": []}}, "item_ns"),
+        ({"tiles": {**TILES, "item_ns": [[9, 8]]}}, "item_ns is .*; expected a list of numbers"),
+        ({"tiles": {**TILES, "item_ns": [9, -8]}}, "item_ns holds -8.0; expected numbers above 0"),
+        ({"tiles": {**TILES, "partial_ns": -1}}, "partial_ns holds -1.0; expected numbers above"),
+        ({"query_rows": [[1, 2]]}, "query_rows is .*; expected 2 or more positive, ascending"),
         ({"tiles": {**TILES, "reduce_ns": 0}}, "reduce_ns holds 0.0; expected numbers above 0"),
     ],
 )
@@ -110,3 +126,36 @@ def test_a_table_that_is_impossible_is_refused(changes, said):
 def test_the_costs_of_tiles_in_one_array():
     target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "it holds a list; expected an object"),
+        ("{", "is not JSON"),
+        ('{"format": 3}', "format is 3; expected 2"),
+        (None, "No such file or directory; expected a file"),
+    ],
+)
+def test_a_file_without_a_table_is_named(text, said, tmp_path):
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(CostModelError, match=f"cost table {path}.*{said}"):
+        CostModel.load(path)
+
+
+def test_a_table_reads_back_what_it_writes():
+    data = _data()
+    assert json.loads(json.dumps(CostModel._from_dict(data).to_dict())) == data
+    del data["source"]
+    assert CostModel._from_dict(data).source == "unknown"
+
+
+def test_the_costs_of_the_hosts_mla_kernel():
+    """Times of the whole GPU, for FlashAttention-3 in bfloat16 on an H100."""
+    model = latent_costs(16)
+    assert model.tiles == TileCosts((20.0, 20.0), (0.19, 0.19), 32.0, 14_000.0)
+    assert (LEAVES_NS, STEP_NS, MARGIN) == (33_000.0, 700_000.0, 1.2)
+    assert model.bandwidth_gb_s == default_cost_model().bandwidth_gb_s
+    assert model.transfer_ms(2e6 * model.bandwidth_gb_s) == 2.0

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from deft_backend.costs.tables import (
     shipped_tables,
 )
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS
+from failure_lines import raising
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,17 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     assert str(path) in record.message
     assert "ignored" in record.message
     assert "deft tune" in record.message
+
+
+def test_a_folder_that_nobody_may_enter_is_named_in_the_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Path, "exists", raising(PermissionError(13, "Permission denied")))
+    key = replace(KEY, gpu="NVIDIA H100 80GB HBM3")
+    assert cost_model_for(key, tmp_path) is default_cost_model()
+    path = tmp_path / key.file_name
+    assert caplog.messages == [
+        f"deft: cost table {path}: Permission denied; the file is ignored. {key.command} measures "
+        "it again"
+    ]
 
 
 @pytest.mark.parametrize("untold", [None, "clock_rate", "memory_clock_rate", "memory_bus_width"])

@@ -248,6 +248,8 @@ TABLES, SHARING, PATHS = forest_from_page_tables, build_forest, forest_from_path
         (TABLES, (np.array([[0.5, 1.0]]), [2], 1), r"dtype float64"),
         (TABLES, ([[0, 1]], [1, 1], 1), r"shape \(1, 2\); expected \[2, pages\]"),
         (TABLES, ([[0, 1]], [1], 0), r"page_size is 0"),
+        (TABLES, ([[0, 1]], [[1]]), r"seq_lens has shape \(1, 1\); expected \[batch\]"),
+        (TABLES, ([0, 1], [1, 1]), r"page_tables has shape \(2,\); expected \[2, pages\]"),
         (SHARING, ([0, 0], [1], [2, 2]), "permutation"),
         (SHARING, ([0, 1], [], [2, 2]), "expected 1"),
         (SHARING, ([0, 1], [3], [2, 4]), "share 3 tokens.*between 0 and 2"),
@@ -302,3 +304,6 @@ def test_forest_of_blocks():
     leaves = [(int(blocks.start[n]), int(blocks.end[n])) for n in blocks.leaf]
     assert leaves == [(16, 21), (16, 21), (8, 13), (8, 13), (20, 26), (20, 26)]
     assert forest_of_blocks(forest, 1, 0) is forest
+    assert forest.share == 60 / 52
+    assert build_forest([0], [], [0]).share == 0.0
+    assert forest.shared.tolist() == [8, 0]
