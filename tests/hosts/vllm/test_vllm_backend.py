@@ -407,7 +407,9 @@ def test_a_graph_in_whose_capture_a_kernel_failed_is_the_hosts(monkeypatch, fail
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_verification_allows_more_where_the_host_multiplies_in_8_bits(kv_dtype, failures):
+def test_verification_allows_more_where_the_host_multiplies_in_8_bits(
+    kv_dtype, failures, monkeypatch
+):
     for difference, agrees in ((0.02, True), (0.06, kv_dtype.itemsize == 1), (0.2, False)):
         ours = torch.ones(4, dtype=torch.bfloat16)
         theirs, out = ours - difference, ours.clone()
@@ -416,6 +418,8 @@ def test_verification_allows_more_where_the_host_multiplies_in_8_bits(kv_dtype, 
         assert (group.failure.reason is None) == agrees == (not failures)
         failures.clear()
         assert torch.equal(out, ours if agrees else theirs)
+    monkeypatch.setattr("deft_backend.hosts.vllm.group.capturing", lambda tensor: True)
+    GroupAttention._cross_check(group, out, raising(AssertionError("the host ran in a capture")))
 
 
 @pytest.mark.usefixtures("policy")
@@ -438,6 +442,7 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache():
         ]
         assert group.takes(layer._replace(cache="fp8_e4m3")) == (kind == "fp8")
         assert not group.takes(layer._replace(shape=layer.shape._replace(num_query_heads=8)))
+        assert not group.takes(layer._replace(reason="a window"))
 
 
 @pytest.mark.usefixtures("policy")

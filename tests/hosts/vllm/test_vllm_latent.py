@@ -284,6 +284,10 @@ def test_other_steps_are_the_hosts():
     prefill = Step(Batch([40, 37], shared=2, query_lens=[3, 1]))
     assert step_of(prefill.metadata) is None
     assert prefill.is_hosts
+    assert state().counters().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
+    mixed = Step(Batch([40, 37, 33], shared=2, query_lens=[1, 1, 3]))
+    assert mixed.is_hosts
+    assert state().counters().steps_host == {"a step with prefills over MLA": 1}
     step = Step(Batch(DECODE, shared=2))
     step.layers.impls[0].need_to_return_lse_for_decode = True
     assert step.is_hosts
@@ -558,7 +562,12 @@ def test_costs_decide_once_for_the_requests_of_a_batch():
         sharing.observe(told)
     assert len(asked) == 1
     assert (asked[0].batch_size, asked[0].tokens_attended) == (5, 16 * (3 + 3 + 3 + 5 + 1))
-    del told.num_scheduled_tokens["4"]
+    assert asked[0].page_size == PAGE
+    told.num_scheduled_tokens["of another worker"] = 1
+    sharing.observe(told)
+    assert sharing.too_little() == UNKNOWN
+    for request in ("of another worker", "4"):
+        del told.num_scheduled_tokens[request]
     sharing.observe(told)
     sharing.too_little()
     assert len(asked) == 2
@@ -581,8 +590,16 @@ def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
     group = SimpleNamespace(world_size=2, cpu_group=None, rank_in_group=0)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
     step = Step(Batch(DECODE, shared=2), layers(make_config(tensor_parallel_size=2)))
-    assert (step.builder.deft_group is None) == (reason is not None)
+    held = step.builder.deft_group
+    assert (held is None) == (reason is not None)
     assert reason is None or reason in caplog.text
+    if held is not None:  # graphs are a GPU's
+        installed, config = [], step.layers.config
+        monkeypatch.setattr(tree_graphs, "install", lambda *given: installed.append(given))
+        for device in ("cpu", "cuda"):
+            held.attention.device = torch.device(device)
+            assert latent.capture_both(held, config, held.settings) is None
+        assert installed == [(config, held)]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_checks import repeated_layers
-from deft_backend.attention import layer_addresses
+from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm import group
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
@@ -248,6 +248,20 @@ def test_later_layers_repeat_the_first(repeated):
     step.check()  # the same metadata again: another pass, with another plan
     assert repeated == [38, 38]
     assert state().counters().plans == 4
+
+
+def test_a_repeat_that_fails_is_a_kernel_that_fails(repeated, rests, monkeypatch, failures):
+    step = mixed()
+    step.tree.group.repeats.on = True
+    step.check()
+    step.build()
+    step.run(0)
+    rests.clear()
+    monkeypatch.setattr(TreeAttention, "repeat", raising(RuntimeError("no launch")))
+    close(step.run(1), reference(step.batch, step.cache))
+    assert rests == [len(step.batch.query)]
+    assert "a kernel failed (RuntimeError('no launch'))" in failures.pop()
+    assert state().counters().steps_host == {"kernel failed": 1}
 
 
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
