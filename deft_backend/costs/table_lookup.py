@@ -45,10 +45,8 @@ class TableInUse:
 def cost_model_for(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> CostModel:
     """The cost table to plan with; one log line warns if a better table should be used."""
     table = table_in_use(key, folder, facts)
-    if table.damage is not None:
-        _warn_once(table.damage)
-    if table.notice is not None:
-        _warn_once(table.notice)
+    for warning in filter(None, (table.damage, table.notice)):
+        _warn_once(warning)
     logger.debug("deft: cost table %s", table.path)
     return table.model
 

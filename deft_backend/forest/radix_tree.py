@@ -33,6 +33,7 @@ def forest_from_paths(
         raise ForestError(
             f"{len(paths)} paths for {len(seq_lens)} sequence lengths; expected as many of each"
         )
+    lens = int32(seq_lens, "seq_lens")
     children: dict[tuple[int, Hashable], int] = {}  # (node, identity of the child) -> child
     parent, depth, holder = [0], [0], []
     for request, path in enumerate(paths):
@@ -50,8 +51,6 @@ def forest_from_paths(
                 depth.append(depth[node] + tokens)
             node = child
         holder.append(node)
-    lens = int32(seq_lens, "seq_lens")
-    for request, node in enumerate(holder):
         if depth[node] > lens[request]:
             raise ForestError(
                 f"request {request} holds {lens[request]} tokens but its path in the radix tree "

@@ -224,11 +224,8 @@ def _unsplit(runner: Any, layers: StepLayers) -> str | None:
 def _step_tensors(runner: Any, layers: Collection[int]) -> StepTensors:
     cache, table = full_cache(runner.token_to_kv_pool), runner.req_to_token_pool.req_to_token
     assert not isinstance(cache, str)
-    sinks, tokens, drafts = (
-        versions.sinks_of_layers(runner.model),
-        versions.draft_tokens(runner.server_args),
-        None,
-    )
+    sinks = versions.sinks_of_layers(runner.model)
+    tokens, drafts = versions.draft_tokens(runner.server_args), None
     kinds = {
         LayerKind(bool(layer.logit_cap), getattr(sinks.get(layer.layer_id), "dtype", None))
         for layer in versions.attention_layers(runner.model)
