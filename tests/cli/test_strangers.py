@@ -7,14 +7,10 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
 from functools import partial
 
 import pytest
 
-from deft_backend.files import folders
-from deft_backend.files.folders import cache_directory
-from deft_backend.settings.config import SettingsError
 from deft_backend.telemetry.metrics import StateCollector
 from failure_lines import raising
 from strangers import UID, as_stranger, interpreter, missing
@@ -71,21 +67,6 @@ def test_a_user_without_a_home_has_a_folder_under_the_temporary_one(deft_of_a_st
     assert f"according to /tmp/deft-backend-{UID}/servers." in said
     code, said = deft_of_a_stranger("explain", "--tree", "1,4 64,8")
     assert code == 0, said
-
-
-def test_without_a_home_another_users_folder_is_refused(tmp_path, monkeypatch):
-    for name in ("DEFT_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(folders.os.path, "expanduser", lambda path: path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"deft-backend-{os.getuid()}"
-    assert cache_directory() == own
-    own.mkdir()
-    assert cache_directory() == own
-    own.rmdir()
-    own.symlink_to(tmp_path)
-    with pytest.raises(SettingsError, match=r"no home folder.*set DEFT_CACHE_DIR"):
-        cache_directory()
 
 
 @pytest.mark.parametrize("module", ["numpy", "triton"])

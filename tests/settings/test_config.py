@@ -5,55 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings import config
 from deft_backend.settings.config import REMOVED, VARIABLES, Settings, SettingsError, warn_unknown
+from drawings import check_drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
-def test_defaults():
-    settings = Settings.from_env({})
-    assert settings == Settings()
-    assert settings.policy == "auto"
-    assert settings.policy in POLICY_NAMES
-    assert settings.fallback_backend is None
-
-
-def test_empty_means_unset():
-    assert Settings.from_env({"DEFT_MIN_BATCH": "", "DEFT_LOG": "  "}) == Settings()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "field", "parsed"),
-    [
-        ("DEFT_POLICY", "fasttree", "policy", "fasttree"),
-        ("DEFT_MAX_BATCH", "4096", "max_batch", 4096),
-        ("DEFT_FALLBACK_BACKEND", "triton", "fallback_backend", "triton"),
-        ("DEFT_VERIFY", "true", "verify", True),
-        ("DEFT_VERIFY", "No", "verify", False),
-        ("DEFT_CACHE_DIR", "/somewhere/new", "cache_dir", Path("/somewhere/new")),
-    ],
-)
-def test_values(name, value, field, parsed):
-    assert getattr(Settings.from_env({name: value}), field) == parsed
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("DEFT_POLICY", "fastest", "one of flash-decoding, "),
-        ("DEFT_MIN_BATCH", "0", "an integer of 1 or more"),
-        ("DEFT_MIN_BATCH", "2.5", "an integer of 1 or more"),
-        ("DEFT_MAX_BATCH", "4097", "an integer from 1 to 4096"),
-        ("DEFT_VERIFY", "maybe", "1 (or true, yes, on) or 0 (or false, no, off)"),
-        ("DEFT_CACHE_DIR", __file__, "a directory, existing or to be made"),
-    ],
-)
-def test_errors_name_variable_value_and_what_is_allowed(name, value, expected):
-    with pytest.raises(SettingsError) as raised:
-        Settings.from_env({name: value})
-    assert str(raised.value).startswith(f"{name} is {value!r}; expected {expected}")
+def test_settings_are_read_as_drawn():
+    """Lines of the file: variables, and then the settings that are not defaults, or the error."""
+    path, every = Path(__file__).with_name("settings.txt"), []
+    for line in path.read_text().splitlines()[::2]:
+        try:
+            read = Settings.from_env(dict(word.split("=") for word in line.split("; ")))
+            found = {k: v for k, v in vars(read).items() if v != getattr(Settings(), k)}
+        except SettingsError as error:
+            found = error
+        every += [line, str(found).replace("\n", "; ")]
+    check_drawn("\n".join(every) + "\n", path)
 
 
 def test_removed_variables_name_what_replaced_them(caplog, monkeypatch):

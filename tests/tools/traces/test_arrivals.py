@@ -1,12 +1,14 @@
 """Traces of arrivals in Mooncake's format: read, checked, scaled, and turned into prompts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from deft_backend.tools.ab.workloads import trace_workload
 from deft_backend.tools.harness.workload import poisson
 from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals, shared_tokens
+from drawings import check_drawn
 
 LINE = {"timestamp": 27482, "input_length": 1055, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
@@ -74,23 +76,16 @@ def test_a_scaled_request_shares_the_same_blocks(scale, lengths):
     assert shared_tokens([found, found]) == lengths[0]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2: expected a JSON object"),
-        ("[]", "line 2: it is .*; expected a JSON object"),
-        ({**LINE, "timestamp": -1}, "timestamp is -1; expected milliseconds, at least 0"),
-        ({**LINE, "timestamp": 2e15}, "timestamp is 2e[+]15; expected milliseconds"),
-        ({**LINE, "input_length": 0, "hash_ids": []}, "input_length is 0"),
-        ({**LINE, "hash_ids": "x"}, "hash_ids is 'x'; expected a list of whole numbers"),
-        ({**LINE, "hash_ids": [1, 2, 3, 4]}, "holds 4 ids for input_length 1055; expected 2 or 3"),
-        ({**LINE, "hash_ids": [1]}, "holds 1 ids for input_length 1055; expected 2 or 3"),
-        ({**LINE, "input_length": 1024}, "holds 3 ids for input_length 1024; expected 2, one for"),
-    ],
-)
-def test_what_is_no_trace_is_refused(line, said, tmp_path):
-    with pytest.raises(TraceError, match=said):
-        load_arrivals(written(tmp_path, LINE, line))
+def test_what_is_no_trace_is_refused_as_drawn(tmp_path):
+    """The file has a second line of a trace, and then its arrival or what is wrong with it."""
+    path, every = Path(__file__).with_name("arrivals.txt"), []
+    for line in path.read_text().splitlines()[::2]:
+        try:
+            said = load_arrivals(written(tmp_path, LINE, line))[-1]
+        except TraceError as error:
+            said = str(error).replace(str(tmp_path), "TMP")
+        every += [line, str(said)]
+    check_drawn("\n".join(every) + "\n", path)
 
 
 def test_files_that_hold_no_trace_are_refused(tmp_path):

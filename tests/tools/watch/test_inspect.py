@@ -85,9 +85,14 @@ def test_only_two_documents_and_only_reading(served):
         assert served.get("/state.json", method).status == 501, method
     for engine in ("-1&x=%00", 20 * "9"):
         assert served.get(f"/state.json?engine={engine}").status == 200
-    with socket.create_connection(served.page.server_address[:2], timeout=20) as client:
-        client.sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"400" in client.makefile("rb").read()[:500]
+    for line, status in (
+        (b"GET http://[ HTTP/1.1", b"400"),
+        (b"GET " + b"/" * 70_000 + b" HTTP/1.1", b"414"),
+        (b"nonsense", b"400"),
+    ):
+        with socket.create_connection(served.page.server_address[:2], timeout=20) as client:
+            client.sendall(line + b"\r\nHost: localhost\r\n\r\n")
+            assert status in client.makefile("rb").read()[:500]
 
 
 def test_names_that_lead_here_from_elsewhere_are_refused(served):
