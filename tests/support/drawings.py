@@ -24,3 +24,12 @@ def check_drawn(text, path):
         path.write_text(text)
         pytest.fail(f"{path} was missing")
     assert text == path.read_text()
+
+
+def check_asked(path, answer):
+    """Each line of a file that begins with ``$`` asks; the lines behind it are the answer."""
+    drawn = []
+    for line in path.read_text().splitlines():
+        if line.startswith("$"):
+            drawn += [line, *answer(*line[1:].split())]
+    check_drawn("\n".join(drawn) + "\n", path)

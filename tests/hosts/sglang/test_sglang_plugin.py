@@ -14,7 +14,7 @@ from deft_backend.hosts.sglang import layers, versions
 from deft_backend.hosts.sglang.arguments import _FEATURES
 from deft_backend.hosts.sglang.versions import decode_graphs
 from deft_backend.settings.config import SettingsError
-from drawings import check_drawn
+from drawings import check_asked
 from failure_lines import raising
 
 
@@ -84,13 +84,10 @@ def served(arguments, made):
     return getattr(made, arguments.HOST_DECODE, None)
 
 
-SERVERS = Path(__file__).with_name("servers.txt")
-
-
-def asked_for(line):
+def asked_for(words):
     """The environment and the arguments of a server, of words such as ``tp_size=8``."""
     settings, changes = {}, {}
-    for name, _, value in (word.partition("=") for word in line.split()):
+    for name, _, value in (word.partition("=") for word in words):
         if name.isupper():
             settings[name] = value
         elif name == "graphs":
@@ -105,35 +102,31 @@ def asked_for(line):
     return settings, changes
 
 
-def outcome(arguments, settings, changes, caplog):
-    made = make_arguments(**changes)
-    try:
-        yield f"the host resolves {arguments.resolve(resolve_as_host, made)}"
-    except SettingsError as error:
-        yield re.sub("of .*triton.*", "of ... triton ...", str(error))
-        return
-    decodes = getattr(made, arguments.HOST_DECODE, "the host alone")
-    yield f"{decodes} decodes, with graphs of the kind {decode_graphs(made)}"
-    for record in caplog.records:
-        line = f"{record.levelname}: {record.getMessage()}"
-        yield line.replace(f"SGLang {versions.SGLANG.installed()}", "this SGLang")
-
-
 def test_what_becomes_of_a_servers_arguments(arguments, caplog, monkeypatch):
-    """The host resolves as if the flag were not there: each server of the file, whose lines behind
-    it say what the host gets to resolve, what decodes, and what is logged.
+    """The host resolves as if the flag were not there: of each server, the file says what the host
+    gets to resolve, what decodes, and what is logged.
     """
     caplog.set_level("INFO", logger="deft_backend")
-    drawn = []
-    for line in SERVERS.read_text().splitlines():
-        if line.startswith("$"):
-            settings, changes = asked_for(line[1:])
-            caplog.clear()
-            with monkeypatch.context() as environment:
-                for name, value in settings.items():
-                    environment.setenv(name, value)
-                drawn += [line, *outcome(arguments, settings, changes, caplog)]
-    check_drawn("\n".join(drawn) + "\n", SERVERS)
+
+    def outcome(*words):
+        settings, changes = asked_for(words)
+        made = make_arguments(**changes)
+        caplog.clear()
+        with monkeypatch.context() as environment:
+            for name, value in settings.items():
+                environment.setenv(name, value)
+            try:
+                yield f"the host resolves {arguments.resolve(resolve_as_host, made)}"
+            except SettingsError as error:
+                yield re.sub("of .*triton.*", "of ... triton ...", str(error))
+                return
+        decodes = getattr(made, arguments.HOST_DECODE, "the host alone")
+        yield f"{decodes} decodes, with graphs of the kind {decode_graphs(made)}"
+        for record in caplog.records:
+            line = f"{record.levelname}: {record.getMessage()}"
+            yield line.replace(f"SGLang {versions.SGLANG.installed()}", "this SGLang")
+
+    check_asked(Path(__file__).with_name("servers.txt"), outcome)
 
 
 def test_arguments_that_a_process_gets_resolved_and_models_without_backends(arguments, monkeypatch):

@@ -3,6 +3,7 @@
 import logging
 import threading
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
+from drawings import check_asked
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend, original_backend
 from vllm_fakes import DIM, KV_HEADS, make_config, make_spec, speculating, tree_layers
@@ -327,30 +329,6 @@ def test_our_lines_are_in_the_hosts_log(speaks, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "content", "port"),
-    [
-        ("api_server --port 8123 --model m", None, 8123),
-        ("vllm serve m --port=81", None, 81),
-        ("vllm serve m", None, 8000),
-        ("vllm serve --portal 5 --port", None, 8000),
-        ("vllm serve m --port 30000 --port 8001", None, 8001),
-        ("vllm serve m --config FILE", "port: 8123\nmax-model-len: 9", 8123),
-        ("vllm serve m --config FILE --port 8124", "port: 8123", 8124),
-        ("vllm serve m --config FILE", "max-model-len: 9", 8000),
-        ("vllm serve m --config FILE", "port: high", 8000),
-        ("vllm serve m --config FILE", "- port", 8000),
-        ("vllm serve m --config FILE", "{", 8000),
-        ("vllm serve m --config FILE", None, 8000),  # the file does not exist
-    ],
-)
-def test_the_port_is_read_from_the_command_line_and_its_file(tmp_path, words, content, port):
-    path = tmp_path / "server.yaml"
-    if content is not None:
-        path.write_text(content)
-    assert port_of(words.replace("FILE", str(path)).split()) == port
-
-
-@pytest.mark.parametrize(
     ("longest", "columns", "drafts"),
     [
         (2000, [125, 128], None),
@@ -396,22 +374,21 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     assert (group.counts, group.tree_layers, group.page_size) == (True, 2, 16)
 
 
-@pytest.mark.parametrize(
-    ("words", "asks"),
-    [
-        ("serve m --attention-backend CUSTOM", True),
-        ("serve m --attention-backend=deft", True),
-        ("serve m --attention_backend DEFT", True),
-        ("serve m --attention-backend DEFT --attention-backend FLASH_ATTN", False),
-        ('serve m --attention-config {"backend":"CUSTOM"}', True),
-        ("serve m --attention-config.backend CUSTOM", True),
-        ("serve m --attention-config.backend=CUSTOM", True),
-        ("serve m -ac.backend=DEFT", True),
-        ("serve deft --served-model-name CUSTOM", False),
-        ("serve m --config FILE", True),
-    ],
-)
-def test_who_asks_for_the_plugin(words, asks, tmp_path):
+def test_what_a_command_line_says(tmp_path):
+    """The server's port, and whether it asks for the plugin; a file of arguments may say it first.
+
+    The file's text is that behind ``--config``, with ``;`` for the end of a line.
+    """
     path = tmp_path / "server.yaml"
-    path.write_text("attention-backend: deft")
-    assert asks_for_us(words.replace("FILE", str(path)).split()) is asks
+
+    def answer(*words):
+        words = list(words)
+        path.unlink(missing_ok=True)
+        if "--config" in words:
+            at = words.index("--config") + 1
+            if words[at] != "missing":
+                path.write_text(words[at].replace(";", "\n").replace(":", ": "))
+            words[at] = str(path)
+        return [f"port {port_of(words)}, {'ours' if asks_for_us(words) else 'not ours'}"]
+
+    check_asked(Path(__file__).with_name("command_lines.txt"), answer)

@@ -1,15 +1,17 @@
 """Steps of every kind: decode, verification, and those that also prefill, split or picked from."""
 
+from ast import literal_eval
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.vllm.content import DOCUMENTS, Content, RestBuilder, content_of, unsplit
+from deft_backend.hosts.vllm.content import RestBuilder, content_of, unsplit
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.telemetry import counters
-from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION, Decoded, Steps
+from deft_backend.telemetry.counters import MIXED, Content, Steps
+from drawings import check_asked
 from failure_lines import raising
 from vllm_fakes import DIM, KV_HEADS, Batch, Cache, close, make_spec, reference, run, state, told
 
@@ -17,7 +19,7 @@ TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
 
 
 def steps_of(kind, reason=None):
-    return {counters.Content(kind.name, reason): Steps(1, kind.rows, kind.tokens * TOKEN)}
+    return {Content(kind.name, reason): Steps(1, kind.rows, kind.tokens * TOKEN)}
 
 
 def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kind, rests):
@@ -133,70 +135,46 @@ def test_another_group_with_the_same_requests(kind, slices, rests):
     )
 
 
-# The content of a batch: requests of these contexts, by their query tokens.
-
 LENS = [40, 37, 33, 50, 5]
-PREFILLS = {at: [row in at for row in range(5)] for at in [(), (1,), (3, 4), (1, 3, 4), (0, 1, 2)]}
-META = {"seq_lens": torch.zeros(5, device="meta"), "seq_lens_cpu_upper_bound": None}
 
 
-@pytest.mark.parametrize(
-    ("queries", "prefills", "query_tokens", "equal_bits", "expected"),
-    [
-        ([1] * 5, (), 1, False, (DECODE, 5, 5, 5, 165, 0)),
-        ([1] * 5, (1,), 1, False, (DECODE, 5, 5, 5, 165, 0)),
-        ([1] * 5, (), 1, True, (DECODE, 5, 5, 5, 165, 0)),
-        ([1] * 5, (1,), 1, True, (MIXED, 4, 4, 4, 128, 0, True, [0, 2, 3, 4])),
-        ([1, 1, 0, 0, 0], (), 1, False, (DECODE, 5, 2, 2, 165, 0)),
-        ([1, 2, 1, 1, 1], (), 2, False, (VERIFICATION, 5, 6, 5, 165, 6)),
-        ([1, 2, 1, 1, 1], (), 1, False, (MIXED, 1, 1, 4, 128, 0, True, [0, 2, 3, 4])),
-        ([1, 1, 1, 30, 5], (), 1, False, (MIXED, 3, 3, 3, 110, 0, False, [0, 1, 2])),
-        ([1, 1, 1, 30, 5], (1, 3, 4), 1, False, (MIXED, 3, 3, 2, 73, 0, False, [0, 2])),
-        ([1, 1, 1, 30, 5], (1, 3, 4), 1, True, (MIXED, 2, 2, 2, 73, 0, True, [0, 2])),
-        ([1, 1, 1, 30, 5], (3, 4), 1, True, (MIXED, 3, 3, 3, 110, 0, False, [0, 1, 2])),
-        ([5, 2, 1, 30, 5], (3, 4), 5, False, (MIXED, 3, 8, 3, 110, 8, False, [0, 1, 2])),
-        ([30, 2, 9, 1, 1], (0, 1, 2), 1, False, (MIXED, 0, 0, 2, 55, 0, True, [3, 4])),
-        ([5, 20, 9, 30, 5], (), 1, False, None),
-        ([0] * 5, (), 1, False, None),
-    ],
-)
-def test_the_content_of_a_batch(queries, prefills, query_tokens, equal_bits, expected):
-    batch, changes = Batch(LENS, shared=2, query_lens=queries), {}
-    for known in ({"is_prefilling": torch.tensor(PREFILLS[prefills])}, META):
-        changes |= known
-        found = content_of(batch.common(**changes), query_tokens, equal_bits=equal_bits)
-        if expected is None:
-            assert found is None
-            continue
-        kind, requests, tokens, rows, context, verified, *scattered = expected
-        decoded = Decoded(kind, rows, 0 if known is META else context, verified)
-        plain = Content(kind, requests, tokens, decoded, *scattered[:1])
-        assert found._replace(decoding=None) == plain
-        assert (None if found.decoding is None else [*found.decoding]) == (
-            scattered[1] if scattered else None
-        )
-        assert found.verifies == (tokens > requests)
-    # The CPU's own lengths, and no word about prompts.
-    changes = {"seq_lens_cpu_upper_bound": None, "is_prefilling": None}
-    found = content_of(batch.common(**changes), query_tokens, equal_bits=equal_bits)
-    assert expected is None or prefills or found.decoded.tokens == expected[4]
+def batch_of(queries, words):
+    """Requests of these contexts, and what the host says about their batch."""
+    said = dict(word.partition("=")[::2] for word in words)
+    prompts = [
+        row in map(int, filter(None, said.get("prompts", "").split(","))) for row in range(5)
+    ]
+    changes = {"is_prefilling": torch.tensor(prompts)}
+    if "unsaid" in said:  # which rows prompts have
+        changes["is_prefilling"] = None
+    if "unbounded" in said:  # by the CPU: how long contexts are
+        changes["seq_lens_cpu_upper_bound"] = None
+    if "on_device" in said:  # are the lengths alone
+        changes["seq_lens"] = torch.zeros(5, device="meta")
+    if "tokens" in said:
+        changes["num_actual_tokens"] = int(said["tokens"])
+    if "documents" in said:
+        changes["mm_req_doc_ranges"] = {3: literal_eval(said["documents"])}
+    batch = Batch(LENS, shared=2, query_lens=[*map(int, queries.split(","))])
+    return batch.common(**changes), int(said.get("most", 1)), "equal_bits" in said
 
 
-@pytest.mark.parametrize(
-    ("queries", "changes", "reason"),
-    [
-        ([1, 1, 1, 30, 5], {}, None),
-        ([1, 2, 1, 1, 1], {}, "decode rows behind prefills"),
-        ([1, 1, 1, 30, 5], {"mm_req_doc_ranges": {3: [], 4: [(1, 2)]}}, DOCUMENTS),
-        ([1, 1, 1, 30, 5], {"mm_req_doc_ranges": {3: []}}, None),
-        ([1, 1, 1, 30, 5], {"num_actual_tokens": 37}, "prefills of unknown lengths"),
-        ([1, 1, 1, 30, 5], {"num_actual_tokens": 39}, "prefills of unknown lengths"),
-        ([1, 1, 1, 30, 5], {"seq_lens_cpu_upper_bound": None}, "prefills of unknown lengths"),
-    ],
-)
-def test_what_the_hosts_code_cannot_slice(queries, changes, reason):
-    common = Batch(LENS, shared=2, query_lens=queries).common(**changes)
-    assert unsplit(content_of(common, 1), common) == reason
+def test_the_content_of_a_batch_and_its_division():
+    def answer(queries, *words):
+        common, most, equal_bits = batch_of(queries, words)
+        found = content_of(common, most, equal_bits=equal_bits)
+        if found is None:
+            return ["no decode"]
+        of, rows = found.decoded, found.decoding
+        verifies = ", verifies" if found.verifies else ""
+        decoding = "" if rows is None else f" of requests {rows.tolist()}"
+        return [
+            f"{found.kind}: {found.requests} requests of {found.tokens} tokens{verifies}",
+            f"{of.kind}: {of.rows} rows{decoding} on {of.tokens} tokens, {of.verified} verified",
+            *([f"not split: {unsplit(found, common)}"] if found.kind == MIXED else []),
+        ]
+
+    check_asked(Path(__file__).with_name("batches.txt"), answer)
 
 
 @pytest.mark.parametrize("workspace", [False, True])
@@ -215,7 +193,7 @@ def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
 
     first = SimpleNamespace(_get_workspace_buffer=lambda: "the workspace")
     rests = RestBuilder(SimpleNamespace(get_builder_cls=lambda: Builder), first, ("a", "b"))
-    for prefilling in (None, torch.tensor(PREFILLS[3, 4])):
+    for prefilling in (None, torch.tensor([False] * 3 + [True] * 2)):
         batch = Batch(LENS, shared=2, query_lens=[1, 1, 1, 30, 5])
         common = batch.common(is_prefilling=prefilling)
         rest = rests.build(content_of(common, 1), common, fast_build=True)
