@@ -1,5 +1,7 @@
 """The attention backend around a stand-in for the host's own: eager steps, captures, replays."""
 
+from ast import literal_eval
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import forest_of
+from drawings import check_asked
 from failure_lines import raising
 from sglang_fakes import (
     FakePool,
@@ -290,35 +293,23 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     assert server.state.device_tree_layers is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"logit_cap": 30.0}, None),
-        ({"logit_capping_method": "sigmoid"}, None),
-        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "sigmoid capping"),
-        ({"is_cross_attention": True}, "cross attention"),
-        ({"attn_type": SimpleNamespace(value="encoder_only")}, "encoder_only attention"),
-        ({"sliding_window_size": 0}, "a sliding window"),
-        ({"sliding_window_size": None}, None),
-        ({"use_irope": True}, "chunked local attention"),
-        ({"pos_encoding_mode": "ALIBI"}, "position encoding ALIBI"),
-        ({"xai_temperature_len": 0}, None),
-        ({"xai_temperature_len": 1}, "a temperature"),
-        ({"v_head_dim": 128}, "keys of 64 and values of 128"),
-        ({"tp_v_head_num": 1}, "2 key heads and 1 value heads"),
-        ({"tp_q_head_num": 8}, "8 query and 2 KV heads of 64"),
-        ({"qk_head_dim": 128, "v_head_dim": 128}, "4 query and 2 KV heads of 128"),
-    ],
-)
-def test_layers(changes, reason):
-    layer = make_layer(**changes)
-    found = unsupported_layer(layer, LayerShape(4, 2, 64))
-    assert found is None if reason is None else reason in str(found)
-    if not changes:  # as in versions without these kinds of attention
-        for name in ("use_irope", "pos_encoding_mode", "xai_temperature_len"):
-            delattr(layer, name)
-        assert unsupported_layer(layer) is None
+def test_why_the_host_runs_a_layer():
+    """Of a layer that other layers have the shape of, and as one of MLA."""
+
+    def answer(*words):
+        layer = make_layer()
+        for name, _, value in (word.partition("=") for word in words):
+            if name == "without":  # as in versions without this kind of attention
+                delattr(layer, value)
+            elif name == "attn_type":
+                layer.attn_type = SimpleNamespace(value=value)
+            else:
+                setattr(layer, name, literal_eval(value))
+        yield str(unsupported_layer(layer, LayerShape(4, 2, 64)))
+        yield f"MLA: {unsupported_layer(layer, latent=True)}"
+
+    check_asked(Path(__file__).with_name("layers.txt"), answer)
+    assert unsupported_layer(make_layer(tp_q_head_num=8)) is None  # the first layer has any shape
 
 
 @pytest.mark.parametrize(

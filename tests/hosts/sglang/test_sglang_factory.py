@@ -11,7 +11,6 @@ import torch
 from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
-from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from failure_lines import raising
@@ -97,6 +96,9 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
     assert not model_layers.model_asks(SimpleNamespace(model=layer()))
 
 
+GROUP = "in host memory"
+
+
 def runner_of(monkeypatch, graphs="full", rows=4, **changes):
     """A model runner of which every layer decodes through tree attention, and its own backend."""
     from deft_backend.hosts.sglang import factory
@@ -121,19 +123,27 @@ def runner_of(monkeypatch, graphs="full", rows=4, **changes):
 
 
 @pytest.mark.parametrize(
-    "at", ["nowhere", "no graphs", "fence", "graphs", "another rank", "no group", "differs"]
+    ("at", "said"),
+    [
+        ("nowhere", "deft: decode goes through tree attention (policy auto, workspace"),
+        ("set-up", "deft: tree attention could not be set up (RuntimeError('not here')); all"),
+        (
+            "another rank",
+            "deft: another rank has no tree attention; all attention runs through the",
+        ),
+        ("no group", "deft: its ranks cannot agree on tree attention (AttributeError("),
+        ("differs", "deft: its ranks would decode in different ways (DEFT_POLICY, DEFT_MIN_BATCH"),
+    ],
 )
-@pytest.mark.parametrize("latent", [False, True])
 def test_a_set_up_that_fails_leaves_nothing_behind(
-    host, at, latent, monkeypatch, caplog, tmp_path, failures
+    host, at, said, monkeypatch, caplog, tmp_path, failures
 ):
     """The host's backend then runs alone on all ranks, with one set of graphs."""
     from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang.latent import LatentLayers
-    from deft_patches.sglang import observe_batch, page_table_fence, tree_graphs
+    from deft_backend.hosts.sglang.steps import TreeSteps
 
     def reduced(flags, operation, group):
-        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "in host memory")
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, GROUP)
         other = flags.clone()
         if at == "another rank":
             other = torch.tensor([0, *other[1:]])
@@ -141,47 +151,23 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
             other = torch.tensor([1, other[1] + 5, -(other[1] + 5)])
         flags.copy_(torch.minimum(flags, other))
 
+    def steps(runner, layers, settings, undo):
+        undo.callback(undone.append, layers)
+        return (
+            raising(RuntimeError("not here"))() if at == "set-up" else TreeSteps(layers, settings)
+        )
+
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
-    if at in ("fence", "graphs"):
-        patch = {"fence": page_table_fence, "graphs": tree_graphs}[at]
-        monkeypatch.setattr(patch, "install", raising(RuntimeError("not here")))
-    has_graphs = at != "no graphs"
-    group = SimpleNamespace(world_size=2, cpu_group="in host memory")
-    group = SimpleNamespace(world_size=2) if at == "no group" else group
-    kind = "full" if has_graphs else "disabled"
-    runner, own = runner_of(monkeypatch, kind, tp_group=group)
-    for patch, held in (
-        (observe_batch, "_observers"),
-        (page_table_fence, "_readers"),
-        (tree_graphs, "_controllers"),
-    ):
-        monkeypatch.setattr(patch, held, {})
-    if latent:
-        attention = latent_attention(max_batch=4)
-        layers = LatentLayers(own, attention, make_state(), FOUR_HEADS)
-        monkeypatch.setattr(factory, "is_latent", lambda runner: True)
-        monkeypatch.setattr(factory, "_latent_layers", lambda *given: layers)
-    made = factory.wrap_backend(runner, "triton", own)
-    fences = read_end() is None and has_graphs  # later versions ask the backend
-    unneeded = {"graphs": not latent, "fence": not fences}
-    works = unneeded.get(at, at in ("nowhere", "no graphs"))
-    said = {
-        "graphs": "('not here')",
-        "fence": "('not here')",
-        "no group": "its ranks cannot agree",
-        "another rank": "another rank has no tree attention",
-        "differs": "decode in different ways",
-    }
-    assert ("deft: decode goes through tree attention" if works else said[at]) in caplog.text
-    assert bool(failures) == (at in ("fence", "graphs") and not works)
+    monkeypatch.setattr(factory, "_steps", steps)
+    group = SimpleNamespace(world_size=2, **({} if at == "no group" else {"cpu_group": GROUP}))
+    (runner, own), undone = runner_of(monkeypatch, tp_group=group), []
+    made, works = factory.wrap_backend(runner, "triton", own), at == "nowhere"
+    assert [line for line in caplog.messages if line.startswith(said)]
+    assert bool(failures) == (at == "set-up")
     failures.clear()
-    assert (made is not own) == works
-    assert hasattr(own, "deft") == works
-    assert (id(runner) in page_table_fence._readers) == (works and fences)
-    assert (id(runner) in tree_graphs._controllers) == (works and latent and has_graphs)
-    assert len(observe_batch._observers) == works * (1 + latent)  # the warm-up's, and MLA's
+    assert (made is not own, hasattr(own, "deft"), len(undone)) == (works, works, not works)
     assert len(list(tmp_path.iterdir())) == works  # the mark of tree attention
 
 
