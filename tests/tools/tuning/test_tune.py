@@ -1,8 +1,12 @@
 """`deft tune`: the search for costs, the tables' keys and files, the command."""
 
 import json
+import re
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +17,13 @@ from cost_keys import KEY
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import default_cost_model
-from deft_backend.costs.table_lookup import save_table, table_in_use
+from deft_backend.costs.table_lookup import save_table, table_in_use, table_key
 from deft_backend.costs.tables import GpuFacts, read_key
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import launch_clock
 from deft_backend.tools.tuning import measure as measure_module
 from deft_backend.tools.tuning.measure import Trials, search
+from drawings import check_drawn
 
 
 @pytest.fixture(autouse=True)
@@ -225,61 +230,32 @@ def _on(gpu, monkeypatch):
     monkeypatch.setattr("deft_backend.costs.tables.gpu_facts", lambda device: facts)
 
 
-def test_tune_writes_and_shows_the_table(tmp_path, monkeypatch):
-    """The command end to end, without the measurement."""
-    model = tmp_path / "model"
-    model.mkdir()
+def test_the_command_is_as_drawn(tmp_path, monkeypatch):
+    """The file has each command and what it prints, on a GPU, without the measurement."""
     config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
-    (model / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+
+    def tune(key, before, say):
+        say("measuring")
+        if key.query_heads == 1:
+            raise torch.OutOfMemoryError("of 2 GiB")
+        if key.head_dim == 64:
+            return measure_module.Tuned(replace(before, source="made up"), 0.9, 30, 19)
+        return measure_module.Tuned(before, 1.0, 1, 2)
+
     _on("NVIDIA L40S", monkeypatch)
-    asked = []
-
-    def tune(key, before, say):
-        asked.append(key)
-        assert before.bandwidth_gb_s < 1000.0  # derived from this GPU's facts
-        measured = replace(default_cost_model(), source="made up", bandwidth_gb_s=321.0)
-        return measure_module.Tuned(measured, 0.9, 30, 19)
-
     monkeypatch.setattr(measure_module, "tune", tune)
-    where = {"DEFT_CACHE_DIR": str(tmp_path / "cache")}
-    code, out, _ = run("tune", "--show", "--model", str(model), **where)
-    assert (code, "shipped table" in out) == (0, True)
-    code, out, _ = run("tune", "--model", str(model), "--page-size", "16", **where)
-    (key,) = asked
-    assert code == 0
-    assert (key.query_heads, key.kv_heads, key.head_dim) == (16, 4, 64)
-    assert (key.dtype, key.page_size, key.gpu) == ("bfloat16", 16, "NVIDIA L40S")
-    path = tmp_path / "cache" / "tables" / key.file_name
-    assert str(path) in out
-    assert "19 batches, 30 different plans: attention takes 10.0% less time" in out
-    assert read_key(path) == key
-    assert CostModel.load(path).source == "made up"
-    shape = ("--model", str(model), "--page-size", "16")
-    code, out, _ = run("tune", "--show", *shape, **where)
-    assert (code, "tuned table" in out, "321 GB/s" in out) == (0, True, True)
-    code, _, _ = run("tune", *shape, "--dtype", "fp16", "--out", str(tmp_path / "o.json"), **where)
-    assert (code, read_key(tmp_path / "o.json").dtype) == (0, "float16")
-    code, _, err = run("tune", *shape, "--out", str(model / "config.json" / "x"), **where)
-    assert (code, "cannot write" in err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "arguments", "fails", "said"),
-    [
-        ("H", [], None, "19 batches, 30 different plans: no costs make faster plans"),
-        ("H", ["--show", "--out", "x"], None, "--show measures nothing, so there is nothing for"),
-        ("", [], None, "deft tune measures on an NVIDIA GPU, and this machine has none"),
-        ("H", [], torch.OutOfMemoryError("of 2 GiB"), "too little free GPU memory to measure with"),
-    ],
-)
-def test_what_cannot_be_measured_or_improved(gpu, arguments, fails, said, monkeypatch, tmp_path):
-    def tune(key, before, say):
-        if fails is not None:
-            raise fails
-        return measure_module.Tuned(before, 1.0, 30, 19)
-
-    _on(gpu, monkeypatch)
-    monkeypatch.setattr(measure_module, "tune", tune)
-    code, out, err = run("tune", *arguments, DEFT_CACHE_DIR=str(tmp_path))
-    assert said in out + err
-    assert code == (2 if err else 0)
+    clock = SimpleNamespace(perf_counter=count(7.0, 2.0).__next__)
+    monkeypatch.setattr("deft_backend.cli.tune.time", clock)
+    path, every = Path(__file__).with_name("tune.txt"), []
+    for line in path.read_text().splitlines():
+        if line.startswith("$ deft "):
+            words = line[7:].replace("TMP", str(tmp_path)).split()
+            code, out, err = run(*words, DEFT_CACHE_DIR=str(tmp_path / "cache"))
+            every += [line, f"exit code {code}", f"{err}{out}".replace(str(tmp_path), "TMP")]
+    text = "\n".join(every).replace(str(Path(__file__).parents[3]), "ROOT")
+    check_drawn(re.sub("-[0-9a-f]{12}[.]json", "-KEY.json", text), path)
+    assert read_key(tmp_path / "own.json") == replace(
+        table_key(torch.device("cuda"), 16, 4, 64, torch.float16, 16), gpu="NVIDIA L40S"
+    )
+    assert CostModel.load(tmp_path / "own.json").source == "made up"
