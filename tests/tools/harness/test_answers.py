@@ -2,10 +2,14 @@
 
 import asyncio
 import errno
+import json
+from itertools import count
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from deft_backend.tools.harness import answers
 from deft_backend.tools.harness.answers import (
     Answer,
     NotAnswered,
@@ -17,6 +21,7 @@ from deft_backend.tools.harness.answers import (
     whole_answer,
 )
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, poisson
+from drawings import check_drawn
 
 
 @pytest.mark.parametrize(
@@ -69,70 +74,28 @@ def test_the_figures_of_an_answer():
     assert [first_difference("abc", other) for other in ("abd", "ab", "xbc")] == [2, None, 0]
 
 
-def choice(text="", ids=(), finish=None, **logprobs):
-    return {"text": text, "token_ids": list(ids), "finish_reason": finish, "logprobs": logprobs}
-
-
-def read(*contents, tokens=4):
-    """The answer, the prompt's tokens, and how many tokens each piece brought."""
-    told = []
-    reader = StreamReader(told.append, Answer())
-    for content in contents:
-        reader.take(content)
-    return (*reader.end(tokens), told)
-
-
-def usage(prompt=None, completion=None, cached=None):
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
-    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, **details}}
-
-
-def piece(*given, **named):
-    return {"choices": [choice(*given, **named)]}
-
-
-@pytest.mark.parametrize(
-    ("contents", "tokens", "told", "arrived"),
-    [
-        ([piece("ab", [1, 2]), piece("c", [3])], ["ab", "", "c"], [2, 1], 3),
-        ([piece("a"), piece("b", finish="stop")], ["a", "b"], [1, 1], 2),
-        ([piece("abc") | usage(7, 3)], ["abc", "", ""], [3], 3),
-        ([piece("ab", tokens=["a", "b"], token_logprobs=[-1.0, -2.0])], ["a", "b"], [2], 2),
-        ([piece("a"), {"choices": [], **usage(7, 5)}], ["a"], [1], 5),
-        ([piece("a"), piece(finish="length"), {"choices": None}], ["a"], [1], 1),
-    ],
-)
-def test_pieces_of_a_stream(contents, tokens, told, arrived):
-    answer, _, found = read(*contents, piece(finish="length"))
-    assert (answer.tokens, found, len(answer.arrivals)) == (tokens, told, arrived)
-    assert answer.text == "".join(tokens)
-    assert answer.arrivals == sorted(answer.arrivals)
-
-
-def test_counts_of_a_stream():
-    answer, prompt, _ = read(piece("a") | usage(7, 1, 5), piece(finish="stop"))
-    assert (prompt, answer.cached) == (7, 5)
-    assert read(piece("a"), piece(finish="stop"))[1] is None
-
-
-@pytest.mark.parametrize(
-    ("contents", "status", "said"),
-    [
-        ([{"error": "out of memory"}], "failed", "out of memory"),
-        ([piece("a", [1])], "lost", "the stream ended after 1 of 4 tokens, without an"),
-        ([piece(finish="stop")], "failed", "the stream ended without one of 4 tokens"),
-    ],
-)
-def test_streams_that_are_no_answer(contents, status, said):
-    with pytest.raises(NotAnswered, match=said) as error:
-        read(*contents)
-    assert error.value.status == status
-    assert read(piece("abcd", [1, 2, 3, 4]))[0].ids == [1, 2, 3, 4]  # no end mark
+def test_streams_are_read_as_drawn(monkeypatch):
+    """The file has the pieces of a stream, and then the answer, the prompt's tokens and how many
+    tokens each piece brought, or why it is no answer. The clock goes on at each piece.
+    """
+    path, every = Path(__file__).with_name("streams.txt"), []
+    for line in path.read_text().splitlines()[::2]:
+        clock, told = count(10.0).__next__, []
+        monkeypatch.setattr(answers.time, "perf_counter", clock)
+        reader = StreamReader(told.append, Answer())
+        try:
+            for content in json.loads(line):
+                reader.take(content)
+            found = (*reader.end(4), told, reader.ended)
+        except NotAnswered as error:
+            found = f"{error.status}: {error}"
+        every += [line, str(found)]
+    check_drawn("\n".join(every) + "\n", path)
 
 
 def test_an_answer_at_once():
     likely = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
-    found = whole_answer(choice("a", [1], **likely))
+    found = whole_answer({"text": "a", "token_ids": [1], "logprobs": likely})
     assert found == Answer(ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}])
     assert whole_answer({}) == Answer()
 
