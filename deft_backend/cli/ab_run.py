@@ -88,27 +88,23 @@ class AbOptions:
             raise fail("--bound-ms belongs to --goodput, which is missing")
         if self.rate is not None:
             poisson(1, self.rate, self.seed)  # refuses an impossible rate now
-        if self.urls is not None:
-            self._check_servers_that_run()
-        if self.trace is None and self.scale != 1.0:
-            raise fail("--scale belongs to --trace, which is missing")
-        sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
-        for name, value in [*sizes, ("--quick", self.quick or None)]:
-            if value is not None and not self.names:
-                raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
-
-    def _check_servers_that_run(self) -> None:
         given = {
             "--host": self.host,
             "--policy": self.policy,
             "--baseline": self.baseline,
             "host options behind '--'": self.extra or None,
         }
-        for name, value in given.items():
-            if value is not None:
+        for name, asked in given.items() if self.urls else ():
+            if asked is not None:
                 raise fail(
                     f"{name} cannot change servers that already run; leave it out with --urls"
                 )
+        if self.trace is None and self.scale != 1.0:
+            raise fail("--scale belongs to --trace, which is missing")
+        sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
+        for name, value in [*sizes, ("--quick", self.quick or None)]:
+            if value is not None and not self.names:
+                raise fail(f"{name} is for workloads, and a trace has its own sizes; omit {name}")
 
 
 def asked_workloads(

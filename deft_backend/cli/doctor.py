@@ -61,8 +61,7 @@ def doctor(
     ran = _checked(shapes, until) if check else []
     works = all(each.status != "problem" for checks in sections.values() for each in checks)
     works = works and all(entry["failure"] is None for entry in ran)
-    nothing_ran = check and not any(map(_has_run, ran))
-    works = works and not nothing_ran
+    works = works and (not check or any(map(_has_run, ran)))
     if as_json:
         content = {name.lower(): [asdict(c) for c in each] for name, each in sections.items()}
         more = {"check": ran} if check else {}

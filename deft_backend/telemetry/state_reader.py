@@ -83,8 +83,8 @@ def _order(file: StateFile) -> tuple[Any, ...]:
 
 def running_here(folder: Path, port: int) -> Path | None:
     """The state file of the first process of the server that runs on a port of this machine."""
-    files = [file for file in state_files(folder, port) if file.name.place == Place.here()]
-    return next((file.path for file in files if file.lives), None)
+    here = (file for file in state_files(folder, port) if file.name.place == Place.here())
+    return next((file.path for file in here if file.lives), None)
 
 
 def server_file(folder: Path, port: int | None = None) -> Path:
@@ -196,7 +196,7 @@ def shown_forest(state: Path) -> PrefixForest:
     return forest
 
 
-def settled_counters(path: Path, timeout: float = 10.0) -> Counters:
+def settled_counters(path: Path, timeout: float) -> Counters:
     """Counters of a server at rest: two readings, a pause apart, are equal. Raises StateError."""
     begin = time.monotonic()
     before: Counters | None = None

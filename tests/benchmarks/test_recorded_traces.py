@@ -21,6 +21,7 @@ trees = st.builds(
     prompt_tokens=st.integers(1, 50),
     shortest=st.integers(1, 5),
     longest=st.integers(5, 20),
+    characters_a_token=st.just(1.0),
 )
 
 

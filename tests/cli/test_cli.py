@@ -212,7 +212,7 @@ def state(**changes):
     made = make_state()
     content = {**made.as_json(made.counters()), "port": 31234, "policy": "deft-node"}
     content |= {"dtype": "float16", "dtype_bytes": 2, "num_layers": 4}
-    content |= {"updated": time.time() + 1000}
+    content |= {"updated": time.time() + 1000, "compile_seconds": 0.0}
     content |= {"steps": [steps(9), steps(1, "small batch")], "kv_bytes_read": 1000}
     return content | changes
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import defaultdict
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -232,14 +233,42 @@ def test_a_variant_has_the_key_of_its_launch(host, keys):
     assert keys == launched
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_integers_of_32_bits_are_one_kind_and_larger_ones_another(fixed):
-    most = 1 << 31
-    few, many = (
-        {variants._kind(value, fixed=fixed) for value in values}
-        for values in ((7, -7, most - 1, 1 - most), (most + 1, -most - 1))
-    )
-    assert len(few) == len(many) == len(few ^ many) - 1 == 1
+def test_arguments_for_which_triton_compiles_alike_are_of_one_kind():
+    """Integers of 32 bits or more, 1 and multiples of 16 apart unless they are fixed."""
+    low, high, more = -(1 << 31), (1 << 31) - 1, 1 << 32
+    kinds = {1: 1, 2: 2, 16: 16, -48: 16, low: 16, low - 1: more + 2, high: 2, high + 1: more + 16}
+    assert {value: variants._kind(value, fixed=False) for value in kinds} == kinds
+    fixed = {1: 2, 16: 2, low: 2, low - 1: more + 2, high: 2, high + 1: more + 2}
+    assert {value: variants._kind(value, fixed=True) for value in fixed} == fixed
+    structure = variants.Pointer(torch.int8, aligned=False), (0.25, 32)
+    assert variants._kind(structure, fixed=True) == (structure[0], (0.5, 16))
+    assert variants._kind(torch.zeros(9)[4:], fixed=True) == variants.Pointer(torch.float32, True)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus", "count", "used"),
+    [(None, 40, 50, 32), (None, 9, 50, 9), (40, 1, 50, 32), (3, 9, 2, 2), (3, 9, 0, 1)],
+)
+def test_how_many_threads_compile(threads, cpus, count, used, monkeypatch):
+    monkeypatch.setattr(variants, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_device=lambda: "here"))
+    kernel = SimpleNamespace(device_caches=defaultdict(list))
+    assert variants._threads_for([SimpleNamespace(kernel=kernel)] * count, threads) == used
+    assert list(kernel.device_caches) == ["here"] * bool(count)  # made before the threads start
+
+
+def test_a_kernel_that_a_launch_compiles_is_said(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    now, heard = itertools.count(1.0, 2.5), []
+    monkeypatch.setattr(variants.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **event: heard.append(event))
+    kernel, other = (SimpleNamespace(fn=SimpleNamespace(__name__=name)) for name in ("k", "other"))
+    for compiled, hit in ((kernel, True), (other, False), (kernel, False)):
+        with variants.reported_late(kernel):
+            knobs.compilation.listener(src=SimpleNamespace(fn=compiled), cache_hit=hit)
+    assert len(heard) == 3
+    (said,) = caplog.messages
+    assert said == "deft: compiled the kernel k at its first launch, in 7.5 s"
 
 
 def reductions(count):
@@ -296,8 +325,8 @@ def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path):
     assert (again.compiled, again.cached, again.threads) == (0, 2, 1)
     assert 1 <= len(prepared) <= 2
     assert [kernel.hash for kernel in first.kernels] == [kernel.hash for kernel in again.kernels]
-    assert "2 kernels ready" in str(first)
-    assert "2 compiled on 2 threads, 0 from the cache" in str(first)
+    said = "2 kernels ready in 1.2 s: 2 compiled on 2 threads, 0 from the cache"
+    assert str(replace(first, seconds=1.23)) == said
 
 
 def test_threads_that_load_at_once_do_not_take_each_others_launcher(monkeypatch):
@@ -345,9 +374,11 @@ def test_kernels_are_compiled_while_others_run(tmp_path):
     bad = Variant(good[0].kernel, good[0].arguments, good[0].constants, (("no_such_option", 1),))
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(tmp_path)
-        with variants.compiled_meanwhile([bad, *good], lambda: None) as compiling:
+        prepared = []
+        with variants.compiled_meanwhile([bad, *good], lambda: prepared.append(1)) as compiling:
             assert isinstance(compiling[bad].exception(60), KeyError)
             assert not wait([compiling[each] for each in good], 60).not_done
+        assert prepared
         assert compile_all(good).cached == 2
         begun, go = threading.Event(), threading.Event()
         many = [Variant(good[0].kernel, (), (), (("number", n),)) for n in range(64)]

@@ -157,8 +157,11 @@ def test_a_forest_whose_arrays_do_not_fit_is_refused():
             with pytest.raises(ValueError, match="describe no forest"):
                 forest_from_json({**content, name: wrong_array})
     assert refused > 30  # a longer request fits
-    with pytest.raises(ValueError, match="page_size"):
-        forest_from_json({**content, "page_size": 0})
+    large = forest_as_json(build_forest([0], [], [5], (1 << 31) - 1))
+    assert forest_as_json(forest_from_json(large)) == large
+    for wrong_size in (0, 1 << 31):
+        with pytest.raises(ValueError, match="page_size"):
+            forest_from_json({**content, "page_size": wrong_size})
 
 
 def test_every_forest_that_a_server_writes_is_read():

@@ -147,7 +147,7 @@ def compare_sides(
     *,
     interrupted: bool,
     provenance: Mapping[str, object],
-    exact: bool = False,
+    exact: bool,
 ) -> AbResult:
     empty = Replayed((), 0.0, interrupted=interrupted)
 

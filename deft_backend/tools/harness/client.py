@@ -195,7 +195,7 @@ class ServerClient:
             **self._fields,
         }
 
-    async def margin(self, prompt: str, ahead: int = 0) -> float | None:
+    async def margin(self, prompt: str, ahead: int) -> float | None:
         """How far the likeliest token is ahead of the second, after `ahead` tokens; or None."""
         try:
             content = await self._whole(prompt, ahead + 1, logprobs=2)

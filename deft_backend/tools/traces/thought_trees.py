@@ -55,7 +55,7 @@ def generate_thought_tree(
     prompt_tokens: int,
     shortest: int,
     longest: int,
-    characters_a_token: float = 1.0,
+    characters_a_token: float,
 ) -> ThoughtTree:
     """The tree of a breadth-first search over `depth` levels; a seed gives the same everywhere.
 

@@ -122,7 +122,7 @@ class Rate:
     (another server on the port) or a pause, counting starts again.
     """
 
-    def __init__(self, seconds: float = 5.0) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._readings: deque[tuple[float, int, Counters]] = deque()
 

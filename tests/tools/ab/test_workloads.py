@@ -19,17 +19,20 @@ SMALL = Sizes(4, 300, 8)
 
 
 def drawn(workload):
-    """All of a workload; each prompt as its length and the digest of its text."""
+    """All of a workload; each prompt as its length, the digest of its text, and how many characters
+    it has in common with the first request's.
+    """
+    texts = [request.own_part() for request in workload.requests]
 
-    def text(prompt):
-        own = prompt if isinstance(prompt, str) else prompt()
-        return f"{len(own)}:{hashlib.sha256(own.encode()).hexdigest()[:8]}"
+    def text(own):
+        common = first_difference(texts[0], own)
+        return f"{len(own)}:{hashlib.sha256(own.encode()).hexdigest()[:8]}:{common}"
 
     yield f"# {workload.name}: {workload.description}; {workload.arrivals}; {workload.tokens}"
     yield " ".join(map(text, workload.warm))
-    for r in workload.requests:
+    for r, own in zip(workload.requests, texts, strict=True):
         rest = (r.after, *r.returned, r.prompt_tokens, r.temperature)
-        yield f"{r.name}: {text(r.prompt)} {r.max_tokens} {r.at:.4f} {rest}"
+        yield f"{r.name}: {text(own)} {r.max_tokens} {r.at:.4f} {rest}"
 
 
 def test_workloads_are_as_drawn():
@@ -48,41 +51,6 @@ def test_workloads_are_as_drawn():
     lines += [question(at, "")[2:] for at in (0, 23, 24, 48)]
     lines += [default_sizes(on_gpu=gpu, quick=quick) for gpu in (0, 1) for quick in (0, 1)]
     check_drawn("\n".join(map(str, lines)) + "\n", Path(__file__).with_name("workloads.txt"))
-
-
-def shared(name, *sizes):
-    """A workload, and how many leading characters each request has in common with the first."""
-    (workload,) = make_workloads([name], Sizes(*sizes))
-    texts = [request.prompt for request in workload.requests]
-    assert len(set(texts)) == len(texts)
-    common = [first_difference(texts[0], text) for text in texts]
-    return workload, [len(texts[0]) if at is None else at for at in common]
-
-
-def test_branches_samples_and_documents_share_what_they_promise():
-    workload, common = shared("few-shot", 5, 300, 24)
-    assert all(r.prompt.startswith(workload.warm[0]) for r in workload.requests)
-    assert [len(workload.requests), len(workload.warm[0])] == [5, 300]
-    assert min(common) >= 300
-    (workload,) = make_workloads(["parallel-samples"], Sizes(7, 600, 24))
-    assert [request.prompt for request in workload.requests] == [workload.warm[0]] * 7
-    _, common = shared("document-questions", 7, 200, 24)
-    assert [at >= 200 for at in common] == [True, False] * 3
-    workload, common = shared("unshared", 9, 300, 24)
-    assert (workload.warm, max(common[1:]) < 20) == ((), True)
-    assert {len(r.prompt) for r in workload.requests} == {150}
-
-
-def test_fasttrees_programs_share_in_text_what_they_share_in_ids():
-    """One of each level in turn: 45 of 2,600 characters, 400, and all of them."""
-    _, common = shared("system-prompts", 8, 2600, 24)
-    assert [common[4] >= 2600, 400 <= common[1] < 2600, 45 <= common[2] < 400] == [True] * 3
-    workload, common = shared("chains", 8, 300, 24)
-    assert [len(workload.requests), workload.requests[4].after] == [10, "question 0, chain 0"]
-    assert len(workload.requests[4].returned) == 3
-    assert min(common[1:4]) >= 360 > common[5] >= 300
-    _, common = shared("retrieved", 16, 400, 24)
-    assert common[2] >= 400 > common[1]
 
 
 def test_tree_of_thoughts_follows_its_tree():

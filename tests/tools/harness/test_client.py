@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import aiohttp
 import pytest
 
 from deft_backend.tools.harness.answers import NotAnswered
-from deft_backend.tools.harness.client import ServerClient, ServerError, base_url
+from deft_backend.tools.harness.client import Offers, ServerClient, ServerError, base_url
 
 BODY = {"model": "M", "prompt": [1, 2], "max_tokens": 3, "temperature": 0.0, "lora_path": "L"}
 PAIR = {"choices": [{"index": at, "token_ids": [at] * 3} for at in (1, 0)]}
@@ -99,6 +100,43 @@ def test_what_is_no_list_of_models(session, said):
     with pytest.raises(ServerError, match=said):
         asyncio.run(client.models())
     assert not asyncio.run(client.lives())
+
+
+def test_the_session_of_a_client(monkeypatch):
+    made, session = [], AsyncMock()
+    monkeypatch.setattr(aiohttp, "ClientSession", lambda **given: made.append(given) or session)
+    monkeypatch.setattr(aiohttp, "TCPConnector", lambda **given: given)
+
+    async def opened():
+        async with ServerClient("http://x", seconds=7.0):
+            assert session.close.await_count == len(made) - 1
+
+    for key, headers in (("K", {"Authorization": "Bearer K"}), ("", {})):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        asyncio.run(opened())
+        limits = aiohttp.ClientTimeout(total=7.0, sock_connect=30)
+        connector = {"limit": 0, "force_close": True}
+        sizes = {"connector": connector, "timeout": limits, "read_bufsize": 1 << 22}
+        assert made[-1] == {**sizes, "headers": headers}
+    assert session.close.await_count == 2
+
+
+LISTED = [{"id": "M", "max_model_len": 64}, {"id": "N", "max_model_len": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "offers"),
+    [
+        (None, 4, Offers("M", 64, True, 2.5)),
+        ("N", 4, Offers("N", None, True, 2.5)),
+        ("M", None, Offers("M", 64, True, 4.0)),
+    ],
+)
+def test_what_a_server_offers(asked, tokens, offers):
+    content = {"data": LISTED, "usage": {"prompt_tokens": tokens}, "choices": [{"text": "abcd"}]}
+    assert asyncio.run(client_of(Session(content)).offers(asked, 10 * "x")) == offers
+    with pytest.raises(ServerError, match="http://x has no model 'O'; it lists M, N"):
+        asyncio.run(client_of(Session(content)).offers("O", "x"))
 
 
 def test_the_models_of_a_server():

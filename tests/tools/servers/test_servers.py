@@ -190,20 +190,6 @@ def test_early_death_shows_the_end_of_the_log(tmp_path):
     assert "first" not in said
 
 
-@pytest.mark.parametrize(
-    ("words", "url"),
-    [
-        (("--port", "31201"), "http://127.0.0.1:31201"),
-        (("--port=31201", "--host", "::1"), "http://[::1]:31201"),
-        (("--host=0.0.0.0",), "http://127.0.0.1:1234"),
-        (("--host", "::"), "http://[::1]:1234"),
-        (("--host", "10.1.2.3"), "http://10.1.2.3:1234"),
-    ],
-)
-def test_the_server_is_asked_where_its_arguments_let_it_listen(words, url):
-    assert server_command("M", 1234, host="vllm", host_arguments=words, gpu=True).url == url
-
-
 def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     """On a GPU, and on a machine without one and without its driver."""
     monkeypatch.setattr(command_module, "has_nvidia_driver", lambda: False)
@@ -215,4 +201,12 @@ def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     for host, gpu in product(("sglang", "vllm"), (True, False)):
         found = server_command("M", 1234, host=host, gpu=gpu, **given)
         lines += [found.shell().replace(sys.executable, "python"), *found.notes]
+    for words in (
+        "--port=31201 --host ::1",
+        "--host=0.0.0.0",
+        "--host ::",
+        "--host 10.1.2.3 --host",
+    ):
+        found = server_command("M", 1234, host="vllm", host_arguments=words.split(), gpu=True)
+        lines += [f"{words}: {found.url}"]
     check_drawn("\n".join(lines) + "\n", Path(__file__).with_name("commands.txt"))

@@ -19,6 +19,7 @@ from deft_backend.costs import CostModel, table_lookup
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use, table_key
 from deft_backend.costs.tables import GpuFacts, read_key
+from deft_backend.forest import build_forest
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import launch_clock
 from deft_backend.tools.tuning import measure as measure_module
@@ -188,6 +189,8 @@ def test_trials_run_the_batch_that_they_name(monkeypatch):
         assert relative_error(out, reference_attention(q, k, v, table, lens)) < 1e-3
         return 5.0 + clocked
 
+    table = measure_module._page_table(build_forest([1, 0], [5], [9, 6]), 4)
+    assert table.tolist() == [[0, 3, 4], [0, 2, 0]]  # request 1 comes first
     trials = _trials(4, clock, ["2 9", "1,3 13,2", "1 999999"])
     assert trials.names == ["2 9", "1,3 13,2"]  # the last needs more KV than there is
     times = trials.times_us(default_cost_model())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from commands import run
 from counted_steps import host_step, tree_step
 from deft_backend.forest import build_forest
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
-from deft_backend.telemetry.shown_batch import Batch
+from deft_backend.telemetry.shown_batch import Batch, answer_file, request_file
 from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateReading, running_here, server_file
+from deft_backend.tools.watch import engines
 from deft_backend.tools.watch.engines import (
     DECODING,
     ENDED,
@@ -86,8 +88,8 @@ def test_the_states_of_a_server(tmp_path, monkeypatch):
     _, writer = decoding(tmp_path)
     os.utime(writer.path, (0, WRITTEN))
     assert status(writer.path) == DECODING
-    assert status(writer.path, later=10) == IDLE
-    assert status(writer.path, later=100) == SILENT  # its writer would have touched the file
+    assert [status(writer.path, later=later) for later in (4.9, 5, 15)] == [DECODING, IDLE, IDLE]
+    assert status(writer.path, later=15.1) == SILENT  # its writer would have touched the file
     os.utime(writer.path, (0, WRITTEN + 100))
     assert status(writer.path, later=100) == IDLE
 
@@ -127,13 +129,16 @@ def test_a_writer_deletes_what_earlier_servers_of_its_port_left(tmp_path):
     _, elsewhere = decoding(tmp_path)
     elsewhere.path = elsewhere.path.rename(state_path(tmp_path, 7, place=Place("x", 1)))
     _, forgotten = decoding(tmp_path, port=9, pid=os.getppid())
-    os.utime(forgotten.path, (0, time.time() - 2 * KEPT_SECONDS))
+    os.utime(forgotten.path, (0, time.time() - KEPT_SECONDS - 60))
+    answer_file(forgotten.path).touch()
+    _, remembered = decoding(tmp_path, port=10, pid=os.getppid())
+    os.utime(remembered.path, (0, time.time() - KEPT_SECONDS + 60))
     (tmp_path / "notes.json").write_text("{}")
     state = make_state()
     state.port = 7
     writer = StateWriter(state, tmp_path)
     writer.start()
-    kept = {writer.path.name, running.path.name, elsewhere.path.name, "notes.json"}
+    kept = {each.path.name for each in (writer, running, elsewhere, remembered)} | {"notes.json"}
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
@@ -188,14 +193,31 @@ def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
     assert "7: ended 1" in shown(tmp_path, "--once")[1]
 
 
-def test_without_a_server_once_fails(tmp_path):
-    _, writer = decoding(tmp_path, pid=dead_pid())
-    os.utime(writer.path, (0, time.time() - 30))
-    code, text = shown(tmp_path, "--once")
-    assert (code, "7: ended" in text) == (1, True)
-    assert shown(tmp_path, "9", "--once")[0] == 1
-    writer.path.unlink()
-    assert shown(tmp_path, "--once")[0] == 1
+def test_a_question_without_an_answer_is_asked_again(tmp_path, monkeypatch):
+    """After 20 s, if the server has decoded since; a waiting look takes its time."""
+    now = [100.0]
+    fake = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(engines, "time", fake)
+    state, writer = decoding(tmp_path)
+    question, follower, asked = request_file(writer.path), Follower(seconds=2.0), []
+
+    def look(at, wait=0.0):
+        now[0] = at
+        (engine,) = find_engines(tmp_path, now=time.time())
+        follower.look(engine, wait)
+        asked.append(question.exists())
+        question.unlink(missing_ok=True)
+
+    look(100.0, wait=0.2)
+    assert now[0] == pytest.approx(100.25)
+    for at in (119.9, 120.0, 139.9, 140.0):
+        tree_step(state, 1, 1)
+        writer._write(state.counters())
+        look(at)
+    look(200.0)  # no step since
+    assert asked == [True, False, True, False, True, False]
+    follower.close()
+    assert not question.exists()
 
 
 def test_a_server_with_the_device_planner_is_asked(tmp_path):
@@ -253,28 +275,11 @@ NO_BATCH = ShownBatch(problem="no batch has gone through tree attention yet")
 
 def row(port, status, since, counters=FEW, batch=NO_BATCH, now=None, dp=None, processes=1, **more):
     place = more.pop("place", Place.here())
-    usual = {"host": "sglang", "host_version": "0.5.23", "chunk_tokens": 0}
-    reading = None
-    if status != UNREADABLE:
-        reading = StateReading(
-            pid=4711,
-            port=port,
-            rank=0,
-            backend="deft",
-            policy="auto",
-            device="NVIDIA H100",
-            dtype="bfloat16",
-            num_layers=2,
-            num_query_heads=8,
-            num_kv_heads=2,
-            head_dim=64,
-            dtype_bytes=2,
-            path=Path("x"),
-            counters=counters,
-            updated=0.0,
-            sign_of_life=0.0,
-            **{**usual, **more},
-        )
+    described = {**make_state().description(), "pid": 4711, "host_version": "0.5.23"}
+    described |= {"device": "NVIDIA H100", "policy": "auto", **more}
+    times = {"updated": 0.0, "sign_of_life": 0.0}
+    read = StateReading(**described, path=Path("x"), counters=counters, **times)
+    reading = None if status == UNREADABLE else read
     problem = "" if reading else "it holds a list; expected an object"
     engine = Engine(
         port, place, dp, Path("x"), status, since, reading, counters, processes, problem
