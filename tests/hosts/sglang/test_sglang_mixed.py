@@ -11,6 +11,7 @@ import torch
 from attention_checks import repeated_layers, tree_attention
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
+from deft_backend.hosts.sglang.mixed import UNSUITABLE
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
 from failure_lines import raising
@@ -251,15 +252,12 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
     [
         ({"prompts": [PROMPTS[0], [1, 2], [3, 4]]}, PREFILLS),
         ({"prompts": PROMPTS[:2]}, "batch smaller than DEFT_MIN_BATCH=2"),
-        ({"unsplit": "DP attention pads batches"}, "DP attention pads batches"),
-        ({"mm_inputs": [object()]}, "mixed batch of another form"),
         ({"seq_lens_cpu": None}, "mixed batch of another form"),
         ({"tree": object()}, "unreadable prefix cache"),
     ],
 )
 def test_what_is_not_split_is_the_hosts(host, change, reason):
     server = MixedServer(host, change.pop("prompts", PROMPTS), [16])
-    server.mixed.unsplit = change.pop("unsplit", None)
     batch = server.batch()
     if "tree" in change:
         requests, tree = server.requests, change.pop("tree")
@@ -269,6 +267,46 @@ def test_what_is_not_split_is_the_hosts(host, change, reason):
     size = len(server.requests)
     assert server.calls == [f"metadata of {size}", f"extend of {size}"]
     assert counted(server) == {(MIXED, reason): 1}
+
+
+FORM = "mixed batch of another form"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "reason"),
+    [
+        ({}, 3, None),
+        ({}, 2, None),
+        ({"mm_inputs": None}, 3, None),
+        ({"mm_inputs": [None] * 4}, 3, None),
+        ({"mm_inputs": [None, object(), None, None]}, 3, FORM),
+        *(({name: 0}, 3, FORM) for name in UNSUITABLE),
+        ({"seq_lens_cpu": None}, 3, FORM),
+        ({"extend_seq_lens_cpu": None}, 3, FORM),
+        ({"extend_seq_lens_cpu": [16, 1, 1]}, 3, FORM),
+        ({"extend_seq_lens_cpu": [16, 1, 2, 1]}, 3, FORM),
+        ({"extend_seq_lens_cpu": [1, 1, 1, 1]}, 4, FORM),
+        ({"batch_size": 3}, 3, FORM),
+        ({"batch_size": 5}, 3, FORM),
+        ({"seq_lens": torch.ones(5)}, 3, FORM),
+        ({}, 1, "batch smaller than DEFT_MIN_BATCH=2"),
+        ({}, 9, "batch larger than the 8 requests that a plan holds"),
+    ],
+)
+def test_the_form_of_batches_that_are_split(server, changes, rows, reason):
+    batch = server.batch()
+    vars(batch).update(changes)
+    assert server.mixed._refused(batch, rows) == reason
+    server.mixed.unsplit = "not now"
+    assert server.mixed._refused(batch, rows) == "not now"
+    server.steps.layers.failure.reason = "kernel failed"
+    assert server.mixed._refused(batch, rows) == "kernel failed"
+
+
+def test_the_tree_is_read_again_after_other_requests_or_32_steps(server):
+    due = server.mixed.sharing._is_due
+    assert [due(requests) for requests in (16, 18, 14, 19, 13)] == [True, False, False, True, True]
+    assert [due(13) for _ in range(32)] == [False] * 31 + [True]
 
 
 def test_a_prefill_alone_is_the_hosts(server):
