@@ -47,11 +47,11 @@ def write_weights(folder: Path, seed: int) -> None:
         weight = torch.randn(rows, columns, generator=generator, device=device)
         return (weight * scale).to(torch.bfloat16).cpu()
 
-    def latent_norm() -> dict[str, torch.Tensor]:
-        rank = config.get("kv_lora_rank")
-        if rank is None:
-            return {}
-        return {"self_attn.kv_a_layernorm.weight": torch.ones(rank, dtype=torch.bfloat16)}
+    blocks, norms = config.get("dflash_config"), {}
+    if "kv_lora_rank" in config:
+        norms = {"kv_a_layernorm": config["kv_lora_rank"]}
+    elif blocks:
+        norms = dict.fromkeys(("q_norm", "k_norm"), config["head_dim"])
 
     where: dict[str, str] = {}
 
@@ -73,7 +73,10 @@ def write_weights(folder: Path, seed: int) -> None:
                 * (added if part == "o_proj" else 1.0)
                 for part, (columns, blocks) in parts.items()
             },
-            **latent_norm(),
+            **{
+                f"self_attn.{norm}.weight": torch.ones(size, dtype=torch.bfloat16)
+                for norm, size in norms.items()
+            },
             "mlp.gate_proj.weight": normal(inner, hidden, unit),
             "mlp.up_proj.weight": normal(inner, hidden, unit),
             "mlp.down_proj.weight": normal(hidden, inner, inner**-0.5) * added,
@@ -96,6 +99,10 @@ def write_weights(folder: Path, seed: int) -> None:
         },
         "head.safetensors",
     )
+    if blocks:  # drafted from the hidden states of some of the target's layers
+        seen = len(blocks["target_layer_ids"]) * hidden
+        projected = normal(hidden, seen, seen**-0.5)
+        save({"fc.weight": projected, "hidden_norm.weight": ones.clone()}, "target.safetensors")
     if drafts:
         token_alone = torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)  # no hidden state
         save(

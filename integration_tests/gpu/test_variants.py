@@ -79,9 +79,13 @@ def check_answers(variant, pair, model, what, mixes):
     assert not ours.trouble()
 
 
-@on(*FLEET.variants, "host-disaggregated")
+@on(*FLEET.variants, "host-disaggregated", "host-dflash")
 def test_every_token_is_the_hosts(variant, pair, model):
-    """Two rounds of a forest whose requests join, end and hang up."""
+    """Two rounds of a forest whose requests join, end and hang up.
+
+    The host does not draft when it checks. Random drafts are refused, so a step's first token alone
+    is an answer.
+    """
     alone = FLEET.host == "sglang" and FLEET.servers[variant].lora
     names = (None, *ADAPTERS) if alone else (None,)
     check_answers(variant, pair, model, "forest", [(name,) for name in names])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 from benchmarks.e2e.pair import ServerPair, sglang_pair
+from benchmarks.e2e.served_model import write_model
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
 from deft_backend.settings.policy_names import (
@@ -52,6 +53,7 @@ class Variant:
     ranks: int = 1  # one GPU each
     disaggregated: bool = False  # a prefill and a decode server
     lora: bool = False  # also serves the adapters
+    drafts: bool = False  # another model drafts blocks of tokens
     any_sharing: bool = False  # takes what is shared, whatever the costs say
     states: tuple[str, ...] = ("tp0",)  # names of its ranks' state files, behind the port
     in_step: bool = True  # its ranks decode the same batches
@@ -78,6 +80,8 @@ _POLICIES = {f"policy-{name}": Variant("deft", settings={"DEFT_POLICY": name}) f
 
 _MIXED = "--enable-mixed-chunk --chunked-prefill-size 256"
 
+_DFLASH = "--speculative-algorithm DFLASH --max-running-requests 64"
+
 # Each server gets a share of the GPU, although it measures free memory while others start.
 
 _SGLANG = Fleet(
@@ -88,6 +92,7 @@ _SGLANG = Fleet(
         "host": Variant("fa3"),
         "host-float16": Variant("fa3", "--dtype float16"),
         "host-lora": Variant("fa3", lora=True),
+        "host-dflash": Variant("fa3", _DFLASH, drafts=True),
         # Tells what the host's transfer changes from what tree attention does.
         "host-disaggregated": Variant("fa3", **_PAIR),
     },
@@ -104,6 +109,7 @@ _SGLANG = Fleet(
             any_sharing=True,
         ),
         "lora": Variant("deft", against="host-lora", lora=True),
+        "dflash": Variant("deft", _DFLASH, drafts=True),
         "memory-saver": Variant("deft", "--enable-memory-saver"),
         "hierarchical": Variant("deft", "--enable-hierarchical-cache --hicache-ratio 2"),
         "two-ranks": Variant("deft", "--tp-size 2", **_TWO, states=("tp0", "tp1")),
@@ -199,6 +205,9 @@ def _start(fleet, name, gpus, model, adapters, folder, stack):
     flags = shlex.split(f"{fleet.common} {variant.flags}")
     if variant.lora:
         flags += [*_LORA[fleet.host], *(f"{name}={adapters / name}" for name in ADAPTERS)]
+    if variant.drafts:
+        drafter = write_model(folder / name, "four-layers-drafting", "random", "bfloat16")
+        flags += ["--speculative-draft-model-path", drafter.path]
     asked = plugin_settings(folder / name / "plugins", ANY_SHARING) if variant.any_sharing else {}
     command = server_command(
         model.path,

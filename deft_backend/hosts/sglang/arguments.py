@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from deft_backend.hosts.common.contract import matches
 from deft_backend.hosts.common.limits import other_policy
 from deft_backend.hosts.sglang import versions
 from deft_backend.hosts.sglang.versions import SGLANG
@@ -43,7 +44,8 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
 
     settings = _settings()
     logger.setLevel(LOG_LEVELS[settings.log])
-    decodes = _decodes(server_args)
+    named = getattr(server_args, "decode_attention_backend", None) or server_args.attention_backend
+    decodes = named is None or _is_ours(named)
     for name in asked:
         setattr(server_args, name, None)
     if settings.fallback_backend is not None and server_args.attention_backend is None:
@@ -105,22 +107,22 @@ def resolve(resolve_host: Callable[[Any], Any], server_args: Any) -> Any:
     return result
 
 
-def _decodes(server_args: Any) -> bool:
-    decode = getattr(server_args, "decode_attention_backend", None)
-    if decode is not None:
-        return _is_ours(decode)
-    return server_args.attention_backend is None or _is_ours(server_args.attention_backend)
-
-
 def _is_ours(name: object) -> bool:
     """Whether a backend's name is ours: vLLM spells its names in capitals, SGLang does not."""
     return isinstance(name, str) and name.lower() == NAME
 
 
 def _settings() -> Settings:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    known = sorted(name for name in ATTENTION_BACKENDS if not _is_ours(name))
     try:
         settings = Settings.from_env()
-        _check_fallback(settings.fallback_backend)
+        name = settings.fallback_backend
+        if name not in (None, *known):
+            raise SettingsError(
+                f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"
+            )
     except SettingsError as error:
         if any("attention-backend" in word for word in sys.argv):
             raise SystemExit(f"deft: {error}") from None
@@ -191,8 +193,8 @@ def _refused_latent(server_args: Any) -> str | None:
     return gains_nothing(int(model.num_attention_heads) // int(args.tp_size), tokens)
 
 
-_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
-"""Speculative algorithms whose verification has one shape and links between draft tokens."""
+_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH")
+"""Speculative algorithms that verify chains or token trees of one size."""
 
 
 def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None]) -> str | None:
@@ -201,6 +203,9 @@ def _unsupported_speculation(args: Any, backends: tuple[str | None, str | None])
         return None
     if str(algorithm).upper() not in _ALGORITHMS:
         return f"speculation by {algorithm} is not supported ({', '.join(_ALGORITHMS)} are)"
+    version = SGLANG.installed() or SGLANG.lowest
+    if str(algorithm).upper() == "DFLASH" and matches(version, "<0.5.23"):
+        return f"speculation by DFLASH is not supported before SGLang 0.5.23 (this is {version})"
     if getattr(args, "speculative_adaptive", False):
         return "drafts of varying length are not supported (speculative_adaptive)"
     mode = getattr(args, "speculative_attention_mode", None)
@@ -227,16 +232,6 @@ _FEATURES = (
     ("dllm_algorithm", "diffusion decoding"),
 )
 """Arguments of the host that, if set, change what a decode batch is; and what they switch on."""
-
-
-def _check_fallback(name: str | None) -> None:
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-    known = sorted(name for name in ATTENTION_BACKENDS if not _is_ours(name))
-    if name is not None and name not in known:
-        raise SettingsError(
-            f"DEFT_FALLBACK_BACKEND is {name!r}; expected one of {', '.join(known)}"
-        )
 
 
 def _without_graphs(server_args: Any, settings: Settings) -> str | None:

@@ -100,4 +100,5 @@ def surround(host: Any, steps: TreeSteps) -> Any:
 
 @functools.cache
 def _subclass_of(host: type) -> type:
-    return new_class(f"Deft{host.__name__}", (DeftAttentionBackend, host))
+    # The host decides by names of classes, too: whether a graph of verifications reads a mask.
+    return new_class(host.__name__, (DeftAttentionBackend, host))

@@ -63,6 +63,8 @@ sglang.srt.model_executor.forward_batch_info
     ForwardMode.{is_decode is_mixed is_target_verify}
 sglang.srt.speculative.eagle_info
     EagleVerifyInput.{topk draft_token_num retrieve_next_token retrieve_next_sibling}
+sglang.srt.speculative.dflash_info
+    DFlashVerifyInput.{topk draft_token_num custom_mask ragged_verify_layout} | >=0.5.23
 sglang.srt.speculative.ngram_info
     NgramVerifyInput.{draft_token_num retrieve_next_token retrieve_next_sibling}
 sglang.srt.managers.schedule_batch

@@ -38,7 +38,7 @@ class Decode:
     def unsuitable(self, forward_batch: Any, *, captured: bool = False) -> str | None:
         return None
 
-    def load(self, forward_batch: Any) -> None:
+    def load(self, spec_info: Any) -> None:
         """Copy into fixed memory what a graph reads and the host does not keep in place."""
 
     def inputs(self, forward_batch: Any) -> StepInputs:
@@ -61,6 +61,11 @@ class Verification:
         tokens = getattr(spec, "draft_token_num", None)
         if tokens != self.query_tokens:
             return f"verification of {tokens} tokens, not {self.query_tokens}"
+        # Without links, a mask may let a block's tokens see each other in both directions.
+        linked = hasattr(spec, "retrieve_next_token")
+        plain = linked or (is_chain(spec) and getattr(spec, "custom_mask", None) is None)
+        if not plain or getattr(spec, "ragged_verify_layout", None) is not None:
+            return "verification of neither chains nor token trees"
         if captured or is_chain(spec):
             return None
         links = draft_links(spec)
@@ -69,10 +74,7 @@ class Verification:
             return "no links between the draft tokens of each request"
         return None
 
-    def load(self, forward_batch: Any) -> None:
-        self.load_links(forward_batch.spec_info)
-
-    def load_links(self, spec_info: Any) -> None:
+    def load(self, spec_info: Any) -> None:
         """Copy the links of a batch of trees; raises RuntimeError if the host has none."""
         if spec_info is None or is_chain(spec_info):
             return

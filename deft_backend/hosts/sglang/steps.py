@@ -61,7 +61,7 @@ class TreeSteps:
             if reason is None and self.eager is not None:
                 reason = self.eager.too_little(forward_batch, prefills=False)
             if reason is None:
-                kind.load(forward_batch)
+                kind.load(forward_batch.spec_info)
                 ran = partial(self._count, kind, forward_batch)
                 step = TreeStep(forward_batch, None, ran=ran, failed=partial(ran, "kernel failed"))
                 if self._planned(step, kind):
@@ -113,7 +113,7 @@ class TreeSteps:
             elif self._left is not None:
                 self._count(kind, forward_batch, self._left)
             else:
-                kind.load(forward_batch)
+                kind.load(forward_batch.spec_info)
                 self._show(forward_batch)
                 self._count(kind, forward_batch)
                 if not layers.host_in_graphs and self.sharing is None:
@@ -132,7 +132,7 @@ class TreeSteps:
     def load_drafts(self, spec_info: Any, graph_size: int | None) -> None:
         """Load the links once more: the host may prepare a replay before it has drafted."""
         if self.verification is not None and graph_size in self._tree_graphs:
-            self.verification.load_links(spec_info)
+            self.verification.load(spec_info)
 
     def takes(self, forward_batch: Any) -> bool:
         """Whether a batch replays the second set, on all ranks alike: graphs hold collectives."""

@@ -93,12 +93,11 @@ def disable_decode_graphs(server_args: Any) -> None:
 
     From 0.5.19, resolved arguments take a new configuration only as one more decision.
     """
-    config = resolved(server_args).cuda_graph_config
+    args = resolved(server_args)
+    config = args.cuda_graph_config
     if config.decode.backend == "disabled":
         return
-    try:
-        from sglang.srt.arg_groups.model_override_base import resolved_view  # noqa: F401
-    except ImportError:
+    if args is server_args:
         config.decode.backend = "disabled"
         return
     from sglang.srt.arg_groups.overrides import declare_resolution

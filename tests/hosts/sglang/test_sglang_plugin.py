@@ -168,6 +168,15 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
     assert not {name for name in stated if name not in source}
 
 
+@pytest.mark.parametrize(("version", "served_by"), [("0.5.22", None), ("0.5.23", "torch_native")])
+def test_versions_whose_blocks_of_drafts_are_verified(
+    arguments, caplog, monkeypatch, version, served_by
+):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert served(arguments, make_arguments(speculative_algorithm="DFLASH")) == served_by
+    assert ("DFLASH is not supported before SGLang 0.5.23" in caplog.text) == (served_by is None)
+
+
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
 def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     arguments, caplog, monkeypatch, version

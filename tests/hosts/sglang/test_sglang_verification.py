@@ -115,6 +115,17 @@ def test_an_eager_step(server, spec, parents):
     check(server, batch, parents, server.backend.forward_extend(q, k, v, make_layer(), batch))
 
 
+def test_a_block_of_drafts(server):
+    """A graph reads no mask if the host knows the backend's class, by its name."""
+    module = pytest.importorskip("sglang.srt.speculative.dflash_info")
+    batch = server.batch(module.DFlashVerifyInput(None, None, draft_token_num=N))
+    check(server, batch, chain(2), server.step(batch))
+    assert server.calls == []
+    check(server, batch, chain(2), server.capture(batch))
+    assert server.calls == ["capture", "in graph"]
+    assert type(server.backend).__name__ == type(server.own).__name__
+
+
 def test_rows_beyond_the_requests_query_tokens(server, caplog):
     """With DP attention, the host pads an eager step's tokens to a multiple of its ranks.
 
@@ -187,13 +198,16 @@ def test_links_of_batches_that_the_host_verifies_are_not_loaded(server):
 def test_verifications_of_another_form_are_the_hosts(server):
     longer = SimpleNamespace(topk=1, draft_token_num=N + 1)
     fewer = trees(PARENTS[:1])
-    for spec in (longer, fewer, NO_LINKS, None):
+    others = [{"custom_mask": torch.ones(1)}, {"ragged_verify_layout": ()}, {"topk": 2}]
+    others = [SimpleNamespace(**{**vars(CHAIN), **other}) for other in others]
+    for spec in (longer, fewer, NO_LINKS, None, *others):
         server.step(server.batch(spec))
-    assert server.calls == ["metadata", "extend"] * 4
+    assert server.calls == ["metadata", "extend"] * 7
     assert server.state.counters().steps_host == {
         f"verification of {N + 1} tokens, not {N}": 1,
         "no links between the draft tokens of each request": 2,
         f"verification of None tokens, not {N}": 1,
+        "verification of neither chains nor token trees": 3,
     }
     assert server.state.counters().verified_tokens == 0
 
