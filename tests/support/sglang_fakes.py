@@ -252,7 +252,7 @@ def make_batch(kind, table, rows, lens, **changes):
     slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lens, strict=True)])
     made = {"forward_mode": mode(kind), "batch_size": len(rows), "req_pool_indices": rows}
     made |= {"seq_lens": lens, "seq_lens_cpu": None, "seq_lens_sum": int(lens.sum())}
-    return SimpleNamespace(**{**made, "out_cache_loc": slots, **changes})
+    return SimpleNamespace(**{**made, "out_cache_loc": slots, "spec_info": None, **changes})
 
 
 class FakeServer(SimpleNamespace):
