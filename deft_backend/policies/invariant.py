@@ -3,8 +3,8 @@
 A request's length alone decides where its chunks begin. The first ``2 * PER_OCTAVE`` chunks have
 `chunk_tokens` tokens each. From there on, chunks are twice as long in each octave, like the gaps
 between floating-point numbers. So long contexts have few chunks, and no chunk is longer than a
-small part of the context before it. The end of a request has chunks of ``1 / SHARES`` of that
-length, because requests that branch inside a chunk read it by themselves.
+small part of the context before it. The end of a request has one chunk of half that length or none,
+and then chunks of ``1 / SHARES`` of it: requests that branch inside a chunk read it by themselves.
 
 Requests read a chunk together if they share all of it. A request's last chunk is its own.
 """
@@ -92,29 +92,33 @@ class Invariant(Policy):
         return begin
 
     def short_chunks(self, length: Int64Array | int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """A request's first short chunk, that chunk's first token, and its tokens, by `length`."""
-        last = np.asarray(length) - 1
-        first = self._whole_at(np.maximum(last - self.chunk_tokens // SHARES, 0))
-        begin = self._begin_of(first)
-        return first, begin, (self._begin_of(first + 1) - begin) // SHARES
+        """A request's first short chunk behind half a chunk, its first token, and its tokens."""
+        last = np.maximum(np.asarray(length) - 1 - self.chunk_tokens // SHARES, 0)
+        whole = self._whole_at(last)
+        begin = self._begin_of(whole)
+        tokens = self._begin_of(whole + 1) - begin
+        halves = (last - begin) // (tokens // 2)  # 0 or 1
+        return whole + halves, begin + halves * (tokens // 2), tokens // SHARES
 
     def chunk_at(self, token: Int64Array | int, length: Int64Array | int) -> Int64Array:
         """The chunk that holds each token of a request of `length` tokens, by its position.
 
-        >>> Invariant(256).chunk_at(np.array([0, 255, 256, 319, 320, 511]), 512).tolist()
-        [0, 0, 1, 1, 2, 4]
+        >>> Invariant(256).chunk_at(np.array([0, 255, 256, 383, 384, 511]), 512).tolist()
+        [0, 0, 1, 1, 2, 3]
         """
-        _, begin, tokens = self.short_chunks(length)
-        return self._whole_at(np.minimum(token, begin)) + np.maximum(token - begin, 0) // tokens
+        first, begin, tokens = self.short_chunks(length)
+        short = first + (token - begin) // tokens
+        return np.where(token < begin, self._whole_at(np.asarray(token)), short)
 
     def begin_of(self, chunk: Int64Array | int, length: Int64Array | int) -> Int64Array:
         """The position of the first token of each chunk of a request of `length` tokens.
 
-        >>> Invariant(256).begin_of(np.arange(6), 512).tolist()
-        [0, 256, 320, 384, 448, 512]
+        >>> Invariant(256).begin_of(np.arange(5), 512).tolist()
+        [0, 256, 384, 448, 512]
         """
-        first, _, tokens = self.short_chunks(length)
-        return self._begin_of(np.minimum(chunk, first)) + np.maximum(chunk - first, 0) * tokens
+        first, begin, tokens = self.short_chunks(length)
+        short = begin + (chunk - first) * tokens
+        return np.where(chunk < first, self._begin_of(np.asarray(chunk)), short)
 
     def num_chunks(self, length: int) -> int:
         """Chunks of a request of so many tokens: its partial results."""
@@ -122,8 +126,9 @@ class Invariant(Policy):
 
     def most_chunks(self, length: int) -> int:
         """Chunks of a request of up to so many tokens; a shorter request may have more."""
-        first = int(self.short_chunks(length)[0])
-        return max(self.num_chunks(length), first + SHARES if first else 0)
+        first, begin, _ = self.short_chunks(length)
+        earlier = int(self._whole_at(begin)) + SHARES - 1 if first else 0
+        return max(self.num_chunks(length), earlier)
 
     def check_workspace(self, max_queries: int, max_tokens: int, result_bytes: int) -> None:
         """Raise PolicyError if partial results, each of `result_bytes`, exceed WORKSPACE_LIMIT.
@@ -159,9 +164,10 @@ class Invariant(Policy):
         # In depth-first order, the node behind a query's leaf begins where the next query's tokens
         # begin to differ.
         shared = forest.start[forest.leaf[:-1] + 1].astype(np.int64)
-        # Requests whose short chunks begin at other positions share no short chunk.
+        # Requests whose short chunks begin at other positions share whole chunks only.
         _, begin, _ = self.short_chunks(length)
-        begin = np.where(begin[:-1] == begin[1:], shared, np.minimum(begin[:-1], begin[1:]))
-        shared = np.minimum(np.minimum(shared, begin), np.minimum(limit[:-1], limit[1:]))
+        whole = self._begin_of(self._whole_at(np.minimum(begin[:-1], begin[1:])))
+        whole = np.where(begin[:-1] == begin[1:], shared, whole)
+        shared = np.minimum(np.minimum(shared, whole), np.minimum(limit[:-1], limit[1:]))
         whole = self.begin_of(self.chunk_at(shared, length[:-1]), length[:-1])
         return build_forest(forest.order, whole.astype(np.int32), forest.seq_lens)

@@ -25,20 +25,22 @@ def whole_lengths(policy, chunks):
 
 @pytest.mark.parametrize("policy", [Invariant(4), Invariant(12), Invariant(256)], ids=str)
 def test_a_requests_end_has_short_chunks(policy):
-    """Chunks double in each octave. From a quarter of a first chunk before the end, or at most a
-    chunk more, they are a quarter as long."""
-    longest = 0
-    unit = policy.chunk_tokens // SHARES
+    """Chunks double in each octave. From a quarter of a first chunk before the end, or at most half
+    a chunk more, they are a quarter as long."""
+    longest, unit = 0, policy.chunk_tokens // SHARES
     for length in {*range(1, 150 * unit), *range(11, 200_000, 977), 1 << 20, (1 << 20) + unit}:
         chunks = policy.num_chunks(length)
         begins = policy.begin_of(np.arange(chunks), length)
-        tokens = np.diff(begins)
         whole = whole_lengths(policy, chunks)
-        short = int((tokens == whole[: chunks - 1]).cumprod().sum())
+        tokens = np.diff(begins) / whole[:-1]
+        number = int((tokens == 1).cumprod().sum())  # whole chunks
+        half = number < chunks - 1 and tokens[number] == 0.5
         assert begins[0] == 0
-        assert (tokens[short:] == whole[short] // SHARES).all()
-        assert begins[short] < max(length - unit, 1) <= begins[short] + whole[short]
-        assert 0 < length - begins[-1] <= whole[short] // SHARES
+        assert (np.diff(begins)[number + half :] == whole[number] // SHARES).all()
+        begin, ahead = begins[number + half], max(length - 1 - unit, 0)
+        assert begins[number] + half * whole[number] // 2 == begin
+        assert begin <= ahead < begin + whole[number] // 2
+        assert 0 < length - begins[-1] <= whole[number] // SHARES
         for at in (begins, np.append(begins[1:], length) - 1):
             assert policy.chunk_at(at, length).tolist() == list(range(chunks))
         if length < 150 * unit:

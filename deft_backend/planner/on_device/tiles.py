@@ -106,27 +106,30 @@ def _begin_of(chunk, chunk_tokens):
 
 @jit
 def short_chunks(length, chunk_tokens):
-    """The first short chunk of requests, its first token, and its tokens (`Invariant`)."""
+    """The first short chunk behind half a chunk, its first token, and its tokens (`Invariant`)."""
     PARTS: tl.constexpr = SHARES.value
-    chunk = _whole_at(tl.maximum(length - 1 - chunk_tokens // PARTS, 0), chunk_tokens)
-    begin = _begin_of(chunk, chunk_tokens)
-    return chunk, begin, (_begin_of(chunk + 1, chunk_tokens) - begin) // PARTS
+    last = tl.maximum(length - 1 - chunk_tokens // PARTS, 0)
+    whole = _whole_at(last, chunk_tokens)
+    begin = _begin_of(whole, chunk_tokens)
+    tokens = _begin_of(whole + 1, chunk_tokens) - begin
+    halves = (last - begin) // (tokens // 2)  # 0 or 1
+    return whole + halves, begin + halves * (tokens // 2), tokens // PARTS
 
 
 @jit
 def chunk_at(token, length, chunk_tokens):
     """The chunk of `invariant` that holds each token of requests of these lengths."""
-    _, begin, tokens = short_chunks(length, chunk_tokens)
-    whole = _whole_at(tl.minimum(token, begin), chunk_tokens)
-    return whole + tl.maximum(token - begin, 0) // tokens
+    first, begin, tokens = short_chunks(length, chunk_tokens)
+    short = first + (token - begin) // tokens
+    return tl.where(token < begin, _whole_at(token, chunk_tokens), short)
 
 
 @jit
 def chunk_begin(chunk, length, chunk_tokens):
     """The first token of each chunk of `invariant`."""
-    first, _, tokens = short_chunks(length, chunk_tokens)
-    whole = _begin_of(tl.minimum(chunk, first), chunk_tokens)
-    return whole + tl.maximum(chunk - first, 0) * tokens
+    first, begin, tokens = short_chunks(length, chunk_tokens)
+    short = begin + (chunk - first) * tokens
+    return tl.where(chunk < first, _begin_of(chunk, chunk_tokens), short)
 
 
 @jit
@@ -134,7 +137,7 @@ def shared_chunks(tokens, length, other_length, chunk_tokens):
     """Tokens of the chunks that two requests share, which share this many tokens."""
     _, begin, _ = short_chunks(length, chunk_tokens)
     _, other_begin, _ = short_chunks(other_length, chunk_tokens)
-    # Requests whose short chunks begin at other positions share no short chunk.
-    limit = tl.where(begin == other_begin, tokens, tl.minimum(begin, other_begin))
-    tokens = tl.minimum(tokens, limit)
+    # Requests whose short chunks begin at other positions share whole chunks only.
+    whole = _begin_of(_whole_at(tl.minimum(begin, other_begin), chunk_tokens), chunk_tokens)
+    tokens = tl.where(begin == other_begin, tokens, tl.minimum(tokens, whole))
     return chunk_begin(chunk_at(tokens, length, chunk_tokens), length, chunk_tokens)
