@@ -127,7 +127,7 @@ class Invariant(Policy):
     def most_chunks(self, length: int) -> int:
         """Chunks of a request of up to so many tokens; a shorter request may have more."""
         first, begin, _ = self.short_chunks(length)
-        earlier = int(self._whole_at(begin)) + SHARES - 1 if first else 0
+        earlier = int(self._whole_at(begin)) + SHARES // 2 + 1 if first else 0
         return max(self.num_chunks(length), earlier)
 
     def check_workspace(self, max_queries: int, max_tokens: int, result_bytes: int) -> None:
