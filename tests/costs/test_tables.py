@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from deft_backend.costs.table_lookup import cost_model_for, save_table, table_in
 from deft_backend.costs.tables import (
     SHIPPED_TABLES,
     GpuFacts,
+    TableKey,
     derived_table,
     gpu_facts,
     nearest_table,
@@ -25,6 +28,7 @@ from deft_backend.costs.tables import (
     shipped_for,
     shipped_tables,
 )
+from deft_backend.settings.version import VERSION
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS
 from failure_lines import raising
 
@@ -79,6 +83,25 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(damage, tmp_path, ca
     assert str(path) in record.message
     assert "ignored" in record.message
     assert "deft tune" in record.message
+
+
+@pytest.mark.parametrize("gpu", ["", "NVIDIA L40S"])
+def test_the_key_of_an_attention(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    heads = {"query_heads": 32, "kv_heads": 8, "head_dim": 128}
+    given = (torch.device("cuda" if gpu else "cpu"), *heads.values(), torch.bfloat16)
+    key = table_lookup.table_key(*given, 16)
+    versions = {"torch": torch.__version__, "triton": version("triton")}
+    own = {"package": VERSION, "kernels": table_lookup.kernels_digest()}
+    assert key == TableKey(gpu=gpu, **own, **versions, **heads, dtype="bfloat16", page_size=16)
+    assert re.fullmatch("[0-9a-f]{16}", key.kernels)
+    assert (key.gqa_group, key.shape) == (
+        4,
+        "heads 32/8, head dimension 128, bfloat16, page size 16",
+    )
+    assert key.command == ("deft tune --heads 32/8 --head-dim 128 --dtype bf16 --page-size 16")
+    monkeypatch.setattr(table_lookup, "installed_version", lambda name: None)
+    assert table_lookup.table_key(*given) == replace(key, triton="unknown", page_size=1)
 
 
 def test_a_folder_that_nobody_may_enter_is_named_in_the_warning(tmp_path, monkeypatch, caplog):
