@@ -27,9 +27,13 @@ def check_drawn(text, path):
 
 
 def check_asked(path, answer):
-    """Each line of a file that begins with ``$`` asks; the lines behind it are the answer."""
-    drawn = []
-    for line in path.read_text().splitlines():
+    """Each line of a file that begins with ``$`` asks; the lines behind it are the answer. To draw
+    the answers anew: delete all of them, run the test, and read the difference.
+    """
+    drawn, lines = [], path.read_text().splitlines()
+    for line in lines:
         if line.startswith("$"):
             drawn += [line, *answer(*line[1:].split())]
+    if all(line.startswith("$") for line in lines):
+        path.unlink()
     check_drawn("\n".join(drawn) + "\n", path)
