@@ -153,6 +153,14 @@ def test_nothing_else_than_a_later_layer_of_the_plan_is_repeated(launched, monke
         step.refuses(launched, layer, q, out)
     step.plan()
     step.refuses(launched, layer, q, out)  # the first layer of another plan
+    for name in ("k_cache", "v_cache", "sinks", "k_scale", "v_scale"):  # each address alone
+        eight = Step(kv_dtype=torch.float8_e4m3fn, sinks=True)
+        eight.run(eight.layer(), q, out)
+        layer = eight.layer()
+        held = torch.zeros(layer[name].untyped_storage().nbytes() // layer[name].itemsize + 1)
+        tensor = held.to(layer[name].dtype).as_strided(layer[name].shape, layer[name].stride(), 1)
+        eight.refuses(launched, layer | {name: tensor}, q, out)
+        assert eight.repeat(layer, q, out)
     for scale in (1.0, 0.5):  # whose tensor is made for one run
         eight = Step(kv_dtype=torch.float8_e4m3fn)
         eight.run(eight.layer(v_scale=scale), q, out)

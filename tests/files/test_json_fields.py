@@ -49,7 +49,7 @@ def test_what_a_message_says():
         with pytest.raises(FieldError) as error:
             json_fields.whole({"x": 90 * "x"}, "x", **limits)
         assert str(error.value) == f"x is '{37 * 'x'}...{38 * 'x'}'; expected {said}"
-    assert json_fields.shown([[[[1]]]]) == "[[[[...]]]]"
+    assert json_fields.shown([[["at", [1]]]]) == "[[['at', [...]]]]"
     many = [11 * "a"] * 5
     for last, cut in ((123, ""), (1234, "…")):
         assert json_fields.shown([*many, last]) == f"{[*many, last]}"[:80] + cut

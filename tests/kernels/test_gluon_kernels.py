@@ -116,7 +116,7 @@ lookaheads = st.sampled_from([1, 2, 3])
 heads_of = st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=seeds,
     requests=st.integers(1, 24),
@@ -138,7 +138,7 @@ def test_random_forests(**drawn):
     check(longest=260, **drawn)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     requests=st.integers(1, 6),
@@ -162,7 +162,7 @@ def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads):
     check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     requests=st.integers(1, 12),

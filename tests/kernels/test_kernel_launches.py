@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
+from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
+from deft_backend.kernels.launches import heads_of
 from deft_backend.planner import DevicePlan, PlanCapacity
+from deft_backend.shapes import QueryBlocks
 
 KERNELS = (
     configurations.PARTIAL_ATTENTION,
@@ -108,8 +111,13 @@ def launch_all(
     sinks=None,
     kv_dtype=None,
     scales="host",
+    masked_tiles=False,
+    changed=(),
 ):
-    """Both stages over tensors that lie in larger ones: one thing can change without another."""
+    """Both stages over tensors that lie in larger ones: one thing can change without another.
+
+    `changed`: names of tensors, and functions that give others in their place.
+    """
 
     def rows_of(width):
         held = torch.zeros(queries, 16, width, dtype=dtype, device=device)
@@ -135,15 +143,29 @@ def launch_all(
         sm_scale=0.1,
         logit_cap=logit_cap,
     )
-    partial = Partials(torch.zeros(8, 16, 256), torch.zeros(8, 16), torch.zeros(8, 16))
-    run_plan(
-        config,
-        PLAN,
-        step,
-        partial,
-        known_plan=known_plan,
-        masked_tiles=False,
-    )
+    partial = Partials(*(torch.zeros(1025)[:1024].view(8, 16, 8) for _ in range(3)))
+    for name, change in dict(changed).items():
+        if name in ("partial", "lse", "scale"):
+            field = name.replace("partial", "out")
+            partial = partial._replace(**{field: change(getattr(partial, field))})
+        else:
+            setattr(step, name, change(getattr(step, name)))
+    run_plan(config, PLAN, step, partial, known_plan=known_plan, masked_tiles=masked_tiles)
+
+
+def moved(tensor):
+    """The same view of memory, one element further on."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
+
+
+def wider(dim, by):
+    """A change of one stride."""
+
+    def change(tensor):
+        strides = [stride + by * (at == dim) for at, stride in enumerate(tensor.stride())]
+        return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -212,22 +234,148 @@ LARGE, PLAIN, SMALL, REDUCE = (
     ("kind", "names", "early"),
     [
         ({}, [LARGE, SMALL, REDUCE], [SMALL, REDUCE]),
-        # A slice of a batch's integers has the bits of the whole: the same kernel reads it.
-        ({"first": 1}, [LARGE, SMALL, REDUCE], [SMALL, REDUCE]),
         ({"known_plan": LEAVES}, [SMALL, REDUCE], [REDUCE]),
-        ({"skip": 1}, [PLAIN, SMALL, REDUCE], [SMALL, REDUCE]),
-        ({"q_width": 257}, [PLAIN, SMALL, REDUCE], [SMALL, REDUCE]),
-        ({"kv_width": 260}, [PLAIN, SMALL, REDUCE], [SMALL, REDUCE]),
         ({"config": replace(CONFIG, overlapped=False)}, [LARGE, SMALL, REDUCE], []),
     ],
-    ids=["", "slice", "leaves", "unaligned", "queries", "cache", "one after the other"],
+    ids=["", "leaves", "one after the other"],
 )
-def test_kernels_and_which_begin_before_the_one_ahead_has_ended(kind, names, early, monkeypatch):
-    """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
+def test_launches_that_begin_before_the_one_ahead_has_ended(kind, names, early, monkeypatch):
     compiler = Compiler(monkeypatch)
     launched = compiler.launches_of(partial(launch_all, **kind))
     assert [name for name, *_ in launched] == names
     assert [name for name, _, (named, _), _ in launched if named["launch_pdl"]] == early
+
+
+def given(*shape, dtype):
+    """In place of None."""
+    return lambda _: moved(torch.zeros(64, dtype=dtype)[: torch.Size(shape).numel()].view(shape))
+
+
+ROWS = ["q", "k_cache", "v_cache", "out", "partial", "lse", "scale"]
+OTHERS = {
+    "page_table": given(5, 8, dtype=torch.int32),
+    **dict.fromkeys(("seq_lens", "table_rows"), given(4, dtype=torch.int32)),
+    "query_start": given(5, dtype=torch.int32),
+    "ancestors": given(4, 1, 1, dtype=torch.int64),
+    "sinks": given(8, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", [*ROWS, *OTHERS, "k_scale", "v_scale"])
+def test_each_address_alone_decides(name, monkeypatch):
+    """The Hopper kernel reads rows of 16 bytes; integers of the batch may lie anywhere.
+
+    Triton looks at an unaligned launch each time, so nothing of it is kept.
+    """
+    kind = {"changed": {name: OTHERS.get(name, moved)}}
+    if name.endswith("_scale"):
+        kind |= {"kv_dtype": torch.float8_e4m3fn, "scales": "device"}
+        kind["changed"] = {name: given(1, dtype=torch.float32)}
+    compiler = Compiler(monkeypatch)
+    for _ in range(2):
+        compiler.compiled = 0
+        launched = compiler.launches_of(partial(launch_all, **kind))
+        assert [entry[0] for entry in launched] == [PLAIN if name in ROWS else LARGE, SMALL, REDUCE]
+        assert compiler.compiled == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "dim"),
+    [*((name, dim) for name in ("q", "out") for dim in (0, 1)), *(("kv", dim) for dim in range(3))],
+)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e5m2])
+def test_each_stride_alone_decides(names, dim, kv_dtype, monkeypatch):
+    """The Hopper kernel only where every row of queries, keys and values has whole 16 bytes."""
+    compiler = Compiler(monkeypatch)
+    changed = ("k_cache", "v_cache") if names == "kv" else (names,)
+    unit = 16 if names == "kv" and kv_dtype else 8
+    for by, expected in ((unit // 2, PLAIN), (unit, LARGE)):
+        kind = {"kv_dtype": kv_dtype, "changed": dict.fromkeys(changed, wider(dim, by))}
+        assert compiler.launches_of(partial(launch_all, **kind))[0][0] == expected
+
+
+PROGRAMS = replace(
+    CONFIG,
+    tiles=(
+        replace(TILES[0], waves=2, fewer_programs=((4, 30),), max_registers=99),
+        replace(TILES[1], programs_for_one_tile=10),
+        replace(TILES[2], programs=40),
+    ),
+)
+
+
+def known(*items, merged=1):
+    """A plan that the CPU knows, with so many items of each tile shape."""
+    return SimpleNamespace(items_of=lambda shape: (7, 7 + items[shape]), reduce_query=[0] * merged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ({"queries": 1}, {SMALL: 60, REDUCE: 8}),
+        ({"queries": 2}, {SMALL: 60, REDUCE: 16}),
+        ({"queries": 3}, {LARGE: 10, SMALL: 200, REDUCE: 24}),
+        ({"queries": 16}, {LARGE: 10, SMALL: 200, REDUCE: 100}),
+        ({"queries": 17}, {LARGE: 20, SMALL: 200, REDUCE: 100}),
+        (
+            {"queries": 2, "config": replace(PROGRAMS, fixed_tiles=True)},
+            {LARGE: 10, SMALL: 60, REDUCE: 16},
+        ),
+        ({"heads": 16}, {LARGE: 10, SMALL: 200, REDUCE: 64}),
+        ({"heads": 16, "kv_heads": 1}, {LARGE: 10, REDUCE: 64}),
+        ({"masked_tiles": True}, {PLAIN: 40, LARGE: 10, SMALL: 200, REDUCE: 32}),
+        ({"known_plan": known(99, 99, 99)}, {PLAIN: 40, LARGE: 20, SMALL: 198, REDUCE: 8}),
+        (
+            {"known_plan": known(99, 99, 1), "queries": 2},
+            {PLAIN: 2, LARGE: 20, SMALL: 60, REDUCE: 8},
+        ),
+        ({"known_plan": known(1, 1, 0, merged=0)}, {LARGE: 2, SMALL: 2}),
+        ({"known_plan": known(1, 0, 0, merged=99)}, {SMALL: 2, REDUCE: 40}),
+    ],
+)
+def test_the_programs_of_each_launch(kind, expected, monkeypatch):
+    """A batch that fits one tile has fewer; a known plan has no more than its items need.
+
+    Groups of four vectors fill a small tile of 8 vectors, and a large one of 64.
+    """
+    compiler = Compiler(monkeypatch)
+    launched = compiler.launches_of(partial(launch_all, **({"config": PROGRAMS} | kind)))
+    assert {name: grid[0] for name, grid, *_ in launched} == expected
+    assert list(expected) == [name for name, *_ in launched]
+
+
+def test_what_kernels_are_compiled_with(monkeypatch):
+    compiler = Compiler(monkeypatch)
+    kind = {"config": PROGRAMS, "masked_tiles": True, "logit_cap": 3.0, "sinks": torch.float32}
+    masked, large, small, stage_2 = (
+        named for *_, (named, _), _ in compiler.launches_of(partial(launch_all, **kind))
+    )
+    heads = Heads(2, 4, 128, 128, True, 1, 1, 1, 4, False, False)
+    for tile, named, place in zip((2, 1, 0), (masked, large, small), (2, 0, 1), strict=True):
+        of = PROGRAMS.tiles[tile]
+        assert named["HEADS"] == heads
+        assert named["CACHE"] == CacheLayout(2, 4 * 4 * 256, 4 * 256, 256, 0)
+        assert named["TILE"] == Tile(
+            place, of.height, of.block_tokens, of.block_segments, of.lookahead, 8, False
+        )
+        assert named["MODE"] == Mode(True, False, True, True, False)
+        assert (named["num_warps"], named["num_stages"]) == (of.num_warps, of.num_stages)
+        assert named.get("maxnreg") == of.max_registers
+    assert stage_2["HEADS"] == heads
+    assert (stage_2["SINKS"], stage_2["SPREAD"], stage_2["OVERLAPPED"]) == (True, False, True)
+    assert (stage_2["BLOCK_P"], stage_2["BLOCK_H"], stage_2["num_stages"]) == (32, 1, 3)
+
+
+@pytest.mark.parametrize(("ragged", "tree"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_constants_of_heads(tokens, ragged, tree):
+    """20 tokens of 6 vectors fill two blocks of a large tile."""
+    found = heads_of(12, 2, 96, QueryBlocks.of(tokens, 6), bool(ragged), bool(tree))
+    single, held = tokens == 1 and not ragged and not tree, min(tokens, 10)
+    blocks = -(-tokens // 10)
+    assert found == Heads(
+        2, 6, 96, 128, single, tokens, blocks, held, 6 * held, bool(ragged), bool(tree)
+    )
 
 
 @pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])

@@ -11,7 +11,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.policies import Invariant, PolicyError, Target
-from deft_backend.policies.policy import PER_OCTAVE, SHARES
+from deft_backend.policies.policy import SHARES
 from strategies import batches
 
 C = 8  # tokens of a first chunk, so that contexts of the tests have many chunks
@@ -19,7 +19,7 @@ C = 8  # tokens of a first chunk, so that contexts of the tests have many chunks
 
 def whole_lengths(policy, chunks):
     """The lengths of chunks, if none is short."""
-    octave = np.arange(chunks) // PER_OCTAVE
+    octave = np.arange(chunks) // 16
     return policy.chunk_tokens * 2 ** np.maximum(octave - 1, 0)
 
 
