@@ -1,6 +1,7 @@
 """What SECURITY.md promises of files: who may read and write them, and what is read back."""
 
 import ast
+import fcntl
 import os
 import stat
 from contextlib import closing
@@ -14,7 +15,9 @@ from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table
 from deft_backend.files import private_files
 from deft_backend.files.private_files import (
+    POLL_SECONDS,
     is_private,
+    locked,
     open_private,
     read_private,
     read_private_json,
@@ -112,6 +115,37 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         write_private(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_beyond_256_mib_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, 1 << 28)  # takes no room on the disk
+    assert len(read_private(path)) == 1 << 28
+    os.truncate(path, (1 << 28) + 1)
+    with pytest.raises(OSError, match="more than 268435456 bytes"):
+        read_private(path)
+
+
+@pytest.mark.parametrize(("held", "waits"), [(0, 0), (2, 2), (9, 5)])
+def test_a_lock_is_waited_for_and_no_longer_than_asked(held, waits, tmp_path, monkeypatch):
+    """Another holds the lock for so many looks; the end of the time comes after five."""
+    looks, slept = [], []
+
+    def flock(handle, how):
+        looks.append(how)
+        if len(looks) <= held:
+            raise BlockingIOError
+
+    monkeypatch.setattr(private_files.fcntl, "flock", flock)
+    monkeypatch.setattr(private_files.time, "sleep", slept.append)
+    monkeypatch.setattr(private_files.time, "monotonic", lambda: 100.0 + sum(slept))
+    with locked(tmp_path / "lock", 5 * POLL_SECONDS) as mine:
+        assert mine == (held < 5)
+    assert slept == [POLL_SECONDS] * waits
+    assert set(looks) == {fcntl.LOCK_EX | fcntl.LOCK_NB}
+    with locked(tmp_path / "no folder" / "lock", 0.0) as mine:
+        assert mine  # the lock saves work only
 
 
 def test_nothing_is_unpickled_imported_or_evaluated():

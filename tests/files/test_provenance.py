@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deft_backend.files import provenance as origin
 from deft_backend.files.provenance import provenance
 
 
@@ -54,3 +55,15 @@ def test_the_commit_is_the_checkouts_wherever_the_process_runs(changed, monkeypa
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
     assert found["versions"].keys() >= {"torch", "triton", "numpy"}
     assert None not in found["versions"].values()
+
+
+@pytest.mark.parametrize(
+    ("archived", "commit"), [("node: 0123456789abcdef", "0123456789ab"), ("$Format:%H$", None)]
+)
+def test_the_commit_of_an_archive(archived, commit, tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(origin, "__file__", str(tmp_path / "deft_backend/files/provenance.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance()["commit"] is None
+    (tmp_path / ".git_archival.txt").write_text(f"describe: v1\n{archived}\n")
+    assert provenance()["commit"] == commit

@@ -1,6 +1,6 @@
 """Plans from the kernels' side: every query's tokens once, every partial result in its place."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -146,6 +146,29 @@ def test_the_workspace_for_1024_requests_is_bounded(heads):
     # The capacity for a GPU of 132 SMs with ten blocks on each.
     capacity = PlanCapacity.for_batch(1024, 10 * 132 // heads[1], heads[0] * (128 * 2 + 8))
     assert capacity.max_entries * heads[0] * (128 * 2 + 8) <= WORKSPACE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((1,), (1, 1060, 1068, 1062)),
+        ((100, 33), (100, 664, 1464, 864)),
+        ((100, 33, 1 << 19), (100, 664, 512, 864)),  # what the workspace's 256 MiB hold
+        ((100, 33, 1 << 30), (100, 664, 233, 864)),  # two a query and one a program always fit
+    ],
+)
+def test_the_room_for_a_batch(given, expected):
+    """Four items a query and twelve entries, and eight of both for each program."""
+    capacity = PlanCapacity.for_batch(*given)
+    assert astuple(capacity) == expected
+    assert capacity.limits == expected[1:]
+    assert astuple(PlanCapacity.for_chunks(7, 6)) == (7, 42, 42, 42)
+    target = replace(GQA, tile_programs=(33, 4, 9))
+    large = PlanCapacity(2000, 9000, 9000, 9000)
+    assert large.room(get_policy("auto"), 100, target) is large
+    assert astuple(large.room(get_policy("deft-node-chunk"), 100, target)) == (
+        *(2000, 664, 1464, 864),
+    )
 
 
 @pytest.mark.parametrize("entry_bytes", [0, 32 * 264, 64 * 264, 1 << 20, 1 << 30])

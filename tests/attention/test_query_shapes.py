@@ -1,0 +1,75 @@
+"""What an attention plans for, on GPUs that are not at hand and in the interpreter."""
+
+import pytest
+import torch
+
+from attention_checks import latent_attention, tree_attention
+from deft_backend import forest_from_page_tables
+from deft_backend.attention import Gpu, layer_addresses
+from deft_backend.kernels.latent import plain_latent_attention
+from deft_backend.policies import Target
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "programs", "expected"),
+    [
+        (None, {}, (1, 1, 1), {"num_sms": 1}),
+        ("sm_90", {}, (165, 33, 33), {"fewer_programs": ((33, 82), (132, 132))}),
+        ("sm_89", {}, (82, 16, 33), {"block_tokens": 32, "tile_blocks": (16, 64, 32)}),
+        ("sm_100", {"kv_dtype": torch.float8_e4m3fn}, (132, 33, 33), {"dtype_bytes": 1}),
+        (
+            *("sm_80", {"query_tokens": 20}, (99, 33, 16)),
+            {"query_tokens": 10, "query_blocks": 2, "tile_heights": (32, 64, 64)},
+        ),
+    ],
+    ids=str,
+)
+def test_the_target_of_plans(gpu, changes, programs, expected):
+    """Eight KV heads share the programs. The interpreter plans as if it had the Hopper kernels."""
+    kind = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    described = gpu and Gpu.named(gpu)
+    attention = tree_attention(**kind, **changes, max_batch=4, compiled_for=described)
+    common = {"tile_heights": (8, 64, 64), "tile_segments": (1, 1, 32), "tile_programs": programs}
+    common |= {"tile_blocks": (16, 64, 64), "block_tokens": 64, "num_sms": 132}
+    found = attention._shapes[changes.get("query_tokens", 1)].target
+    assert found == Target(32, 8, 128, num_programs=programs[-1], **(common | expected))
+
+
+def test_a_step_in_the_interpreter_is_not_repeated():
+    attention = tree_attention(max_batch=2)
+    table, lens = torch.arange(6).view(2, 3).int(), torch.tensor([3, 2])
+    q, caches = torch.randn(2, 4, 64), torch.randn(2, 6, 2, 64)
+    attention.plan(forest_from_page_tables(table, lens))
+    out = attention.run(q, *caches, table, lens)
+    assert not attention.repeat(layer_addresses(*caches, sm_scale=0.125), q, out)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "requests", "splits"),
+    [(16, 1, 4, 128), (16, 1, 16, 66), (16, 1, 256, 8), (16, 2, 8, 66), (32, 1, 8, 66)],
+)
+def test_calls_of_latent_attention(heads, tokens, requests, splits):
+    """Parts of KV ranges fill 132 SMs twice, if all requests share a node; 8 to 128 of them.
+
+    A tile of the host's kernel holds 64 query vectors.
+    """
+    calls = []
+
+    def kernel(call):
+        calls.append(call)
+        return plain_latent_attention(call)
+
+    kind = {"num_query_heads": heads, "query_tokens": tokens, "value_dim": 64, "rope_dim": 16}
+    attention = latent_attention(kernel=kernel, max_batch=requests, **kind)
+    attention._launches._sms = 132
+    table = torch.arange(requests * 3).view(requests, 3).int()
+    attention.plan_batch(table, torch.full((requests,), 3))
+    q = torch.randn(requests * tokens, heads, 80)
+    cache = torch.randn(requests * 3, 80)
+    attention.run(q[..., :64], q[..., 64:], cache, table, sm_scale=0.1)
+    assert [call.most_splits for call in calls] == [splits] * (1 + (tokens > 1))
+    assert [call.causal for call in calls] == [False, True][: len(calls)]
+    assert [call.max_query_tokens for call in calls] == [requests * tokens, tokens][: len(calls)]
+    nodes = max(4, requests // 4)
+    assert [len(call.batch[1]) for call in calls] == [requests + nodes, requests][: len(calls)]
+    assert len(calls[0].q_nope) == 4 * requests * tokens
