@@ -216,26 +216,6 @@ def test_stage_2_of_eight_bits_on_hopper(head_dim, group, requests):
     assert resources(stage_2, H100).stack == 0
 
 
-@pytest.fixture
-def unknown_triton(monkeypatch):
-    """A version of Triton that no test has run with."""
-    cached = (gluon_versions.available, kernel_configuration)
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
-    for function in cached:
-        function.cache_clear()
-    yield
-    for function in cached:
-        function.cache_clear()
-
-
-def test_an_unknown_triton_runs_the_plain_kernels_and_says_so_once(unknown_triton, caplog):
-    for head_dim in (64, 128):
-        names = set(launched(attention_of(head_dim=head_dim, policy="deft-flatten")))
-        assert names == {"small_tile_attention", "partial_attention", "reduce_partials"}
-    (record,) = caplog.records
-    assert "Triton 4.0.0: it is not one of the tested versions" in record.getMessage()
-
-
 OF_POLICIES = ("choose_ranges", "assign_edges", "price_chunks", "measure_ranges")
 """Kernels of the device planner whose code depends on the policy."""
 

@@ -5,7 +5,7 @@ import torch
 from test_kernels import DEVICES, check, chunks_and_leaves, shapes_of, star
 
 from attention_checks import tree_attention
-from deft_backend import AttentionError, forest_from_page_tables
+from deft_backend import forest_from_page_tables
 
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -37,8 +37,3 @@ def test_every_finite_byte_is_its_number(kv_dtype):
     attention.plan(forest_from_page_tables(table, lens))
     out = attention.run(torch.ones(4, 1, 64), v, v, table, lens, k_scale=0.001)
     assert torch.equal(out, v.float())
-
-
-def test_other_dtypes_of_the_cache_are_refused():
-    with pytest.raises(AttentionError, match="a KV cache of int8 under queries of float16; supp"):
-        tree_attention(dtype=torch.float16, kv_dtype=torch.int8)

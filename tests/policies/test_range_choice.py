@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
-from deft_backend.planner.reference import plan_grouping
 from deft_backend.policies import Target, get_policy
 from deft_backend.policies.chunk_choice import (
     machine_of,
     shape_costs,
     small_tiles,
-    tiles_of,
 )
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import (
@@ -26,8 +24,7 @@ from deft_backend.policies.measured_chunks import (
     cut_cost,
     cut_into,
 )
-from deft_backend.policies.target import Limits
-from strategies import GROWTH, batches, check_coverage, check_plan, regular_forest, targets
+from strategies import GROWTH, batches, check_coverage, regular_forest, targets
 
 GQA = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
 AUTO = get_policy("auto")
@@ -100,23 +97,6 @@ def test_what_merging_costs_decides(partial_ns, parts):
     one_chunk = replace(GQA, tile_programs=(1, 1, 1))
     assert ranges_of(forest, one_chunk, costs)[0].size == {3: 1 + 4 + 32, 1: 32}[parts]
     assert (parts_of(AUTO.group(forest, with_costs(one_chunk, costs))) == parts).all()
-
-
-@settings(max_examples=60)
-@given(batch=batches(), slack=st.integers(0, 8), costs=tile_costs)
-def test_chunks_grow_until_the_plan_holds_them(batch, slack, costs):
-    forest = batch.forest()
-    target = with_costs(replace(GQA, tile_programs=(64, 64, 64), block_tokens=16), costs)
-    ranges = ranges_of(forest, target, costs)[0]
-    queries = forest.num_queries[ranges].astype(np.int64)
-    items = int(tiles_of(queries, np.array(target.single_range_tiles)).sum())
-    pairs = int(queries.sum())
-    limited = target.within(Limits(items + slack, pairs + slack, 1 << 30))
-    grouping = AUTO.group(forest, limited)
-    plan = plan_grouping(grouping, forest, limited)
-    assert plan.num_items <= limited.limits.items
-    assert len(plan.entry_query) <= limited.limits.entries
-    check_plan(batch, plan, limited)
 
 
 def costs_by_levels(fan_out, tokens, target):
