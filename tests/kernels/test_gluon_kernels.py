@@ -155,9 +155,13 @@ def test_several_query_tokens(**drawn):
     check(longest=260, **drawn)
 
 
-@pytest.mark.parametrize(("tokens", "ragged", "heads"), [(70, False, (4, 1)), (130, True, (2, 2))])
-def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads):
-    given = {"policy": "deft-node", "page_size": 16, "grow": 1, "longest": 260, "lookahead": 2}
+@pytest.mark.parametrize(
+    ("tokens", "ragged", "heads", "policy"),
+    [(70, False, (4, 1), "deft-node"), (130, True, (2, 2), "deft-node-chunk")],
+)
+def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads, policy):
+    """Chunks of 128 tokens end with one that holds fewer tokens than a request has query tokens."""
+    given = {"policy": policy, "page_size": 16, "grow": 1, "longest": 260, "lookahead": 2}
     check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
 
 
