@@ -92,20 +92,23 @@ def test_chunks_of_ranges(chunk, block):
     assert sizes.tolist() == [max(1, 3 * n) for n in length]
 
 
-def absolute(tokens, chunk, out, LANES: tl.constexpr):
+def absolute(tokens, lengths, chunk, out, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
-    tl.store(out + lane, device.chunk_at(tl.load(tokens + lane), chunk))
-    tl.store(out + LANES + lane, device.chunk_begin(tl.minimum(lane, 160), chunk))
+    length = tl.load(lengths + lane)
+    at = device.chunk_at(tl.load(tokens + lane), length, chunk)
+    tl.store(out + lane, at)
+    tl.store(out + LANES + lane, device.chunk_begin(at, length, chunk))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 256])
-def test_absolute_chunks(chunk_tokens):
-    """16 in each octave, from 32 of the first length on; up to the longest context."""
-    tokens = [0, *(n for power in range(30) for n in ((1 << power) - 1, 1 << power, 3 << power))]
-    tokens = [n for n in sorted(set(tokens)) if n < 1 << 31]
-    at, begin = computed(absolute, lanes(tokens), chunk_tokens)
+@pytest.mark.parametrize("chunk_tokens", [4, 12, 256])
+@pytest.mark.parametrize("behind", [1, 2, 40, 700])
+def test_absolute_chunks(chunk_tokens, behind):
+    """Of tokens so far before a request's end, up to the longest context."""
+    powers = [n for power in range(30) for n in ((1 << power) - 1, 1 << power, 3 << power)]
+    tokens = [n for n in [*range(600), *sorted({*powers})] if n < (1 << 31) - 1024]
+    length = [n + behind for n in tokens]
+    found = computed(absolute, lanes(tokens), lanes(length), chunk_tokens)[:, : len(tokens)]
     policy = Invariant(chunk_tokens)
-    assert at[: len(tokens)].tolist() == policy.chunk_at(np.array(tokens)).tolist()
-    octaves = [16 * octave + 16 for octave in range(1, 9)]
-    expected = [32 * chunk_tokens << octave for octave in range(8)]
-    assert begin[octaves].tolist() == policy.begin_of(np.array(octaves)).tolist() == expected
+    at = policy.chunk_at(np.array(tokens), np.array(length))
+    assert found[0].tolist() == at.tolist()
+    assert found[1].tolist() == policy.begin_of(at, np.array(length)).tolist()
