@@ -1,7 +1,9 @@
 """The contract with a host: its check on a made-up host, and the installed hosts' tables."""
 
 import sys
+from ast import literal_eval
 from dataclasses import replace
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -16,6 +18,7 @@ from deft_backend.hosts.common.contract import (
 )
 from deft_backend.hosts.windows import TESTED
 from deft_backend.settings.config import Settings
+from drawings import check_asked
 from tools.host_matrix.contracts import contract_of
 
 SOURCE = """
@@ -143,41 +146,6 @@ def test_members_of_other_versions_are_left_out(host):
     assert check_contract([gone], "2.0") == []
 
 
-@pytest.mark.parametrize(
-    ("version", "specifier", "expected"),
-    [
-        ("0.5.20", "", True),
-        ("0.33.0", ">=0.26.0,<0.34", True),
-        ("0.34.0", ">=0.26.0,<0.34", False),
-        ("0.5.18rc0", ">=0.5.18", True),
-        ("0.5.22.post1", ">=0.5.18,<0.5.22", False),
-    ],
-)
-def test_specifiers(version, specifier, expected):
-    assert matches(version, specifier) is expected
-
-
-@pytest.mark.parametrize("specifier", ["==1", "<=1", ">1", "1", ">=one"])
-def test_a_specifier_of_another_form_is_refused(specifier):
-    with pytest.raises(ValueError, match="expected for example"):
-        matches("1.0", specifier)
-
-
-@pytest.mark.parametrize(
-    ("version", "holds", "newer"),
-    [
-        ("0.5.16.post9", False, "0.5.23"),
-        ("0.5.17rc1", True, "0.5.23"),
-        ("0.5.22.1", True, "0.5.23"),
-        ("0.5.23", True, None),
-        ("0.5.24rc1", False, None),
-    ],
-)
-def test_a_window_of_versions(version, holds, newer):
-    assert (TESTED["sglang"].holds(version), TESTED["sglang"].newer(version)) == (holds, newer)
-    assert str(TESTED["sglang"]) == ">=0.5.17, <0.5.24"
-
-
 @pytest.mark.parametrize(("value", "tries"), [("1", True), ("0", False), ("soup", False)])
 def test_other_versions_are_tried_if_a_setting_says_so(value, tries, monkeypatch):
     """Others report a value that is not allowed."""
@@ -187,24 +155,25 @@ def test_other_versions_are_tried_if_a_setting_says_so(value, tries, monkeypatch
     assert (TESTED["sglang"].refuse() is None) == tries
 
 
-@pytest.mark.parametrize(
-    ("asked", "version", "device", "drafts", "left"),
-    [
-        (None, "0.5.17.post1", "cuda", True, None),
-        (None, "0.5.17", "cpu", False, "no record shows MLA models with tree attention on cpu and"),
-        (None, "0.5.18", "cuda", False, "cuda and SGLang 0.5.18; DEFT_MLA=1 tries it"),
-        (None, "0.5.23", "cuda", False, None),
-        (None, "0.5.23", "cuda", True, "no record shows MLA models that draft with tree attention"),
-        (None, "0.5.24", "cuda", False, "DEFT_MLA=1 tries it"),
-        (None, None, "cuda", False, "DEFT_MLA=1 tries it"),
-        (True, "0.5.23", "cpu", True, None),
-        (False, "0.5.17", "cuda", False, "DEFT_MLA=0 leaves MLA models to the host's backend"),
-    ],
-)
-def test_mla_is_on_in_versions_with_a_record(asked, version, device, drafts, left, monkeypatch):
-    monkeypatch.setattr(TestedVersions, "installed", lambda self: version)
-    reason = TESTED["sglang"].leaves_mla(Settings(mla=asked), device, drafts=drafts)
-    assert reason is None if left is None else left in str(reason)
+def test_which_versions_get_what(monkeypatch):
+    """Clauses of versions, SGLang's window, and MLA: it is on in versions with a record."""
+    window = TESTED["sglang"]
+
+    def answer(what, version, *words):
+        if what == "window":
+            return [f"{window.holds(version)}, newer: {window.newer(version)}"]
+        if what == "mla":
+            device, *rest = words
+            asked = True if "on" in rest else False if "off" in rest else None
+            monkeypatch.setattr(TestedVersions, "installed", lambda self: literal_eval(version))
+            return [str(window.leaves_mla(Settings(mla=asked), device, drafts="drafts" in rest))]
+        try:
+            return [str(matches(version, *words or [""]))]
+        except ValueError as error:
+            return [str(error)]
+
+    check_asked(Path(__file__).with_name("versions.txt"), answer)
+    assert str(window) == ">=0.5.17, <0.5.24"
 
 
 @pytest.mark.parametrize("host", sorted(TESTED))
