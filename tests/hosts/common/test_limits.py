@@ -1,18 +1,15 @@
 """What an adapter decides without its host: batches, failures that last, lines, divisions."""
 
 import logging
+from ast import literal_eval
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deft_backend.hosts.common.eager_steps import (
-    DECODES,
-    PREFILLS,
-    has_one_way,
-    shares_too_little,
-)
+from deft_backend.hosts.common.eager_steps import has_one_way, shares_too_little
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import (
     for_any_batch,
@@ -23,6 +20,7 @@ from deft_backend.hosts.common.limits import (
 )
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
+from drawings import check_asked
 
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
@@ -33,19 +31,21 @@ def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
     assert "DEFT_MAX_BATCH asks for batches of up to 4096 requests, but the device" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("requests", "planned", "reason"),
-    [
-        (2, 8, None),
-        (4, 8, None),
-        (3, 3, None),
-        (1, 8, "batch smaller than DEFT_MIN_BATCH=2"),
-        (5, 8, "batch larger than DEFT_MAX_BATCH=4"),
-        (4, 3, "batch larger than the 3 requests that a plan holds"),
-    ],
-)
-def test_the_batches_that_tree_attention_decodes(requests, planned, reason):
-    assert refused(requests, Settings(min_batch=2, max_batch=4), planned) == reason
+def test_the_batches_that_tree_attention_decodes():
+    """Of 2 to 4 requests; in eager steps those whose saved reads pay for the launches, on a GPU
+    whose memory moves each byte of a layer in 1 ms.
+    """
+    sizes = Settings(min_batch=2, max_batch=4)
+    moves = SimpleNamespace(transfer_ms=lambda ms: ms)
+
+    def answer(what, first, second, *where):
+        if what == "requests":
+            yield str(refused(int(first), sizes, planned=int(second)))
+            return
+        costs, prefills = moves if "gpu" in where else None, "prefills" in where
+        yield str(shares_too_little(literal_eval(first), int(second), costs, prefills=prefills))
+
+    check_asked(Path(__file__).with_name("batches.txt"), answer)
 
 
 @pytest.mark.parametrize("policy", ["auto", "invariant", "fasttree"])
@@ -64,29 +64,6 @@ def test_modes_whose_results_must_not_depend_on_the_batch(policy):
 @pytest.mark.parametrize("group", [None, SimpleNamespace(world_size=1)])
 def test_a_rank_alone_agrees_with_itself(group):
     assert (same_on_all_ranks(group, ()), same_on_all_ranks(group, None)) == (True, None)
-
-
-MOVES_IN_MS = SimpleNamespace(transfer_ms=lambda ms: ms)
-"""Costs of a memory that moves each "byte" of a layer in 1 ms."""
-
-
-@pytest.mark.parametrize(
-    ("saved", "layers", "costs", "prefills", "reason"),
-    [
-        (0, 9, None, True, PREFILLS),
-        (1, 9, None, True, None),
-        (0, 9, None, False, None),
-        (0.82, 1, MOVES_IN_MS, True, PREFILLS),
-        (0.83, 1, MOVES_IN_MS, True, None),
-        (0.147, 25, MOVES_IN_MS, True, PREFILLS),  # 0.7 ms, and 0.12 ms a layer
-        (0.149, 25, MOVES_IN_MS, True, None),
-        (0.70, 1, MOVES_IN_MS, False, DECODES),
-        (0.71, 1, MOVES_IN_MS, False, None),
-        (0.071, 10, MOVES_IN_MS, False, None),
-    ],
-)
-def test_saved_reads_must_pay_for_the_launches(saved, layers, costs, prefills, reason):
-    assert shares_too_little(saved, layers, costs, prefills=prefills) == reason
 
 
 @pytest.mark.parametrize("graphs", [False, True])
