@@ -3,6 +3,8 @@
 import inspect
 import itertools
 import random
+from ast import literal_eval
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +13,9 @@ import torch
 from attention_checks import repeated_layers, tree_attention
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
-from deft_backend.hosts.sglang.mixed import UNSUITABLE
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Steps
+from drawings import check_asked
 from failure_lines import raising
 from sglang_fakes import (
     RADIX_CACHE,
@@ -269,38 +271,21 @@ def test_what_is_not_split_is_the_hosts(host, change, reason):
     assert counted(server) == {(MIXED, reason): 1}
 
 
-FORM = "mixed batch of another form"
+def test_the_form_of_batches_that_are_split(server):
+    """By the number of rows that decode, and what differs from a batch of four requests."""
 
+    def answer(rows, *words):
+        batch = server.batch()
+        for name, _, value in (word.partition("=") for word in words):
+            value = literal_eval(value)
+            setattr(batch, name, torch.ones(value) if name == "seq_lens" else value)
+        yield str(server.mixed._refused(batch, int(rows)))
 
-@pytest.mark.parametrize(
-    ("changes", "rows", "reason"),
-    [
-        ({}, 3, None),
-        ({}, 2, None),
-        ({"mm_inputs": None}, 3, None),
-        ({"mm_inputs": [None] * 4}, 3, None),
-        ({"mm_inputs": [None, object(), None, None]}, 3, FORM),
-        *(({name: 0}, 3, FORM) for name in UNSUITABLE),
-        ({"seq_lens_cpu": None}, 3, FORM),
-        ({"extend_seq_lens_cpu": None}, 3, FORM),
-        ({"extend_seq_lens_cpu": [16, 1, 1]}, 3, FORM),
-        ({"extend_seq_lens_cpu": [16, 1, 2, 1]}, 3, FORM),
-        ({"extend_seq_lens_cpu": [1, 1, 1, 1]}, 4, FORM),
-        ({"batch_size": 3}, 3, FORM),
-        ({"batch_size": 5}, 3, FORM),
-        ({"seq_lens": torch.ones(5)}, 3, FORM),
-        ({}, 1, "batch smaller than DEFT_MIN_BATCH=2"),
-        ({}, 9, "batch larger than the 8 requests that a plan holds"),
-    ],
-)
-def test_the_form_of_batches_that_are_split(server, changes, rows, reason):
-    batch = server.batch()
-    vars(batch).update(changes)
-    assert server.mixed._refused(batch, rows) == reason
+    check_asked(Path(__file__).with_name("mixed.txt"), answer)
     server.mixed.unsplit = "not now"
-    assert server.mixed._refused(batch, rows) == "not now"
+    assert server.mixed._refused(server.batch(), 3) == "not now"
     server.steps.layers.failure.reason = "kernel failed"
-    assert server.mixed._refused(batch, rows) == "kernel failed"
+    assert server.mixed._refused(server.batch(), 3) == "kernel failed"
 
 
 def test_the_tree_is_read_again_after_other_requests_or_32_steps(server):

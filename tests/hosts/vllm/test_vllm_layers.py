@@ -250,32 +250,26 @@ def test_the_device_planner_bounds_a_group(device, largest, monkeypatch, failure
     failures.clear()
 
 
-@pytest.mark.parametrize(
-    ("changes", "seconds", "expected"),
-    [
-        ({}, 10.0, {}),
-        ({"rank": 1}, 0.05, {"log": 0.1}),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "rank": 3}, 0.2, {"pp_rank": 1}),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "rank": 9}, 0.2, {"pp_rank": 1}),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "rank": 1}, 0.2, {"pp_rank": 0}),
-        ({"data_parallel_size": 2}, 10.0, {"dp_rank": 0}),
-        ({"data_parallel_size": 2, "data_parallel_rank": 1}, 10.0, {"dp_rank": 1}),
-        # vLLM tells a dense model's second engine that it is alone.
-        ({"data_parallel_index": 1}, 10.0, {"dp_rank": 1}),
-    ],
-)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_a_server_reports(changes, seconds, expected, rank, monkeypatch):
-    """The first rank logs. Engines and stages have files of their own."""
+def test_what_a_server_reports(monkeypatch):
+    """The first rank logs; stages and engines have files of their own. vLLM tells a dense model's
+    second engine that it is alone, by its index.
+    """
     told = {}
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", str(seconds))
-    monkeypatch.setattr(server, "DecodeLog", lambda seconds: seconds)
+    monkeypatch.setattr(server, "DecodeLog", lambda seconds: f"every {seconds} s")
     monkeypatch.setattr(server, "page_of_files", lambda: "a page")
     monkeypatch.setattr(server, "report_counters", lambda *given, **named: told.update(named))
-    config = make_config(**changes)
-    server._start_reporting(SimpleNamespace(rank=rank), config.parallel_config, Settings())
-    usual = {"pp_rank": None, "dp_rank": None, "log": seconds, "publishes": "a page", **expected}
-    assert told == usual | ({"log": None} if rank else {})
+
+    def answer(seconds, tensor_rank, *words):
+        changes = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", seconds)
+        place, state = (
+            make_config(**changes).parallel_config,
+            SimpleNamespace(rank=int(tensor_rank)),
+        )
+        server._start_reporting(state, place, Settings())
+        return [str(told)]
+
+    check_asked(Path(__file__).with_name("reports.txt"), answer)
 
 
 @pytest.mark.parametrize("rank", [None, 3])
@@ -306,14 +300,15 @@ def test_our_lines_are_in_the_hosts_log(speaks, monkeypatch):
     if not speaks:
         ours.addHandler(own)
     monkeypatch.setattr(plugin, "logger", ours)
+    monkeypatch.setattr(plugin, "_register", lambda: None)
     loggers = SimpleNamespace(getLogger=lambda name: {"vllm": host}[name])
     monkeypatch.setattr(plugin, "logging", loggers)
-    plugin._log_with_the_host()
+    plugin.register()
     expected = (theirs, logging.ERROR, False) if speaks else ([own], logging.NOTSET, True)
     assert (ours.handlers, ours.level, ours.propagate) == expected
     host.handlers.clear()
     monkeypatch.setattr(plugin, "logger", silent := logging.Logger("deft"))
-    plugin._log_with_the_host()
+    plugin.register()
     assert (silent.handlers, silent.level, silent.propagate) == ([], logging.NOTSET, True)
 
 
