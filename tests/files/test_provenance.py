@@ -34,8 +34,9 @@ def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changed", ["", " M file"])
 def test_the_commit_is_the_checkouts_wherever_the_process_runs(changed, monkeypatch):
-    def git(words, *, cwd, check, **_):
-        assert (cwd, check) == (Path(__file__).parents[2], True)
+    def git(words, **given):
+        root = Path(__file__).parents[2]
+        assert given == {"cwd": root, "capture_output": True, "text": True, "check": True}
         answers = {
             ("git", "status", "--porcelain", "--untracked-files=no"): changed,
             ("git", "rev-parse", "--short=12", "HEAD"): "0123456789ab\n",

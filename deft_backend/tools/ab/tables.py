@@ -23,9 +23,10 @@ from deft_backend.tools.harness.answers import ANSWERED
 _DETAILS = 5  # requests without an answer that the report shows for each server and workload
 
 
-_SAME = ("workload", "answers compared", "the same", "near ties")
-_DIFFERENT = ("different where a server was sure", "different, not checked", "not comparable")
-_AGREED = (*_SAME, *_DIFFERENT, "largest log-probability gap")
+_AGREED = (
+    *("workload", "answers compared", "the same", "near ties", "different where a server was sure"),
+    *("different, not checked", "not comparable", "largest log-probability gap"),
+)
 
 
 class Table(NamedTuple):

@@ -120,7 +120,8 @@ def loading_fails(folder: Path) -> str | None:
         errors="replace",
         check=False,
     )
-    return done.stderr.strip().rpartition("\n")[2] or None if done.returncode else None
+    said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    return said if done.returncode else None
 
 
 def _needed_compiler() -> list[str]:

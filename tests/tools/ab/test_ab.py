@@ -482,6 +482,11 @@ def test_an_answer_differs_at_its_first_other_token(first, second, at, ids):
 
 
 def test_only_margins_of_near_ties_explain_a_difference():
+    same = result((side(0.01), side(0.01)))
+    near = replace(same.workloads[0], agreement=Agreement(1, 0, (Difference("r", 2, 0.14),)))
+    for found, exact, faults in ((same, True, False), (near, False, False), (near, True, True)):
+        workloads = (found,) if found is near else same.workloads
+        assert replace(same, workloads=workloads, exact=exact).faults is faults
     for margin, count in ((0.49, 0), (0.5, 1), (None, 0)):
         assert Agreement(1, 0, (Difference("r", 2, margin),), close=0.5).unexplained == count
 

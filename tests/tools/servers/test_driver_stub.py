@@ -6,6 +6,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,21 @@ def test_doctor_says_why_the_stand_in_cannot_be_loaded(
     (found,) = (check for check in checks.check_device() if check.subject == "driver")
     assert (found.status, said in found.state) == ("problem", True), found.state
     assert found.remedy.startswith("export DEFT_CACHE_DIR=")
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "said"),
+    [(0, "a warning", None), (1, "a\nOSError: b\n", "OSError: b"), (-11, "", "exit code -11")],
+)
+def test_why_loading_fails(code, printed, said, monkeypatch):
+    def run(words, **given):
+        assert words[:3] == [sys.executable, "-S", "-c"]
+        options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+        assert given == options
+        return SimpleNamespace(returncode=code, stderr=printed)
+
+    monkeypatch.setattr(driver_stub.subprocess, "run", run)
+    assert driver_stub.loading_fails(Path("/stub")) == said
 
 
 @pytest.mark.parametrize("driver", [None, object()])

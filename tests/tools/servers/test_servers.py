@@ -72,6 +72,7 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
         child = int(log.read_text().split()[1])
         os.kill(child, 0)
         server.check_alive()
+    server.stop()  # once more does no harm
     assert waited
     assert log.read_text().endswith("asked\n")
     assert gone(leader)
