@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest.page_tables import PrefixTree, order_of_tree
+from deft_backend.forest.page_tables import ROOT, PrefixTree, order_of_tree
 from deft_backend.forest.prefix_forest import ForestError, PrefixForest, build_forest, int32
 
 Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
@@ -35,9 +35,9 @@ def forest_from_paths(
         )
     lens = int32(seq_lens, "seq_lens")
     children: dict[tuple[int, Hashable], int] = {}  # (node, identity of the child) -> child
-    parent, depth, holder = [0], [0], []
+    parent, depth, holder = [ROOT], [0], []
     for request, path in enumerate(paths):
-        node = 0
+        node = ROOT
         for identity, tokens in path:
             if tokens <= 0:
                 raise ForestError(

@@ -200,6 +200,36 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     assert f"policy invariant, chunks of {attention.chunk_tokens} tokens and more" in caplog.text
 
 
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("cpu")])
+def test_what_an_attention_is_made_for(host, device, monkeypatch):
+    """A GPU's kernels are compiled and checked before the server decodes."""
+    from deft_backend.hosts.sglang import factory
+
+    sizes, prepared, settings = [], [], Settings(policy="fasttree", verify=True)
+
+    class Made:
+        chunk_tokens = 512
+
+        def __init__(self, **given):
+            self.device = given["device"]
+            sizes.append(given)
+
+    monkeypatch.setattr(factory, "TreeAttention", Made)
+    monkeypatch.setattr(factory, "_step_tensors", lambda runner, layers: [*layers])
+    monkeypatch.setattr(factory, "prepare_kernels", lambda *given: prepared.append(given))
+    runner, own = runner_of(monkeypatch, device=device.type, gpu_id=1)
+    layers = factory._tree_layers(runner, own, settings, 3)
+    assert sizes == [
+        {
+            **{"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "query_tokens": 1},
+            **{"dtype": torch.float32, "kv_dtype": torch.float32, "device": device},
+            **{"max_batch": 3, "max_tokens": 6400, "policy": "fasttree"},
+        }
+    ]
+    assert prepared == ([(layers.attention, [0, 1], settings)] if device.type == "cuda" else [])
+    assert (layers.division, layers.model_asks, layers._verify) == (FOUR_HEADS, False, True)
+
+
 DECODES = "warm-up shows decodes"
 LATENT = "warm-up shows sharing second graphs observer"
 
