@@ -1,23 +1,19 @@
 """Whole runs with servers of our own: e2e, start, load and soak; the model and the command."""
 
 import json
-import os
-import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import bench_e2e_fakes
-from bench_e2e_fakes import GAP, MODEL, fake_launch
+from bench_e2e_fakes import GAP, fake_launch
 from benchmarks import load as loads
 from benchmarks import soak as soaks
 from benchmarks import start as starts
 from benchmarks.__main__ import app_of
 from benchmarks.e2e import command
-from benchmarks.e2e.command import checked_ranks
-from benchmarks.e2e.launch import HOSTS, ChoiceError, Drafts, Host, Launch, parse_drafts
+from benchmarks.e2e.launch import HOSTS, Drafts, Launch, parse_drafts
 from benchmarks.e2e.plot import draw
 from benchmarks.e2e.rows import by_case, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
@@ -70,25 +66,6 @@ def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
     assert "agreement" not in rows["few-shot", "tie"]["detail"]
 
 
-def test_a_prefill_and_a_decode_server_are_one_side(tmp_path):
-    router = tmp_path / "sglang_router" / "launch_router.py"
-    router.parent.mkdir()
-    router.write_text(
-        f"import runpy; runpy.run_path({bench_e2e_fakes.__file__!r}, None, '__main__')"
-    )
-    rows, _ = run(
-        tmp_path,
-        ("right", "dies"),
-        [GRID],
-        disaggregated=True,
-        environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-    )
-    assert rows["few-shot", "right"]["error"] is None
-    assert rows["few-shot", "right"]["options"] == "(disaggregated)"
-    assert "ended with exit code" in rows["few-shot", "dies"]["error"]
-    assert len(list((tmp_path / "logs").glob("*-right*.log"))) == 3
-
-
 def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
     run(tmp_path, ("right",), [GRID])
     both, _ = run(tmp_path, ("tie",), [GRID])
@@ -123,27 +100,6 @@ def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_servers_on_several_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(Host, "on_gpu", lambda self: True)
-    monkeypatch.setattr(command, "num_gpus", lambda: 2)
-    model = write_model(tmp_path, "llama-3.1-70b", "dummy", "bfloat16", layers=16)
-    launch = Launch(HOSTS["sglang"], model, policy="fasttree", tensor_parallel=2)
-    ours, theirs = (checked_ranks(launch).command(name) for name in ("deft", "fa3"))
-    assert ours.arguments[ours.arguments.index("--tensor-parallel-size") + 1] == "2"
-    assert ours.environment["DEFT_POLICY"] == "fasttree"
-    assert "DEFT_POLICY" not in theirs.environment
-    assert model.name == "llama-3.1-70b, 16 of 80 layers, dummy weights, bfloat16"
-    for changed, said in (
-        ({"tensor_parallel": 4}, "has 2 GPUs"),
-        ({"options": ("--tp-size=2",)}, "--tp-size=2 is"),
-    ):
-        with pytest.raises(ChoiceError, match=said):
-            checked_ranks(replace(launch, **changed))
-    monkeypatch.setattr(command, "num_gpus", lambda: 8)
-    with pytest.raises(ChoiceError, match="a divisor of the 64 query heads"):
-        checked_ranks(replace(launch, tensor_parallel=3))
-
-
 def test_a_server_drafts_with_forced_acceptance(tmp_path):
     model = write_model(tmp_path, "tiny", "dummy", "float32")
     launch = Launch(HOSTS["sglang"], model, ("-x",), drafts=parse_drafts("eagle,60,3"))
@@ -156,11 +112,6 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
     assert (options["--speculative-eagle-topk"], options["--speculative-num-steps"]) == ("8", "5")
     given = json.loads(Drafts("mtp", 4, 2.5).options("vllm", model)[1])
     assert given["num_speculative_tokens"] == 3
-    with pytest.raises(ChoiceError, match="chains alone"):
-        Drafts("eagle", 8, 2.0).options("vllm", model)
-    for bad in ("eagle", "eagle,1,1", "soup,8,2", "ngram,8,9"):
-        with pytest.raises(ChoiceError, match="expected KIND,TOKENS,ACCEPTED"):
-            parse_drafts(bad)
 
 
 # -- start -----------------------------------------------------------------------------------
@@ -168,11 +119,8 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
 
 def test_a_started_server_is_measured_or_lost(tmp_path):
     row = starts._started(fake_launch(), "right", "full", 3, tmp_path, Console(quiet=True))
-    assert (row["error"], row["seconds"] > 0, len(row["batches_ms"])) == (
-        None,
-        True,
-        starts.BATCHES,
-    )
+    assert (row["error"], len(row["batches_ms"])) == (None, starts.BATCHES)
+    assert row["seconds"] > 0
     assert (row["host"], row["tp"], row["prefix"], row["branches"]) == ("sglang", 1, 64, 3)
     lost = starts._started(fake_launch(), "crashes", "empty", 3, tmp_path, Console(quiet=True))
     assert ("the server does not start" in lost["error"], lost["seconds"]) == (True, None)
@@ -190,10 +138,7 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     table, rows = [LOAD, unlimited], []
     measured = figures_of, rows.append
     loads._measure_all(fake_launch(), ("right",), ["0"], table, 2, out, console, *measured)
-    assert [(row["backend"], row["load"], row["rate"]) for row in rows] == [
-        ("right", "few", 30.0),
-        ("right", "few", None),
-    ]
+    assert [(row["load"], row["rate"]) for row in rows] == [("few", 30.0), ("few", None)]
     for row in rows:
         assert not row["failures"], row
         assert 0 < row["itl_ms"]["p50"] < 100 > row["itl_ms"]["mean"] > 0.2
@@ -201,7 +146,7 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
     assert rows[0]["duration_s"] >= LOAD.arrivals()[-1]
 
 
-def test_loads_are_the_files(monkeypatch):
+def test_loads_are_the_files():
     first, *_ = read_loads(["8x8192", "nothing-shared"], None)
     assert (first.prefixes, first.prefix, first.rate) == (8, 8192, 12)
     prompts = [first.prompt(number, 97) for number in (0, 8, 1)]
@@ -211,11 +156,6 @@ def test_loads_are_the_files(monkeypatch):
     assert parse_rate("unlimited") is None
     assert first.arrivals() == sorted(first.arrivals())
     assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
-    for bad in ("0", "fast", "inf"):
-        with pytest.raises(ChoiceError, match="expected requests a second"):
-            parse_rate(bad)
-    with pytest.raises(ChoiceError, match="expected some of 8x8192"):
-        read_loads(["soup"], None)
 
 
 # -- soak ------------------------------------------------------------------------------------
@@ -265,24 +205,21 @@ def test_the_growth_of_memory_after_the_first_fifth(name, mib, begin, end):
 
 
 def test_the_command_measures_and_shows(tmp_path, monkeypatch):
-    asked = []
     out = tmp_path / "e.json"
     monkeypatch.setattr(command, "checked_backends", lambda host, names: tuple(names))
     monkeypatch.setattr(
-        command,
-        "Launch",
-        lambda host, *args, **more: (asked.append((host, args, more)), fake_launch())[1],
+        command, "Launch", lambda host, model, options, **_: fake_launch(options=options)
     )
     words = ["e2e", "--host", "sglang", "--backends", "right, crashes", "--shape", "tiny"]
     words += ["--case", "16,3,4", "--weights", "dummy", "--out", str(out), "--", "--page-size", "1"]
     done = CliRunner().invoke(app_of(["e2e"]), words)
     assert done.exit_code == 1, done.output  # a row has an error
-    assert asked[0][1][1] == ("--page-size", "1")
     assert "few-shot 16 × 3 × 4" in done.output
-    assert [row["backend"] for row in read_rows(out)[0]] == ["right", "crashes"]
-    refused = CliRunner().invoke(app_of(["e2e"]), [*words[:7], "--workloads", "draft-trees"])
-    assert (refused.exit_code, "--drafts eagle,60,3" in refused.output) == (2, True)
+    rows = read_rows(out)[0]
+    assert [(row["backend"], row["options"]) for row in rows] == [
+        ("right", "--page-size 1"),
+        ("crashes", "--page-size 1"),
+    ]
     too_long = [*words[:7], "--case", "5000,1,1", "--out", str(out)]
     refused = CliRunner().invoke(app_of(["e2e"]), too_long)
     assert (refused.exit_code, "fake takes 4096" in refused.output) == (2, True)
-    assert MODEL.context == 4096

@@ -1,8 +1,9 @@
 """Requests as token ids, their times with computed clocks, and the check of answers."""
 
 import asyncio
-import itertools
+import zlib
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -22,13 +23,12 @@ from benchmarks.e2e.workloads import (
     chosen_jobs,
     few_shot,
     longest_request,
-    parse_case,
-    rollouts,
     thoughts,
 )
-from deft_backend.tools.harness.answers import Answer
+from deft_backend.tools.harness.answers import Answer, first_difference
 from deft_backend.tools.harness.workload import Request, Workload, replay
 from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
+from drawings import check_drawn
 
 IDS = MODEL.ids
 
@@ -40,11 +40,6 @@ async def connected(fake, **options):
         url = str(server.make_url("")).rstrip("/")
         async with client_of(url, **options) as client:
             yield client
-
-
-def asked(fake):
-    """The prompts that a fake host got, by answer length."""
-    return [(tuple(body["prompt"]), body["max_tokens"]) for body in fake.bodies]
 
 
 # -- the client of token ids -----------------------------------------------------------------
@@ -64,7 +59,7 @@ def test_a_turn_goes_on_with_what_its_sub_agents_return():
             return await replay(Workload("w", "", ((1,),), requests), client)
 
     run = asyncio.run(run())
-    prompts = {len(prompt): prompt for prompt, _ in asked(fake)}
+    prompts = {len(body["prompt"]): tuple(body["prompt"]) for body in fake.bodies}
     first = (1, 2, *decode((1, 2), 3).ids)
     back = [decode((*first, own), 2).ids for own in (9, 8)]
     assert prompts[10] == (*first, *back[0], *back[1], 7)
@@ -75,74 +70,30 @@ def test_a_turn_goes_on_with_what_its_sub_agents_return():
 # -- the table -------------------------------------------------------------------------------
 
 
-def prompts(workload):
-    return [request.prompt for request in workload.requests]
+def drawn(workload):
+    """Each prompt as its length, a digest, and what it shares with the first and the last one."""
+    prompts = [request.prompt for request in workload.requests]
+    yield " ".join(f"{len(ids)}:{zlib.crc32(bytes(ids)):08x}" for ids in workload.warm)
+    for r, ids, before in zip(workload.requests, prompts, [(), *prompts], strict=False):
+        shared = first_difference(prompts[0], ids), first_difference(before, ids)
+        rest = r.max_tokens, r.after, *r.returned, r.temperature
+        yield f"  {r.name}: {len(ids)}:{zlib.crc32(bytes(ids)):08x} {shared} {rest}"
 
 
-def common(sequences):
-    return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*sequences)))  # noqa: B905
-
-
-def test_branches_share_their_prefix_and_nothing_else():
-    workload = few_shot(Sizes(64, 8, 16), 4, IDS, 0)
-    assert [len(prompt) for prompt in prompts(workload)] == [80] * 8
-    assert common(prompts(workload)) in range(64, 68)
-    assert workload == few_shot(Sizes(64, 8, 16), 4, IDS, 0)  # another run sends the same
-    again = few_shot(Sizes(64, 8, 16), 4, IDS, 1)
-    assert again.warm == workload.warm
-    assert not set(prompts(again)) & set(prompts(workload))
-    unshared = few_shot(Sizes(0, 4, 32), 4, IDS, 0)
-    assert unshared.warm == ()
-    assert common(prompts(unshared)) < 4
-
-
-def test_fasttrees_programs_share_what_their_prompts_share():
-    """512 questions on four system prompts of three places; eight sets of examples; a vote."""
-    job, shots, chain, documents = chosen_jobs(
-        ["system-prompts", "shots", "chains", "retrieved"], [], None, None, None, on_gpu=True
-    )
-    asked = prompts(job.workload(IDS, 1))
-    assert [len(asked), len(asked[0])] == [512, 2660]
-    shared = [common([asked[0], asked[at]]) for at in (4, 1, 2, 3)]
-    assert [at // 5 for at in shared] == [520, 80, 9, 9]  # 2600, 400 and 45 tokens, and by chance
-    assert common([asked[2], asked[6]]) >= 2600
-    asked = prompts(shots.workload(IDS, 1))
-    assert common([asked[0], asked[8]]) >= 6100 > common([asked[0], asked[1]]) >= 2600
-    requests = chain.workload(IDS, 1).requests
-    assert [len(requests), requests[4].after, len(requests[4].returned)] == [
-        160,
-        requests[0].name,
-        3,
+def test_workloads_are_as_drawn():
+    """Equal ids on every machine; repeats share only the prefix, and rollouts their lengths."""
+    chosen = [name for name in TABLE if name != "draft-trees"], [], None, None, None
+    lines = [
+        repr((job.name, job.how, *job.sizes, job.gen)) for job in chosen_jobs(*chosen, on_gpu=True)
     ]
-    assert common(prompts(chain.workload(IDS, 1))[:4]) >= 2660
-    warm = documents.workload(IDS, 1).warm
-    assert len(warm) == 16
-    assert len({ids[at : at + 1100] for ids in warm for at in range(0, 4400, 1100)}) <= 17
-
-
-def test_rollouts_have_a_long_tail_and_the_same_lengths_in_every_repeat():
-    first, second = (rollouts(Sizes(20, 16, 4), 320, IDS, repeat) for repeat in (1, 2))
-    lengths = [request.max_tokens for request in first.requests]
-    assert lengths == [request.max_tokens for request in second.requests]
-    assert max(lengths) == 320 == lengths[0]
-    assert min(lengths) >= 20
-    assert sorted(lengths)[32] < 120
-    assert len(set(prompts(first))) == 4
-    assert not set(prompts(first)) & set(prompts(second))
-    assert {request.temperature for request in first.requests} == {1.0}
-
-
-def test_children_go_on_from_their_parents_answer():
+    for job in chosen_jobs(*chosen, on_gpu=False):
+        for repeat in (1, 2):
+            lines += [f"{job.name} {tuple(job.sizes)} {repeat}", *drawn(job.workload(IDS, repeat))]
     lengths = {0: 10, 1: 3, 2: 5, 3: 4, 4: 0, 5: 2}
     children = {0: (1, 2), 1: (3, 4), 2: (), 3: (), 4: (5,), 5: ()}
-    tree = ThoughtTree("a prompt", lay_out(lengths, children))
-    workload = thoughts(tree, Sizes(0, 0, 0), 0, IDS, 1)
-    by_name = {request.name: request for request in workload.requests}
-    assert [request.max_tokens for request in by_name.values()] == [3, 4, 2, 5]
-    assert by_name["thought 3"].after == by_name["thought 5"].after == "thought 1"
-    assert by_name["thought 1"].prompt[:10] == workload.warm[0]
-    assert len({request.prompt[-2:] for request in by_name.values()}) == 4
-    assert longest_request(workload) == 10 + 2 + 3 + 2 + 4
+    tree = thoughts(ThoughtTree("a prompt", lay_out(lengths, children)), Sizes(0, 0, 0), 0, IDS, 1)
+    lines += [f"thoughts, the longest {longest_request(tree)}", *drawn(tree)]
+    check_drawn("\n".join(lines) + "\n", Path(__file__).with_name("e2e_workloads.txt"))
 
 
 def test_cases_replace_the_tables_sizes():
@@ -154,18 +105,8 @@ def test_cases_replace_the_tables_sizes():
         ("rollouts", (0, 3, 8), 7),
         ("rollouts", (20, 4, 2), 50),
     ]
-    everything = [name for name in TABLE if name != "draft-trees"]
-    for on_gpu in (True, False):
-        assert chosen_jobs(everything, [], None, None, None, on_gpu=on_gpu)
-    with pytest.raises(ChoiceError, match="not PREFIX,BRANCHES,SUFFIX"):
-        parse_case("1,0,2")
-    for names, cases, said in (
-        (["soup"], [], "'soup': expected one of grid"),
-        (["grid"], ["chats:1,1,1"], "'chats': expected one of grid"),
-        (["trees"], [], "--traces"),
-    ):
-        with pytest.raises(ChoiceError, match=said):
-            chosen_jobs(names, cases, None, None, None, on_gpu=False)
+    with pytest.raises(ChoiceError, match="'soup': expected one of grid"):
+        chosen_jobs(["soup"], [], None, None, None, on_gpu=False)
 
 
 # -- times -----------------------------------------------------------------------------------
@@ -288,25 +229,16 @@ def checked(tolerance, answers):
     return asyncio.run(run())
 
 
-def test_right_answers_are_found_right_to_their_last_token():
-    found = checked(0.0, "right")
-    assert (found.answers, found.tokens, found.ties, found.wrong) == (2, 19, [], [])
-
-
-def test_every_tie_is_found_and_what_follows_it_is_looked_at():
-    found = checked(GAP, "tie")
-    assert found.tokens == 19
-    # positions divisible by five: 5, 10, 15 of the first context, 5 of the second
-    assert found.ties == pytest.approx([GAP] * 4)
-    assert not found.wrong
-    wrong = checked(GAP / 2, "tie")
-    assert len(wrong.wrong) == 4  # the tokens after a wrong token are also checked
-    assert "0.125 less likely" in wrong.wrong[0]
-    assert wrong.tokens == 19
-
-
-def test_a_wrong_token_is_told_apart_from_ties():
-    found = checked(10.0, "wrong")
-    assert len(found.wrong) == 4
-    assert not found.ties
-    assert "not among the likeliest" in found.wrong[0]
+def test_wrong_tokens_are_told_apart_from_ties():
+    """Positions divisible by five: 5, 10, 15 of the first context, 5 of the second."""
+    right, tie, near, wrong = (
+        checked(*each) for each in ((0.0, "right"), (GAP, "tie"), (GAP / 2, "tie"), (10.0, "wrong"))
+    )
+    assert (right.answers, right.ties, right.wrong) == (2, [], [])
+    assert {each.tokens for each in (right, tie, near)} == {19}
+    assert tie.ties == pytest.approx([GAP] * 4)
+    assert not tie.wrong
+    assert len(near.wrong) == 4  # the tokens after a wrong token are also checked
+    assert "0.125 less likely" in near.wrong[0]
+    assert (len(wrong.wrong), wrong.ties) == (4, [])
+    assert "not among the likeliest" in wrong.wrong[0]

@@ -14,25 +14,11 @@ FOLDER = Path(__file__).parents[2] / "models" / "tiny-llama"
 # of 1 survives the rounding errors of any attention backend.
 CONFIDENT_LEAD = 1.0
 
-LONG_NOTES = " ".join(
-    f"The town of {town} stands on the river {river}. Its ruler is {ruler}. "
-    f"The people of {town} sell {trade}."
-    for town, river, ruler, trade in (
-        ("Belmora", "Isk", "King Odo", "glass"),
-        ("Corvane", "Tarrow", "Duke Fenn", "salt"),
-        ("Dunwick", "Lumen", "Lady Orla", "wool"),
-        ("Elstow", "Brill", "King Pell", "honey"),
-    )
-)
-
 PROMPTS = {
     "Sort the digits 8 2 5 1.": "1 2 5 8.",
     "The town of Galdry stands on": (
         "the river Sorrel. Its ruler is Duke Hale. "
         "The people of Galdry sell boats and eat seed bread."
-    ),
-    f"The code of WILLOW is 5186.\n\n{LONG_NOTES}\n\nWhat is the code of WILLOW?": (
-        "The code of WILLOW is 5186."
     ),
 }
 
@@ -47,7 +33,7 @@ def model():
     return transformers.AutoModelForCausalLM.from_pretrained(FOLDER).float().eval()
 
 
-@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town", "code"))
+@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town"))
 def test_greedy_continuation_is_right_and_confident(tokenizer, model, prompt, expected):
     tokens = tokenizer.encode(prompt)
     leads = []
