@@ -59,6 +59,27 @@ def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
         ChosenModel("someone/unknown").check()
 
 
+@pytest.mark.parametrize(
+    ("revision", "error", "said"),
+    [
+        (
+            None,
+            huggingface_hub.errors.LocalEntryNotFoundError("x"),
+            "m is not a folder .*: c.json is not in the hub's cache",
+        ),
+        ("v2", OSError("no\n route"), "m at revision v2 is not a folder here, .*: no route$"),
+    ],
+)
+def test_why_the_hub_cannot_be_used(revision, error, said, monkeypatch):
+    def fails(*given, **named):
+        assert (given, named) == (("m", "c.json"), {"revision": revision})
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    with pytest.raises(ModelFilesError, match=said):
+        ChosenModel("m", revision).file("c.json")
+
+
 def test_what_a_text_model_leaves_to_its_kinds_defaults(tmp_path):
     """Its own dtype is that of its weights, whatever the dtype of the model around it."""
     text = {"model_type": "llama", "hidden_size": 512, "dtype": "bfloat16"}

@@ -560,6 +560,7 @@ def test_no_descendant_of_a_difference_is_compared():
     )
     found = compared(first, second, after)
     assert (found.equal, found.not_compared, len(found.differences)) == (1, 2, 1)
+    assert compared(first, second[1:]).equal == 3  # the first is lost, and the others count
 
 
 class Counting(Fake):
