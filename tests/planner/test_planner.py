@@ -96,9 +96,9 @@ def test_items_come_longest_first_and_equal_ones_in_the_order_of_the_policy(lens
     ("given", "expected"),
     [
         ((1,), (1, 1060, 1068, 1062)),
-        ((100, 33), (100, 664, 1464, 864)),
-        ((100, 33, 1 << 19), (100, 664, 512, 864)),  # what the workspace's 256 MiB hold
-        ((100, 33, 1 << 30), (100, 664, 233, 864)),  # two a query and one a program always fit
+        ((100, 37), (100, 696, 1496, 896)),
+        ((100, 37, 1 << 19), (100, 696, 512, 896)),  # what the workspace's 256 MiB hold
+        ((100, 37, 1 << 30), (100, 696, 237, 896)),  # two a query and one a program always fit
     ],
 )
 def test_the_room_for_a_batch(given, expected):
@@ -107,11 +107,11 @@ def test_the_room_for_a_batch(given, expected):
     assert astuple(capacity) == expected
     assert capacity.limits == expected[1:]
     assert astuple(PlanCapacity.for_chunks(7, 6)) == (7, 42, 42, 42)
-    target = replace(GQA, tile_programs=(33, 4, 9))
+    target = replace(GQA, tile_programs=(37, 4, 9))
     large = PlanCapacity(2000, 9000, 9000, 9000)
     assert large.room(get_policy("auto"), 100, target) is large
     assert astuple(large.room(get_policy("deft-node-chunk"), 100, target)) == (
-        *(2000, 664, 1464, 864),
+        *(2000, 696, 1496, 896),
     )
 
 
