@@ -1,13 +1,15 @@
 """What an attention plans for, on GPUs that are not at hand and in the interpreter."""
 
+import numpy as np
 import pytest
 import torch
 
 from attention_checks import latent_attention, tree_attention
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import Gpu, layer_addresses
+from deft_backend.forest import build_forest
 from deft_backend.kernels.latent import plain_latent_attention
-from deft_backend.policies import Target
+from deft_backend.policies import Target, get_policy
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,19 @@ def test_calls_of_latent_attention(heads, tokens, requests, splits):
     nodes = max(4, requests // 4)
     assert [len(call.batch[1]) for call in calls] == [requests + nodes, requests][: len(calls)]
     assert len(calls[0].q_nope) == 4 * requests * tokens
+
+
+@pytest.mark.parametrize(
+    ("shared", "fits"),
+    [
+        ([200, 100, 200, 100, 200, 100, 200], False),  # five nodes of eight requests
+        ([200, 100, 200, 100, 200, 100, 100], True),
+        ([100, 200, 300, *[400] * 12], False),  # 58 entries of nodes of 16 requests
+        ([100, 200, *[300] * 13], True),
+    ],
+)
+def test_a_tree_beyond_the_room_of_a_call_is_computed_request_by_request(shared, fits):
+    """Room for four nodes at least, and for four entries of each request."""
+    forest = build_forest(range(len(shared) + 1), shared, [410] * (len(shared) + 1))
+    plan = latent_attention(max_batch=64).plan(forest, policy=get_policy("deft-node"))
+    assert (np.diff(plan.item_query_ptr).max() > 1) == fits
