@@ -48,8 +48,10 @@ def test_whatever_we_write_is_this_users_alone(tmp_path):
     StateWriter(make_state(), made / "servers").look()
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
     fill(made / "kernels", Origin.of("sm_90"), [made_kernel(tmp_path / "triton")])
-    with open_private(made / "server.log") as log:
-        log.write(b"line")
+    for line in (b"a longer line", b"line"):
+        with open_private(made / "server.log") as log:
+            log.write(line)
+    assert (made / "server.log").read_bytes() == b"line"
     files = [path for path in made.rglob("*") if path.is_file()]
     assert len(files) == 6
     assert {mode(path) for path in files} == {0o600}
