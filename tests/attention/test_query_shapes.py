@@ -7,8 +7,9 @@ import torch
 from attention_checks import latent_attention, tree_attention
 from deft_backend import forest_from_page_tables
 from deft_backend.attention import Gpu, layer_addresses
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.forest import build_forest
-from deft_backend.kernels.latent import plain_latent_attention
+from deft_backend.kernels.latent import LatentStep, plain_latent_attention
 from deft_backend.policies import Target, get_policy
 
 
@@ -91,3 +92,31 @@ def test_a_tree_beyond_the_room_of_a_call_is_computed_request_by_request(shared,
     forest = build_forest(range(len(shared) + 1), shared, [410] * (len(shared) + 1))
     plan = latent_attention(max_batch=64).plan(forest, policy=get_policy("deft-node"))
     assert (np.diff(plan.item_query_ptr).max() > 1) == fits
+
+
+@pytest.mark.parametrize("name", [None, "lens", "rows", "q_nope", "q_rope", "out"])
+def test_each_address_alone_decides_whether_launches_are_aligned(name, monkeypatch):
+    found = []
+    attention = latent_attention(max_batch=4, value_dim=64, rope_dim=16)
+    sizes = {"lens": (4,), "rows": (4,), "q_nope": (4, 4, 64), "q_rope": (4, 4, 16)}
+    sizes["out"] = sizes["q_nope"]
+    given = {}
+    for each, size in sizes.items():
+        dtype = torch.int32 if each in ("lens", "rows") else torch.float32
+        held = torch.ones(torch.Size(size).numel() + 4, dtype=dtype)
+        given[each] = held[int(each == name) :][: torch.Size(size).numel()].view(size)
+    lens, rows = given.pop("lens"), given.pop("rows")
+    monkeypatch.setattr(Kernel, "launch", lambda *_, aligned, **__: found.append(aligned))
+    attention._launches.lay_out(attention._room(4), lens, rows, 1)
+    step = LatentStep(
+        *(given[n] for n in ("q_nope", "q_rope")),
+        torch.ones(4, 1, 1, 80),
+        torch.zeros(4, 1).int(),
+        given["out"],
+        0.1,
+    )
+    attention._launches.run(
+        step, attention._room(4), 1, lambda call: (given["out"], lens.float()[None])
+    )
+    layout, results = name not in ("lens", "rows"), name in (None, "lens", "rows")
+    assert found == [layout, results, results]
