@@ -403,6 +403,9 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
     if not wrong:
         server.close(out, batch)
         assert (server.state.counters().steps_tree, server.calls) == (1, ["metadata", "decode"])
+        server.calls.clear()
+        server.capture(server.batch())  # the CPU can read nothing back in a capture
+        assert server.calls == ["capture", "in graph"]
         return
     assert (
         torch.equal(out, forward_decode(server.own, query()[0], 0, 0, 0, batch, False))
