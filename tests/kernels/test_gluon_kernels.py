@@ -23,6 +23,7 @@ from deft_backend.kernels.configurations import (
     HOPPER_SMALL_TILE,
 )
 from deft_backend.kernels.hopper import large_tile as hopper_large_tile
+from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
 from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.planner import plan_grouping
@@ -215,6 +216,44 @@ def test_an_empty_leaf_at_the_end_of_a_full_row(requests, heads, page_size):
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
 def test_long_segments_go_round_the_rings(lookahead, policy):
     check(3, 6, lookahead=lookahead, longest=1500, policy=policy)
+
+
+@pytest.mark.parametrize("module", [large_tile_copies, hopper_small_tile])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_copy_that_is_not_waited_for_shows(late, module, monkeypatch):
+    """The emulation can fail: if one more group of copies is in flight, the products read NaN."""
+    wait = gluon_emulator._MACHINE.wait
+    copy = gluon_emulator.emulated(module)
+    monkeypatch.setattr(copy, "wait_group", lambda outstanding: wait(outstanding + late))
+    if late:
+        with pytest.raises(AssertionError):
+            check(1, 12)
+    else:
+        check(1, 12)
+
+
+@pytest.mark.parametrize("fault", [None, "a copy is not waited for", "spans", "ancestors", "lanes"])
+def test_a_fault_of_the_masked_tile_shows(fault, monkeypatch):
+    """The emulation can fail: without a wait, a mask or a segment, results are wrong."""
+    copies, segments, kernel = map(
+        gluon_emulator.emulated, (large_tile_copies, masked_tile_segments, hopper_masked_tile)
+    )
+    if fault == "a copy is not waited for":
+        wait = gluon_emulator._MACHINE.wait
+        monkeypatch.setattr(copies, "wait_group", lambda outstanding: wait(outstanding + 1))
+    elif fault == "spans":
+        monkeypatch.setattr(kernel, "in_span", lambda query, span: span[None] + query[:, None] >= 0)
+    elif fault == "ancestors":
+        rows = kernel.Rows
+        monkeypatch.setattr(kernel, "Rows", lambda query, token, bits: rows(query, token + 1, bits))
+    elif fault == "lanes":
+        from_lane = segments.from_lane
+        monkeypatch.setattr(segments, "from_lane", lambda x, lane: from_lane(x, lane * 0))
+    if fault is None:
+        check(1, 12, 4, lookahead=2, longest=200, policy=128)
+    else:
+        with pytest.raises(AssertionError):
+            check(1, 12, 4, lookahead=2, longest=200, policy=128)
 
 
 @pytest.mark.parametrize(

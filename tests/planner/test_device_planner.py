@@ -262,6 +262,20 @@ def test_every_policys_plan_attends_to_every_token_once(batch, target, name, wei
 
 
 @pytest.mark.usefixtures("all_candidates")
+@pytest.mark.parametrize("name", ["deft-node", "deft-node-chunk", "deft-flatten", "fasttree"])
+def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
+    """Both planners then cut contexts by the policy's rule of chunks."""
+    levels = np.arange(1, 24) * 100
+    batch = batch_of(build_forest(np.arange(24), levels, np.append(levels, 23 * 100) + 30))
+    policy = POLICIES[name] if name != "fasttree" else FastTree(FastTreeCoefficients(0, 0, 0))
+    capacity = PlanCapacity(24, 200, 60, 200)
+    _, plan = plans_of(batch, TARGET, capacity, policy=policy)
+    check(batch, plan)
+    assert set(np.diff(plan.item_query_ptr).tolist()) == {1}
+    assert len(plan.entry_query) <= capacity.max_entries
+
+
+@pytest.mark.usefixtures("all_candidates")
 @pytest.mark.parametrize("programs", [1, 3, 9])
 @pytest.mark.parametrize("seed", range(3))
 def test_flattened_chunks_are_as_long_as_the_hosts(seed, programs):

@@ -18,6 +18,7 @@ from deft_backend.planner import (
     plan_grouping,
     reference,
 )
+from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.on_device import DevicePlanner
 from deft_backend.policies import (
     POLICY_NAMES,
@@ -70,6 +71,54 @@ def test_every_tile_shape_and_special_batches(name, lens, shared):
     forest = batch.forest()
     plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
     check_plan(batch, plan, GQA, 7)
+
+    batch = wide_batch(len(lens), shared, max(lens) - shared, np.array(lens, dtype=np.int32))
+    forest = batch.forest()
+    plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
+    check_plan(batch, plan, GQA, 7)
+
+
+def _corruptions(plan):
+    found = {}
+    for name, array in plan.arrays().items():
+        places = (0, len(array) // 2, -1) if len(array) else ()
+        if name == "segment_request":  # any row of the same prefix is equivalent
+            places = np.flatnonzero(plan.segment_end == OPEN_END)[[0, -1]]
+        for at in places:
+            for by in (-1, 1):
+                moved = array.copy()
+                moved[at] += by
+                found[f"{name}[{at}] {by:+}"] = replace(plan, **{name: moved})
+    found["all ends fixed"] = replace(plan, segment_end=np.maximum(plan.segment_end, 160))
+    for slot in (DIRECT, 0):
+        dropped = plan.entry_slot.copy()
+        dropped[np.flatnonzero(dropped != slot)[0]] = slot
+        found[f"a slot is {slot}"] = replace(plan, entry_slot=dropped)
+    if len(plan.reduce_query):
+        found["a query not reduced"] = replace(
+            plan, reduce_query=plan.reduce_query[:-1], reduce_ptr=plan.reduce_ptr[:-1]
+        )
+    for entry in np.flatnonzero(plan.entry_slot <= MERGES)[:1]:
+        moved = plan.entry_slot.copy()
+        moved[entry] -= 1
+        found["merges another's results"] = replace(plan, entry_slot=moved)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
+def test_the_checker_finds_every_corruption(name):
+    batch = wide_batch(20, shared=300)
+    target = replace(GQA, tile_segments=(1, 1, 2))
+    plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
+    check_plan(batch, plan, target, 1)
+    missed = []
+    for what, corrupted in _corruptions(plan).items():
+        try:
+            check_plan(batch, corrupted, target, 1)
+            missed.append(what)
+        except (AssertionError, IndexError):
+            pass
+    assert not missed
 
 
 @pytest.mark.parametrize("run", [(0, 2), (1, 3)])
