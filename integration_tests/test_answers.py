@@ -23,7 +23,7 @@ NOTHING_CACHED = ("no-radix", "pressed")
 
 @on(
     "default",
-    sglang=("no-overlap", "chunked-pages", "no-radix"),
+    sglang=("no-overlap", "retracting", "no-radix"),
     vllm=("pressed",),
     smoke=["default"],
 )
@@ -46,7 +46,7 @@ def test_a_shared_prefix_is_read_once(server, model):
     assert after["plans"] == after["steps_tree"]
 
 
-@on("default", sglang=("no-overlap", "chunked-pages", "retracting"), smoke=["default"])
+@on("default", sglang=("no-overlap", "retracting"), smoke=["default"])
 def test_levels_equal_prompts_forks_and_loners(server, model):
     """Requests of different lengths leave one by one."""
     middle = [PREFIX + f"In the year of {topic} " * 3 for topic in TOPICS[:2]]
@@ -59,7 +59,7 @@ def test_levels_equal_prompts_forks_and_loners(server, model):
     check(server, model, [*asks, *(Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:2])])
 
 
-@on("default", sglang=("no-overlap", "chunked-pages", "retracting"))
+@on("default", sglang=("no-overlap", "retracting"))
 def test_requests_join_and_others_are_aborted(server, model):
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]
@@ -87,7 +87,7 @@ def test_every_rank_plans_for_itself(server, model):
 
 @on(
     sglang=("mixed", "mixed-ranks"),
-    vllm=("chunks-of-16", "chunks-lookup"),
+    vllm=("chunks-of-16", "lookup"),
     rare=["mixed-ranks"],
 )
 def test_prompts_arrive_while_others_decode(server, model):

@@ -17,9 +17,9 @@ def test_a_decode_server_of_a_pair(tmp_path):
     """The host's stand-in for transfers leaves the prompts' KV blank: the host's kernel is the
     reference, in every layer.
     """
-    flags = "--disaggregation-mode decode --disaggregation-transfer-backend fake"
-    backup = "--disaggregation-decode-retraction-backup none"  # the default needs a GPU
-    group = Group((*flags.split(), *backup.split()), {**EAGER, "DEFT_VERIFY": "1"})
+    flags = "--disaggregation-mode decode --disaggregation-transfer-backend fake "
+    flags += "--disaggregation-decode-retraction-backup none"  # the default needs a GPU
+    group = Group(flags, {**EAGER, "DEFT_VERIFY": "1"})
     with running("deft", group, tmp_path) as server:
         sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
         body = {"sampling_params": sampling, "bootstrap_host": "2.2.2.2"}
@@ -44,8 +44,8 @@ def test_a_decode_server_reads_what_a_prefill_server_has_computed(tmp_path, mode
             "kv_role": role,
             "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "stored")},
         }
-        flags = ["--block-size", "16", "--max-model-len", "512"]
-        group = Group((*flags, "--kv-transfer-config", json.dumps(config)), EAGER)
+        flags = f"--block-size 16 --max-model-len 512 --kv-transfer-config '{json.dumps(config)}'"
+        group = Group(flags, EAGER)
         with running("deft", group, tmp_path / role) as server:
             if role == "kv_producer":
                 check(server, model, [replace(ask, tokens=1) for ask in asks])

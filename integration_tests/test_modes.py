@@ -1,11 +1,11 @@
-"""Answers stay right while a server evicts, pauses, flushes, aborts, sleeps and loads weights.
+"""Answers stay right while a server evicts, pauses, flushes, aborts and loads weights.
 
 The reference is the model itself, which no control request reaches.
 """
 
 import pytest
 
-from integration_tests.common.answers import PREFIX, TOPICS, check, on, only
+from integration_tests.common.answers import PREFIX, TOPICS, check, on
 from integration_tests.common.control import (
     changed_weights,
     check_while_decoding,
@@ -13,7 +13,7 @@ from integration_tests.common.control import (
     while_decoding,
 )
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, Ask, ask_to, together
+from integration_tests.common.server import MODEL, Ask, together
 from integration_tests.hosts import HOST, HostServer
 
 on_small_cache = on("small-cache", rare=["small-cache"] if HOST == "vllm" else [])
@@ -91,18 +91,6 @@ def test_weights_change_between_rollouts(server, model, tmp_path):
     assert [a.text for c in first for a in c] != [a.text for c in second for a in c]
     server.load_weights(MODEL)
     check(server, model, asks)
-
-
-@pytest.mark.rare
-@only("vllm")
-@on("small-cache")
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_server_sleeps_and_wakes(server, model, level):
-    """On the CPU the host keeps its memory: the engine only flushes and stops scheduling."""
-    check(server, model, asked("Before it slept", 6))
-    assert ask_to(server, f"sleep?level={level}") == 200
-    assert ask_to(server, "wake_up") == 200
-    check(server, model, asked("Before it slept", 6))
 
 
 @pytest.mark.rare

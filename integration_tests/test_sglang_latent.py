@@ -1,45 +1,19 @@
 """A model with multi-head latent attention (MLA): every token is that of the model itself."""
 
-import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from integration_tests.common.answers import PREFIX, TOPICS, check
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import DRAFT, EAGER, MODEL, Ask, Group
+from integration_tests.common.server import EAGER, MODEL, Ask, Group
 from integration_tests.hosts import GROUPS, running
 
 pytestmark = pytest.mark.xdist_group("latent")
 
-CONFIG = {
-    "architectures": ["MiniCPM3ForCausalLM"],
-    "model_type": "minicpm3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "scale_emb": 1.0,
-    "scale_depth": 1.4,
-    "dim_model_base": 64,
-    "torch_dtype": "float32",
-    "vocab_size": 320,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-}
+CONFIG = Path(__file__).with_name("latent_config.json")
 """A small MiniCPM3. SGLang computes its attention over latent vectors on the CPU."""
 
 
@@ -49,7 +23,7 @@ def write_checkpoint(folder):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.md"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    shutil.copy(CONFIG, folder / "config.json")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
     random = torch.Generator().manual_seed(0)
     for weight in (each for each in model.parameters() if each.ndim == 2):
@@ -59,19 +33,10 @@ def write_checkpoint(folder):
     model.save_pretrained(folder)
 
 
-CHAINS = (
-    "--speculative-algorithm",
-    "STANDALONE",
-    "--speculative-draft-model-path",
-    str(DRAFT),
-    *["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"],
-    *["--speculative-num-draft-tokens", "4"],
-)
-
 SERVERS = {
     "decode": Group(settings=EAGER),
     "two-ranks": GROUPS["two-ranks"],
-    "chains": Group(CHAINS, EAGER, cpu_speculation=True),
+    "chains": GROUPS["chain"],
 }
 
 

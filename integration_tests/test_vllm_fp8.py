@@ -5,28 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from integration_tests.common.answers import PREFIX, TOPICS, check
+from integration_tests.common.answers import PREFIX, TOPICS, check, on
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import EAGER, MODEL, Ask, Group, together
-from integration_tests.hosts import running
+from integration_tests.common.server import MODEL, Ask, together
 
-FP8 = Group(
-    ("--block-size", "32", "--max-model-len", "1024", "--kv-cache-dtype", "fp8"),
-    EAGER,
-)
 needs_avx512 = pytest.mark.skipif(
     "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="the host's own FP8 needs AVX-512"
 )
 
 
 @needs_avx512
-@pytest.mark.xdist_group("fp8")
-def test_answers_over_an_fp8_cache(tmp_path):
+@on("fp8")
+def test_answers_over_an_fp8_cache(server):
     """Each decode step is also compared with the host's kernel over the same cache."""
     asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=12, logprobs=5) for t in TOPICS]
     asks = [asks[0], together(asks[1:])]
-    with running("deft", FP8, tmp_path) as server:
-        check(server, PlainModel(MODEL, torch.float8_e4m3fn), asks)
-        state = server.state()
-        assert state["steps_tree"] > 0
-        assert state["dtype_bytes"] == 1
+    check(server, PlainModel(MODEL, torch.float8_e4m3fn), asks)
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert state["dtype_bytes"] == 1

@@ -51,7 +51,8 @@ def cores_of_two_ranks():
 class Group:
     """Flags and settings of a server that serves several tests."""
 
-    flags: tuple[str, ...] = ()
+    flags: str = ""
+    """As on a command line."""
     settings: dict[str, str] = field(default_factory=dict)
     model: Path = MODEL
     cpu_speculation: bool = False

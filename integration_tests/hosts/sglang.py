@@ -23,75 +23,57 @@ from integration_tests.hosts.cpu_speculation import REGISTER
 
 # If the host finds NCCL, its group of two ranks needs a GPU.
 _TWO_PROCESSES = {
+    **EAGER,
     "SGLANG_CPU_OMP_THREADS_BIND": cores_of_two_ranks(),
     "SGLANG_NCCL_SO_PATH": "/nowhere/libnccl.so",
 }
 
-_SMALL_CACHE = (
-    *["--max-total-tokens", "1280", "--page-size", "16", "--chunked-prefill-size", "128"],
-    *["--enable-cache-report", "--enable-metrics"],
-)
-
-
-def _speculating(*flags, draft=True):
-    """A server that drafts 3 tokens a step from each of `topk` branches, or n-grams."""
-    model = ("--speculative-draft-model-path", str(DRAFT), "--speculative-num-steps", "3")
-    return Group((*flags, *(model if draft else ())), EAGER, cpu_speculation=True)
-
-
-_CHAIN = (
-    *["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "1"],
-    *["--speculative-num-draft-tokens", "4"],
-)
-_TREE = (
-    *["--speculative-algorithm", "STANDALONE", "--speculative-eagle-topk", "2"],
-    *["--speculative-num-draft-tokens", "6"],
-)
-_LOOKUP = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
+# The host's flags for pages and chunks, and for as many drafts in chains, in trees and of n-grams.
+_PAGES = "--page-size 16 --chunked-prefill-size 128"
+_DRAFTING = f"--speculative-algorithm STANDALONE --speculative-draft-model-path {DRAFT} "
+_DRAFTING += "--speculative-num-steps 3"
+_CHAINS = f"{_DRAFTING} --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+_TREES = f"{_DRAFTING} --speculative-eagle-topk 2 --speculative-num-draft-tokens 6"
+_LOOKUP = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6"
 
 GROUPS = {
     "default": Group(),
     "no-overlap": Group(
-        ("--disable-overlap-schedule", "--enable-metrics", "--decode-log-interval", "4"), cli=True
+        "--disable-overlap-schedule --enable-metrics --decode-log-interval 4", cli=True
     ),
-    "chunked-pages": Group(("--chunked-prefill-size", "128", "--page-size", "16"), EAGER),
-    "no-radix": Group(("--disable-radix-cache",), EAGER),
+    "no-radix": Group("--disable-radix-cache", EAGER),
     # Fewer pages than the documents of a test need, and the core of the unified tree in Python.
     "small-cache": Group(
-        _SMALL_CACHE, {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+        f"--max-total-tokens 1280 {_PAGES} --enable-cache-report --enable-metrics",
+        {**EAGER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
     ),
     # The host's own switch for its tests: every few steps it retracts decoding requests.
     "retracting": Group(
-        settings={**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
+        _PAGES, {**EAGER, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
     ),
-    "mixed": Group(("--enable-mixed-chunk", "--chunked-prefill-size", "32"), EAGER),
+    "mixed": Group("--enable-mixed-chunk --chunked-prefill-size 32", EAGER),
     "mixed-ranks": Group(
-        ("--enable-mixed-chunk", "--chunked-prefill-size", "64", "--tensor-parallel-size", "2"),
-        {**EAGER, **_TWO_PROCESSES},
+        "--enable-mixed-chunk --chunked-prefill-size 64 --tensor-parallel-size 2", _TWO_PROCESSES
     ),
-    "two-ranks": Group(("--tensor-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
-    "stages": Group(("--pipeline-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
-    "engines": Group(("--data-parallel-size", "2"), {**EAGER, **_TWO_PROCESSES}),
+    "two-ranks": Group("--tensor-parallel-size 2", _TWO_PROCESSES),
+    "stages": Group("--pipeline-parallel-size 2", _TWO_PROCESSES),
+    "engines": Group("--data-parallel-size 2", _TWO_PROCESSES),
     **{
         group: Group(settings={**EAGER, "DEFT_POLICY": group.removeprefix("policy-")})
         for group in POLICY_GROUPS
     },
-    "chain": _speculating(*_CHAIN),
-    "tree": _speculating(*_TREE),
-    "lookup": _speculating(*_LOOKUP, draft=False),
-    "chain-pages": _speculating(*_CHAIN, "--page-size", "16", "--chunked-prefill-size", "128"),
+    "chain": Group(_CHAINS, EAGER, cpu_speculation=True),
+    "tree": Group(_TREES, EAGER, cpu_speculation=True),
+    "lookup": Group(_LOOKUP, EAGER, cpu_speculation=True),
+    "chain-pages": Group(f"{_CHAINS} {_PAGES}", EAGER, cpu_speculation=True),
 }
 
 
-WATCHED = Group(("--enable-metrics",))
+WATCHED = Group("--enable-metrics")
 WITHOUT_PLUGINS = {"SGLANG_PLUGINS": "none"}
 _OF_A_RUN = (
-    "port",
-    "nccl_port",
-    "random_seed",
-    "internal_states",
-    "launch_command",
-    "startup_time",
+    *("port", "nccl_port", "random_seed"),
+    *("internal_states", "launch_command", "startup_time"),
 )
 
 
@@ -150,13 +132,12 @@ def running(backend, group, folder, adapter=None):
     # Servers that start side by side would load what the other one has half written.
     settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
-    flags = ["--max-running-requests", "32", "--sleep-on-idle"]
-    flags += ["--served-model-name", "tiny", *group.flags]
+    flags = f"--max-running-requests 32 --sleep-on-idle --served-model-name tiny {group.flags}"
     command = server_command(
         str(group.model),
         free_port(),
         backend=backend,
-        host_arguments=flags,
+        host_arguments=flags.split(),
         environment=settings,
         gpu=False,
     )

@@ -1,6 +1,7 @@
 """Real vLLM servers on the CPU."""
 
 import json
+import shlex
 
 from deft_backend.hosts.vllm.versions import backend_name
 from deft_backend.tools.servers.command import free_port, server_command
@@ -18,71 +19,57 @@ from integration_tests.common.server import (
     state_settings,
 )
 
-_SPECULATING = (
-    *["--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"],
-    "--speculative-config",
-)
-_CHUNKS = ("--block-size", "16", "--max-model-len", "512", "--max-num-batched-tokens", "64")
-_LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
-_SHORT_LINES = {**EAGER, "VLLM_LOG_STATS_INTERVAL": "1"}
-_LAYOUT = "BLHNC" if backend_name() == "DEFT" else "HND"
+_CHUNKS = "--block-size 16 --max-model-len 512 --max-num-batched-tokens"
+_LARGE = "--block-size 32 --max-model-len 2048 --max-num-batched-tokens 512"
 _DRAFT = json.dumps({"model": str(DRAFT), "num_speculative_tokens": 4})
+_LOOKUP = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+_SHORT_LINES = {"VLLM_LOG_STATS_INTERVAL": "1"}
 
 GROUPS = {
     # Prefix caching is on, which is vLLM's default.
-    "default": Group(
-        ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "512"),
-        {"VLLM_LOG_STATS_INTERVAL": "1"},
-        lora=True,
-    ),
+    "default": Group(_LARGE, _SHORT_LINES, lora=True),
     # Prefill in chunks, no prefix cache, and fewer pages than the requests need; another memory
     # order of the cache: blocks before layers, where the version has it.
     "pressed": Group(
-        (
-            *["--block-size", "32", "--max-model-len", "512", "--no-enable-prefix-caching"],
-            *["--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "20"],
-        ),
-        {"VLLM_KV_CACHE_LAYOUT": _LAYOUT, **EAGER},
+        "--block-size 32 --max-model-len 512 --no-enable-prefix-caching "
+        "--max-num-batched-tokens 64 --num-gpu-blocks-override 20",
+        {**EAGER, "VLLM_KV_CACHE_LAYOUT": "BLHNC" if backend_name() == "DEFT" else "HND"},
     ),
     # Prompts in chunks behind cached prefixes, so that most steps with prefills also decode. The
     # first cache has few blocks.
     "chunks-of-16": Group(
-        (*_CHUNKS, "--long-prefill-token-threshold", "16", "--num-gpu-blocks-override", "40"),
-        _SHORT_LINES,
+        f"{_CHUNKS} 64 --long-prefill-token-threshold 16 --num-gpu-blocks-override 40",
+        {**EAGER, **_SHORT_LINES},
     ),
-    "chunks-lookup": Group((*_CHUNKS, "--speculative-config", _LOOKUP), _SHORT_LINES),
+    "lookup": Group(f"{_CHUNKS} 64 --speculative-config '{_LOOKUP}'", {**EAGER, **_SHORT_LINES}),
     # Chunks end where the batch leaves room, so some prompts end by a chunk of one token.
     "invariant": Group(
-        (*_CHUNKS[:-1], "33", "--long-prefill-token-threshold", "16"),
-        {"VLLM_BATCH_INVARIANT": "1"},
+        f"{_CHUNKS} 33 --long-prefill-token-threshold 16", {"VLLM_BATCH_INVARIANT": "1"}
     ),
-    "lookup": Group((*_SPECULATING, _LOOKUP), _SHORT_LINES),
-    "draft": Group((*_SPECULATING, _DRAFT), _SHORT_LINES),
+    "draft": Group(f"{_LARGE} --speculative-config '{_DRAFT}'", {**EAGER, **_SHORT_LINES}),
     # Fewer blocks than the documents of a test need. The host prefills in pieces, and reports each
     # eviction.
     "small-cache": Group(
-        (
-            *["--block-size", "32", "--max-model-len", "1024", "--max-num-batched-tokens"],
-            *["128", "--num-gpu-blocks-override", "40"],
-            *["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"],
-        ),
+        "--block-size 32 --max-model-len 1024 --max-num-batched-tokens 128 "
+        "--num-gpu-blocks-override 40 --kv-cache-metrics --kv-cache-metrics-sample 1",
         EAGER,
     ),
+    "fp8": Group("--block-size 32 --max-model-len 1024 --kv-cache-dtype fp8", EAGER),
     **{
         group: Group(
-            ("--block-size", "32", "--max-model-len", "1024"),
+            "--block-size 32 --max-model-len 1024",
             {**EAGER, "DEFT_POLICY": group.removeprefix("policy-")},
         )
         for group in POLICY_GROUPS
     },
     "two-ranks": Group(
-        ("--block-size", "128", "--max-model-len", "1024", "--tensor-parallel-size", "2"),
+        "--block-size 128 --max-model-len 1024 --tensor-parallel-size 2",
         {**EAGER, "VLLM_CPU_OMP_THREADS_BIND": cores_of_two_ranks()},
     ),
 }
 
 
-WATCHED = Group(GROUPS["default"].flags)
+WATCHED = Group(_LARGE)
 WITHOUT_PLUGINS = {"VLLM_PLUGINS": ""}
 
 
@@ -145,16 +132,16 @@ def running(backend, group, folder, adapter=None):
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**state_settings(backend, folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
     settings |= group.settings
-    flags = ["--max-num-seqs", "32", "--served-model-name", "tiny", *group.flags]
+    flags = f"--max-num-seqs 32 --served-model-name tiny {group.flags}"
     if group.lora:
-        flags += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "8"]
-        flags += ["--lora-modules", f"adapted={adapter}"]
+        flags += " --enable-lora --max-loras 1 --max-lora-rank 8"
+        flags += f" --lora-modules adapted={adapter}"
     command = server_command(
         str(group.model),
         free_port(),
         host="vllm",
         backend=backend,
-        host_arguments=flags,
+        host_arguments=shlex.split(flags),
         environment=settings,
         gpu=False,
     )

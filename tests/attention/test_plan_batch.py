@@ -14,11 +14,11 @@ def padded_batch(seed, query_tokens):
     """Page table with its rows in another order, table rows and lengths. Two requests hold the same
     pages to their end; one is padding.
     """
-    made = random_batch(seed, 7, 2, longest=60, spare=query_tokens)
+    made = random_batch(seed, 2, 7, longest=60, spare=query_tokens)
     rows = torch.from_numpy(np.random.default_rng(seed).permutation(9))
     table = torch.zeros(9, made.page_table.shape[1], dtype=torch.int32)
-    table[rows[:7]] = torch.from_numpy(made.page_table)
-    lens = torch.from_numpy(np.append(made.seq_lens + query_tokens, 0))
+    table[rows[:7]] = made.page_table
+    lens = torch.cat((made.seq_lens + query_tokens, torch.tensor([0])))
     rows[1], lens[1] = rows[0], lens[0]
     return table, rows[:8], lens, made.num_pages
 

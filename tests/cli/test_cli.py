@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arrival_traces import arrival_lines
 from attention_checks import tree_attention
 from commands import run
 from deft_backend.cli import ab_run, views
@@ -154,7 +153,8 @@ def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
     monkeypatch.setattr(ab_run, "started_sides", sides)
     monkeypatch.setattr(ab_run, "print_result", lambda *_: None)
     monkeypatch.setattr(ab_run, "write_report", lambda _, folder, command: (folder, command))
-    (tmp_path / "t.jsonl").write_text("\n".join(arrival_lines(3)))
+    arrivals = (Path(__file__).parents[1] / "support" / "arrivals.jsonl").read_text()
+    (tmp_path / "t.jsonl").write_text("\n".join(arrivals.splitlines()[:3]))
     ended = {"pid": 2**22 + 1, "updated": time.time()}  # no such process
     others = {31235: {"policy": "invariant", "chunk_tokens": 128}, 31236: ended, 31237: ended}
     for port, changes in {31234: {}, **others}.items():

@@ -20,7 +20,7 @@ from deft_backend.forest import build_forest
 from deft_backend.planner import PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, Segment
-from random_batches import random_batch as paged_batch
+from random_batches import random_batch
 from strategies import batch_of, grouping_of
 
 
@@ -28,11 +28,6 @@ def tensors_of(made):
     """A batch of NumPy arrays as tensors."""
     table, lens = torch.from_numpy(made.page_tables), torch.from_numpy(made.seq_lens)
     return Batch(table, lens, int(table.max()) + 1)
-
-
-def random_batch(seed, page_size, requests, longest=90, spare=0):
-    made = paged_batch(seed, requests, page_size, longest=longest, spare=spare)
-    return Batch(torch.from_numpy(made.page_table), torch.from_numpy(made.seq_lens), made.num_pages)
 
 
 def check(batch, **given):

@@ -16,7 +16,7 @@ from deft_backend.attention.reference_attention import reference_attention, rela
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
 from deft_backend.kernels.hopper import large_tile_memory
 from deft_backend.planner.encoding import ARRIVALS
-from random_batches import PagedBatch, random_batch
+from random_batches import random_batch
 
 MACHINE = gluon_emulator._MACHINE
 
@@ -74,9 +74,9 @@ class Attended(NamedTuple):
     """An attention over a random batch."""
 
     attention: TreeAttention
-    batch: PagedBatch
     table: torch.Tensor
     lens: torch.Tensor
+    num_pages: int
 
     @property
     def arrivals(self):
@@ -87,12 +87,10 @@ class Attended(NamedTuple):
 
 
 def attended(seed, policy):
-    batch = random_batch(seed, 9, 16, longest=300)
     attention = tree_attention(
         num_kv_heads=1, dtype=torch.float16, page_size=16, max_batch=9, policy=policy
     )
-    table, lens = torch.from_numpy(batch.page_table), torch.from_numpy(batch.seq_lens)
-    return Attended(attention, batch, table, lens)
+    return Attended(attention, *random_batch(seed, 16, 9, longest=300))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -116,7 +114,7 @@ def test_counters_are_0_after_an_attention(seed, monkeypatch):
 
     monkeypatch.setattr(REDUCE_PARTIALS, "launch", launch)
     q = torch.randn(9, 4, 64).half()
-    k_cache, v_cache = torch.randn(2, given.batch.num_pages, 16, 1, 64).half()
+    k_cache, v_cache = torch.randn(2, given.num_pages, 16, 1, 64).half()
     expected = reference_attention(q, k_cache, v_cache, given.table, given.lens)
     for _ in range(2):
         attention.poison_workspace()

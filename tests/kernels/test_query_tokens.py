@@ -16,7 +16,7 @@ from random_batches import random_batch
 
 def drafts(seed, requests, page_size, query_tokens, longest=60, spare=0):
     """A random forest; each request has `query_tokens` more tokens, on pages of its own."""
-    made = random_batch(seed, requests, page_size, longest=longest)
+    made = random_batch(seed, page_size, requests, longest=longest)
     own = -(-(query_tokens + spare) // page_size) + 1
     table = np.zeros((requests, made.page_table.shape[1] + own), dtype=np.int32)
     used = made.num_pages
@@ -26,8 +26,7 @@ def drafts(seed, requests, page_size, query_tokens, longest=60, spare=0):
         more = table.shape[1] - full
         table[row, full:] = np.arange(used, used + more)
         used += more
-    lens = made.seq_lens + query_tokens
-    return Batch(torch.from_numpy(table), torch.from_numpy(lens), used)
+    return Batch(torch.from_numpy(table), made.seq_lens + query_tokens, used)
 
 
 def tree_bits(seed, requests, query_tokens):

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import pytest
 
 import commands
-from arrival_traces import arrival_lines
 from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.telemetry.counters import MIXED, Content, Counters, Steps
@@ -103,8 +102,7 @@ def test_two_equal_servers(tmp_path):
 
 
 def test_a_trace_with_its_own_times_and_a_small_context(tmp_path):
-    trace = tmp_path / "t.jsonl"
-    trace.write_text("\n".join(arrival_lines(11)))
+    trace = Path(__file__).parents[2] / "support" / "arrivals.jsonl"
     arrivals = load_arrivals(trace)
     fits = sorted(a.input_length + a.output_length for a in arrivals)[8]
     with serving(Fake()) as a, serving(Fake(context=fits)) as b:
