@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.e2e.answers import LIKELIEST, compare
+from benchmarks.e2e.answers import LIKELIEST
 from deft_backend.tools.servers.driver_stub import num_gpus
 from integration_tests.common.control import changed_weights
 from integration_tests.common.server import ask_to
@@ -31,9 +31,6 @@ def on(*names):
     """For those of these variants that the installed host has; for all of its own, if none."""
     mine = [name for name in names or FLEET.variants if name in FLEET.servers]
     return pytest.mark.parametrize("variant", mine, indirect=True)
-
-
-only_sglang = pytest.mark.skipif(FLEET.host != "sglang", reason="of SGLang's API alone")
 
 
 TOO_FEW = "batch smaller than DEFT_MIN_BATCH=2"
@@ -141,26 +138,6 @@ def check_weights(variant, pair, model, folder, what, renew):
     report(variant, what, found)
     assert not any(result["wrong"] for result in found.values()), found
     assert not pair[0].trouble()
-
-
-@only_sglang
-@on()
-def test_logprobs(variant, pair, model):
-    """All log-probabilities before the first tie are close."""
-    prompts = [asked.prompt for asked in requests(model.ids, 12)]
-
-    async def asked_both():
-        found = []
-        for server in pair:
-            async with client_of(server) as client:
-                found.append(await client.batch(prompts, 32, likeliest=LIKELIEST))
-        return compare(found[1], found[0])
-
-    found = asyncio.run(asked_both())
-    report(variant, "log-probabilities", found)
-    assert found["compared_tokens"] > 100
-    assert found["logprob_difference_p99"] < tolerance(variant)
-    assert not found["parted_outside_top"]
 
 
 @on("batch-invariant")

@@ -14,13 +14,7 @@ from benchmarks.e2e.pair import ServerPair, sglang_pair
 from benchmarks.e2e.served_model import write_model
 from deft_backend.files.folders import state_directory
 from deft_backend.settings.config import Settings
-from deft_backend.settings.policy_names import (
-    DEFT_FLATTEN,
-    DEFT_NODE,
-    DEFT_NODE_CHUNK,
-    FASTTREE,
-    FLASHFORGE,
-)
+from deft_backend.settings.policy_names import AUTO, FLASH_DECODING, INVARIANT, POLICY_NAMES
 from deft_backend.tools.servers.command import LOOPBACK, StartError, free_port, server_command
 from deft_backend.tools.servers.process import ServerProcess
 from integration_tests.common.plugins import ANY_SHARING, plugin_settings
@@ -30,7 +24,7 @@ LATENT_SERVERS = (("latent-32", 1), ("latent-16", 1), ("latent-8", 1), ("latent-
 """Shapes and ranks of servers with MLA: the heads of DeepSeek-V2-Lite or of a rank of V3, and
 twice those of a rank of Kimi K2."""
 
-PAPERS = (DEFT_NODE, DEFT_NODE_CHUNK, DEFT_FLATTEN, FASTTREE, FLASHFORGE)
+PAPERS = [n for n in POLICY_NAMES if n not in (FLASH_DECODING, AUTO, INVARIANT)]
 """The papers' policies, each in a server of its own."""
 
 ADAPTERS = ("adapted", "adapted-2")

@@ -7,6 +7,7 @@ such a kernel, have stand-ins in PyTorch. The package that users install does no
 
 import ctypes
 from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 
@@ -86,86 +87,53 @@ def copy_all_layer_kv_cache_cpu(data_ptrs, strides, tgt_loc, src_loc):
             ctypes.memmove(base + place * size, content, size)
 
 
-def extend_attention_cpu(
-    q,
-    k,
-    v,
-    out,
-    k_buffer,
-    v_buffer,
-    k_scale,
-    v_scale,
-    req_to_token,
-    req_pool_indices,
-    seq_lens,
-    extend_seq_lens,
-    extend_start_loc,
-    max_extend_len,
-    sm_scale,
-    logit_cap,
-    is_cross,
-    window,
-    encoder_lens,
-    sinks,
-    tree_mask,
-    causal,
-):
+_LAST = "scale cap is_cross window encoder_lens sinks"
+_EXTEND = f"q k v out keys values k_scale v_scale pages rows lens tokens starts most {_LAST}"
+_EXTEND += " mask causal"
+_DECODE = f"q keys values k_scale v_scale out k v places logits pages rows lens {_LAST}"
+
+
+def _named(names, given):
+    return SimpleNamespace(**dict(zip(names.split(), given, strict=True)))
+
+
+def extend_attention_cpu(*given):
     """Each request's last tokens attend to its tokens; the cache holds the new ones already."""
-    assert (is_cross, causal, window, sinks) == (False, True, 0, None)
-    for request, length in enumerate(seq_lens.tolist()):
-        tokens, start = int(extend_seq_lens[request]), int(extend_start_loc[request])
-        places = req_to_token[req_pool_indices[request], :length].long()
+    at = _named(_EXTEND, given)
+    assert (at.is_cross, at.causal, at.window, at.sinks) == (False, True, 0, None)
+    for request, length in enumerate(at.lens.tolist()):
+        tokens, start = int(at.tokens[request]), int(at.starts[request])
         before = length - tokens
         seen = torch.arange(length)[None] <= torch.arange(before, length)[:, None]
-        if tree_mask is not None:
-            masks = tree_mask.reshape(-1)[: len(seq_lens) * tokens * tokens]
+        if at.mask is not None:
+            masks = at.mask.reshape(-1)[: len(at.lens) * tokens * tokens]
             seen[:, before:] = masks.view(-1, tokens, tokens)[request].bool()
-        rows = slice(start, start + tokens)
-        out[rows] = _attend(q[rows], k_buffer[places], v_buffer[places], seen, sm_scale, logit_cap)
+        _attend(at, request, slice(start, start + tokens), seen)
 
 
-def decode_attention_cpu(
-    q,
-    k_buffer,
-    v_buffer,
-    k_scale,
-    v_scale,
-    out,
-    k,
-    v,
-    loc,
-    attn_logits,
-    req_to_token,
-    req_pool_indices,
-    seq_lens,
-    sm_scale,
-    logit_cap,
-    is_cross,
-    window,
-    encoder_lens,
-    sinks,
-):
+def decode_attention_cpu(*given):
     """Write the new keys and values; then each request's last token attends to its tokens."""
-    assert (is_cross, window, sinks) == (False, 0, None)
-    if k is not None and v is not None:
-        k_buffer[loc] = k.view(-1, *k_buffer.shape[1:])
-        v_buffer[loc] = v.view(-1, *v_buffer.shape[1:])
-    for request, length in enumerate(seq_lens.tolist()):
-        places = req_to_token[req_pool_indices[request], :length].long()
+    at = _named(_DECODE, given)
+    assert (at.is_cross, at.window, at.sinks) == (False, 0, None)
+    if at.k is not None and at.v is not None:
+        at.keys[at.places] = at.k.view(-1, *at.keys.shape[1:])
+        at.values[at.places] = at.v.view(-1, *at.values.shape[1:])
+    for request, length in enumerate(at.lens.tolist()):
         seen = torch.ones((1, length), dtype=torch.bool)
-        row = slice(request, request + 1)
-        out[row] = _attend(q[row], k_buffer[places], v_buffer[places], seen, sm_scale, logit_cap)
+        _attend(at, request, slice(request, request + 1), seen)
 
 
-def _attend(q, k, v, seen, scale, cap):
-    """[t, Hq, Dv] over [n, Hkv, D] and [n, Hkv, Dv]; `seen` [t, n]: what a query token sees."""
+def _attend(at, request, rows, seen):
+    """Some query tokens of a request; `seen` [t, n]: which of its n tokens each of them sees."""
+    places = at.pages[at.rows[request], : seen.shape[1]].long()
+    q, k, v = at.q[rows], at.keys[places], at.values[places]
     tokens, heads, dim = q.shape
     grouped = q.view(tokens, k.shape[1], heads // k.shape[1], dim).float()
-    scores = torch.einsum("thgd,nhd->thgn", grouped, k.float()) * scale
-    if cap > 0.0:
-        scores = cap * torch.tanh(scores / cap)
+    scores = torch.einsum("thgd,nhd->thgn", grouped, k.float()) * at.scale
+    if at.cap > 0.0:
+        scores = at.cap * torch.tanh(scores / at.cap)
     weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    return torch.einsum("thgn,nhd->thgd", weights, v.float()).flatten(1, 2).to(q.dtype)
+    at.out[rows] = torch.einsum("thgn,nhd->thgd", weights, v.float()).flatten(1, 2).to(q.dtype)
 
 
 OPERATIONS = (

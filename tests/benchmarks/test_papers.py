@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -10,26 +12,15 @@ from benchmarks.kernel.sets import read_set, set_names
 from benchmarks.papers import counters
 from benchmarks.papers.command import counted_io, counted_work
 from benchmarks.papers.workloads import THOUGHTS, TOKEN_TREES
-from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
-from thought_tree_files import dump_thought_trees
 
-ON_A_GPU = {
-    "fasttree-artifact",
-    "fa2",
-    "fa3",
-    "fa3-cascade",
-    "flashinfer",
-    "cascade",
-    "radix-attention",
-}
-
-TREE = ThoughtTree("a prompt", lay_out({0: 8, 1: 3, 2: 2, 3: 1}, {0: [1, 2], 1: [3], 2: [], 3: []}))
-"""A prompt of 8 tokens; thoughts of 3 and 2 tokens, and one of 1 token behind the first."""
+ON_A_GPU = {"fasttree-artifact", "fa2", "fa3", "fa3-cascade", "flashinfer"}
+ON_A_GPU |= {"cascade", "radix-attention"}
 
 
 def dump_recordings(folder):
+    """Of thoughts: a prompt of 8 tokens, thoughts of 3 and 2, and one of 1 behind the first."""
     for name in THOUGHTS:
-        dump_thought_trees([TREE], folder / f"{name}.json")
+        shutil.copy(Path(__file__).with_name("thoughts.json"), folder / f"{name}.json")
     for name in TOKEN_TREES:
         records = [{"prompt": "x" * 40, "Accept_length": [2, 1]}]
         content = {"Tree_Structure": [[0], [1], [0, 0]], "Records": records}

@@ -1,12 +1,11 @@
-"""DeFT's recorded trees: reading, and their forests against brute force."""
+"""DeFT's recorded trees: their forests against brute force."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.recorded_traces import forest_at, load_trace
+from benchmarks.recorded_traces import forest_at
 from deft_backend.tools.traces.thought_trees import generate_thought_tree
 from forest_oracle import path_of
-from thought_tree_files import dump_thought_trees
 
 trees = st.builds(
     generate_thought_tree,
@@ -35,13 +34,6 @@ def brute_force(tree, iteration):
             held |= {(at, t) for t in range(tree.nodes[at].tokens)}
         found.append(held)
     return found
-
-
-@given(trees)
-def test_what_is_generated_reads_back(tmp_path_factory, tree):
-    path = tmp_path_factory.mktemp("trace") / "trace.json"
-    dump_thought_trees([tree, tree], path)
-    assert load_trace(path) == [tree, tree]
 
 
 @given(trees, st.data())
