@@ -17,12 +17,6 @@ if not installed_hosts():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def model_exists():
-    if not (MODEL / "config.json").is_file():
-        pytest.fail(f"{MODEL} holds no model; train it with models/train_tiny_llama.py")
-
-
-@pytest.fixture(scope="session", autouse=True)
 def servers_end_with_the_tests():
     """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must also end the servers."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -14,14 +14,15 @@ from integration_tests.common.server import MODEL
 from integration_tests.hosts import HOST
 
 OPTIONS = {"sglang": (), "vllm": ("--block-size", "32", "--max-num-batched-tokens", "512")}
-SHORT = ("--workload", "few-shot", "--branches", "3", "--prefix-tokens", "150")
 
 
-def deft_ab(folder, *arguments, **settings):
-    """Run it into a folder, with further environment variables, and check its results; returns the
-    results and its output. Arguments of the host come last, after ``--``."""
-    program = "from deft_backend.cli.app import app; app()"
-    command = [sys.executable, "-c", program, "ab", "--out", folder, *arguments]
+@pytest.mark.timeout(900)
+def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
+    """The model is a hub name with a revision: `deft` and the host find the same snapshot."""
+    hub = write_hub_cache(tmp_path / "hub", MODEL)
+    words = ["ab", "--out", tmp_path, "--model", NAME, "--workload", "few-shot", "--branches", "3"]
+    words += ["--prefix-tokens", "150", "--workload", "parallel-samples", "--max-tokens", "6"]
+    words += ["--", "--revision", REVISION, *OPTIONS[HOST]]
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -30,18 +31,19 @@ def deft_ab(folder, *arguments, **settings):
     plugins = [QUICK_INTERPRETER, *([CPU_BACKEND] if HOST == "vllm" else [])]
     # Send even a lone request through the slow kernels. Otherwise a fast machine ends each of these
     # short requests before the next one arrives, and no two requests share a step.
-    environment |= {"DEFT_MIN_BATCH": "1", **plugin_settings(folder / "plugins", *plugins)}
+    environment |= {"DEFT_MIN_BATCH": "1", **plugin_settings(tmp_path / "plugins", *plugins), **hub}
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "deft_backend", *words],
         capture_output=True,
         text=True,
-        env={**environment, **settings},
+        env=environment,
         cwd=ROOT,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads((folder / "results.json").read_text())
+    data = json.loads((tmp_path / "results.json").read_text())
     assert data["same"]
+    assert len(data["workloads"]) == 2
     for workload in data["workloads"]:
         # The amount depends on the steps in which requests meet, and so on the machine.
         host, deft = workload["counters"]
@@ -49,18 +51,7 @@ def deft_ab(folder, *arguments, **settings):
         assert deft["steps_tree"] > 0
         assert host is None  # a server without the plugin counts nothing
         assert workload["agreement"]["largest_gap"] is not None  # every token has a probability
-    return data, done.stdout
-
-
-@pytest.mark.timeout(900)
-def test_ab_compares_two_servers_and_writes_the_report(tmp_path):
-    """The model is a hub name with a revision: `deft` and the host find the same snapshot."""
-    hub = write_hub_cache(tmp_path / "hub", MODEL)
-    asked = ["--model", NAME, *SHORT, "--workload", "parallel-samples", "--max-tokens", "6"]
-    asked += ["--", "--revision", REVISION, *OPTIONS[HOST]]
-    data, printed = deft_ab(tmp_path, *asked, **hub)
-    assert len(data["workloads"]) == 2
     assert all(side["model"] == NAME for side in data["sides"])
     assert data["sides"][1]["backend"] == BACKEND_NAMES[HOST]
     assert "few-shot" in (tmp_path / "report.html").read_text()
-    assert str(tmp_path / "report.html") in printed.replace("\n", "")
+    assert str(tmp_path / "report.html") in done.stdout.replace("\n", "")

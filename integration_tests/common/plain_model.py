@@ -47,11 +47,10 @@ class PlainModel:
         ends = may_end and end in ids
         if ends:
             ids = ids[: ids.index(end)]
-        texts = tuple(self._tokenizer.decode([token]) for token in ids)
+        texts = [self._tokenizer.decode([token]) for token in ids]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        likeliest = tuple({t: p} for t, p in zip(texts, logprobs, strict=False))
-        logprobs = tuple(logprobs[: len(ids)])
-        return Answer(text, "stop" if ends else "length", texts, logprobs, likeliest)
+        likeliest = [{t: p} for t, p in zip(texts, logprobs, strict=False)]
+        return Answer(text, "stop" if ends else "length", texts, logprobs[: len(ids)], likeliest)
 
     @torch.inference_mode()
     def greedy(self, prompt, tokens):

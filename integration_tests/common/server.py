@@ -129,15 +129,33 @@ def together(asks):
     return replace(asks[0], also=tuple(ask.prompt for ask in asks[1:]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
-    """One choice: its text and, for each token, the likeliest tokens' log-probabilities."""
+    """A choice, as far as it has come: its text and, for each token, the likeliest tokens."""
 
-    text: str
-    finish: str | None
-    token_texts: tuple[str, ...]
-    logprobs: tuple[float, ...]
-    likeliest: tuple[dict[str, float], ...]
+    text: str = ""
+    finish: str | None = None
+    token_texts: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    likeliest: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, part, chat):
+        """Add a choice of a response or of a stream's chunk."""
+        self.finish = part.finish_reason or self.finish
+        logs = part.logprobs
+        if chat:
+            message = part.delta if hasattr(part, "delta") else part.message
+            self.text += message.content or ""
+            for entry in (logs.content or ()) if logs else ():
+                self.token_texts.append(entry.token)
+                self.logprobs.append(entry.logprob)
+                self.likeliest.append({each.token: each.logprob for each in entry.top_logprobs})
+        else:
+            self.text += part.text
+            if logs:
+                self.token_texts += logs.tokens or ()
+                self.logprobs += logs.token_logprobs or ()
+                self.likeliest += logs.top_logprobs or ()
 
 
 class Server:
@@ -257,40 +275,6 @@ def ask_to(server, path, body=None):
         return error.code
 
 
-@dataclass
-class _Choice:
-    """What has come of a choice so far."""
-
-    text: str = ""
-    finish: str | None = None
-    tokens: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    likeliest: list[dict[str, float]] = field(default_factory=list)
-
-    def add(self, part, chat):
-        """Add a choice of a response or of a stream's chunk."""
-        self.finish = part.finish_reason or self.finish
-        logs = part.logprobs
-        if chat:
-            message = part.delta if hasattr(part, "delta") else part.message
-            self.text += message.content or ""
-            for entry in (logs.content or ()) if logs else ():
-                self.tokens.append(entry.token)
-                self.logprobs.append(entry.logprob)
-                self.likeliest.append({each.token: each.logprob for each in entry.top_logprobs})
-        else:
-            self.text += part.text
-            if logs:
-                self.tokens += logs.tokens or ()
-                self.logprobs += logs.token_logprobs or ()
-                self.likeliest += logs.top_logprobs or ()
-
-    def answer(self):
-        return Answer(
-            self.text, self.finish, tuple(self.tokens), tuple(self.logprobs), tuple(self.likeliest)
-        )
-
-
 async def complete(client, ask, *, begun=None, leave_after=None, **changes):
     """Send a request, with `changes` of its fields; returns its choices in order.
 
@@ -299,7 +283,7 @@ async def complete(client, ask, *, begun=None, leave_after=None, **changes):
     """
     body = {**ask.body(), **changes}
     chat = "messages" in body
-    found = [_Choice() for _ in range(ask.choices)]
+    found = [Answer() for _ in range(ask.choices)]
 
     def add(response):
         if begun is not None:
@@ -319,7 +303,7 @@ async def complete(client, ask, *, begun=None, leave_after=None, **changes):
                 break
     else:
         add(response)
-    return [choice.answer() for choice in found]
+    return found
 
 
 def _state_path(folder, command, rank):

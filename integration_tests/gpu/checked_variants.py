@@ -14,16 +14,11 @@ from integration_tests.gpu.variants import FLEET
 def reported_states(name, variant, ours):
     """The states of a server's ranks; ranks that decode the same batches took the same steps."""
     states = [ours.state(each) for each in variant.states]
-    counts = (
-        "steps_tree",
-        "steps_host",
-        "plans",
-        "kv_bytes_read",
-        "kv_bytes_query_guided",
-        "verified_tokens",
-    )
+    counts = "steps_tree steps_host plans kv_bytes_read kv_bytes_query_guided verified_tokens"
     late = ours.log.count(" at its first launch, in ")
-    report(name, "steps", {**{each: states[0][each] for each in counts}, "compiled_late": late})
+    report(
+        name, "steps", {**{each: states[0][each] for each in counts.split()}, "compiled_late": late}
+    )
     if variant.in_step:
         assert len({state["steps_tree"] for state in states}) == 1
     return states

@@ -62,7 +62,6 @@ class FakeHost:
     """The server."""
 
     mode: str = "right"
-    requests: int = 0
     bodies: list = field(default_factory=list)
 
     def app(self):
@@ -86,11 +85,10 @@ class FakeHost:
         return web.json_response({"meta_info": {"beam_results": beams}})
 
     async def complete(self, request):
-        self.requests += 1
-        if self.mode == "dies" and self.requests > 2:
-            os._exit(3)
         body = await request.json()
         self.bodies.append(body)
+        if self.mode == "dies" and len(self.bodies) > 2:
+            os._exit(3)
         assert body["model"] == "served"
         several = isinstance(body["prompt"][0], list)
         prompts = body["prompt"] if several else [body["prompt"]]

@@ -136,23 +136,12 @@ class PlainCpuBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
-        if common.causal is not True:
-            raise _refusal("this batch is not causal")
+        assert common.causal is True
         return PlainCpuMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor)
 
 
-def _refusal(reason):
-    return NotImplementedError(
-        "the tests' CPU backend computes causal attention of decoder layers, with a KV cache in "
-        f"the model's dtype or in FP8; {reason}"
-    )
-
-
 class PlainCpuImplementation(AttentionImpl):
-    """One layer: writes its keys and values, then attends over the pages of each request.
-
-    Raises NotImplementedError on construction, if this backend cannot compute the layer.
-    """
+    """One layer: writes its keys and values, then attends over the pages of each request."""
 
     def __init__(
         self,
@@ -170,13 +159,8 @@ class PlainCpuImplementation(AttentionImpl):
     ):
         eight_bits = EIGHT_BIT_CACHES.get(kv_cache_dtype)
         self._kv_dtype = None if eight_bits is None else getattr(torch, eight_bits)
-        for name, value, plain in (
-            ("attn_type", str(getattr(attn_type, "value", attn_type)), "decoder"),
-            ("kv_cache_dtype", kv_cache_dtype if self._kv_dtype is None else "auto", "auto"),
-            ("alibi_slopes", alibi_slopes, None),
-        ):
-            if value != plain:
-                raise _refusal(f"this layer has {name} {value!r}")
+        assert (getattr(attn_type, "value", attn_type), alibi_slopes) == ("decoder", None)
+        assert kv_cache_dtype in ("auto", *EIGHT_BIT_CACHES)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -200,7 +184,7 @@ class PlainCpuImplementation(AttentionImpl):
     ):
         """Attention of every query token over the pages of its request, into `output`."""
         if output_scale is not None or output_block_scale is not None:
-            raise _refusal("vLLM asked for a fused output quantisation")
+            raise NotImplementedError("no fused output quantisation")
         if attn_metadata is None:  # the host's profiling run
             return output
         k_cache, v_cache = self._views(kv_cache)
