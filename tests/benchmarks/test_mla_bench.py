@@ -1,6 +1,5 @@
 """The MLA benchmark: peers compute what the host's kernel does, and a wrong result ends it."""
 
-import pytest
 import torch
 
 from benchmarks.latent import measure_latent
@@ -15,8 +14,7 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
+def test_every_case_has_a_row(monkeypatch):
     """Clocks, graphs and kernels are stand-ins; plans and outputs are real."""
 
     def captured(launch):
@@ -27,11 +25,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(measure_latent, "hosts_kernel", lambda: kernels)
     monkeypatch.setattr(measure_latent, "captured", captured)
     monkeypatch.setattr(measure_latent, "launch_us", lambda replay, rep_ms: 3.0)
-
-
-def test_every_case_has_a_row(on_cpu):
-    peers = {}
-    rows = list(measure_latent.measure(CASES, CPU, 5, peers))
+    rows = list(measure_latent.measure(CASES, CPU, 5, {}))
     for row in rows[:2]:
         assert set(row["us"]) == {"host", "plan", "lay_out", "deft"}
         assert set(row["error"]) == {"host", "deft"}

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -22,18 +21,11 @@ BUILD_ARGUMENTS = {"HEADS": "32/8", "TARGETS": "sm_90"}
 """As `docker build --build-arg`: one shape and one GPU, to keep the test short."""
 
 
-class Step(NamedTuple):
-    """An instruction of a Dockerfile."""
-
-    word: str
-    value: str
-
-
 def steps(text):
-    """The instructions of a Dockerfile: no comments, and continued lines joined."""
+    """The words and values of a Dockerfile: no comments, and continued lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [Step(*line.split(None, 1)) for line in joined.splitlines() if line.strip()]
+    return [tuple(line.split(None, 1)) for line in joined.splitlines() if line.strip()]
 
 
 def build(dockerfile, root, environment):
@@ -105,6 +97,6 @@ def test_the_steps_run_without_a_gpu(host, fresh, tmp_path):
 def test_the_base_is_the_newest_supported_version(host):
     found = steps((FOLDER / f"{host}.Dockerfile").read_text(encoding="utf-8"))
     image = {"sglang": "lmsysorg/sglang", "vllm": "vllm/vllm-openai"}[host]
-    assert re.fullmatch(rf"{image}:v{re.escape(TESTED[host].newest)}(\.\d+)?", found[0].value)
-    entry = json.loads(next(step.value for step in found if step.word == "ENTRYPOINT"))
+    assert re.fullmatch(rf"{image}:v{re.escape(TESTED[host].newest)}(\.\d+)?", found[0][1])
+    entry = json.loads(dict(found)["ENTRYPOINT"])
     assert entry[entry.index("--attention-backend") + 1] == {"sglang": "deft", "vllm": "DEFT"}[host]

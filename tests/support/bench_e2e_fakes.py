@@ -28,28 +28,16 @@ GAP = 0.125
 MODEL = Model("/nowhere", "fake", VOCABULARY, 4096)
 
 
-def first_choice(context):
-    return (sum(context) * 31 + len(context) * 7) % VOCABULARY
-
-
-def second_choice(context):
-    return (first_choice(context) + 1) % VOCABULARY
-
-
-def third_choice(context):
-    """Tokens without a reported log-probability."""
-    return (first_choice(context) + 50) % VOCABULARY
-
-
 def decode(prompt, tokens, mode="right"):
-    """The answer; at every fifth position it follows `mode`: ``tie`` or ``wrong``."""
+    """The answer. At every fifth position it is the second choice (`mode` ``tie``), or a token
+    without a reported log-probability (``wrong``).
+    """
     context, answer = list(prompt), Answer()
     for _ in range(tokens):
-        choose = first_choice
-        if len(context) % 5 == 0:
-            choose = {"tie": second_choice, "wrong": third_choice}.get(mode, first_choice)
-        found = choose(context)
-        top = {first_choice(context): -0.5, second_choice(context): -0.5 - GAP}
+        first = (sum(context) * 31 + len(context) * 7) % VOCABULARY
+        other = {"tie": 1, "wrong": 50}.get(mode, 0) if len(context) % 5 == 0 else 0
+        found = (first + other) % VOCABULARY
+        top = {first: -0.5, (first + 1) % VOCABULARY: -0.5 - GAP}
         answer.ids.append(found)
         answer.top.append({f"w{token}": value for token, value in top.items()})
         answer.logprobs.append(top.get(found, -9.0))

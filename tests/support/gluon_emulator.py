@@ -17,27 +17,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from deft_backend.kernels.hopper import (
-    eight_bits,
-    large_tile_copies,
-    large_tile_memory,
-    large_tile_results,
-    masked_tile_copies,
-    masked_tile_segments,
-    parts,
-    small_tile_copies,
-    small_tile_memory,
-    small_tile_results,
-    versions,
-)
 from deft_backend.kernels.plain import eight_bits as plain_eight_bits
 
-PARTS = (
-    *(versions, eight_bits, parts),
-    *(small_tile_memory, small_tile_copies, small_tile_results),
-    *(large_tile_memory, large_tile_copies, large_tile_results),
-    *(masked_tile_segments, masked_tile_copies),
-)
+PARTS = [
+    importlib.import_module(f"deft_backend.kernels.hopper.{name}")
+    for name in (
+        *("versions", "eight_bits", "parts"),
+        *(f"small_tile_{part}" for part in ("memory", "copies", "results")),
+        *(f"large_tile_{part}" for part in ("memory", "copies", "results")),
+        *("masked_tile_segments", "masked_tile_copies"),
+    )
+]
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 
@@ -225,18 +215,9 @@ def _numbers(values, kind):
 
 def _inlined(asm, constraints, args, **_):
     """The inline instructions."""
-    for kind, bytes_, pairs in (
-        (
-            torch.float8_e4m3fn,
-            plain_eight_bits.E4M3_TO_FLOAT16,
-            plain_eight_bits.E4M3_PAIRS_TO_FLOAT16,
-        ),
-        (
-            torch.float8_e5m2,
-            plain_eight_bits.E5M2_TO_FLOAT16,
-            plain_eight_bits.E5M2_PAIRS_TO_FLOAT16,
-        ),
-    ):
+    for kind, name in ((torch.float8_e4m3fn, "E4M3"), (torch.float8_e5m2, "E5M2")):
+        bytes_ = getattr(plain_eight_bits, f"{name}_TO_FLOAT16")
+        pairs = getattr(plain_eight_bits, f"{name}_PAIRS_TO_FLOAT16")
         if asm == bytes_.value:
             return _numbers(np.asarray(args[0]), kind)
         if asm == pairs.value:
