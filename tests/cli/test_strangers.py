@@ -4,30 +4,72 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from deft_backend.telemetry.metrics import StateCollector
 from failure_lines import raising
-from strangers import UID, as_stranger, interpreter, missing
 
-REASON = missing()
-strange = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+ROOT = Path(__file__).parents[2]
+UID = 12345  # without an entry in the system's list of users
+
+strange = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="root alone can become another user, by setpriv",
+)
+
+
+def opened(folder):
+    """Let others enter a folder of the tests."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_uid == os.getuid() and place != Path("/"):
+            place.chmod(place.stat().st_mode | 0o055)
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    return interpreter(tmp_path_factory.mktemp("python"))
+    """Python where everybody may run it: a copy, if it is in somebody's home."""
+    folder = tmp_path_factory.mktemp("python")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix)
+    if all(place.stat().st_mode & 0o005 == 0o005 for place in (base, *base.parents)):
+        return base / "bin" / version
+    opened(folder)
+    unneeded = shutil.ignore_patterns("site-packages", "test", "__pycache__", "idlelib", "*.a")
+    shutil.copytree(base / "lib" / version, folder / "lib" / version, ignore=unneeded)
+    for library in (base / "lib").glob("libpython*.so*"):
+        shutil.copy2(library, folder / "lib" / library.name)
+    (folder / "bin").mkdir()
+    return Path(shutil.copy2(base / "bin" / version, folder / "bin" / version))
 
 
 @pytest.fixture
 def deft_of_a_stranger(python, tmp_path):
-    """Runs a command as another user; returns its exit code and its output."""
-    return partial(as_stranger, python, tmp_path)
+    """Runs a command as another user; returns its exit code and its output.
+
+    The stranger may enter the test's folder, but not `closed` in it. A command has no variables but
+    the given ones and those of Python.
+    """
+    (tmp_path / "closed").mkdir(mode=0o700)
+    opened(tmp_path)
+    paths = [ROOT, ROOT / "patches", sysconfig.get_paths()["purelib"]]
+    usual = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    usual |= {"PATH": "/usr/local/bin:/usr/bin:/bin", "COLUMNS": "300"}
+
+    def run(*words, **environment):
+        variables = [f"{name}={value}" for name, value in {**usual, **environment}.items()]
+        user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+        command = [*user, "env", "-i", "-C", tmp_path, *variables, python, "-m", "deft_backend"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
 
 
 @strange
