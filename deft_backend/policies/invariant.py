@@ -6,7 +6,8 @@ between floating-point numbers. So long contexts have few chunks, and no chunk i
 small part of the context before it. The end of a request has one chunk of half that length or none,
 and then chunks of ``1 / SHARES`` of it: requests that branch inside a chunk read it by themselves.
 
-Requests read a chunk together if they share all of it. A request's last chunk is its own.
+Requests side by side in depth-first order read a chunk together if they share all of it. That order
+depends on the planner, but no bit does. A request's last chunk is its own.
 """
 
 import math

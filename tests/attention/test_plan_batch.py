@@ -6,6 +6,7 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import POLICY_NAMES
+from deft_backend.settings.policy_names import INVARIANT
 from random_batches import random_batch
 from tests.support.attention_checks import tree_attention
 
@@ -36,12 +37,14 @@ def test_equals_the_device_planner(policy, query_tokens):
         given = {"table_rows": rows, "query_tokens": query_tokens}
         reference.plan_batch(table, lens, **given)
         device.plan_batch(table, lens, **given, on_device=True)
-        assert reference.counters[:3].tolist() == device.counters[:3].tolist()
+        if policy != INVARIANT:  # who shares its chunks depends on the planner's depth-first order
+            assert reference.counters[:3].tolist() == device.counters[:3].tolist()
         generator = torch.Generator().manual_seed(seed)
         k_cache, v_cache = torch.randn(2, pages, 2, 2, 64, generator=generator)
         # A graph may hold more requests than the plan.
         q = torch.randn(9 * query_tokens, 4, 64, generator=generator)
         want = reference_attention(q[: 8 * query_tokens], k_cache, v_cache, table[rows], lens)
+        outputs = []
         runs = [(reference, static, held) for static in (False, True) for held in (8, 9)]
         for attention, static_launch, requests in [*runs, (device, True, 9)]:
             attention.poison_workspace()
@@ -56,6 +59,9 @@ def test_equals_the_device_planner(policy, query_tokens):
             )
             assert relative_error(out[: len(want)], want) < 2e-6
             assert not out[len(want) :].any()
+            outputs.append(out[: len(want)])
+        if policy == INVARIANT:
+            assert all(torch.equal(out, outputs[0]) for out in outputs)
     assert reference.counters[0] == 2
     assert reference.counters[3] > 0
 
