@@ -2,12 +2,8 @@
 
 import json
 import re
-import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
-from deft_backend.tools.servers.command import free_port, server_command
 from integration_tests.common.server import (
     DRAFT,
     EAGER,
@@ -16,8 +12,6 @@ from integration_tests.common.server import (
     Server,
     ask_to,
     cores_of_two_ranks,
-    started,
-    state_settings,
 )
 from integration_tests.hosts.cpu_speculation import REGISTER
 
@@ -124,24 +118,10 @@ class HostServer(Server):
         return found["spec_verify_ct"], found["spec_num_correct_drafts"]
 
 
-def running(backend, group, folder, adapter=None):
-    """A server for a `with` block. It checks every decode step against the host's kernel."""
-    folder.mkdir(parents=True, exist_ok=True)
+def asked_of(group, folder, adapter):
+    """Plugins, settings and flags of a server of this group."""
     plugins = [REGISTER] if group.cpu_speculation else []
-    settings = {**state_settings(backend, folder, *plugins), **group.settings}
     # Servers that start side by side would load what the other one has half written.
-    settings |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
+    settings = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
     # Without `--sleep-on-idle` the host's scheduler polls: the baseline would take a core.
-    flags = f"--max-running-requests 32 --sleep-on-idle --served-model-name tiny {group.flags}"
-    command = server_command(
-        str(group.model),
-        free_port(),
-        backend=backend,
-        host_arguments=flags.split(),
-        environment=settings,
-        gpu=False,
-    )
-    if group.cli:
-        script = str(Path(sys.executable).parent / "sglang")
-        command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
-    return started(command, folder, HostServer)
+    return plugins, settings, "--max-running-requests 32 --sleep-on-idle"

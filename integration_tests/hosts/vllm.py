@@ -1,10 +1,8 @@
 """Real vLLM servers on the CPU."""
 
 import json
-import shlex
 
 from deft_backend.hosts.vllm.versions import backend_name
-from deft_backend.tools.servers.command import free_port, server_command
 from integration_tests.common.plugins import CPU_BACKEND
 from integration_tests.common.server import (
     DRAFT,
@@ -15,8 +13,6 @@ from integration_tests.common.server import (
     Server,
     ask_to,
     cores_of_two_ranks,
-    started,
-    state_settings,
 )
 
 _CHUNKS = "--block-size 16 --max-model-len 512 --max-num-batched-tokens"
@@ -127,22 +123,8 @@ class HostServer(Server):
         return tuple(after - b for after, b in zip(self.counted(*names), before, strict=True))
 
 
-def running(backend, group, folder, adapter=None):
-    """A server for a `with` block. It checks every decode step against the host's kernel."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {**state_settings(backend, folder, CPU_BACKEND), "VLLM_SERVER_DEV_MODE": "1"}
-    settings |= group.settings
-    flags = f"--max-num-seqs 32 --served-model-name tiny {group.flags}"
-    if group.lora:
-        flags += " --enable-lora --max-loras 1 --max-lora-rank 8"
-        flags += f" --lora-modules adapted={adapter}"
-    command = server_command(
-        str(group.model),
-        free_port(),
-        host="vllm",
-        backend=backend,
-        host_arguments=shlex.split(flags),
-        environment=settings,
-        gpu=False,
-    )
-    return started(command, folder, HostServer)
+def asked_of(group, folder, adapter):
+    """Plugins, settings and flags of a server of this group."""
+    lora = f"--enable-lora --max-loras 1 --max-lora-rank 8 --lora-modules adapted={adapter}"
+    flags = f"--max-num-seqs 32 {lora if group.lora else ''}"
+    return [CPU_BACKEND], {"VLLM_SERVER_DEV_MODE": "1"}, flags
