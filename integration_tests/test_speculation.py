@@ -37,7 +37,6 @@ def test_requests_join_and_others_are_aborted(server, model):
 
 @pytest.fixture
 def host(server, tmp_path_factory):
-    """The host's own backend, with the flags of the test's group."""
     folder = tmp_path_factory.mktemp(f"host-{server.group}")
     with running(None, GROUPS[server.group], folder) as running_host:
         yield running_host

@@ -32,7 +32,6 @@ def while_decoding(server, asks, act):
 
 
 def check_while_decoding(server, reference, asks, act):
-    """Check the answers of requests during which `act` is called."""
     assert_same(asks, while_decoding(server, asks, act), reference.answers(asks))
     assert not server.trouble()
 

@@ -140,7 +140,6 @@ class Answer:
     likeliest: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, part, chat):
-        """Add a choice of a response or of a stream's chunk."""
         self.finish = part.finish_reason or self.finish
         logs = part.logprobs
         if chat:
@@ -159,8 +158,6 @@ class Answer:
 
 
 class Server:
-    """A running server."""
-
     group = ""  # of :data:`integration_tests.hosts.GROUPS`
 
     def __init__(self, process, state_dir):

@@ -56,7 +56,6 @@ class Judged:
     errors: list = field(default_factory=list)
 
     def add(self, found, right):
-        """Judge the tokens that came for one request."""
         if list(found) != list(right[: len(found)]):
             self.wrong += 1
         elif len(found) == len(right):
@@ -88,7 +87,6 @@ class TestedServer(HostServer):
         self._told = set()
 
     def arm(self, name):
-        """Let a fault happen from now on."""
         (self._faults / name).touch()
 
     def disarm(self, name):
@@ -133,7 +131,6 @@ class TestedServer(HostServer):
         return found
 
     async def all_arrive(self):
-        """Wait until every answer has begun."""
         begin = time.monotonic()
         while not all(answer.ids for answer in self.arriving):
             if time.monotonic() - begin > SECONDS:
@@ -150,12 +147,10 @@ class TestedServer(HostServer):
             await asyncio.gather(*leaving, return_exceptions=True)
 
     def family(self):
-        """All processes of the server."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
     def decoding_process(self):
-        """The process that runs the model."""
         name = _DECODES[HOST]
         for process in self.family():
             with contextlib.suppress(psutil.Error):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Asked:
-    """One request."""
-
     prompt: tuple[int, ...]
     tokens: int  # of its answer
     leave_after: int | None = None  # hangs up after this many tokens

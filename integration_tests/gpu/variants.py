@@ -38,8 +38,6 @@ _LORA = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A server."""
-
     backend: str  # ``deft``, or the host's own backend for the reference answers
     flags: str = ""  # as on a command line
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -55,8 +53,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class Fleet:
-    """A host's servers."""
-
     host: str
     common: str  # flags of every server
     references: Mapping[str, Variant]  # with the host's own backend, by name

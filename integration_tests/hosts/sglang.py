@@ -72,8 +72,6 @@ _OF_A_RUN = (
 
 
 class HostServer(Server):
-    """SGLang's own endpoints and counts."""
-
     PAUSES = ("in_place", "retract")
 
     def settings(self):

@@ -70,8 +70,6 @@ WITHOUT_PLUGINS = {"VLLM_PLUGINS": ""}
 
 
 class HostServer(Server):
-    """vLLM's own endpoints and counts."""
-
     PAUSES = ("wait", "keep")
 
     def settings(self):

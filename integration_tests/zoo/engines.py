@@ -166,8 +166,6 @@ class SGLang:
 
 
 class VLLM:
-    """vLLM's engine, in this process."""
-
     def __init__(self, model, backend, options):
         from vllm import LLM
 

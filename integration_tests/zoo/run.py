@@ -40,8 +40,6 @@ _started = []
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of ``architectures.json``."""
-
     title: str  # its name in prose
     tree: int  # layers that decode through tree attention
     cpu: list[str]  # hosts whose CPU engine runs it
@@ -89,7 +87,6 @@ class Place:
         return {"ids": 1024, "prefix": 90, "branch": 30, "leaves": 2, "tokens": 8}
 
     def options(self):
-        """Arguments of an engine."""
         if self.host == "sglang":
             own = {"device": "cpu", "max_total_tokens": 16384, "max_running_requests": 16}
             if self.gpu:
@@ -110,7 +107,6 @@ class Place:
         return {**own, **self.asked}
 
     def environment(self, gpu_index=0):
-        """The engine's environment, on one of the GPUs."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = server_command("", 0, host=self.host, gpu=self.gpu)
         found = {**command.full_environment(), "PYTHONPATH": os.pathsep.join(paths)}

@@ -95,8 +95,6 @@ def test_roof_is_the_larger_of_memory_and_arithmetic():
 
 
 class Fixed(Method):
-    """Returns a given result."""
-
     def __init__(self, name, result):
         self.name = name
         self.result = result

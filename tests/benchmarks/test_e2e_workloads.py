@@ -35,7 +35,6 @@ IDS = MODEL.ids
 
 @asynccontextmanager
 async def connected(fake, **options):
-    """A client of a fake host."""
     async with TestServer(fake.app()) as server:
         url = str(server.make_url("")).rstrip("/")
         async with client_of(url, **options) as client:
@@ -132,8 +131,6 @@ class Clocked:
 
 
 def timed(client, monkeypatch, sizes=(8, 4, 4), gen=10, host="sglang", how=BATCHES, repeats=3):
-    """The row of a job on a clocked client."""
-
     async def seconds(client, prompts, tokens):
         return client.seconds(prompts, tokens)
 

@@ -19,7 +19,6 @@ def lines_of(folder, name, content, title):
 
 
 def served(backend, prefix, tpot_ms, **changed):
-    """A row of the end-to-end benchmark."""
     row = {"workload": "few-shot" if prefix else "unshared", "prefix": prefix, "branches": 32}
     row |= {"suffix": 64, "gen": 8, "host": "sglang", "backend": backend, "model": "m"}
     row |= {"options": "", "tp": 1, "tpot_ms": tpot_ms, "ttft_ms": 2 * tpot_ms, "error": None}

@@ -49,7 +49,6 @@ def dashboard_queries():
 
 
 def asked(url, query):
-    """The series that an instant query returns."""
     address = f"{url}/api/v1/query?" + urllib.parse.urlencode({"query": query})
     with urllib.request.urlopen(address, timeout=10) as response:
         return json.load(response)["data"]["result"]

@@ -34,7 +34,6 @@ def _default_settings(monkeypatch):
 
 
 def drain(engine):
-    """Every request's new tokens, until all requests have ended."""
     answers = {}
     while not engine.is_idle:
         for request, token in engine.step():

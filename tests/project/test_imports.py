@@ -74,7 +74,6 @@ def imports(path):
 
 
 def module_name(path, source=ROOT):
-    """The dotted name of a file below a folder of packages."""
     return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 
 

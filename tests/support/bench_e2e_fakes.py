@@ -47,8 +47,6 @@ def decode(prompt, tokens, mode="right"):
 
 @dataclass
 class FakeHost:
-    """The server."""
-
     mode: str = "right"
     bodies: list = field(default_factory=list)
 

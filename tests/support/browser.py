@@ -32,8 +32,6 @@ KEYS = {
 
 
 class Browser:
-    """One tab of a browser."""
-
     def __init__(self, base):
         self._base = base
 
@@ -54,7 +52,6 @@ class Browser:
         self._call("POST", f"element/{found[_ELEMENT]}/click", {})
 
     def press(self, *keys):
-        """Keys, to the element with the focus."""
         presses = [
             {"type": kind, "value": KEYS.get(key, key)}
             for key in keys
@@ -64,7 +61,6 @@ class Browser:
         self._call("POST", "actions", {"actions": [source]})
 
     def until(self, met, seconds=20.0):
-        """Wait until a condition is true; returns its value."""
         end = time.monotonic() + seconds
         while not (value := met()):
             assert time.monotonic() < end, self.text("body")
@@ -72,7 +68,6 @@ class Browser:
         return value
 
     def scheme(self, name):
-        """Prefer ``light`` or ``dark``."""
         features = [{"name": "prefers-color-scheme", "value": name}]
         asked = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._call("POST", "goog/cdp/execute", asked)

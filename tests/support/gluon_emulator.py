@@ -214,7 +214,6 @@ def _numbers(values, kind):
 
 
 def _inlined(asm, constraints, args, **_):
-    """The inline instructions."""
     for kind, name in ((torch.float8_e4m3fn, "E4M3"), (torch.float8_e5m2, "E5M2")):
         bytes_ = getattr(plain_eight_bits, f"{name}_TO_FLOAT16")
         pairs = getattr(plain_eight_bits, f"{name}_PAIRS_TO_FLOAT16")
@@ -329,8 +328,6 @@ def _language():
 
 
 def _stand_ins():
-    """Modules that kernels import, by name."""
-
     def module(name, **members):
         made = ModuleType(name)
         vars(made).update(members)

@@ -121,8 +121,6 @@ class PlainCpuBackend(AttentionBackend):
 
 @dataclass
 class PlainCpuMetadata:
-    """A batch, in CPU memory."""
-
     query_start_loc: torch.Tensor  # [B + 1] int32: first query token of each request
     seq_lens: torch.Tensor  # [B] int32: tokens of each request, including those of this step
     block_table: torch.Tensor  # [B, P] int32

@@ -197,7 +197,6 @@ def message(batch, name="", **changes):
 
 
 def cached(batch):
-    """A batch and a cache that holds its pages."""
     return batch, Cache(batch.pages, batch.block_size)
 
 
@@ -214,7 +213,6 @@ class Step:
         self.build()
 
     def build(self):
-        """The metadata of the next step."""
         self.metadata = self.builder.build(0, self.batch.common(**self.changes))
 
     @property
@@ -328,7 +326,6 @@ KINDS = {
 
 
 def state():
-    """The counters of this process's server."""
     from deft_backend.hosts.vllm import server
 
     assert server._current is not None
