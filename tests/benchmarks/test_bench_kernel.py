@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +16,13 @@ from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import lay_out, make_inputs
 from benchmarks.kernel.kernel_rows import key_of
 from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
-from benchmarks.kernel.methods import OURS, Method, Prepared, Refused
+from benchmarks.kernel.methods import OURS, Method, Prepared, Refused, make_method
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec, read_set
-from benchmarks.kernel.tree_workloads import Case, Workload, described, forest_from_parents
-from deft_backend.attention.reference_attention import reference_attention
+from benchmarks.kernel.tree_workloads import VERIFY, Case, Workload, described, forest_from_parents
+from benchmarks.kernel.verified_workloads import bits_of, seen_by
+from benchmarks.papers.workloads import drafted
+from deft_backend.attention.reference_attention import reference_attention, seen_tokens
 from deft_backend.forest import build_forest, forest_from_page_tables
 
 CPU = torch.device("cpu")
@@ -174,3 +177,33 @@ def test_a_result_that_changes_from_run_to_run_is_seen():
         case(described("1,2 4,2").forest, 1), replace(setup(), ours=Drifting(OURS, "auto"))
     )
     assert row["repeatable"] is False
+
+
+# Verification
+
+PEERS = ("flash-decoding", "deft-node-chunk", "deft-flatten", "fasttree", "flashforge")
+PARENTS = (-1, 0, 0, 1, 3)
+VERIFIED = {
+    "drafts": drafted([Workload(VERIFY, "drafts", described("1,2,3 16,5,2").describe)], 5)[0],
+    "chain": Workload(VERIFY, "chain", described("1,3 32,21").describe, 16, 5),
+    "tree": Workload(VERIFY, "tree", described("1,3 32,21").describe, 16, 5, PARENTS),
+}
+
+
+def test_bits_say_who_sees_whom():
+    seen = seen_by(PARENTS, 5)
+    assert np.flatnonzero(seen[4]).tolist() == [0, 1, 3, 4]
+    bits = torch.from_numpy(bits_of(seen))
+    assert torch.equal(seen_tokens(5, 5, bits), torch.from_numpy(seen))
+
+
+@pytest.mark.parametrize("mask", VERIFIED)
+def test_verified_queries_are_right(mask):
+    spec = Spec(head_dim=64, planner="device")
+    peers = [make_method(name, "device") for name in PEERS] if mask == "drafts" else []
+    measured = Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, 15, None, {})
+    row = measure_case(Case(VERIFIED[mask], 4, 2, 16), measured)
+    assert all(error < 1e-3 for error in row["error"].values())
+    kind = "chain" if mask == "chain" else "tree"
+    assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})
+    assert row["repeatable"]
