@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from deft_backend.tools.servers.command import BACKEND_NAMES
 from integration_tests.common.answers import (
@@ -15,7 +17,8 @@ from integration_tests.common.answers import (
     on,
 )
 from integration_tests.common.counted import check_metrics
-from integration_tests.common.server import POLICY_GROUPS, Ask, Reference, together
+from integration_tests.common.plain_model import PlainModel
+from integration_tests.common.server import MODEL, POLICY_GROUPS, Ask, Reference, together
 from integration_tests.hosts import HOST
 
 NOTHING_CACHED = ("no-radix", "pressed")
@@ -199,3 +202,17 @@ def test_an_adapter_beside_its_base(server, baseline):
     reference = Reference(baseline)
     found = [check(server, reference, asks) for asks in (plain, adapted)]
     assert [a.text for (a,) in found[0]] != [a.text for (a,) in found[1]]
+
+
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(), reason="the host's own FP8 needs AVX-512"
+)
+@on(vllm=("fp8",))
+def test_answers_over_an_fp8_cache(server):
+    """Each decode step is also compared with the host's kernel over the same cache."""
+    asks = [Ask(PREFIX + f"Tonight it spoke of {t}.", tokens=12, logprobs=5) for t in TOPICS]
+    asks = [asks[0], together(asks[1:])]
+    check(server, PlainModel(MODEL, torch.float8_e4m3fn), asks)
+    state = server.state()
+    assert state["steps_tree"] > 0
+    assert state["dtype_bytes"] == 1
