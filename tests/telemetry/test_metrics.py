@@ -220,7 +220,9 @@ def test_what_the_line_says():
     )
     # A reading may fall between the counts of a plan and of its time.
     between = Counters(steps(1), 0, 50, 100, 0.002)
-    assert "planning" not in describe(between)
+    assert describe(between) == (
+        "1 decode step through tree attention; KV read 50 B of 100 B query by query (50 %)"
+    )
 
 
 # -- SGLang --------------------------------------------------------------------------------------

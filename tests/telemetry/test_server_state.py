@@ -299,10 +299,10 @@ def test_the_file_of_the_one_server_that_runs(tmp_path):
     refused("no server with the plugin is running")
     assert server_file(tmp_path, 8) == state_path(tmp_path, 8, pid=ended)
     (tmp_path / "notes.json").touch()
-    running = state_path(tmp_path, 70, tp=1), state_path(tmp_path, 70)
+    running = [state_path(tmp_path, 70, **rank) for rank in ({}, {"tp": 1}, {"dp": 1})]
     for path in running:
         path.touch()
-    assert server_file(tmp_path) == running[1]  # of its first rank
+    assert server_file(tmp_path) == running[0]  # of its first rank
     state_path(tmp_path, 8, place=elsewhere).touch()
     refused("2 servers with the plugin are running, .* Name its port: --server 8 or 70")
     assert server_file(tmp_path, 8) == state_path(tmp_path, 8, place=elsewhere)  # it may run
