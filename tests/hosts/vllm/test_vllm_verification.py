@@ -58,6 +58,7 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     assert server._current is not None
     observe = server._current.observe
     assert observe in observe_steps._observers
+    assert server._current.prefixes.observe in observe_steps._observers
     observe(None)
     assert observe not in observe_steps._observers
     for _ in range(2):
