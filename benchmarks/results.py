@@ -118,7 +118,7 @@ def draw_page(folder: Path) -> str:
 
 
 def with_tables(text: str, page: str) -> str:
-    """`text`, of a page beside the folder of records. Each table that it names is drawn again."""
+    """A page's `text`, in which each table is drawn anew from `page`, which has all tables."""
 
     def table(found: re.Match[str]) -> str:
         drawn = page.split(f"## {found[1]}\n\n")[1].split("\n\n")[0].rstrip()

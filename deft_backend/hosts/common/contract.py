@@ -215,6 +215,8 @@ class TestedVersions:
         '0.5.23'
         """
         *leading, last = (int(number) for number in self.beyond.split("."))
+        if not last:
+            raise ValueError(f"the window ends before {self.beyond}; expected no 0 at its end")
         return ".".join(str(number) for number in (*leading, last - 1))
 
     def newer(self, version: str) -> str | None:

@@ -82,9 +82,9 @@ interface of the machine."""
 
 
 def free_port() -> int:
-    """A port on which nothing listens, below those that Linux gives to outgoing connections.
+    """A port on which nothing listens.
 
-    A server binds it a minute or more later, and by then another process could have one of those.
+    Linux gives no such port to outgoing connections, so it is free until the server has started.
     """
     while True:
         port = secrets.choice(_PORTS)

@@ -195,3 +195,8 @@ def test_the_installed_host_holds_its_contract(host):
         longer = replace(member, parameters=(*member.parameters, "of_the_test"))
         assert check_contract([renamed], version), member
         assert check_contract([longer], version), member
+
+
+def test_a_window_names_its_newest_version():
+    with pytest.raises(ValueError, match=r"the window ends before 0\.6\.0; expected no 0"):
+        _ = TestedVersions("host", ("host",), "0.5.17", "0.6.0").newest
