@@ -196,7 +196,8 @@ def load(
         str | None,
         typer.Option(
             metavar="GPU[,GPU…]",
-            help="One GPU for each backend: all servers run, and take each load, at the same time.",
+            help="One GPU for each backend: all servers run, and take each load, at the same time; "
+            "those on one GPU in turn.",
         ),
     ] = None,
     goodput: Annotated[
@@ -292,6 +293,7 @@ def _measure_all(
 ) -> None:
     """Record the rows of every backend, by load; a server that is lost has no further rows."""
     recording = Lock()
+    turns = {gpu: Lock() for gpu in {*gpus, None}}
 
     def one(backend: str, gpu: str | None) -> None:
         environment = dict(launch.environment)
@@ -301,7 +303,8 @@ def _measure_all(
         try:
             with server_of(placed, backend, path.with_suffix(".logs"), say_line) as server:
                 for load in loads:
-                    figures = measured(server.url, load, launch.model.ids, clients)
+                    with turns[gpu]:
+                        figures = measured(server.url, load, launch.model.ids, clients)
                     asyncio.run(_confirm(server))
                     row = {"host": launch.host.name, "backend": backend, **figures}
                     with recording:
