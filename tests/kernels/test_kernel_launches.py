@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
-from deft_backend.kernels.arguments import CacheLayout, Heads, Mode, Tile
+from deft_backend.kernels.arguments import Heads
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
 from deft_backend.kernels.launches import heads_of
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.shapes import QueryBlocks
+from drawings import check_asked
 
 KERNELS = (
     configurations.PARTIAL_ATTENTION,
@@ -224,22 +226,6 @@ LARGE, PLAIN, SMALL, REDUCE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "early"),
-    [
-        ({}, [LARGE, SMALL, REDUCE], [SMALL, REDUCE]),
-        ({"known_plan": LEAVES}, [SMALL, REDUCE], [REDUCE]),
-        ({"config": replace(CONFIG, overlapped=False)}, [LARGE, SMALL, REDUCE], []),
-    ],
-    ids=["", "leaves", "one after the other"],
-)
-def test_launches_that_begin_before_the_one_ahead_has_ended(kind, names, early, monkeypatch):
-    compiler = Compiler(monkeypatch)
-    launched = compiler.launches_of(partial(launch_all, **kind))
-    assert [name for name, *_ in launched] == names
-    assert [name for name, _, (named, _), _ in launched if named["launch_pdl"]] == early
-
-
 def given(*shape, dtype):
     """In place of None."""
     return lambda _: moved(torch.zeros(64, dtype=dtype)[: torch.Size(shape).numel()].view(shape))
@@ -303,61 +289,24 @@ def known(*items, merged=1):
     return SimpleNamespace(items_of=lambda shape: (7, 7 + items[shape]), reduce_query=[0] * merged)
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ({"queries": 1}, {SMALL: 60, REDUCE: 8}),
-        ({"queries": 2}, {SMALL: 60, REDUCE: 16}),
-        ({"queries": 3}, {LARGE: 10, SMALL: 200, REDUCE: 24}),
-        ({"queries": 16}, {LARGE: 10, SMALL: 200, REDUCE: 100}),
-        ({"queries": 17}, {LARGE: 20, SMALL: 200, REDUCE: 100}),
-        (
-            {"queries": 2, "config": replace(PROGRAMS, fixed_tiles=True)},
-            {LARGE: 10, SMALL: 60, REDUCE: 16},
-        ),
-        ({"heads": 16}, {LARGE: 10, SMALL: 200, REDUCE: 64}),
-        ({"heads": 16, "kv_heads": 1}, {LARGE: 10, REDUCE: 64}),
-        ({"masked_tiles": True}, {PLAIN: 40, LARGE: 10, SMALL: 200, REDUCE: 32}),
-        ({"known_plan": known(99, 99, 99)}, {PLAIN: 40, LARGE: 20, SMALL: 198, REDUCE: 8}),
-        (
-            {"known_plan": known(99, 99, 1), "queries": 2},
-            {PLAIN: 2, LARGE: 20, SMALL: 60, REDUCE: 8},
-        ),
-        ({"known_plan": known(1, 1, 0, merged=0)}, {LARGE: 2, SMALL: 2}),
-        ({"known_plan": known(1, 0, 0, merged=99)}, {SMALL: 2, REDUCE: 40}),
-    ],
-)
-def test_the_programs_of_each_launch(kind, expected, monkeypatch):
-    """A batch that fits one tile has fewer; a known plan has no more than its items need.
+def test_what_each_launch_is_given(monkeypatch):
+    """A batch that fits one tile has fewer programs; a known plan has no more than its items need.
 
-    Groups of four vectors fill a small tile of 8 vectors, and a large one of 64.
+    Groups of four vectors fill a small tile of 8 vectors, and a large one of 64. `launch_pdl` lets
+    a launch begin before the one ahead has ended. How many results stage 2 merges at a time depends
+    on the batch alone, so that results do not hang on who planned them. A kernel's structures are
+    written where they first occur.
     """
-    compiler = Compiler(monkeypatch)
-    launched = compiler.launches_of(partial(launch_all, **({"config": PROGRAMS} | kind)))
-    assert {name: grid[0] for name, grid, *_ in launched} == expected
-    assert list(expected) == [name for name, *_ in launched]
+    compiler, shown = Compiler(monkeypatch), set()
 
+    def answer(*words):
+        kind = {name: eval(value) for name, value in (word.split("=", 1) for word in words)}
+        for name, grid, (named, _), _ in compiler.launches_of(partial(launch_all, **kind)):
+            of = {key: value for key, value in named.items() if (name, value) not in shown}
+            shown.update((name, value) for value in of.values() if isinstance(value, tuple))
+            yield f"{name} on {grid[0]}: {', '.join(f'{key} {value}' for key, value in of.items())}"
 
-def test_what_kernels_are_compiled_with(monkeypatch):
-    compiler = Compiler(monkeypatch)
-    kind = {"config": PROGRAMS, "masked_tiles": True, "logit_cap": 3.0, "sinks": torch.float32}
-    masked, large, small, stage_2 = (
-        named for *_, (named, _), _ in compiler.launches_of(partial(launch_all, **kind))
-    )
-    heads = Heads(2, 4, 128, 128, True, 1, 1, 1, 4, False, False)
-    for tile, named, place in zip((2, 1, 0), (masked, large, small), (2, 0, 1), strict=True):
-        of = PROGRAMS.tiles[tile]
-        assert named["HEADS"] == heads
-        assert named["CACHE"] == CacheLayout(2, 4 * 4 * 256, 4 * 256, 256, 0)
-        assert named["TILE"] == Tile(
-            place, of.height, of.block_tokens, of.block_segments, of.lookahead, 8, False
-        )
-        assert named["MODE"] == Mode(True, False, True, True, False)
-        assert (named["num_warps"], named["num_stages"]) == (of.num_warps, of.num_stages)
-        assert named.get("maxnreg") == of.max_registers
-    assert stage_2["HEADS"] == heads
-    assert (stage_2["SINKS"], stage_2["SPREAD"], stage_2["OVERLAPPED"]) == (True, False, True)
-    assert (stage_2["BLOCK_P"], stage_2["BLOCK_H"], stage_2["num_stages"]) == (32, 1, 3)
+    check_asked(Path(__file__).with_name("launches.txt"), answer)
 
 
 @pytest.mark.parametrize(("ragged", "tree"), [(0, 0), (0, 1), (1, 0)])
@@ -370,18 +319,6 @@ def test_the_constants_of_heads(tokens, ragged, tree):
     assert found == Heads(
         2, 6, 96, 128, single, tokens, blocks, held, 6 * held, bool(ragged), bool(tree)
     )
-
-
-@pytest.mark.parametrize(("queries", "expected"), [(5, FEW), (6, MANY)], ids=["few", "many"])
-@pytest.mark.parametrize("known_plan", [None, LEAVES], ids=["device", "host"])
-def test_results_of_few_queries_are_merged_many_at_a_time(
-    queries, expected, known_plan, monkeypatch
-):
-    """By the batch alone, so that results do not hang on who planned them."""
-    compiler = Compiler(monkeypatch)
-    launched = compiler.launches_of(partial(launch_all, queries=queries, known_plan=known_plan))
-    (named, _) = launched[-1][2]
-    assert (named["BLOCK_P"], named["num_warps"]) == (expected.partials, expected.num_warps)
 
 
 def test_tensors_beyond_32_bits_are_read_by_the_plain_kernel(monkeypatch):

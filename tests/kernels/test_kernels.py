@@ -3,7 +3,7 @@
 On the CPU the interpreter runs the kernels; with a GPU, the compiled kernels run the same tests.
 """
 
-import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +15,19 @@ import attention_checks
 from attention_checks import DEVICES, Batch, tree_attention
 from benchmarks.fuzz.attention_settings import PLANNERS, attention_settings
 from benchmarks.fuzz.examples import Example, Runner
-from deft_backend import AttentionError, TreeAttention, forest_from_page_tables
+from deft_backend import AttentionError, forest_from_page_tables
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
-from deft_backend.policies import DeftFlatten, Segment
+from deft_backend.policies import DeftFlatten, PolicyError, Segment
+from drawings import check_asked
 from random_batches import random_batch
 from strategies import batch_of, grouping_of
+
+OF_ATTENTION = (
+    *("num_query_heads", "head_dim", "kv_dtype", "page_size", "max_batch", "query_tokens"),
+    "policy",
+)
 
 
 def tensors_of(made):
@@ -213,113 +219,29 @@ def test_same_batch_gives_equal_bits(device, policy):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"head_dim": 80}, "head dimension 80; supported are 64, 96, 128, 256"),
-        ({"num_query_heads": -4}, "-4 query heads over 2 KV heads"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"max_batch": 0}, "max_batch is 0"),
-        ({"policy": "deft"}, "deft-node"),
-    ],
-)
-def test_unsupported_attention_is_refused(change, message):
-    arguments = {
-        "num_query_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "dtype": torch.float16,
-        "device": "cpu",
-    }
-    with pytest.raises(ValueError, match=message):
-        TreeAttention(**(arguments | change))
+def test_tensors_that_do_not_fit_are_refused():
+    """Each case changes an attention, or its run over two requests of 75 and 80 tokens."""
 
+    def answer(*words):
+        change = {
+            name: eval(value, vars(torch)) for name, value in (w.split("=", 1) for w in words)
+        }
+        made = {name: change.pop(name) for name in OF_ATTENTION if name in change}
+        tokens = made.get("query_tokens", 1)
+        k_cache, v_cache = torch.zeros(2, 9, 2, 64).to(made.get("kv_dtype", torch.float32))
+        tensors = {"q": torch.zeros(2 * tokens, 4, 64), "k_cache": k_cache, "v_cache": v_cache}
+        tensors["page_table"] = torch.arange(160).view(2, 80)
+        tensors["seq_lens"] = torch.tensor([75, 80])
+        try:
+            attention = tree_attention(**made)
+            forest = forest_from_page_tables(tensors["page_table"], tensors["seq_lens"])
+            attention.plan(forest, query_tokens=tokens)
+            attention.run(**(tensors | change))
+        except (AttentionError, PolicyError) as error:
+            return [str(error)]
+        return ["an output"]
 
-MISFITS = [
-    ({"q": torch.zeros(3, 4, 64)}, r"q has shape \[3, 4, 64\]; expected \[2, 4, 64\]"),
-    ({"q": torch.zeros(2, 4, 64).half()}, "q has dtype torch.float16; expected torch.float32"),
-    ({"k_cache": torch.zeros(9, 1, 64)}, r"k_cache has shape \[9, 1, 1, 64\]"),
-    ({"v_cache": torch.zeros(9, 2, 128)[..., ::2]}, "v_cache has stride 2"),
-    ({"v_cache": torch.zeros(9, 3, 64)[:, :2]}, r"v_cache has strides \(192, .*of k_cache, \(128"),
-    ({"seq_lens": torch.tensor([1])}, r"seq_lens has shape \[1\]; expected \[2\]"),
-    ({"seq_lens": torch.tensor([[1, 7], [2, 7]])[:, 0]}, "seq_lens has stride 2"),
-    ({"seq_lens": torch.tensor([1]).expand(2)}, "seq_lens has stride 0 in its last dimension"),
-    ({"table_rows": torch.tensor([0])}, r"table_rows has shape \[1\]; expected \[2\]"),
-    ({"table_rows": torch.tensor([0.0, 1.0])}, "table_rows has dtype torch.float32"),
-    ({"table_rows": torch.tensor([0, 1, 2])[::2]}, "table_rows has stride 2"),
-    ({"page_table": torch.zeros(1, 4, dtype=torch.int32)}, "a page table of 1 rows"),
-    ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens has dtype torch.float32"),
-    ({"page_table": torch.zeros(4, dtype=torch.int32)}, "page_table has shape"),
-    ({"page_table": torch.zeros(2, 4)}, "page_table has dtype torch.float32"),
-    ({"page_table": torch.zeros(2, 8).int()[:, ::2]}, "page_table has shape .* strides"),
-    ({"page_table": torch.zeros(2, 1).int().expand(2, 4)}, r"strides \(1, 0\)"),
-    ({"out": torch.zeros(2, 4, 64).half()}, "out has dtype torch.float16; expected torch.fl"),
-    ({"out": torch.zeros(2, 4, 128)[..., ::2]}, "out has stride 2 in its last dimension"),
-    ({"out": torch.zeros(3, 4, 64)}, r"out has shape \[3, 4, 64\]; expected \[2, 4, 64\]"),
-    ({"q": torch.zeros(2, 4, 64, device="meta")}, "q is on meta; expected cpu"),
-    ({"out": torch.zeros(2, 4, 64, device="meta")}, "out is on meta; expected cpu"),
-    ({"v_cache": torch.zeros(9, 2, 64, device="meta")}, "v_cache is on meta; expected cpu"),
-    ({"seq_lens": torch.ones(2, device="meta").int()}, "seq_lens is on meta; expected cpu"),
-    ({"k_scale": 2.0}, "k_scale is given, but the KV cache has the dtype of the queries"),
-    ({"v_scale": torch.ones(1)}, "v_scale is given, but the KV cache"),
-]
-MISFITS_OF_EIGHT_BITS = [
-    ({"k_cache": torch.zeros(9, 2, 64)}, "k_cache has dtype torch.float32; expected torch.float8"),
-    ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\]; expected \[4\]"),
-    ({"sinks": torch.zeros(4).long()}, "sinks has dtype torch.int64; expected torch.float32"),
-    ({"k_scale": 0.0}, "k_scale is 0.0; expected a number above 0"),
-    ({"k_scale": float("inf")}, "k_scale is inf; expected a number above 0"),
-    ({"k_scale": torch.ones(2)}, r"k_scale has shape \[2\]; expected \[1\]"),
-    ({"k_scale": torch.ones(1).half()}, "k_scale has dtype torch.float16"),
-    ({"k_scale": torch.ones(1, device="meta")}, "k_scale is on meta; expected cpu"),
-]
-MISFITS_OF_DRAFTS = [
-    ({"q": torch.zeros(5, 4, 64)}, r"q has shape \[5, 4, 64\]; expected \[6, 4, 64\]"),
-    ({"query_start": torch.zeros(2).int()}, r"query_start has shape \[2\]; expected \[3\]"),
-    ({"query_start": torch.zeros(3).long()}, "query_start has dtype torch.int64; expected"),
-    ({"query_start": torch.zeros(3, device="meta").int()}, "query_start is on meta"),
-    ({"query_start": torch.zeros(6).int()[::2]}, "query_start has stride 2"),
-    ({"ancestors": torch.zeros(2, 2, 1).long()}, r"ancestors has shape \[2, 2, 1\]"),
-    ({"ancestors": torch.zeros(2, 3, 1).int()}, "ancestors has dtype torch.int32"),
-    ({"ancestors": torch.zeros(2, 3, 1, device="meta").long()}, "ancestors is on meta"),
-]
-# Kernels read a token's second word behind its first.
-APART = [({"ancestors": torch.zeros(2, 70, 4).long()[..., ::2]}, "ancestors has stride 2 in its")]
-
-
-@pytest.mark.parametrize(
-    ("made", "change", "message"),
-    [
-        *(({}, *row) for row in MISFITS),
-        *(({"kv_dtype": torch.float8_e4m3fn}, *row) for row in MISFITS_OF_EIGHT_BITS),
-        *(({"query_tokens": 3}, *row) for row in MISFITS_OF_DRAFTS),
-        *(({"query_tokens": 70}, *row) for row in APART),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(made, change, message):
-    attention = tree_attention(**made)
-    tokens = made.get("query_tokens", 1)
-    cache = torch.zeros(9, 2, 64).to(made.get("kv_dtype", torch.float32))
-    tensors = {
-        "q": torch.zeros(2 * tokens, 4, 64),
-        "k_cache": cache,
-        "v_cache": cache,
-        "page_table": torch.zeros(2, 80, dtype=torch.int32),
-        "seq_lens": torch.tensor([75, 80]),
-    }
-    with pytest.raises(AttentionError, match="nothing is planned"):
-        attention.run(**tensors)
-    table = np.arange(160).reshape(2, 80)
-    attention.plan(forest_from_page_tables(table, [75, 80]), query_tokens=tokens)
-    with pytest.raises(AttentionError, match=message):
-        attention.run(**(tensors | change))
-
-
-@pytest.mark.parametrize("sm_scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_gives_no_attention_is_refused(sm_scale):
-    said = f"sm_scale is {sm_scale}; expected a finite number above 0"
-    with pytest.raises(AttentionError, match=said):
-        check(random_batch(1, 1, 2), sm_scale=sm_scale)
+    check_asked(Path(__file__).with_name("refused.txt"), answer)
 
 
 def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
