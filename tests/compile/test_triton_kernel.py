@@ -96,3 +96,6 @@ def test_overflow_checks_are_switched_for_a_launch(before, monkeypatch):
     with triton_kernel._overflow_checks(not before):
         assert builder.options.sanitize_overflow is not before
     assert builder.options is options
+    monkeypatch.delattr(triton_kernel.interpreter, "interpreter_builder")  # another Triton has none
+    with triton_kernel._overflow_checks(not before):
+        assert builder.options is options

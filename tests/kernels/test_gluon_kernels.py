@@ -109,51 +109,44 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         assert launched["hopper_masked_tile_attention"] == has_items
 
 
-policies = st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding", 32, 128, 700])
-seeds = st.integers(0, 2**31 - 1)
-pages = st.sampled_from([1, 3, 16])
-lookaheads = st.sampled_from([1, 2, 3])
-heads_of = st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)])
+FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scales_on_device")
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+@settings(max_examples=60)
 @given(
-    seed=seeds,
+    seed=st.integers(0, 2**31 - 1),
     requests=st.integers(1, 24),
-    page_size=pages,
-    lookahead=lookaheads,
-    heads=heads_of,
-    policy=policies,
+    query_tokens=st.sampled_from([1, 1, 1, 1, 2, 3, 4, 8, 16, 20, 70, 130]),
+    page_size=st.sampled_from([1, 3, 16]),
+    lookahead=st.sampled_from([1, 2, 3]),
+    heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
+    head_dim=st.sampled_from([64, 64, 128]),
+    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding", 32, 128, 700]),
     grow=st.integers(0, 3),
     programs=st.integers(1, 9),
-    own_rows=st.booleans(),
-    heads_first=st.booleans(),
-    static_launch=st.booleans(),
+    logit_cap=st.sampled_from([0.0, 5.0]),
+    sinks=st.sampled_from([None, torch.float32]),
+    flags=st.fixed_dictionaries(dict.fromkeys(FLAGS, st.booleans())),
 )
-def test_random_forests(**drawn):
-    """A block as long as a tile has rows lets Q share a V block's memory.
+def test_random_batches(kv_dtype, requests, query_tokens, heads, policy, flags, **drawn):
+    """Chains and trees, for every tile that the query tokens of a request fill.
 
-    A graph launches all kernels, even those without items in the plan.
+    A block as long as a tile has rows lets Q share a V block's memory. A graph launches all
+    kernels, even those without items in the plan.
     """
-    check(longest=260, **drawn)
-
-
-@settings(max_examples=25)
-@given(
-    seed=seeds,
-    requests=st.integers(1, 6),
-    page_size=pages,
-    lookahead=lookaheads,
-    heads=heads_of,
-    policy=policies,
-    query_tokens=st.sampled_from([2, 3, 4, 8, 16, 20, 70, 130]),
-    grow=st.integers(0, 3),
-    is_tree=st.booleans(),
-    ragged=st.booleans(),
-)
-def test_several_query_tokens(**drawn):
-    """Chains and trees, for every tile that the query tokens of a request fill."""
-    check(longest=260, **drawn)
+    for name, possible in (
+        ("is_tree", query_tokens > 1),
+        ("ragged", query_tokens > 1),
+        ("scales_on_device", kv_dtype is not None),
+    ):
+        flags[name] &= possible
+    requests = requests if query_tokens == 1 else 1 + requests // 4
+    kind = {"heads": heads, "policy": policy, "kv_dtype": kv_dtype, **flags, **drawn}
+    check(requests=requests, query_tokens=query_tokens, longest=260, **kind)
+    small = query_tokens * heads[0] // heads[1] <= 16 and not flags["static_launch"]
+    if policy == "flash-decoding" and small:
+        assert launched == {"hopper_small_tile_attention": 1}
 
 
 @pytest.mark.parametrize(
@@ -164,36 +157,6 @@ def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads, 
     """Chunks of 128 tokens end with one that holds fewer tokens than a request has query tokens."""
     given = {"policy": policy, "page_size": 16, "grow": 1, "longest": 260, "lookahead": 2}
     check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
-
-
-@settings(max_examples=25)
-@given(
-    seed=seeds,
-    requests=st.integers(1, 12),
-    page_size=pages,
-    lookahead=lookaheads,
-    heads=heads_of,
-    policy=policies,
-    query_tokens=st.sampled_from([1, 1, 2, 4]),
-    kv_dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
-    head_dim=st.sampled_from([64, 128]),
-    logit_cap=st.sampled_from([0.0, 5.0]),
-    sinks=st.sampled_from([None, torch.float32]),
-    heads_first=st.booleans(),
-    scales_on_device=st.booleans(),
-)
-def test_caches_of_eight_bits(query_tokens, policy, heads, **drawn):
-    check(query_tokens=query_tokens, policy=policy, heads=heads, longest=200, **drawn)
-    if policy == "flash-decoding" and query_tokens * heads[0] // heads[1] <= 16:
-        assert launched == {"hopper_small_tile_attention": 1}
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "logit_cap"), [((8, 2), 128, 0.0), ((8, 2), 128, 20.0), ((4, 1), 64, 5.0)]
-)
-def test_head_dimensions_and_soft_caps(heads, head_dim, logit_cap):
-    check(1, 12, page_size=16, heads=heads, head_dim=head_dim, logit_cap=logit_cap)
-    assert launched == {"hopper_large_tile_attention": 1, "hopper_small_tile_attention": 1}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

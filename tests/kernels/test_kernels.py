@@ -230,11 +230,11 @@ def test_tensors_that_do_not_fit_are_refused():
         tokens = made.get("query_tokens", 1)
         k_cache, v_cache = torch.zeros(2, 9, 2, 64).to(made.get("kv_dtype", torch.float32))
         tensors = {"q": torch.zeros(2 * tokens, 4, 64), "k_cache": k_cache, "v_cache": v_cache}
-        tensors["page_table"] = torch.arange(160).view(2, 80)
+        tensors["page_table"] = torch.zeros(2, 80).int()
         tensors["seq_lens"] = torch.tensor([75, 80])
         try:
             attention = tree_attention(**made)
-            forest = forest_from_page_tables(tensors["page_table"], tensors["seq_lens"])
+            forest = forest_from_page_tables(np.arange(160).reshape(2, 80), [75, 80])
             attention.plan(forest, query_tokens=tokens)
             attention.run(**(tensors | change))
         except (AttentionError, PolicyError) as error:
@@ -314,3 +314,35 @@ def test_more_results_than_stage_2_reads_at_once(device, dtype):
     batch = tensors_of(batch_of(build_forest(range(20), ends[:-1], ends + 3)))
     plan = check(batch, policy="deft-node", dtype=dtype, device=device, sm_scale=0.5)
     assert np.diff(plan.reduce_ptr).max() > 16
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunks", [1, 3, 9])
+@pytest.mark.parametrize(
+    ("kv_dtype", "logit_cap"),
+    [(None, 0.0), (None, 3.0), (EIGHT_BITS[0], 3.0), (EIGHT_BITS[1], 0.0)],
+)
+def test_each_way_to_an_output(device, kv_dtype, logit_cap, chunks):
+    """Outputs of large tiles, of leaves, of leaves that merge, and of stage 2: one sink each."""
+    group = chunks_and_leaves(600, chunks, 20)
+    given = {"kv_dtype": kv_dtype, "scales_on_device": kv_dtype is not None}
+    given |= {"logit_cap": logit_cap, "sinks": torch.float32, "device": device, "grow": 5}
+    plan = check(star(24, 600, [90, 300], spare=5), group=group, **given)
+    assert shapes_of(plan) == [0, 1]
+    assert (len(plan.reduce_query) > 0) == (chunks > 8)
+
+
+@pytest.mark.parametrize("kv_dtype", EIGHT_BITS)
+def test_every_finite_byte_is_its_number(kv_dtype):
+    """One token: its value is the output, whatever its key."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
+    finite = numbers.float().isfinite()
+    v = torch.where(finite, numbers.float(), 0.0).to(kv_dtype).reshape(4, 1, 64)
+    attention = tree_attention(num_query_heads=1, num_kv_heads=1, kv_dtype=kv_dtype, max_batch=4)
+    table, lens = torch.arange(4).int()[:, None], torch.ones(4).int()
+    attention.plan(forest_from_page_tables(table, lens))
+    out = attention.run(torch.ones(4, 1, 64), v, v, table, lens, k_scale=0.001)
+    assert torch.equal(out, v.float())

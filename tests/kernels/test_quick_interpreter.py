@@ -3,10 +3,7 @@
 import pytest
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
-
-from deft_backend.compile import triton_kernel
 
 
 def combine(x, y, out, OPERATION: tl.constexpr):
@@ -42,14 +39,3 @@ def test_largest_integers_pass_and_larger_ones_do_not():
 def test_different_shapes_are_refused():
     with pytest.raises(InterpreterError, match="incompatible dimensions"):
         run("shapes", [0] * 4, [0] * 4)
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_overflow_checks_are_switched_and_restored(on, monkeypatch):
-    before = interpreter.interpreter_builder.options
-    with triton_kernel._overflow_checks(on):
-        assert interpreter.interpreter_builder.options.sanitize_overflow is on
-    assert interpreter.interpreter_builder.options is before
-    monkeypatch.delattr(interpreter, "interpreter_builder")  # a version of Triton without it
-    with triton_kernel._overflow_checks(on):
-        pass

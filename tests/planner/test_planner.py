@@ -72,11 +72,6 @@ def test_every_tile_shape_and_special_batches(name, lens, shared):
     plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
     check_plan(batch, plan, GQA, 7)
 
-    batch = wide_batch(len(lens), shared, max(lens) - shared, np.array(lens, dtype=np.int32))
-    forest = batch.forest()
-    plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
-    check_plan(batch, plan, GQA, 7)
-
 
 def _corruptions(plan):
     found = {}
