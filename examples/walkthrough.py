@@ -111,7 +111,9 @@ def read_plan(arrays: DevicePlan) -> Plan:
         "reduce_query": merged,
         "reduce_ptr": merged + 1,
     }
-    return Plan(**{name: arrays[name][:count].numpy().copy() for name, count in counts.items()})
+    return Plan(
+        **{name: arrays[name][:count].cpu().numpy().copy() for name, count in counts.items()}
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from triton import knobs
 from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
-from deft_backend import TreeAttention
+from attention_checks import tree_attention
 from deft_backend.compile import variants
 from deft_backend.compile.variants import Variant, compile_all, compiling_for, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
 from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
 from deft_backend.hosts.common.limits import planned_on_device
-from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.hosts.common.warm_up import LayerKind
 from deft_backend.kernels import Gpu, configurations
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
 from deft_backend.kernels.hopper import versions as gluon_versions
@@ -42,18 +41,16 @@ def server(host, heads=(32, 8), head_dim=128):
     )
 
 
-def attention_of(described, policy="auto"):
-    return TreeAttention(
+def attention_of(described):
+    return tree_attention(
         num_query_heads=described.num_query_heads,
         num_kv_heads=described.num_kv_heads,
         head_dim=described.head_dim,
         dtype=described.dtype,
-        device="cpu",
         page_size=described.page_size,
         max_batch=described.max_batch,
         kv_dtype=described.kv_dtype,
         query_tokens=described.query_tokens,
-        policy=policy,
         compiled_for=HOPPER,
     )
 
@@ -78,35 +75,31 @@ def step_of(attention, described, batch, width, tokens=1):
     }
 
 
-class Served(NamedTuple):
-    """A server besides its heads: what it verifies, its KV cache and its layers."""
-
-    host: str
-    drafts: Drafts | None = None
-    kv_dtype: torch.dtype | None = None
-    layers: tuple[LayerKind, ...] = (LayerKind(),)
-
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SINKS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
 SERVED = {
-    "sglang": Served("sglang"),
-    "vllm": Served("vllm"),
-    "sglang-chain": Served("sglang", drafts_of("sglang", 5)),
-    "sglang-long-chain": Served("sglang", drafts_of("sglang", 40)),
-    "sglang-tree": Served("sglang", drafts_of("sglang", 8, trees=True)),
-    "sglang-large-tree": Served("sglang", drafts_of("sglang", 64, trees=True)),
-    "vllm-chain": Served("vllm", drafts_of("vllm", 4)),
-    "vllm-long-chain": Served("vllm", drafts_of("vllm", 39)),
-    "sglang-e4m3": Served("sglang", kv_dtype=E4M3),
-    "sglang-e5m2-chain": Served("sglang", drafts_of("sglang", 5), E5M2),
-    "vllm-e4m3": Served("vllm", kv_dtype=E4M3),
-    "vllm-e5m2-chain": Served("vllm", drafts_of("vllm", 4), E5M2),
-    "sglang-sinks": Served("sglang", layers=SINKS),
-    "vllm-sinks": Served("vllm", layers=SINKS[2:]),
-    "vllm-all": Served("vllm", drafts_of("vllm", 4), E4M3, SINKS),
-    "sglang-all": Served("sglang", drafts_of("sglang", 5, trees=True), E4M3, SINKS),
+    "sglang": {},
+    "vllm": {},
+    "sglang-chain": {"drafts": drafts_of("sglang", 5)},
+    "sglang-long-chain": {"drafts": drafts_of("sglang", 40)},
+    "sglang-tree": {"drafts": drafts_of("sglang", 8, trees=True)},
+    "sglang-large-tree": {"drafts": drafts_of("sglang", 64, trees=True)},
+    "vllm-chain": {"drafts": drafts_of("vllm", 4)},
+    "vllm-long-chain": {"drafts": drafts_of("vllm", 39)},
+    "sglang-e4m3": {"kv_dtype": E4M3},
+    "sglang-e5m2-chain": {"drafts": drafts_of("sglang", 5), "kv_dtype": E5M2},
+    "vllm-e4m3": {"kv_dtype": E4M3},
+    "vllm-e5m2-chain": {"drafts": drafts_of("vllm", 4), "kv_dtype": E5M2},
+    "sglang-sinks": {"layers": SINKS},
+    "vllm-sinks": {"layers": SINKS[2:]},
+    "vllm-all": {"drafts": drafts_of("vllm", 4), "kv_dtype": E4M3, "layers": SINKS},
+    "sglang-all": {
+        "drafts": drafts_of("sglang", 5, trees=True),
+        "kv_dtype": E4M3,
+        "layers": SINKS,
+    },
 }
+"""Servers by their host and what they have besides heads of one dtype."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "gluon"])
@@ -130,8 +123,8 @@ OTHER_HEADS = [(heads, host) for heads in ((64, 8), (8, 8)) for host in ("sglang
 )
 def test_exactly_what_steps_launch_is_compiled(heads, name, gluon):
     """Verifications, decode, caches of 8 bits, and layers with sinks or a soft cap."""
-    host, drafts, kv_dtype, layers = SERVED[name]
-    described = replace(server(host, heads), drafts=drafts, kv_dtype=kv_dtype, layers=layers)
+    described = replace(server(name.split("-")[0], heads), **SERVED[name])
+    drafts = described.drafts
     compiled = set(described.variants(HOPPER, Settings()))
     held = planned_on_device(2048, described.query_tokens, heads[0] // heads[1])
     attention = attention_of(replace(described, max_batch=held))

@@ -1,7 +1,6 @@
 """Programs that number themselves: every number once, and the first ones on different SMs."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from hypothesis import strategies as st
 from test_gluon_kernels import emulation, use_gluon  # noqa: F401
 
 import gluon_emulator
-from attention_checks import tree_attention
-from deft_backend import TreeAttention, forest_from_page_tables
-from deft_backend.attention.reference_attention import reference_attention, relative_error
+from attention_checks import check
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
 from deft_backend.kernels.hopper import large_tile_memory
 from deft_backend.planner.encoding import ARRIVALS
@@ -70,67 +67,41 @@ def test_every_number_is_one_programs(data, programs, sms, stale):
         assert len(first) == used
 
 
-class Attended(NamedTuple):
-    """An attention over a random batch."""
-
-    attention: TreeAttention
-    table: torch.Tensor
-    lens: torch.Tensor
-    num_pages: int
-
-    @property
-    def arrivals(self):
-        return self.attention.arrays["arrivals"]
-
-    def plan(self):
-        return self.attention.plan(forest_from_page_tables(self.table, self.lens, 16))
-
-
-def attended(seed, policy):
-    attention = tree_attention(
-        num_kv_heads=1, dtype=torch.float16, page_size=16, max_batch=9, policy=policy
-    )
-    return Attended(attention, *random_batch(seed, 16, 9, longest=300))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_counters_are_0_after_an_attention(seed, monkeypatch):
     """So the next attention counts from 0 on."""
-    given = attended(seed, "deft-node")
-    attention, arrivals = given.attention, given.arrivals
-    use_gluon(attention, 1, 3)
-    shape = attention._shapes[1]
-    small, large, masked = shape.config.tiles
-    tiles = (small, replace(large, programs=64), masked)
-    attention._shapes[1] = shape._replace(config=replace(shape.config, tiles=tiles))
-    begin, end = given.plan().items_of(1)
-    assert 0 < end - begin <= 32, "not a batch of few items; take another seed"
-    before_stage_2 = []
+    made, before_stage_2 = [], []
     stage_2 = REDUCE_PARTIALS.launch
 
+    def prepare(attention):
+        use_gluon(attention, 1, 3)
+        shape = attention._shapes[1]
+        small, large, masked = shape.config.tiles
+        tiles = (small, replace(large, programs=64), masked)
+        attention._shapes[1] = shape._replace(config=replace(shape.config, tiles=tiles))
+        made.append(attention.arrays["arrivals"])
+
     def launch(*arguments, **options):
-        before_stage_2.append(int(arrivals[:2].sum()))
+        before_stage_2.append(int(made[0][:2].sum()))
         stage_2(*arguments, **options)
 
     monkeypatch.setattr(REDUCE_PARTIALS, "launch", launch)
-    q = torch.randn(9, 4, 64).half()
-    k_cache, v_cache = torch.randn(2, given.num_pages, 16, 1, 64).half()
-    expected = reference_attention(q, k_cache, v_cache, given.table, given.lens)
-    for _ in range(2):
-        attention.poison_workspace()
-        out = attention.run(q, k_cache, v_cache, given.table, given.lens, static_launch=True)
-        assert relative_error(out, expected) <= 1e-3
-        assert not arrivals.any()
-    assert before_stage_2 == [64, 64]
+    batch = random_batch(seed, 16, 9, longest=300)
+    given = {"heads": (4, 1), "page_size": 16, "policy": "deft-node", "static_launch": True}
+    attention = check(batch, prepare=prepare, **given)
+    begin, end = attention.batch.plan.items_of(1)
+    assert 0 < end - begin <= 32, "not a batch of few items; take another seed"
+    assert before_stage_2 == [64]
+    assert not made[0].any()
 
 
-@pytest.mark.parametrize("planner", ["host", "device"])
-def test_a_plan_sets_the_counters_to_0(planner):
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_plan_sets_the_counters_to_0(on_device):
     """Whatever a step that was broken off left there."""
-    given = attended(5, "auto")
-    given.arrivals.fill_(7)
-    if planner == "device":
-        given.attention.plan_batch(given.table, given.lens, on_device=True)
-    else:
-        given.plan()
-    assert not given.arrivals.any()
+
+    def prepare(attention):
+        attention.arrays["arrivals"].fill_(7)
+
+    batch = random_batch(5, 16, 9, longest=300)
+    attention = check(batch, page_size=16, on_device=on_device, prepare=prepare)
+    assert not attention.arrays["arrivals"].any()

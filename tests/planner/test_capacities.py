@@ -7,11 +7,11 @@ plan at the same ones.
 from functools import cache
 
 import pytest
-from test_device_planner import all_candidates, check, items_of, plans_of
+from test_device_planner import all_candidates, items_of, plans_of
 
 from deft_backend.planner import PlanCapacity, plan_forest
 from deft_backend.policies import POLICIES, Target
-from strategies import batch_of, regular_forest
+from strategies import batch_of, check_plan, regular_forest
 
 __all__ = ["all_candidates"]
 
@@ -60,7 +60,7 @@ def test_the_device_finds_each_limit_where_the_reference_does(policy, name):
     for places in (places - less for places in limits for less in (1, 0)):
         held = capacity(name, places)
         _, made = plans_of(BATCH, TARGET, held, policy=POLICIES[policy])
-        check(BATCH, made, TARGET)
+        check_plan(BATCH, made, TARGET)
         assert made.num_items <= held.max_items
         assert len(made.entry_query) <= held.max_entries
         assert len(made.segment_request) <= held.max_segments

@@ -16,7 +16,7 @@ from deft_backend.attention import AttentionError
 from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import build_forest
-from deft_backend.planner import DevicePlan, Plan, PlanCapacity, plan_forest
+from deft_backend.planner import DevicePlan, PlanCapacity, plan_forest
 from deft_backend.planner.on_device import DevicePlanner, largest_batch
 from deft_backend.planner.on_device import planner as planner_module
 from deft_backend.planner.on_device.launch_numbers import ProgramWork
@@ -31,6 +31,7 @@ from deft_backend.policies import (
 )
 from deft_backend.policies.grouping import longest_first
 from deft_backend.shapes import MAX_MERGED
+from examples.walkthrough import read_plan
 from strategies import GROWTH, Batch, batch_of, batches, check_plan, regular_forest, targets
 
 CPU = torch.device("cpu")
@@ -44,31 +45,6 @@ def planner_for(target, batch, page_size, capacity=None, device=CPU, policy=AUTO
     return DevicePlanner(target, policy, plan, device, page_size, overlapped=overlapped), plan
 
 
-def read(plan):
-    """The plan on the device, cut to its counts."""
-    tiles = plan["tile_ptr"].cpu().numpy().copy()
-    items, reduced = int(tiles[-1]), int(plan["num_reduce"][0])
-    entries = int(plan["item_query_ptr"][items])
-    segments = int(plan["item_segment_ptr"][items])
-
-    def cut(name, count):
-        return plan[name][:count].cpu().numpy().copy()
-
-    return Plan(
-        tile_ptr=tiles,
-        item_segment_ptr=cut("item_segment_ptr", items + 1),
-        item_query_ptr=cut("item_query_ptr", items + 1),
-        **{
-            n: cut(f"segment_{n[8:]}", segments)
-            for n in ("segment_request", "segment_start", "segment_end", "segment_span")
-        },
-        entry_query=cut("entry_query", entries),
-        entry_slot=cut("entry_slot", entries),
-        reduce_query=cut("reduce_query", reduced),
-        reduce_ptr=cut("reduce_ptr", reduced + 1),
-    )
-
-
 def plan_of(batch, target=TARGET, capacity=None, device=CPU, policy=AUTO):
     requests = len(batch.seq_lens)
     planner, plan = planner_for(target, max(1, requests), batch.page_size, capacity, device, policy)
@@ -77,7 +53,7 @@ def plan_of(batch, target=TARGET, capacity=None, device=CPU, policy=AUTO):
     tables = torch.from_numpy(np.ascontiguousarray(batch.page_tables))
     rows = torch.arange(requests, dtype=torch.int32, device=device)
     planner.plan(tables.to(device), rows, torch.from_numpy(batch.seq_lens).to(device))
-    return read(plan)
+    return read_plan(plan)
 
 
 def items_of(plan):
@@ -96,10 +72,6 @@ def items_of(plan):
             )
         )
     )
-
-
-def check(batch, plan, target=TARGET):
-    check_plan(batch, plan, target)
 
 
 def plans_of(batch, target, capacity, device=CPU, policy=AUTO):
@@ -135,8 +107,8 @@ def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
     planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(16))
     tables, lens = (torch.from_numpy(a) for a in (batch.page_tables, batch.seq_lens))
     planner.plan(tables[:, :8].contiguous(), torch.arange(2), lens, private_tokens=private)
-    ends = [end for queries, (_, end), *_ in items_of(read(plan)) if queries == 2]
-    assert (max(ends, default=0), len(read(plan).entry_query)) == (shared, 4)
+    ends = [end for queries, (_, end), *_ in items_of(read_plan(plan)) if queries == 2]
+    assert (max(ends, default=0), len(read_plan(plan).entry_query)) == (shared, 4)
 
 
 @settings(deadline=None, max_examples=25)
@@ -244,7 +216,7 @@ def test_the_host_planner_decides_the_same_by_every_policy(name, seed):
         device = plan_of(batch, target, capacity, policy=policy)
         expected = makespan_of(host, batch, target)
         assert makespan_of(device, batch, target) == pytest.approx(expected, rel=0.01)
-    check(batch, device, target)
+    check_plan(batch, device, target)
 
 
 @settings(deadline=None, max_examples=50)
@@ -258,7 +230,7 @@ def test_every_policys_plan_attends_to_every_token_once(batch, target, name, wei
     policy = POLICIES[name]
     if name == "fasttree":
         policy = FastTree(FastTreeCoefficients(*weights))
-    check(batch, plan_of(batch, target, policy=policy), target)
+    check_plan(batch, plan_of(batch, target, policy=policy), target)
 
 
 @pytest.mark.usefixtures("all_candidates")
@@ -270,7 +242,7 @@ def test_a_policy_that_does_not_fit_reads_whole_contexts(name):
     policy = POLICIES[name] if name != "fasttree" else FastTree(FastTreeCoefficients(0, 0, 0))
     capacity = PlanCapacity(24, 200, 60, 200)
     _, plan = plans_of(batch, TARGET, capacity, policy=policy)
-    check(batch, plan)
+    check_plan(batch, plan, TARGET)
     assert set(np.diff(plan.item_query_ptr).tolist()) == {1}
     assert len(plan.entry_query) <= capacity.max_entries
 
@@ -311,8 +283,8 @@ def test_what_an_interrupted_plan_left_behind_gives_no_wrong_plan():
     tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
     for _ in range(2):
         planner.plan(tables, torch.arange(12, dtype=torch.int32), lens)
-        check(batch, read(plan))
-    assert items_of(read(plan)) == items_of(plan_of(batch))
+        check_plan(batch, read_plan(plan), TARGET)
+    assert items_of(read_plan(plan)) == items_of(plan_of(batch))
 
 
 @pytest.mark.parametrize("length", [1 << 29, (1 << 30) + (1 << 28), (1 << 31) - (1 << 20)])
@@ -351,7 +323,7 @@ def check_same(batch, capacity, device=CPU):
     host, found = plans_of(batch, target, capacity, device)
     uncut, _ = plan_forest(batch.forest(), Auto(), replace(target, block_tokens=1 << 15), capacity)
     assert host.num_items > uncut.num_items
-    check(batch, found, target)
+    check_plan(batch, found, target)
 
 
 @pytest.mark.usefixtures("all_candidates")
@@ -380,7 +352,7 @@ def test_what_a_row_held_before_it_ended_is_not_shared():
     lens = np.array([3, 6, 6, 6], dtype=np.int32) * 512 + 1
     plan = plan_of(Batch(tables, lens, 512))
     tables[:, :6] &= ~1  # both copies hold the same tokens
-    check(Batch(tables, lens, 512), plan)
+    check_plan(Batch(tables, lens, 512), plan, TARGET)
 
 
 def test_no_page_is_looked_for_beyond_the_table():
@@ -389,7 +361,7 @@ def test_no_page_is_looked_for_beyond_the_table():
     planner, plan = planner_for(TARGET, 3, 512)
     rows, lens = torch.arange(3), torch.full((3,), 18 * 512, dtype=torch.int32)
     planner.plan(torch.from_numpy(wide)[:, :6], rows.int(), lens)
-    made = read(plan)
+    made = read_plan(plan)
     shared = np.diff(made.item_query_ptr) > 1
     assert made.segment_end[shared].max() == 6 * 512
 
@@ -410,7 +382,7 @@ def test_what_was_planned_before_decides_nothing(data):
         planner.plan(tables, rows, torch.from_numpy(batch.seq_lens))
         if id(batch) not in fresh:
             fresh[id(batch)] = plan_of(batch, capacity=PlanCapacity.for_batch(64))
-        made = read(plan)
+        made = read_plan(plan)
         for name, expected in vars(fresh[id(batch)]).items():
             np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
@@ -572,10 +544,10 @@ def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch,
             TARGET, 8, 1, PlanCapacity(8, 256, 512, 512), policy=POLICIES[name]
         )
         planner.plan(tables, rows, lens)
-        first, names = read(plan).arrays(), [*launched]
+        first, names = read_plan(plan).arrays(), [*launched]
         for _ in range(3):
             planner.plan(tables, rows, lens)
-            np.testing.assert_equal(read(plan).arrays(), first)
+            np.testing.assert_equal(read_plan(plan).arrays(), first)
         assert planner.counters[0] == 4
         assert len(launched) == len(names) * (3 if lost is None else 4)
         assert len(caplog.messages) == bool(lost)
