@@ -12,10 +12,10 @@ def sglang():
     import sglang_fakes as fakes
     from attention_checks import tree_attention
 
-    _, table, lens = fakes.requests_of([[5, 6, 7], [5, 6, 8]], fakes.Tree())
+    _, table, lens = fakes.requests_of([[5, 6, 7], [5, 6, 8]])
     pool = fakes.MHATokenToKVPool()
-    own = fakes.recording_backend(fakes.load_host(), pool, table, [])()
-    server = fakes.fake_server(own, tree_attention(max_batch=4), table, [], pool)
+    own = fakes.recording_backend(fakes.load_host(), pool, table)()
+    server = fakes.FakeServer(own, tree_attention(max_batch=4))
     for kind in ("extend", "decode"):
         batch = fakes.make_batch(kind, table, [1, 2], lens)
         server.step(batch, fakes.make_layer(), fakes.make_layer(layer_id=1))

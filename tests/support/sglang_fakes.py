@@ -1,6 +1,6 @@
 """Small stand-ins for SGLang: a radix tree, requests, layers, a KV cache, a backend."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,9 +81,9 @@ class Tree:
         return list(range(self.next_slot - count, self.next_slot))
 
 
-def requests_of(prompts, tree, private=1):
+def requests_of(prompts, private=1, tree=None):
     """Requests over a tree, their page table, and their lengths (`private` tokens beyond)."""
-    made = []
+    made, tree = [], tree or Tree()
     for prompt in prompts:
         node, slots = tree.insert(prompt)
         made.append((node, slots + tree.take(private)))
@@ -113,8 +113,12 @@ def make_layer(**changes):
     return SimpleNamespace(**{**shape, **cap, **span, **kind, **changes})
 
 
-class FakePool:
-    """Keys and values of each layer: `k` and `v` are those of layer 0."""
+class MHATokenToKVPool:
+    """The only kind of pool that tree attention reads; `k` and `v` are those of layer 0."""
+
+    store_dtype = torch.float16
+    start_layer = 0
+    layer_num = 2
 
     def __init__(self, slots=64, heads=2):
         shape, generator = (2, slots, heads, 64), torch.Generator().manual_seed(0)
@@ -130,14 +134,6 @@ class FakePool:
 
     def get_value_buffer(self, layer_id):
         return self.buffers[layer_id][1]
-
-
-class MHATokenToKVPool(FakePool):
-    """A pool with the name of the only kind that tree attention reads."""
-
-    store_dtype = torch.float16
-    start_layer = 0
-    layer_num = 2
 
 
 class SWAKVPool:
@@ -202,46 +198,49 @@ def eight_bit_pool(slots):
     return pool
 
 
-def recording_backend(host, pool, table, calls):
-    """A class of the host's backends that notes each call in `calls` and attends to nothing.
+def recording_backend(host, pool, table):
+    """A class of the host's backends that notes its `calls` and attends to nothing.
 
     It writes keys and values if it is asked to, as a host's backend does.
     """
 
-    def write(k, v, layer, batch, save_kv_cache):
-        if save_kv_cache and k is not None:
-            loc = SimpleNamespace(loc=batch.out_cache_loc, swa_loc=batch.out_cache_loc)
-            pool.set_kv_buffer(layer, loc, k, v)
+    noted = []
 
     class HostBackend(host.AttentionBackend):
         token_to_kv_pool = pool
         req_to_token_pool = SimpleNamespace(req_to_token=torch.from_numpy(table))
+        calls = noted
 
         def init_forward_metadata(self, forward_batch):
-            calls.append("metadata")
+            self.calls.append("metadata")
 
         def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
-            calls.append("capture" if in_capture else "replay")
+            self.calls.append("capture" if in_capture else "replay")
 
         def init_forward_metadata_in_graph(self, forward_batch):
-            calls.append("in graph")
+            self.calls.append("in graph")
 
         def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
-            calls.append("decode")
-            write(k, v, layer, batch, save_kv_cache)
+            self.calls.append("decode")
+            self.write(k, v, layer, batch, save_kv_cache)
             return torch.zeros_like(q)
 
         def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
-            calls.append("extend")
-            write(k, v, layer, batch, save_kv_cache)
+            self.calls.append("extend")
+            self.write(k, v, layer, batch, save_kv_cache)
             return q
+
+        def write(self, k, v, layer, batch, save_kv_cache):
+            if save_kv_cache and k is not None:
+                loc = SimpleNamespace(loc=batch.out_cache_loc, swa_loc=batch.out_cache_loc)
+                pool.set_kv_buffer(layer, loc, k, v)
 
     return HostBackend
 
 
-def query(tokens=2):
-    """Queries, keys and values of a step; the same ones in every call."""
-    generator = torch.Generator().manual_seed(1)
+def query(tokens=2, seed=1):
+    """Queries, keys and values of a step."""
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 64, generator=generator) for heads in (4, 2, 2))
     return q.flatten(1), k, v
 
@@ -255,8 +254,35 @@ def make_batch(kind, table, rows, lens, **changes):
     return SimpleNamespace(**{**made, "out_cache_loc": slots, "spec_info": None, **changes})
 
 
-class FakeServer(SimpleNamespace):
-    """Our `backend` around one of the host's, which notes its `calls`; used as the host uses it."""
+def tree_layers(host, attention, state=None, host_layers=MappingProxyType({}), **options):
+    """The layers of a model in which tree attention may run all but these."""
+    from deft_backend.hosts.sglang.tree_layers import TreeLayers
+
+    division = Division({0: LayerShape(4, 2, 64)}, host_layers)
+    return TreeLayers(host, attention, state or make_state(), division, **options)
+
+
+class FakeServer:
+    """Our `backend` around one of the host's, for batches of two requests and more; used as the
+    host uses it.
+    """
+
+    def __init__(self, own, attention, batch=None, layers=tree_layers, **of_steps):
+        self.own, self.attention, self.batch, self.calls = own, attention, batch, own.calls
+        self.pool = own.token_to_kv_pool
+        self.table = own.req_to_token_pool.req_to_token.numpy()
+        self.surround(layers, **of_steps)
+
+    def surround(self, layers=tree_layers, **of_steps):
+        """With layers made by a function, and with options of steps."""
+        from deft_backend.hosts.sglang.backend import surround
+        from deft_backend.hosts.sglang.steps import TreeSteps
+
+        vars(self.own).pop("deft", None)
+        self.layers = layers(self.own, self.attention)
+        self.state = self.layers.state
+        self.steps = TreeSteps(self.layers, Settings(min_batch=2), **of_steps)
+        self.backend = surround(self.own, self.steps)
 
     def forward(self, batch, layer=None, **changes):
         """One layer of a step, with the tensors of :func:`query`."""
@@ -264,19 +290,25 @@ class FakeServer(SimpleNamespace):
         given = {"q": q, "k": k, "v": v, "layer": layer or make_layer(), "forward_batch": batch}
         return self.backend.forward(**{**given, **changes})
 
-    def step(self, batch, *layers):
-        """The layers of an eager step, at least one; the output of the last."""
-        self.backend.init_forward_metadata(batch)
+    def layers_of(self, batch, *layers):
+        """Layers of a step, at least one; the output of the last."""
         return [self.forward(batch, layer) for layer in layers or (None,)][-1]
+
+    def step(self, batch, *layers):
+        """An eager step; the output of its last layer."""
+        self.backend.init_forward_metadata(batch)
+        return self.layers_of(batch, *layers)
 
     def capture(self, batch, *layers):
         self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        return self.graph(batch, *layers)
+        self.captured = self.layers.step
+        return self.launch(batch, *layers)
 
-    def graph(self, batch, *layers):
-        """What a capture records, at least one layer."""
+    def launch(self, batch, *layers):
+        """What the capture of a batch records, and replays of its graph repeat."""
+        self.layers.step = self.captured
         self.backend.init_forward_metadata_in_graph(batch)
-        return [self.forward(batch, layer) for layer in layers or (None,)][-1]
+        return self.layers_of(batch, *layers)
 
     def replay(self, batch):
         self.backend.init_forward_metadata_out_graph(batch)
@@ -287,34 +319,6 @@ class FakeServer(SimpleNamespace):
         q = query(len(rows))[0]
         expected = decode_attention(self.pool, self.table, rows, lens, q, **step)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def tree_layers(host, attention, state, **options):
-    """The layers of a model in which tree attention may run all; `host_layers`: but these."""
-    from deft_backend.hosts.sglang.tree_layers import TreeLayers
-
-    division = Division({0: LayerShape(4, 2, 64)}, options.pop("host_layers", {}))
-    return TreeLayers(host, attention, state, division, **options)
-
-
-def device_planned(host, attention, state, settings, **options):
-    """The backend that a server gets; `layers`: options of its layers."""
-    from deft_backend.hosts.sglang.backend import surround
-    from deft_backend.hosts.sglang.steps import TreeSteps
-
-    given = {"host_layers": options.pop("host_layers", {}), **options.pop("layers", {})}
-    layers = tree_layers(host, attention, state, **given)
-    return surround(host, TreeSteps(layers, settings, **options))
-
-
-def fake_server(own, attention, table, calls, pool, batch=None, **options):
-    """A server around a backend of the host's, for batches of two requests and more."""
-    state = make_state()
-    backend = device_planned(own, attention, state, Settings(min_batch=2), **options)
-    return FakeServer(
-        **{"backend": backend, "calls": calls, "batch": batch, "state": state, "table": table},
-        **{"attention": attention, "pool": pool, "own": own, "steps": backend.deft},
-    )
 
 
 def load_host():

@@ -1,6 +1,7 @@
 """The attention backend around a stand-in for the host's own: eager steps, captures, replays."""
 
 from ast import literal_eval
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,26 +12,23 @@ from attention_checks import tree_attention
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.versions import read_end
-from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import forest_of
 from drawings import check_asked
 from failure_lines import raising
 from sglang_fakes import (
-    FakePool,
+    FakeServer,
+    MHATokenToKVPool,
     SWAKVPool,
-    Tree,
     decode_attention,
-    device_planned,
     eight_bit_pool,
-    fake_server,
     make_batch,
     make_layer,
-    make_state,
     mode,
     query,
     recording_backend,
     requests_of,
+    tree_layers,
 )
 
 PREFIX = list(range(10, 510))
@@ -39,16 +37,15 @@ SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 
 @pytest.fixture
 def server(host):
-    """A backend over a host that records its calls; the host's graphs hold static tensors."""
-    _, table, lens = requests_of(SHARED, Tree())
-    calls, pool, attention = [], FakePool(520), tree_attention(max_batch=4)
-    own = recording_backend(host, pool, table, calls)()
+    """Its batches share a prefix; the host's graphs hold static tensors."""
+    _, table, lens = requests_of(SHARED)
 
     def batch(kind="decode", size=2):
         rows, lengths = [1, 2, 0, 0, 0, 0][:size], [*lens.tolist(), 1, 1, 1, 1][:size]
         return make_batch(kind, table, rows, lengths)
 
-    return fake_server(own, attention, table, calls, pool, batch)
+    own = recording_backend(host, MHATokenToKVPool(520), table)()
+    return FakeServer(own, tree_attention(max_batch=4), batch)
 
 
 def written(server, batch, layer_id=0):
@@ -71,7 +68,7 @@ def test_an_eager_step_is_planned_from_the_page_table(server):
 
 
 def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
-    """Capture with a dummy batch padded to four; replay by hand over other rows and lengths."""
+    """Capture with a dummy batch padded to four; replay over other rows and lengths."""
     static, real = server.batch(size=4), server.batch(size=4)
     static.seq_lens.fill_(1)
     static.req_pool_indices.fill_(0)
@@ -84,22 +81,7 @@ def test_what_is_captured_plans_whatever_it_is_replayed_for(server):
     assert server.calls == ["capture", "in graph"], "the replay needs no metadata of the host"
     assert server.steps.reads_during_forward(real.forward_mode)
     assert forest_of(server.state.batch).tokens_stored == len(PREFIX) + 5
-    # The graph holds the planning, and the launches of one layer.
-    table = torch.from_numpy(server.table)
-    server.attention.plan_batch(
-        table, static.seq_lens, table_rows=static.req_pool_indices, on_device=True
-    )
-    out = server.attention.run(
-        query(4)[0].view(4, 4, 64),
-        server.pool.k,
-        server.pool.v,
-        table,
-        static.seq_lens,
-        table_rows=static.req_pool_indices,
-        sm_scale=0.125,
-        static_launch=True,
-    )
-    server.close(out.view(4, -1), real)
+    server.close(server.launch(static), real)
 
 
 def test_small_large_and_other_batches_are_the_hosts(server):
@@ -118,10 +100,11 @@ def test_small_large_and_other_batches_are_the_hosts(server):
     assert server.state.counters().steps_tree == 0
 
 
-def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server):
+def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server, caplog):
     server.capture(server.batch(), make_layer(sliding_window_size=8, layer_id=1))
     assert server.calls == ["capture", "in graph", "decode"]
     assert server.state.device_tree_layers == server.state.num_layers - 1
+    assert "layers with a sliding window decode through the host's" in caplog.text
     server.replay(server.batch())
     assert server.calls[-1] == "replay"
     assert server.steps.reads_during_forward(mode("decode"))
@@ -161,15 +144,14 @@ def test_keys_and_values_of_8_bits(host, fails, scales, monkeypatch, failures):
     pool = eight_bit_pool(64)
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
 
-    class Host(recording_backend(host, pool, table, [])):
-        def forward_decode(self, q, k, v, layer, batch, save_kv_cache=True):
+    class Host(recording_backend(host, pool, table)):
+        def write(self, k, v, layer, batch, save_kv_cache):
             if save_kv_cache:
                 location = KVWriteLoc(batch.out_cache_loc, None)
                 pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
-            return torch.zeros_like(q)
 
     attention = tree_attention(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=4)
-    backend = device_planned(Host(), attention, make_state(), Settings(min_batch=1))
+    backend = FakeServer(Host(), attention).backend
     batch = make_batch("decode", table, [0, 1], [5, 6])
     backend.init_forward_metadata(batch)
     if fails:
@@ -256,7 +238,7 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
     assert backend.shared_read_ends(decode) == read_end()
     assert backend.shared_read_ends(mode("extend")) == "the host's"
     # The host captures the size again, for itself: its earlier graph may still run.
-    server.steps.layers.failure.reason = "planning failed"
+    server.layers.failure.reason = "planning failed"
     backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
     assert backend.shared_read_ends(decode) == read_end()
 
@@ -265,10 +247,9 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
     pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
     left = dict.fromkeys((0, 2), "a sliding window")
-    own = recording_backend(host, pool, server.table, server.calls)()
-    server.backend = device_planned(
-        own, server.attention, server.state, Settings(min_batch=2), host_layers=left
-    )
+    own = recording_backend(host, pool, server.table)()
+    layers = partial(tree_layers, host_layers=left)
+    server = FakeServer(own, server.attention, server.batch, layers)
     server.pool = SimpleNamespace(**dict(zip("kv", pool.full_kv_pool.buffers[1], strict=True)))
     first, full, last = (
         make_layer(layer_id=at, sliding_window_size=8 if at in left else -1) for at in range(3)
@@ -343,18 +324,6 @@ def test_a_layers_sinks_scale_and_soft_cap_are_used(server):
     assert server.calls == []
 
 
-def test_layers_that_are_left_to_the_host_get_its_metadata_once(server, caplog):
-    batch = server.batch()
-    server.backend.init_forward_metadata(batch)
-    for layer_id in (1, 2):
-        server.forward(batch, make_layer(sliding_window_size=8, layer_id=layer_id))
-        assert written(server, batch, layer_id)
-    server.forward(batch)
-    assert server.calls == ["metadata", "decode", "decode"]
-    assert caplog.text.count("layers with a sliding window decode through the host's") == 1
-    assert server.state.counters().steps_tree == 1
-
-
 @pytest.mark.parametrize("change", [{"q_rope": torch.zeros(4)}, {"k": None}])
 def test_arguments_that_are_not_known_are_handed_on(server, change):
     batch = server.batch()
@@ -364,23 +333,7 @@ def test_arguments_that_are_not_known_are_handed_on(server, change):
     assert server.calls == ["metadata", "decode"]
     server.forward(batch, make_layer(layer_id=1), **change)  # also if a layer's first call has them
     assert server.calls == ["metadata", "decode", "decode"]
-    assert server.steps.layers.tree_layers == server.state.num_layers - 1
-
-
-def test_a_step_whose_kernel_fails_is_the_hosts_step(server, failures, monkeypatch):
-    """It is planned, and so counted, before its first layer fails; the step before it counts."""
-    server.step(server.batch())
-    before = server.state.counters()
-    monkeypatch.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
-    batch = server.batch()
-    server.step(batch, make_layer(), make_layer(layer_id=1))
-    assert written(server, batch, 0)
-    assert written(server, batch, 1)
-    server.backend.init_forward_metadata(server.batch())
-    assert server.calls == ["metadata", "decode", "decode", "metadata"]
-    assert "a kernel failed (RuntimeError('out of resources'))" in failures.pop()
-    grown = server.state.counters() - before
-    assert (grown.steps_tree, grown.steps_host) == (0, {"kernel failed": 2})
+    assert server.layers.tree_layers == server.state.num_layers - 1
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
@@ -394,10 +347,7 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
         return decode_attention(server.pool, server.table, rows, lens, q).float() + wrong
 
     type(server.own).forward_decode = forward_decode
-    del server.own.deft
-    server.backend = device_planned(
-        server.own, server.attention, server.state, Settings(min_batch=2), layers={"verify": True}
-    )
+    server.surround(partial(tree_layers, verify=True))
     batch = server.batch()
     out = server.step(batch)
     if not wrong:
@@ -421,11 +371,7 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
 
 def test_models_that_call_their_backend_find_its_metadata(server):
     """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
-    del server.own.deft
-    layers = {"model_asks": True}
-    server.backend = device_planned(
-        server.own, server.attention, server.state, Settings(min_batch=2), layers=layers
-    )
+    server.surround(partial(tree_layers, model_asks=True))
     batch = server.batch()
     assert server.step(batch).any()
     server.forward(batch, make_layer(sliding_window_size=8, layer_id=1))
@@ -436,37 +382,21 @@ def test_models_that_call_their_backend_find_its_metadata(server):
     assert server.calls == ["replay"]
 
 
-def test_a_model_that_asks_meets_the_hosts_backend(server, host):
-    """Its class, its attributes in both directions, its methods, and those of its base class."""
+def test_a_model_that_asks_meets_the_hosts_backend(server):
+    """By the context of a forward; it has the class and the attributes of the host's."""
     from sglang.srt.model_executor.forward_context import (
         ForwardContext,
         forward_context,
         get_attn_backend,
     )
 
-    own, kind = server.own, type(server.own)
-    kind.metadata_of_models = lambda self, batch: (self.tail_layer, self.forward_metadata, batch)
-    own.forward_metadata = "made by the host"
     with forward_context(ForwardContext(attn_backend=server.backend)):
         backend = get_attn_backend()
-    assert isinstance(backend, kind)
-    assert isinstance(backend, host.AttentionBackend)
+    assert isinstance(backend, type(server.own))
     backend.tail_layer = 7
-    assert backend.metadata_of_models("batch") == (7, "made by the host", "batch")
-    assert own.tail_layer == 7
-    own.tail_layer = 8
-    assert backend.tail_layer == 8
-    del backend.tail_layer
-    assert not hasattr(own, "tail_layer")
-    own.extra, kind.support_triton = "of the host", lambda self: False
-    assert (backend.extra, backend.support_triton()) == ("of the host", False)
-    with pytest.raises(AttributeError, match="no_such_member"):
-        _ = backend.no_such_member
-    with pytest.raises(NotImplementedError):  # the host's base class defines it
-        backend.init_cuda_graph_state(1, 1)
-    for needed in (False, True):
-        own.needs_cpu_seq_lens = needed
-        assert backend.needs_cpu_seq_lens is needed
+    assert server.own.tail_layer == 7
+    server.own.needs_cpu_seq_lens = False
+    assert not backend.needs_cpu_seq_lens
 
 
 def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server):

@@ -14,12 +14,11 @@ from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.state import ServerState
 from drawings import check_asked
 from failure_lines import raising
 from sglang_fakes import (
-    FakePool,
     MHATokenToKVPool,
+    SWAKVPool,
     make_state,
     recording_backend,
     tree_layers,
@@ -46,28 +45,26 @@ def test_the_draft_models_runner_keeps_the_hosts_backend(host):
         ("triton", torch.float8_e4m3fn, 0.02, False),
     ],
 )
+@pytest.mark.parametrize("scaled", ["k_scale", "v_scale"])
 def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
-    host, name, cache, scale, refused, monkeypatch
+    host, name, cache, scale, refused, scaled, monkeypatch
 ):
     """SGLang's torch backends write and read such a cache without its scales."""
     from deft_backend.hosts.sglang import layers as model_layers
 
-    layers = [
-        SimpleNamespace(k_scale=None, v_scale=None),
-        SimpleNamespace(k_scale=None, v_scale=scale),
-    ]
+    unscaled = {"k_scale": None, "v_scale": None}
+    layers = [SimpleNamespace(**unscaled), SimpleNamespace(**{**unscaled, scaled: scale})]
     monkeypatch.setattr(model_layers, "attention_layers", lambda model: layers)
     reason = model_layers.ignored_scales(SimpleNamespace(kv_cache_dtype=cache, model=None), name)
-    assert (reason is not None) == refused
-    if refused:
-        assert reason == f"{name} ignores the scales of a KV cache in {cache}"
+    said = f"{name} ignores the scales of a KV cache in {cache}"
+    assert reason == (said if refused else None)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"token_to_kv_pool": FakePool(64)}, "a KV cache of kind FakePool"),
+        ({"token_to_kv_pool": SWAKVPool([], [0])}, "without full-attention layers"),
         ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
     ],
@@ -76,7 +73,7 @@ def test_model_runners_that_are_not_supported(changes, reason):
     runner = {
         "dtype": torch.float16,
         "kv_cache_dtype": torch.float16,
-        "token_to_kv_pool": MHATokenToKVPool(64),
+        "token_to_kv_pool": MHATokenToKVPool(),
     }
     found = unsupported_model(SimpleNamespace(**{**runner, **changes}))
     assert found is None if reason is None else reason in str(found)
@@ -97,6 +94,9 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
         assert not model_layers.model_asks(SimpleNamespace(model=model))
     layer = type("RadixAttention", (torch.nn.Module,), {"__module__": "sglang.srt.layers.x"})
     assert not model_layers.model_asks(SimpleNamespace(model=layer()))
+    monkeypatch.undo()
+    assert "get_attn_backend" in model_layers._source("sys")  # built in: it may ask
+    assert "SimpleNamespace" in model_layers._source(__name__)
 
 
 GROUP = "in host memory"
@@ -121,7 +121,7 @@ def runner_of(monkeypatch, graphs="full", rows=4, **changes):
     runner = {"is_draft_worker": False, "server_args": arguments, "device": "cpu"}
     runner |= {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "req_to_token_pool": table}
     runner |= {"model": torch.nn.Linear(1, 1), "ps": SimpleNamespace(attn_tp_rank=0)}
-    pools = {"token_to_kv_pool": FakePool(64), "req_to_token_pool": table}
+    pools = {"token_to_kv_pool": MHATokenToKVPool(), "req_to_token_pool": table}
     return SimpleNamespace(**{**runner, **changes}), type("OwnBackend", (), pools)()
 
 
@@ -230,32 +230,10 @@ def test_what_an_attention_is_made_for(host, device, monkeypatch):
     assert (layers.division, layers.model_asks, layers._verify) == (FOUR_HEADS, False, True)
 
 
-DECODES = "warm-up shows decodes"
-LATENT = "warm-up shows sharing second graphs observer"
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "settings", "expected"),
-    [
-        ("tree 1 cpu", {}, {}, DECODES),
-        ("tree 2 cpu", {}, {}, f"{DECODES} verification"),
-        ("tree 1 cpu", {"enable_memory_saver": True}, {}, "warm-up decodes"),
-        ("tree 1 cpu", {"skip_server_warmup": True}, {}, "shows decodes"),
-        ("tree 1 cpu", {"enable_mixed_chunk": True}, {}, f"{DECODES} mixed observer"),
-        ("tree 1 cuda", {}, {}, f"{DECODES} eager observer"),
-        ("tree 1 cuda", {"enable_mixed_chunk": True}, {}, f"{DECODES} eager mixed observer"),
-        ("tree 1 cuda", {}, {"policy": "invariant"}, DECODES),
-        ("tree 1 cuda", {}, {"verify": True}, DECODES),
-        ("latent 1 cpu", {}, {}, f"{LATENT} decodes"),
-        ("latent 1 cuda", {}, {}, f"{LATENT} decodes"),
-        ("latent 2 cpu", {}, {}, f"{LATENT} verification"),
-        ("latent 1 cpu", {"graphs": "disabled"}, {}, f"{DECODES} sharing observer"),
-        ("tree 1 cpu", {"read_end": None}, {}, f"{DECODES} fence"),
-        ("tree 1 cpu", {"read_end": None, "graphs": "disabled"}, {}, DECODES),
-    ],
-)
-def test_what_a_server_gets(host, kind, changes, settings, expected, monkeypatch):
-    """SGLang 0.5.17 does not ask when page tables were read: its `read_end` is None."""
+def test_what_a_server_gets(host, monkeypatch):
+    """By its layers, query tokens of a request, device, and what differs from the usual arguments
+    and settings. SGLang 0.5.17 does not ask when page tables were read: its `read_end` is None.
+    """
     from deft_backend.hosts.sglang import factory
     from deft_backend.hosts.sglang.latent import LatentLayers
 
@@ -269,26 +247,29 @@ def test_what_a_server_gets(host, kind, changes, settings, expected, monkeypatch
     monkeypatch.setattr(factory.tree_graphs, "install", install("second graphs"))
     monkeypatch.setattr(factory, "leave_out_warm_up", install("warm-up"))
     monkeypatch.setattr(factory, "_unsplit", lambda *given: "never")
-    given = {"read_end": "the forward's", "graphs": "full", **changes}
-    monkeypatch.setattr(factory.versions, "read_end", lambda: given["read_end"])
-    runner, own = runner_of(monkeypatch, given["graphs"])
-    vars(runner.server_args).update(given)
-    attends, tokens, device = kind.split()
-    size = {"max_batch": 4, "query_tokens": int(tokens)}
-    if attends == "latent":
-        layers = LatentLayers(own, latent_attention(**size), make_state(), FOUR_HEADS)
-    else:
-        layers = tree_layers(own, tree_attention(**size), make_state())
-    layers.attention.device = torch.device(device)
-    undo = ExitStack()
-    steps = factory._steps(runner, layers, Settings(**settings), undo)
-    names = ("shows", "decodes", "verification", "eager", "mixed", "sharing")
-    found = [*installed, *(name for name in names if getattr(steps, name))]
-    assert sorted(" ".join(found).split()) == sorted(expected.split())
-    assert steps.eager is None or steps.eager.costs is layers.attention.target.costs
-    assert steps.mixed is None or steps.eager in (None, steps.mixed.sharing)
-    undo.close()
-    assert not installed
+
+    def answer(attends, tokens, device, *words):
+        given = {"read_end": "the forward's", "graphs": "full", "policy": "auto", "verify": False}
+        given |= {name: literal_eval(value) for name, value in (word.split("=") for word in words)}
+        settings = Settings(policy=given.pop("policy"), verify=given.pop("verify"))
+        monkeypatch.setattr(factory.versions, "read_end", lambda: given["read_end"])
+        runner, own = runner_of(monkeypatch, given["graphs"])
+        vars(runner.server_args).update(given)
+        size = {"max_batch": 4, "query_tokens": int(tokens)}
+        if attends == "latent":
+            layers = LatentLayers(own, latent_attention(**size), make_state(), FOUR_HEADS)
+        else:
+            layers = tree_layers(own, tree_attention(**size))
+        layers.attention.device = torch.device(device)
+        with ExitStack() as undo:
+            steps = factory._steps(runner, layers, settings, undo)
+            names = ("shows", "decodes", "verification", "eager", "mixed", "sharing")
+            yield ", ".join([*installed, *(name for name in names if getattr(steps, name))])
+        assert steps.eager is None or steps.eager.costs is layers.attention.target.costs
+        assert steps.mixed is None or steps.eager in (None, steps.mixed.sharing)
+        assert not installed
+
+    check_asked(Path(__file__).with_name("gets.txt"), answer)
 
 
 @pytest.mark.parametrize(
@@ -308,18 +289,11 @@ def test_why_the_host_computes_steps_that_prefill(host, options, server, reason,
 
     for name, value in {"backend_names": ("fa3",) * 2, "decodes_per_rank": False, **server}.items():
         monkeypatch.setattr(factory.versions, name, lambda arguments, value=value: value)
-    own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32), [])()
+    own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32))()
     attention = tree_attention(query_tokens=options.pop("query_tokens", 1))
-    layers = None if options.pop("latent", False) else tree_layers(own, attention, None, **options)
+    layers = None if options.pop("latent", False) else tree_layers(own, attention, **options)
     found = factory._unsplit(SimpleNamespace(server_args=None), layers)
     assert found == reason or (reason is not None and str(found).startswith(reason))
-
-
-def test_source_that_cannot_be_read_may_ask_for_its_backend():
-    from deft_backend.hosts.sglang.layers import _source
-
-    assert "get_attn_backend" in _source("sys")  # built in
-    assert "SimpleNamespace" in _source(__name__)
 
 
 def test_what_a_server_reports(host, monkeypatch):
@@ -345,15 +319,18 @@ def test_how_a_server_describes_itself(host):
     from deft_backend.hosts.sglang import report
 
     args, place = SimpleNamespace(port=81), SimpleNamespace(tp_rank=3)
-    runner = SimpleNamespace(
-        kv_cache_dtype=torch.bfloat16, device="cuda", server_args=args, ps=place
-    )
+    kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
+    runner = SimpleNamespace(**kind, server_args=args, ps=place)
     given = {"chunk_tokens": 512, "values_apart": False}
-    state = report.state_of(runner, FOUR_HEADS, "deft", "fasttree", **given)
-    server = {"port": 81, "rank": 3, "host": "sglang", "backend": "deft", "policy": "fasttree"}
-    model = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2}
-    kind = {"device": "cuda", "dtype": "bfloat16", "dtype_bytes": 2, **given}
-    expected = ServerState(host_version=report.SGLANG.installed(), **server, **model, **kind)
-    assert (state.description(), state.values_apart) == (expected.description(), False)
+    found = vars(report.state_of(runner, FOUR_HEADS, "deft", "fasttree", **given))
+    assert (
+        found.items()
+        >= {
+            **{"port": 81, "rank": 3, "host": "sglang", "backend": "deft", "policy": "fasttree"},
+            **{"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2},
+            **{"device": "cuda", "dtype": "bfloat16", "dtype_bytes": 2, **given},
+            "host_version": report.SGLANG.installed(),
+        }.items()
+    )
     plain = report.state_of(runner, FOUR_HEADS, "deft", "fasttree")
     assert (plain.chunk_tokens, plain.values_apart) == (0, True)

@@ -18,7 +18,6 @@ from flash_attention_3 import attend, latent_call
 from sglang_fakes import (
     RADIX_CACHE,
     FakeServer,
-    Tree,
     make_batch,
     make_layer,
     make_state,
@@ -50,24 +49,22 @@ class MLATokenToKVPool:
 
 
 def latent_server(host, tokens=1):
-    """A backend over a fake host backend that records its calls, and batches of two requests that
-    share 2,000 tokens; each has so many query tokens: a chain of drafts if it is not one.
+    """Batches of two requests that share 2,000 tokens; each has so many query tokens: a chain of
+    drafts if it is not one.
     """
-    from deft_backend.hosts.sglang.backend import surround
     from deft_backend.hosts.sglang.latent import LatentLayers
     from deft_backend.hosts.sglang.step_inputs import Verification
-    from deft_backend.hosts.sglang.steps import TreeSteps
 
-    prefix, calls = list(range(1000, 3000)), []
-    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree(), private=1 + tokens)
-    own = recording_backend(host, MLATokenToKVPool(2100), table, calls)()
+    prefix = list(range(1000, 3000))
+    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], private=1 + tokens)
+    own = recording_backend(host, MLATokenToKVPool(2100), table)()
     dims = {"value_dim": VALUE, "rope_dim": ROPE}
     attention = latent_attention(max_batch=4, query_tokens=tokens, **dims)
-    division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-    layers = LatentLayers(own, attention, make_state(), division)
-    steps = TreeSteps(layers, Settings(min_batch=2), decodes=tokens == 1)
-    if tokens > 1:
-        steps.verification = Verification(tokens, attention.max_batch, attention.device)
+    verification = Verification(tokens, 4, attention.device) if tokens > 1 else None
+
+    def layers(*given):
+        division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
+        return LatentLayers(*given, make_state(), division)
 
     def batch(kind="decode" if tokens == 1 else "verify"):
         rows = zip((1, 2), lens, strict=True)
@@ -76,9 +73,10 @@ def latent_server(host, tokens=1):
         given = {"out_cache_loc": torch.from_numpy(slots).long(), "spec_info": drafts}
         return make_batch(kind, table, [1, 2], lens - (tokens if tokens > 1 else 0), **given)
 
-    held = {"layers": layers, "state": layers.state, "steps": steps, "attention": attention}
-    of_host = {"calls": calls, "pool": own.token_to_kv_pool, "table": table, "lens": lens}
-    return FakeServer(backend=surround(own, steps), batch=batch, **held, **of_host)
+    of_steps = {"verification": verification, "decodes": tokens == 1}
+    server = FakeServer(own, attention, batch, layers, **of_steps)
+    server.lens = lens
+    return server
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def sharing():
     from deft_backend.hosts.sglang.prefixes import BatchObserver
 
     prefix = list(range(1000, 1200))
-    requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], Tree())
+    requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]])
     for request, tokens in zip(requests, lens, strict=True):
         request.seqlen = int(tokens)
     asking = SimpleNamespace(requests=requests, lens=lens, asked=[], answer=False)

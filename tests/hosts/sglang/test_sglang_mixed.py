@@ -11,23 +11,20 @@ import pytest
 import torch
 
 from attention_checks import repeated_layers, tree_attention
-from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
 from deft_backend.settings.config import Settings
-from deft_backend.telemetry.counters import MIXED, Steps
+from deft_backend.telemetry.counters import MIXED, Content, Steps
 from drawings import check_asked
 from failure_lines import raising
 from sglang_fakes import (
     RADIX_CACHE,
-    FakePool,
     FakeServer,
-    Tree,
+    MHATokenToKVPool,
     decode_attention,
-    device_planned,
     make_batch,
     make_layer,
-    make_state,
     mode,
+    query,
     recording_backend,
     requests_of,
 )
@@ -62,47 +59,38 @@ def test_the_hosts_slice_has_so_many_tokens_and_requests(host, monkeypatch):
 
 
 class MixedServer(FakeServer):
-    """A server whose last `decoding` requests decode and whose others prefill."""
+    """A server whose last requests decode and whose first ones prefill `chunks`."""
 
-    def __init__(self, host, prompts, chunks, **attention):
+    def __init__(self, host, prompts, chunks):
         from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
         from deft_backend.hosts.sglang.prefixes import BatchObserver
 
-        requests, table, lens = requests_of(prompts, Tree())
-        calls, pool, state = [], FakePool(int(table.max()) + 1), make_state()
+        self.requests, table, self.lens = requests_of(prompts)
+        self.chunks, self.observer = chunks, BatchObserver("runner")
+        self.tree_cache = RADIX_CACHE
+        pool = MHATokenToKVPool(int(table.max()) + 1)
 
-        class Host(recording_backend(host, pool, table, calls)):
+        class Host(recording_backend(host, pool, table)):
             """Computes every row over the page table, if its metadata is of the same batch."""
 
             def init_forward_metadata(self, batch):
-                calls.append(f"metadata of {batch.batch_size}")
+                self.calls.append(f"metadata of {batch.batch_size}")
                 self.prepared = batch
 
             def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, **kwargs):
                 assert self.prepared.extend_seq_lens_cpu == batch.extend_seq_lens_cpu
-                calls.append(f"extend of {batch.batch_size}")
-                if save_kv_cache:
-                    location = SimpleNamespace(loc=batch.out_cache_loc)
-                    pool.set_kv_buffer(layer, location, k[: len(location.loc)], v)
-                keys, values = pool.buffers[layer.layer_id]
-                return attended(q, batch, SimpleNamespace(k=keys, v=values), table).float()
+                self.calls.append(f"extend of {batch.batch_size}")
+                self.write(k, v, layer, batch, save_kv_cache)
+                return attended(q, batch, pool, layer.layer_id, table).float()
 
             forward_decode = forward_extend
 
-        own = Host()
-        backend = device_planned(
-            own, tree_attention(max_batch=8, **attention), state, Settings(min_batch=2)
-        )
-        observer = BatchObserver("runner")
-        layers = backend.deft.layers
-        sharing = EagerSharing(layers, observer)
-        backend.deft.mixed = MixedSteps(layers, Settings(min_batch=2), sharing, first_rows)
-        host = {"own": own, "calls": calls, "pool": pool, "table": table, "observer": observer}
-        ours = {"steps": backend.deft, "mixed": backend.deft.mixed, "attention": layers.attention}
-        batch = {"requests": requests, "lens": lens, "chunks": chunks, "state": state}
-        super().__init__(backend=backend, **host, **ours, **batch)
+        super().__init__(Host(), tree_attention(max_batch=8), self.next_batch)
+        sharing = EagerSharing(self.layers, self.observer)
+        self.steps.mixed = MixedSteps(self.layers, Settings(min_batch=2), sharing, first_rows)
+        self.mixed = self.steps.mixed
 
-    def batch(self, kind="mixed"):
+    def next_batch(self, kind="mixed"):
         """The next step: a chunk of each prefill, and a token of each request that decodes. In a
         decode step these are alone.
         """
@@ -131,35 +119,25 @@ class MixedServer(FakeServer):
 
     def observe(self, batch, **scheduled):
         """The host has made this batch of what it scheduled."""
-        seen = {"tree_cache": RADIX_CACHE, "decoding_reqs": None, **scheduled}
+        seen = {"tree_cache": self.tree_cache, "decoding_reqs": None, **scheduled}
         self.observer.observe(batch, SimpleNamespace(**seen), "runner")
 
-    def draw(self, tokens, seed=1):
-        generator = torch.Generator().manual_seed(seed)
-        return tuple(torch.randn(tokens, heads * 64, generator=generator) for heads in (4, 2, 2))
-
-    def run(self, batch, given=None, *, layers=1, padding=0):
-        """The outputs of some layers of a step, each with the queries that it had."""
-        found = []
+    def run(self, batch=None, given=None, *, layers=1, padding=0):
+        """Some layers of a step; every row is that of attention over what is then in the cache."""
+        batch = batch or self.batch()
         self.backend.init_forward_metadata(batch)
-        for layer_id in range(layers):
-            q, k, v = self.draw(len(batch.out_cache_loc) + padding, layer_id)
-            layer = make_layer(layer_id=layer_id)
-            found.append((q, self.backend.forward(q, k, v, layer, given or batch), layer_id))
-        return found
-
-    def check(self, found, batch):
-        """Every row is that of attention in float64 over what is now in the cache."""
         tokens = len(batch.out_cache_loc)
-        for q, out, layer_id in found:
-            keys, values = self.pool.buffers[layer_id]
-            pool = SimpleNamespace(k=keys, v=values)
-            expected = attended(q[:tokens], batch, pool, self.table)
+        for layer_id in range(layers):
+            q, k, v = query(tokens + padding, layer_id)
+            out = self.backend.forward(q, k, v, make_layer(layer_id=layer_id), given or batch)
+            for held, new in zip(self.pool.buffers[layer_id], (k, v), strict=True):
+                assert torch.equal(held[batch.out_cache_loc], new[:tokens])
+            expected = attended(q[:tokens], batch, self.pool, layer_id, self.table)
             torch.testing.assert_close(out[:tokens].double(), expected, rtol=1e-5, atol=1e-6)
             assert not out[tokens:].any()
 
 
-def attended(q, batch, pool, table):
+def attended(q, batch, pool, layer_id, table):
     """[T, 256] float64: each new token attends to its request's tokens up to itself."""
     rows, lens = [], []
     for row, length, new in zip(
@@ -170,7 +148,8 @@ def attended(q, batch, pool, table):
     ):
         rows += [row] * new
         lens += range(length - new + 1, length + 1)
-    out = decode_attention(pool, table, rows, lens, q[: len(rows)])
+    held = SimpleNamespace(**dict(zip("kv", pool.buffers[layer_id], strict=True)))
+    out = decode_attention(held, table, rows, lens, q[: len(rows)])
     return torch.cat([out, out.new_zeros((len(q) - len(rows), out.shape[1]))])
 
 
@@ -191,22 +170,14 @@ def counted(server):
 
 def test_decode_rows_go_through_the_tree_and_the_others_through_the_host(server):
     batch = server.batch()
-    found = server.run(batch, layers=2)
-    server.check(found, batch)
+    server.run(batch, layers=2)
     assert server.calls == ["metadata of 1", "extend of 1", "extend of 1"]
-    assert counted(server) == {(MIXED, None): 1}
-    (steps,) = server.state.counters().steps.values()
     held = server.state.token_bytes * server.state.num_layers
-    assert steps == Steps(1, 3, int(server.lens[1:].sum()) * held)
     read = server.state.counters()
+    assert read.steps == {Content(MIXED, None): Steps(1, 3, int(server.lens[1:].sum()) * held)}
     assert read.kv_bytes_read < 0.75 * read.kv_bytes_query_guided
-
-
-def test_tensors_of_decode_rows_are_aligned(server):
-    """As those of every other step: kernels for other addresses would compile under load."""
-    batch = server.batch()
-    server.run(batch)
-    inputs = server.steps.layers.step.inputs
+    # Other addresses than those of every other step would make kernels compile under load.
+    inputs = server.layers.step.inputs
     ours, theirs = (inputs.seq_lens, inputs.table_rows), (batch.seq_lens, batch.req_pool_indices)
     assert [part.data_ptr() % 16 for part in ours] == [0, 0]
     assert [part[1:].data_ptr() % 16 for part in theirs] == [8, 8]
@@ -223,8 +194,7 @@ def test_chunks_of_every_size(host, seed):
         prompts.append([*SHARED[: draw.choice((10, 30, 60))], draw.randrange(9) + 300])
     server = MixedServer(host, prompts, [draw.randint(1, 64) for _ in range(prefill)])
     for _ in range(3):
-        batch = server.batch()
-        server.check(server.run(batch, layers=2), batch)
+        server.run(layers=2)
         if len(server.requests) - prefill > 2:  # a request is aborted
             server.requests, server.lens = server.requests[:-1], server.lens[:-1]
         server.chunks = [draw.randint(1, 64) for _ in range(prefill)]
@@ -235,7 +205,7 @@ def test_chunks_of_every_size(host, seed):
 def test_layers_in_a_prefill_graph_get_a_padded_copy(server):
     batch = server.batch()
     padded = SimpleNamespace(**vars(batch))
-    server.check(server.run(batch, padded, padding=13), batch)
+    server.run(batch, padded, padding=13)
     assert server.calls == ["metadata of 1", "extend of 1"]
 
 
@@ -243,7 +213,7 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
     """Whose metadata covers the rest alone when the layer comes: it is made again for all rows."""
     batch = server.batch()
     copy = SimpleNamespace(**{**vars(batch), "extend_seq_lens_cpu": [*batch.extend_seq_lens_cpu]})
-    server.check(server.run(batch, copy, layers=2), batch)
+    server.run(batch, copy, layers=2)
     assert server.calls == ["metadata of 1", "metadata of 4", "extend of 4", "extend of 4"]
     assert caplog.text.count("an unknown copy of its batch") == 1
     assert counted(server) == {(MIXED, "kernel failed"): 1}
@@ -260,12 +230,10 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
 )
 def test_what_is_not_split_is_the_hosts(host, change, reason):
     server = MixedServer(host, change.pop("prompts", PROMPTS), [16])
+    server.tree_cache = change.pop("tree", RADIX_CACHE)
     batch = server.batch()
-    if "tree" in change:
-        requests, tree = server.requests, change.pop("tree")
-        server.observe(batch, reqs=requests, tree_cache=tree, decoding_reqs=requests[1:])
     vars(batch).update(change)
-    server.check(server.run(batch), batch)
+    server.run(batch)
     size = len(server.requests)
     assert server.calls == [f"metadata of {size}", f"extend of {size}"]
     assert counted(server) == {(MIXED, reason): 1}
@@ -284,7 +252,7 @@ def test_the_form_of_batches_that_are_split(server):
     check_asked(Path(__file__).with_name("mixed.txt"), answer)
     server.mixed.unsplit = "not now"
     assert server.mixed._refused(server.batch(), 3) == "not now"
-    server.steps.layers.failure.reason = "kernel failed"
+    server.layers.failure.reason = "kernel failed"
     assert server.mixed._refused(server.batch(), 3) == "kernel failed"
 
 
@@ -298,7 +266,7 @@ def test_a_prefill_alone_is_the_hosts(server):
     batch = server.batch()
     batch.forward_mode = mode("extend")
     server.observe(batch, reqs=server.requests, tree_cache=None)
-    server.check(server.run(batch), batch)
+    server.run(batch)
     assert server.calls == ["metadata of 4", "extend of 4"]
     assert counted(server) == {}
 
@@ -326,16 +294,14 @@ def test_after_a_failure_the_host_computes_the_whole_batch(
         patch.setattr(
             server.attention, broken, lambda *given, **named: next(calls)(*given, **named)
         )
-        batch = server.batch()
-        server.check(server.run(batch, layers=2 + before), batch)
+        server.run(layers=2 + before)
     assert "no room" in failures.pop()
     done = ["extend of 1"] * before
     assert server.calls == ["metadata of 1", *done, "metadata of 4", "extend of 4", "extend of 4"]
     failed = {"run": "kernel failed", "plan_batch": "planning failed"}[broken]
     first = None if before else failed  # a step of which a layer has run is ours
     assert counted(server) == {(MIXED, first): 1}
-    batch = server.batch()
-    server.check(server.run(batch), batch)
+    server.run()
     assert sum(counted(server).values()) == 2
     assert counted(server)[MIXED, failed] == 2 - before
 
@@ -343,25 +309,22 @@ def test_after_a_failure_the_host_computes_the_whole_batch(
 def test_a_batch_that_the_host_cannot_slice_is_left_to_it(server, caplog):
     server.mixed.slice_batch = raising(ValueError("Field x has value, but is not yet supported"))
     for _ in range(2):
-        batch = server.batch()
-        server.check(server.run(batch), batch)
+        server.run()
     assert caplog.text.count("Field x has value") == 1
     assert counted(server) == {(MIXED, "the host cannot slice such batches"): 2}
 
 
 def test_verification_compares_whole_mixed_steps(server, monkeypatch, failures):
     """``DEFT_VERIFY``: the host computes the whole batch as well, over metadata of its own."""
-    server.steps.layers._verify = True
-    batch = server.batch()
-    server.check(server.run(batch, layers=2), batch)
+    server.layers._verify = True
+    server.run(layers=2)
     once = ["metadata of 1", "extend of 1", "metadata of 4", "extend of 4"]
     assert server.calls == once * 2
     real = server.attention.run
     monkeypatch.setattr(
         server.attention, "run", lambda *given, **named: real(*given, **named).add_(1)
     )
-    batch = server.batch()
-    server.check(server.run(batch, layers=2), batch)
+    server.run(layers=2)
     assert "differ by" in failures.pop()
     assert counted(server) == {(MIXED, None): 1, (MIXED, "kernel failed"): 1}
 
@@ -402,7 +365,7 @@ def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, kind, ms, re
     """80 tokens of context are read less often, in 32 layers."""
     on_gpu(server, ms)
     batch = server.batch(kind)
-    server.check(server.run(batch, layers=2), batch)
+    server.run(batch, layers=2)
     assert counted(server) == {(kind, reason): 1}
     assert (f"extend of {len(batch.seq_lens)}" in server.calls) is (reason is not None)
 
@@ -412,33 +375,26 @@ def test_eager_steps_of_unknown_requests_go_through_the_tree(server, caplog):
     for unknown in ({"rids": ["another"]}, {"seq_lens_cpu": None}):
         batch = server.batch("decode")
         vars(batch).update(unknown)
-        server.check(server.run(batch), batch)
+        server.run(batch)
     for cannot in ({"tree_cache": object()}, {"reqs": [SimpleNamespace()]}):  # be read
         batch = server.batch("decode")
         server.observe(batch, **{"reqs": server.requests[1:], **cannot})
-        server.check(server.run(batch), batch)
+        server.run(batch)
     assert counted(server) == {("decode", None): 4}
     assert caplog.text.count("cannot be read (AttributeError") == 1
 
 
-# Later layers of a step
-
-
-@pytest.fixture
-def repeated(server, monkeypatch):
-    from deft_backend.hosts.sglang import tree_layers
-
-    server.steps.layers.repeats.on = True
-    return repeated_layers(monkeypatch, tree_layers)
-
-
-def test_later_layers_repeat_the_first(server, repeated):
+def test_later_layers_repeat_the_first(server, monkeypatch):
     """Of mixed steps and of decode steps, wherever the pool's tensors are by then, and also after a
     graph was captured.
     """
+    from deft_backend.hosts.sglang import tree_layers
+
+    server.layers.repeats.on = True
+    repeated = repeated_layers(monkeypatch, tree_layers)
     for kind in ("mixed", "decode") * 2:
         batch = server.batch(kind)
-        server.check(server.run(batch, layers=3), batch)
+        server.run(batch, layers=3)
         assert repeated == [3, 3]  # the first time, one of them is a trial
         repeated.clear()
         server.pool.buffers[1:] = [
@@ -447,29 +403,3 @@ def test_later_layers_repeat_the_first(server, repeated):
         if kind == "decode":
             server.capture(batch, make_layer(), make_layer(layer_id=1))
             assert not repeated
-
-
-def test_a_repeat_with_other_bits_ends_repeats(server, repeated, monkeypatch, caplog):
-    full = TreeAttention.repeat
-
-    def wrong(self, layer, q, out):
-        done = full(self, layer, q, out)
-        out[0, 0, 0] += 1
-        return done
-
-    monkeypatch.setattr(TreeAttention, "repeat", wrong)
-    for tried in ([3], []):
-        batch = server.batch()
-        server.check(server.run(batch, layers=3), batch)  # the answer is the full run's
-        assert repeated == tried
-        repeated.clear()
-    assert caplog.text.count("differs from a full run") == 1
-
-
-def test_a_repeat_that_fails_is_a_kernel_that_fails(server, repeated, monkeypatch, failures):
-    server.run(server.batch(), layers=2)
-    monkeypatch.setattr(TreeAttention, "repeat", raising(RuntimeError("no launch")))
-    batch = server.batch()
-    server.check(server.run(batch, layers=2), batch)
-    assert "no launch" in failures.pop()
-    assert server.calls[-3:] == ["metadata of 4", "extend of 4", "extend of 4"]

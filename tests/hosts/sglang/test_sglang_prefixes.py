@@ -28,7 +28,7 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
     """The tree owns only a part of the requests' tokens, or all of them; nodes are cut apart."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(2) for _ in range(draw.randint(1, 9))] for _ in range(16)]
-    requests, table, lens = requests_of(prompts, Tree(), private=0)
+    requests, table, lens = requests_of(prompts, private=0)
     lens += np.array([draw.choice([0, 0, 1, 5]) for _ in requests])
     # The reference: a page of a node that is cut differs for each cut, and every other is private.
     pages = np.arange(1 << 20, (1 << 20) + 16 * 20).reshape(16, 20)
@@ -50,7 +50,7 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
 def test_a_split_changes_nothing():
     """A plan survives the split of a node: rows, ranges and requests stay."""
     tree, cached = Tree(), CachedTree("")
-    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree)
+    requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree=tree)
     before = forest_of(requests, lens)
     assert cached.changed(requests)
     tree.insert([1, 2, 9])
@@ -81,7 +81,7 @@ def test_trees_that_are_read(name, bigrams, read):
 
 def test_a_tree_that_fails_is_given_up(caplog):
     """Once for each cache; another cache is tried again."""
-    requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]], Tree())
+    requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]])
     cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
     source = CachedTree("the host decodes")
     requests[0].last_node.key = []

@@ -9,11 +9,10 @@ from attention_checks import tree_attention
 from counted_steps import host_step
 from failure_lines import raising
 from sglang_fakes import (
-    FakePool,
-    Tree,
+    FakeServer,
+    MHATokenToKVPool,
     decode_attention,
     eight_bit_pool,
-    fake_server,
     make_batch,
     make_layer,
     make_state,
@@ -61,26 +60,22 @@ NO_LINKS = SimpleNamespace(
 
 @pytest.fixture
 def server(host):
-    """A backend over a host that records its calls."""
     from deft_backend.hosts.sglang.step_inputs import Verification
 
-    _, table, lens = requests_of(PROMPTS, Tree(), private=1 + N)
-    calls, pool = [], FakePool(410)
+    _, table, lens = requests_of(PROMPTS, private=1 + N)
 
-    class HostBackend(recording_backend(host, pool, table, calls)):
+    class HostBackend(recording_backend(host, MHATokenToKVPool(410), table)):
         def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
-            calls.append("after draft")
-
-    attention = tree_attention(max_batch=3, query_tokens=N)
+            self.calls.append("after draft")
 
     def batch(spec, kind="verify", size=2):
         rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
         slots = torch.arange(390, 390 + size * N)
         return make_batch(kind, table, rows, lengths, out_cache_loc=slots, spec_info=spec)
 
+    attention = tree_attention(max_batch=3, query_tokens=N)
     verification = Verification(N, attention.max_batch, attention.device)
-    own = HostBackend()
-    return fake_server(own, attention, table, calls, pool, batch, verification=verification)
+    return FakeServer(HostBackend(), attention, batch, verification=verification)
 
 
 def check(server, batch, parents, out):
@@ -151,7 +146,6 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
     static.seq_lens.fill_(1)
     static.req_pool_indices.fill_(0)
     server.capture(static)
-    captured = server.steps.layers.step
     assert server.calls == ["capture", "in graph"]
     ends = server.backend.shared_read_ends
     assert ends(mode("verify")) is ends(mode("decode"))
@@ -163,9 +157,7 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
             SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
         )
         assert server.steps.reads_during_forward(real.forward_mode)
-        # The graph repeats the launches that the capture made on the capture's batch.
-        server.steps.layers.step = captured
-        check(server, real, parents, server.graph(static))
+        check(server, real, parents, server.launch(static))
     assert server.calls == ["capture", *["in graph"] * 4]
     assert server.state.counters().verified_tokens == 3 * 2 * N
 
@@ -174,12 +166,10 @@ def test_links_that_come_after_the_preparation_of_a_replay(server):
     """With a stream for plans, the host drafts while it prepares the replay."""
     static = server.batch(NO_LINKS)
     server.capture(static)
-    captured = server.steps.layers.step
     server.replay(server.batch(trees(chain(2))))
     server.backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
     assert server.calls[-1] == "after draft"
-    server.steps.layers.step = captured
-    check(server, static, PARENTS, server.graph(static))
+    check(server, static, PARENTS, server.launch(static))
 
 
 def test_links_of_batches_that_the_host_verifies_are_not_loaded(server):
@@ -226,8 +216,7 @@ def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeyp
         return q
 
     backend = server.backend
-    layers = server.steps.layers
-    layers.pool, layers.attention = pool, attention
+    server.layers.pool, server.layers.attention = pool, attention
     monkeypatch.setattr(type(server.own), "forward_extend", staticmethod(extend))
     batch = server.batch(CHAIN)
     backend.init_forward_metadata(batch)
