@@ -104,6 +104,16 @@ def make_state():
     return ServerState(**server, **model, **kind)
 
 
+def model_runner(**changes):
+    """A model runner on the CPU, in float32."""
+    rows = SimpleNamespace(req_to_token=torch.zeros(9, 6400, dtype=torch.int32), size=4)
+    made = {"token_to_kv_pool": MHATokenToKVPool(), "req_to_token_pool": rows, "device": "cpu"}
+    made |= {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "is_draft_worker": False}
+    made |= {"model": torch.nn.Linear(1, 1), "ps": SimpleNamespace(tp_rank=0, attn_tp_rank=0)}
+    arguments = SimpleNamespace(port=1, speculative_algorithm=None)
+    return SimpleNamespace(**{**made, "server_args": arguments, **changes})
+
+
 def make_layer(**changes):
     heads = {"tp_q_head_num": 4, "tp_k_head_num": 2, "tp_v_head_num": 2}
     shape = {**heads, "qk_head_dim": 64, "v_head_dim": 64, "layer_id": 0, "scaling": 0.125}
@@ -116,7 +126,7 @@ def make_layer(**changes):
 class MHATokenToKVPool:
     """The only kind of pool that tree attention reads; `k` and `v` are those of layer 0."""
 
-    store_dtype = torch.float16
+    store_dtype = torch.float32
     start_layer = 0
     layer_num = 2
 

@@ -1,6 +1,9 @@
 """What an adapter decides without its host: batches, failures that last, lines, divisions."""
 
 import logging
+import os
+import subprocess
+import sys
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deft_backend.hosts.common.eager_steps import has_one_way, shares_too_little
+from deft_backend.hosts.common.eager_steps import Repeats, has_one_way, shares_too_little
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
 from deft_backend.hosts.common.limits import (
     for_any_batch,
@@ -64,6 +67,38 @@ def test_modes_whose_results_must_not_depend_on_the_batch(policy):
 @pytest.mark.parametrize("group", [None, SimpleNamespace(world_size=1)])
 def test_a_rank_alone_agrees_with_itself(group):
     assert (same_on_all_ranks(group, ()), same_on_all_ranks(group, None)) == (True, None)
+
+
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+import torch
+from torch import distributed
+from deft_backend.hosts.common.limits import same_on_all_ranks
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+group = SimpleNamespace(world_size=2, cpu_group=None)
+decisions = ("auto", torch.bfloat16, (128, 8), None)
+for mine in (decisions, (*decisions, rank), None if rank else decisions, None):
+    print(same_on_all_ranks(group, mine))
+"""
+
+
+def test_ranks_agree_whatever_their_hash_seeds(tmp_path):
+    """Equal decisions, different ones, one rank without tree attention, and none with it."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONHASHSEED": str(rank + 1)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        printed, _ = process.communicate(timeout=120)
+        assert printed.split() == ["True", "False", "None", "None"]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -132,3 +167,26 @@ def test_results_may_differ_by_a_share_of_the_largest_value(dtype, tolerance, ei
         assert found == pytest.approx((1.1 * allowed, allowed), rel=1e-3)
     assert differ(host, host, eight_bits=eight_bits) is None
     assert differ(host * float("nan"), host, eight_bits=eight_bits) is not None
+
+
+def test_a_repeat_with_other_bits_ends_all_repeats():
+    answers, warned = [], []
+
+    def repeat(layer, q, out):
+        out.fill_(answers[-1])
+        return True
+
+    attention = SimpleNamespace(device=torch.device("cuda"), repeat=repeat)
+    repeats = Repeats(attention, SimpleNamespace(warn=warned.append), verify=False)
+    out = torch.zeros(2, dtype=torch.bfloat16)
+    layer = (None, None, out)
+    answers.append(1.0)
+    assert not repeats.repeat(*layer, (1, 1))  # not before a trial
+    repeats.run(lambda: out.fill_(1.0), *layer, (1, 1))
+    assert repeats.repeat(*layer, (1, 1))
+    assert not repeats.repeat(*layer, (2, 1))
+    answers.append(2.0)
+    repeats.run(lambda: out.fill_(1.0), *layer, (2, 1))
+    assert out.tolist() == [1.0, 1.0]
+    assert not repeats.repeat(*layer, (1, 1))
+    assert (repeats.on, len(warned)) == (False, 1)

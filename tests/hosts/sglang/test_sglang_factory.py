@@ -20,6 +20,7 @@ from sglang_fakes import (
     MHATokenToKVPool,
     SWAKVPool,
     make_state,
+    model_runner,
     recording_backend,
     tree_layers,
 )
@@ -65,17 +66,12 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     [
         ({}, None),
         ({"token_to_kv_pool": SWAKVPool([], [0])}, "without full-attention layers"),
-        ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float16"),
+        ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float32"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
     ],
 )
 def test_model_runners_that_are_not_supported(changes, reason):
-    runner = {
-        "dtype": torch.float16,
-        "kv_cache_dtype": torch.float16,
-        "token_to_kv_pool": MHATokenToKVPool(),
-    }
-    found = unsupported_model(SimpleNamespace(**{**runner, **changes}))
+    found = unsupported_model(model_runner(**changes))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -110,19 +106,16 @@ def runner_of(monkeypatch, graphs="full", rows=4, **changes):
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given, **named: make_state())
-    table = SimpleNamespace(req_to_token=torch.zeros(9, 6400, dtype=torch.int32), size=rows)
-    arguments = SimpleNamespace(
-        speculative_algorithm=None,
+    runner = model_runner(**changes)
+    runner.req_to_token_pool.size = rows
+    vars(runner.server_args).update(
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
         decode_log_interval=40,
         enable_metrics=False,
         enable_deterministic_inference=False,
     )
-    runner = {"is_draft_worker": False, "server_args": arguments, "device": "cpu"}
-    runner |= {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "req_to_token_pool": table}
-    runner |= {"model": torch.nn.Linear(1, 1), "ps": SimpleNamespace(attn_tp_rank=0)}
-    pools = {"token_to_kv_pool": MHATokenToKVPool(), "req_to_token_pool": table}
-    return SimpleNamespace(**{**runner, **changes}), type("OwnBackend", (), pools)()
+    pools = {name: getattr(runner, name) for name in ("token_to_kv_pool", "req_to_token_pool")}
+    return runner, type("OwnBackend", (), pools)()
 
 
 @pytest.mark.parametrize(
@@ -318,15 +311,14 @@ def test_what_a_server_reports(host, monkeypatch):
 def test_how_a_server_describes_itself(host):
     from deft_backend.hosts.sglang import report
 
-    args, place = SimpleNamespace(port=81), SimpleNamespace(tp_rank=3)
     kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
-    runner = SimpleNamespace(**kind, server_args=args, ps=place)
+    runner = model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
     given = {"chunk_tokens": 512, "values_apart": False}
     found = vars(report.state_of(runner, FOUR_HEADS, "deft", "fasttree", **given))
     assert (
         found.items()
         >= {
-            **{"port": 81, "rank": 3, "host": "sglang", "backend": "deft", "policy": "fasttree"},
+            **{"port": 1, "rank": 3, "host": "sglang", "backend": "deft", "policy": "fasttree"},
             **{"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_layers": 2},
             **{"device": "cuda", "dtype": "bfloat16", "dtype_bytes": 2, **given},
             "host_version": report.SGLANG.installed(),

@@ -1,5 +1,7 @@
 """Models that mix full attention with other layers, on SGLang: who runs which layer."""
 
+from ast import literal_eval
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,14 @@ import torch
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang.layers import FullCache, divide_layers, full_cache
-from sglang_fakes import HybridLinearKVPool, MHATokenToKVPool, SWAKVPool, make_layer
+from drawings import check_asked
+from sglang_fakes import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    SWAKVPool,
+    make_layer,
+    model_runner,
+)
 
 
 def found(pool):
@@ -41,73 +50,39 @@ def test_caches_that_tree_attention_cannot_read():
         assert "layout hnd" in str(full_cache(packed))
 
 
-WINDOW, CROSS = {"sliding_window_size": 128}, {"is_cross_attention": True}
-WIDE = {"qk_head_dim": 128, "v_head_dim": 128}
-ONE_HEAD = {"tp_k_head_num": 1, "tp_v_head_num": 1}
-LINEAR, ELSEWHERE = "linear or recurrent attention", "a KV cache of another kind"
-MORE_HEADS = "8 query and 2 KV heads of 64; the model's other layers have 4 and 2 of 64"
-SHAPE, FEW = LayerShape(4, 2, 64), "a head count of 4"
+SHAPE = LayerShape(4, 2, 64)
+POOLS = {"windows": SWAKVPool, "linear": HybridLinearKVPool, "plain": MHATokenToKVPool}
+LAYERS = {
+    "plain": {},
+    "window": {"sliding_window_size": 128},
+    "cross": {"is_cross_attention": True},
+    "wide": {"qk_head_dim": 128, "v_head_dim": 128},
+    "more": {"tp_q_head_num": 8},
+    "one": {"tp_q_head_num": 8, "tp_k_head_num": 1, "tp_v_head_num": 1},
+}
 
 
-def few_heads(shape):
-    return FEW if shape.num_query_heads == 4 else None
+def test_layers_are_divided_one_by_one():
+    """Of a pool for some layers, the kinds of the model's layers, and the recurrent layers' ids;
+    tree attention may refuse a number of heads.
+    """
 
+    def answer(pool, layers, *rest):
+        (name, *ids), kinds = pool.split(":"), layers.split(",")
+        made = [make_layer(layer_id=at, **LAYERS[kind]) for at, kind in enumerate(kinds)]
+        given = {name: literal_eval(value) for name, value in (word.split("=") for word in rest)}
 
-@pytest.mark.parametrize(
-    ("pool", "layers", "given", "tree", "host"),
-    [
-        (
-            SWAKVPool([1, 3, 4], [0, 2]),
-            [WINDOW, {}, WINDOW, {}, CROSS],
-            {},
-            dict.fromkeys((1, 3), SHAPE),
-            {0: "a sliding window", 2: "a sliding window", 4: "cross attention"},
-        ),
-        # The same heads, other pages.
-        (
-            SWAKVPool([1], [0]),
-            [WINDOW, {}, {}],
-            {},
-            {1: SHAPE},
-            {0: "a sliding window", 2: ELSEWHERE},
-        ),
-        # A layer with both kinds of attention decides by its full one.
-        (
-            HybridLinearKVPool([0, 1]),
-            [{}, WINDOW],
-            {"others": [0, 1, 2]},
-            {0: SHAPE},
-            {1: "a sliding window", 2: LINEAR},
-        ),
-        # One plan serves one shape, that of most layers.
-        (
-            MHATokenToKVPool(),
-            [{"tp_q_head_num": 8}, WIDE, {}, {}],
-            {},
-            dict.fromkeys((2, 3), SHAPE),
-            {0: MORE_HEADS, 1: ELSEWHERE},
-        ),
-        (
-            MHATokenToKVPool(),
-            [{}, {}, {"tp_q_head_num": 8}],
-            {"refused": few_heads},
-            {2: LayerShape(8, 2, 64)},
-            dict.fromkeys((0, 1), FEW),
-        ),
-        (MHATokenToKVPool(), [{}, {}], {"refused": few_heads}, {}, dict.fromkeys((0, 1), FEW)),
-        # With tensor parallelism a KV head may be the only one of its rank.
-        (
-            MHATokenToKVPool(heads=1),
-            [{"tp_q_head_num": 8, **ONE_HEAD}],
-            {},
-            {0: LayerShape(8, 1, 64)},
-            {},
-        ),
-    ],
-)
-def test_layers_are_divided_one_by_one(pool, layers, given, tree, host):
-    made = [make_layer(layer_id=at, **changes) for at, changes in enumerate(layers)]
-    assert divide_layers(made, found(pool), **given) == Division(tree, host)
+        def refused(shape):
+            few = shape.num_query_heads == given.get("refused")
+            return "few heads" if few else None
+
+        cache = found(POOLS[name](*map(literal_eval, ids)))
+        division = divide_layers(made, cache, given.get("others", ()), refused)
+        assert not {*division.tree} & {*division.host}
+        yield from (f"{at}: {tuple(shape)}" for at, shape in division.tree.items())
+        yield from (f"{at}: {reason}" for at, reason in sorted(division.host.items()))
+
+    check_asked(Path(__file__).with_name("divided.txt"), answer)
 
 
 def test_the_division_in_one_line():
@@ -154,18 +129,7 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
         return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
 
     model = torch.nn.ModuleList([layer(0, 32), torch.nn.Linear(2, 2), layer(1), layer(2, 32)])
-    runner = SimpleNamespace(
-        model=model,
-        device="cpu",
-        dtype=torch.float32,
-        kv_cache_dtype=torch.float32,
-        is_draft_worker=False,
-        token_to_kv_pool=SWAKVPool([1], [0, 2]),
-        req_to_token_pool=SimpleNamespace(),
-        server_args=SimpleNamespace(port=1),
-        ps=SimpleNamespace(tp_rank=0),
-    )
-    runner.token_to_kv_pool.full_kv_pool.store_dtype = torch.float32
+    runner = model_runner(model=model, token_to_kv_pool=SWAKVPool([1], [0, 2]))
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})

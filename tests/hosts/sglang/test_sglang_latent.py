@@ -21,6 +21,7 @@ from sglang_fakes import (
     make_batch,
     make_layer,
     make_state,
+    model_runner,
     recording_backend,
     requests_of,
 )
@@ -138,16 +139,6 @@ class Sharing:
         return self.reason
 
 
-def test_chains_that_share_too_little_are_the_hosts(verifying):
-    steps, calls = verifying.backend.deft, verifying.calls
-    steps.sharing = sharing = Sharing()
-    sharing.reason = "shares too little"
-    verifying.backend.init_forward_metadata(verifying.batch())
-    assert calls == ["metadata"]
-    assert verifying.state.counters().steps_host == {"shares too little": 1}
-    assert steps.layers.step is None
-
-
 def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
     """The host's graph is captured first, then one with tree attention; both find metadata."""
     steps, calls = verifying.backend.deft, verifying.calls
@@ -169,6 +160,10 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
         assert verifying.state.counters().steps_host == {"little": left}
     assert calls == ["capture", "replay", "replay", "replay"]
     assert not steps.takes(verifying.batch("decode"))
+    sharing.reason = "little"  # of a step without a graph
+    verifying.backend.init_forward_metadata(verifying.batch())
+    assert (calls[-1], steps.layers.step) == ("metadata", None)
+    assert verifying.state.counters().steps_host == {"little": 2}
 
 
 @pytest.fixture
@@ -244,8 +239,10 @@ def test_layers_of_another_shape_are_the_hosts(host):
     server = latent_server(host)
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
-    server.forward(batch, make_layer(layer_id=2), save_kv_cache=False)
-    assert server.calls == ["metadata", "decode"]
+    windowed = make_layer(layer_id=1, sliding_window_size=8, **LAYER)
+    for layer in (make_layer(layer_id=2), windowed):
+        server.forward(batch, layer, save_kv_cache=False)
+    assert server.calls == ["metadata", "decode", "decode"]
 
 
 def runner(**changes):
@@ -258,22 +255,11 @@ def runner(**changes):
             vars(self).update(vars(make_layer(**attributes)))
 
     layers = [Layer(layer_id=i, **{**LAYER, **changes.pop(f"layer{i}", {})}) for i in range(2)]
-    made = SimpleNamespace(
-        token_to_kv_pool=MLATokenToKVPool(),
-        dtype=torch.float32,
-        kv_cache_dtype=torch.float32,
-        device="cpu",
-        # Only a layer with one head of keys that are wider than values is latent.
-        model=torch.nn.ModuleList(
-            [
-                *layers,
-                Layer(layer_id=0),
-                Layer(layer_id=2, **{**LAYER, "v_head_dim": VALUE + ROPE}),
-                Layer(layer_id=3, **{**LAYER, "tp_k_head_num": 2}),
-            ]
-        ),
-    )
-    return SimpleNamespace(**{**vars(made), **changes})
+    # Only a layer with one head of keys that are wider than values is latent.
+    others = {}, {**LAYER, "v_head_dim": VALUE + ROPE}, {**LAYER, "tp_k_head_num": 2}
+    layers += [Layer(layer_id=at, **each) for at, each in zip((0, 2, 3), others, strict=True)]
+    made = {"token_to_kv_pool": MLATokenToKVPool(), "model": torch.nn.ModuleList(layers)}
+    return model_runner(**made, **changes)
 
 
 def test_a_model_runner_gets_latent_attention(host):

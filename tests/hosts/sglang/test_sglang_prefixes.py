@@ -109,11 +109,13 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
     def seen(rids):
         return observer.of(SimpleNamespace(rids=rids))
 
+    assert seen(rids) is None
+    observe("decode", None, runner)
+    assert seen(None) is None
     observe("decode", rids, runner)
     observe("decode", ["c"], object())  # another runner's batch
     assert (seen(rids).requests, seen(rids).tree_cache) == (["ra", "rb"], "tree")
     assert seen(["a", "b"]) is None  # equal, not the same
-    assert seen(None) is None
     observe("extend", ["d"], runner)
     assert seen(rids) is None
 
