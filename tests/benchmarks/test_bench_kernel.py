@@ -38,9 +38,6 @@ def inputs_of(forest, page_size, layout="shuffled"):
     return make_inputs(case(forest, page_size), 16, torch.float32, None, CPU, layout)
 
 
-# Workloads
-
-
 PUBLISHED = json.loads(Path(__file__).with_name("published_trees.json").read_text())
 """Requests and shares of the published tables, which round the shares."""
 
@@ -51,9 +48,6 @@ def test_trees_are_the_published_ones(name):
     forests = [workload.forest for workload in read_set(name, None)[1]]
     assert [forest.batch_size for forest in forests] == [*batches]
     assert [forest.share for forest in forests] == pytest.approx(shares, abs=0.0501)
-
-
-# Inputs
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
@@ -92,9 +86,6 @@ def test_roof_is_the_larger_of_memory_and_arithmetic():
     slow_memory, slow_products = Ceilings(1e-3, 1.0, 1.0), Ceilings(1e9, 1.0, 1e-6)
     assert roof_us(inputs, slow_memory) == pytest.approx(moved / 1e-3 / 1e3)
     assert roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
-
-
-# Runs
 
 
 class Fixed(Method):
@@ -178,8 +169,6 @@ def test_a_result_that_changes_from_run_to_run_is_seen():
     )
     assert row["repeatable"] is False
 
-
-# Verification
 
 PEERS = ("flash-decoding", "deft-node-chunk", "deft-flatten", "fasttree", "flashforge")
 PARENTS = (-1, 0, 0, 1, 3)

@@ -27,9 +27,6 @@ SMALL = [*CPU, "--with", "heads=2/1", "--with", "head_dim=64"]
 run = partial(commands.run, app=app_of([]))
 
 
-# Files
-
-
 def test_merging_keeps_the_later_row_and_every_run():
     first = (Path("a"), [row(), row("one")], {**HEADER, "complete": True, "runs": [{"part": 1}]})
     newer = row("one", us={"deft": 1.0})
@@ -47,9 +44,6 @@ def test_merging_keeps_the_later_row_and_every_run():
 def test_runs_of_different_machines_or_builds_do_not_merge(name):
     with pytest.raises(RowsError, match=f"b was measured with {name} other, a with"):
         merged([(Path("a"), [row()], HEADER), (Path("b"), [row()], {**HEADER, name: "other"})])
-
-
-# Commands
 
 
 def test_checks_results_on_the_cpu_and_merges(tmp_path):

@@ -42,9 +42,6 @@ def run(tmp_path, backends, jobs, host="sglang", together=False, **changed):
     return {(row["workload"], row["backend"]): row for row in rows}, said
 
 
-# -- e2e -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("together", [False, True])
 def test_what_a_server_does_not_do_is_a_row_with_an_error(tmp_path, together):
     backends = ("right", "crashes", "dies", "tie")
@@ -85,9 +82,6 @@ def test_runs_add_to_the_same_file(tmp_path, monkeypatch):
         run(tmp_path, ("tie",), [GRID])
 
 
-# -- the model and its servers ---------------------------------------------------------------
-
-
 def test_the_tokenizer_gives_back_the_ids_that_it_decoded(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = write_model(tmp_path, "tiny", "dummy", "float32")
@@ -114,9 +108,6 @@ def test_a_server_drafts_with_forced_acceptance(tmp_path):
     assert given["num_speculative_tokens"] == 3
 
 
-# -- start -----------------------------------------------------------------------------------
-
-
 def test_a_started_server_is_measured_or_lost(tmp_path):
     row = starts._started(fake_launch(), "right", "full", 3, tmp_path, Console(quiet=True))
     assert (row["error"], len(row["batches_ms"])) == (None, starts.BATCHES)
@@ -125,8 +116,6 @@ def test_a_started_server_is_measured_or_lost(tmp_path):
     lost = starts._started(fake_launch(), "crashes", "empty", 3, tmp_path, Console(quiet=True))
     assert ("the server does not start" in lost["error"], lost["seconds"]) == (True, None)
 
-
-# -- load ------------------------------------------------------------------------------------
 
 LOAD = Load("few", prefixes=2, prefix=12, own=3, gen=5, requests=9, rate=30.0)
 
@@ -157,8 +146,6 @@ def test_loads_are_the_files():
     assert first.arrivals() == sorted(first.arrivals())
     assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
 
-
-# -- soak ------------------------------------------------------------------------------------
 
 TRAFFIC = Traffic(
     0.5, 1, workers=3, documents=2, document_tokens=12, most_question=4, most_answer=9, samples=5
@@ -199,9 +186,6 @@ def test_the_growth_of_memory_after_the_first_fifth(name, mib, begin, end):
     assert is_level(found)
     assert not is_level({**found, "end": begin + 100.0, "growth": 100.0})
     assert level(samples, "other") is None
-
-
-# -- commands --------------------------------------------------------------------------------
 
 
 def test_the_command_measures_and_shows(tmp_path, monkeypatch):

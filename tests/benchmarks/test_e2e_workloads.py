@@ -41,9 +41,6 @@ async def connected(fake, **options):
             yield client
 
 
-# -- the client of token ids -----------------------------------------------------------------
-
-
 def test_a_turn_goes_on_with_what_its_sub_agents_return():
     fake = FakeHost()
     requests = (
@@ -64,9 +61,6 @@ def test_a_turn_goes_on_with_what_its_sub_agents_return():
     assert prompts[10] == (*first, *back[0], *back[1], 7)
     assert [outcome.answer.request for outcome in run.outcomes] == ["a", "b", "c", "d"]
     assert fake.bodies[-1]["temperature"] == 1.0
-
-
-# -- the table -------------------------------------------------------------------------------
 
 
 def drawn(workload):
@@ -106,9 +100,6 @@ def test_cases_replace_the_tables_sizes():
     ]
     with pytest.raises(ChoiceError, match="'soup': expected one of grid"):
         chosen_jobs(["soup"], [], None, None, None, on_gpu=False)
-
-
-# -- times -----------------------------------------------------------------------------------
 
 
 class Clocked:
@@ -209,8 +200,6 @@ def test_trees_and_beams_are_replayed(host):
     assert len(beams["detail"]["tpot_runs_ms"]) == 2
     assert beams["detail"]["tokens"] == 24
 
-
-# -- answers ---------------------------------------------------------------------------------
 
 SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
 

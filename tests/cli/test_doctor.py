@@ -73,48 +73,9 @@ def test_doctor_compares_versions(version, status, monkeypatch):
     assert [found[name] for name in ("sglang", "torch", "triton")] == [status, "problem", "note"]
 
 
-MACHINES = {
-    "SGLang of the window, on a GPU": (
-        "--check",
-        {"sglang": "0.5.17", "torch": "2.8", "triton": "4", "aiohttp": None, "deft-backend": "9"},
-        {"has_nvidia_driver": True, "find_compiler": ["gcc", "-m64"], "cuda": "13", "sees": True},
-        {},
-    ),
-    "outside a checkout": (
-        "--check",
-        {"sglang": "0.5.23", "torch": "2.8", "triton": "3.9", "aiohttp": "4"},
-        {"has_nvidia_driver": True, "cuda": "13", "sees": True},
-        {},
-    ),
-    "the newest vLLM, without a GPU": (
-        "--check",
-        {"vllm": "0.33.1", "torch": "2.7", "triton": "3.4", "aiohttp": "3.8"},
-        {"find_compiler": None, "num_gpus": 0},
-        {"VLLM_PLUGINS": "a, b"},
-    ),
-    "no host": (
-        "--check",
-        {"torch": "3", "triton": None, "aiohttp": "3.9"},
-        {"loading_fails": "noexec", "find_compiler": None, "sees": True},
-        {
-            **{"DEFT_POLICY": "best", "DEFT_POLCY": "auto", "DEFT_PLANNER": "device"},
-            "DEFT_CACHE_DIR": "~nobody-there/x",
-        },
-    ),
-    "another SGLang": (
-        "--model MODEL --json",
-        {"sglang": "0.6", "torch": "2.99", "triton": "3.3"},
-        {"write_fails": "full", "cuda": "13"},
-        {"DEFT_UNTESTED_HOST": "1", "DEFT_FALLBACK_BACKEND": "fa3"},
-    ),
-}
-ERRORS = {
-    "SGLang of the window, on a GPU": [(3e-4, None), (None, None), (2.0, "row 3 is off by 2")],
-    "outside a checkout": [(0.0123, None)],
-    "the newest vLLM, without a GPU": [(3e-4, None), (None, "it raises"), (None, None)],
-    "no host": [(None, None)],
-}
-"""What each case of `--check` finds: its largest error, and why it fails."""
+MACHINES = json.loads(Path(__file__).with_name("machines.json").read_text())
+"""Each has the command's words, the installed versions, what functions of `checks` return, and
+variables; `errors`: the largest error that each case of `--check` finds, and why it fails."""
 
 
 def on_a_gpu(monkeypatch, *, tuned):
@@ -139,19 +100,19 @@ def on_a_gpu(monkeypatch, *, tuned):
     monkeypatch.setattr(kernels, "unsupported", refused)
 
 
-def printed(name, words, monkeypatch):
+def printed(name, model, monkeypatch):
     """What the command prints on a machine, and its exit code."""
-    _, versions, machine, environment = MACHINES[name]
+    given = MACHINES[name]
     monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr(torch, "__version__", "2.9")
     monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    install(monkeypatch, versions)
+    install(monkeypatch, given["versions"])
     answers = {"has_nvidia_driver": False, "num_gpus": 1, "write_fails": None}
     answers |= {"find_compiler": ["gcc"], "ensure_driver_stub": Path("/stub")}
-    answers |= {"loading_fails": None, **machine}
+    answers |= {"loading_fails": None, **given["machine"]}
     sees = answers.pop("sees", False)
     monkeypatch.setattr(torch.version, "cuda", answers.pop("cuda", None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
@@ -169,11 +130,13 @@ def printed(name, words, monkeypatch):
     def check_shapes(shapes, device, until):
         assert (device, until) == (doctor.this_device(), 1018.0)
         for at, shape in enumerate(shapes):
-            yield shape, Outcome(Case(on_device=at > 0), *ERRORS[name][at % len(ERRORS[name])])
+            found = given["errors"][at % len(given["errors"])]
+            yield shape, Outcome(Case(on_device=at > 0), *found)
 
     monkeypatch.setattr(self_check, "check_shapes", check_shapes)
-    environment = {"DEFT_CACHE_DIR": "/cache", **environment}
-    code, out, err = run("doctor", *words.split(), COLUMNS="250", **environment)
+    environment = {"DEFT_CACHE_DIR": "/cache", **given["environment"]}
+    words = given["words"].replace("MODEL", model).split()
+    code, out, err = run("doctor", *words, COLUMNS="250", **environment)
     assert err == ""
     return f"# {name}: exit code {code}\n{out}".replace(VERSION, "VERSION")
 
@@ -182,8 +145,8 @@ def test_what_doctor_prints_is_as_drawn(tmp_path, monkeypatch):
     config = {"num_attention_heads": 7, "num_key_value_heads": 2, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16"}))
     every = []
-    for name, (words, *_) in MACHINES.items():
+    for name in MACHINES:
         with monkeypatch.context() as machine:
-            every.append(printed(name, words.replace("MODEL", str(tmp_path)), machine))
+            every.append(printed(name, str(tmp_path), machine))
     text = re.sub(r" +$", "", "\n".join(every), flags=re.MULTILINE)
     check_drawn(text, Path(__file__).with_name("doctor.txt"))

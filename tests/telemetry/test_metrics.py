@@ -169,9 +169,6 @@ def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tm
     assert page(registry) == []
 
 
-# -- the line in the log -------------------------------------------------------------------------
-
-
 def test_a_line_every_so_many_steps(caplog):
     caplog.set_level(logging.INFO, "deft_backend")
     log = DecodeLog(steps=4)
@@ -223,9 +220,6 @@ def test_what_the_line_says():
     assert describe(between) == (
         "1 decode step through tree attention; KV read 50 B of 100 B query by query (50 %)"
     )
-
-
-# -- SGLang --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ def test_workloads_are_as_drawn():
             lines += drawn(made)
         lines += drawn(made.arriving(2.5, 3))
         lines += drawn(made.renewed(2))
+    # Thought 2 is empty, so its child continues from the prompt.
+    children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
+    nodes = lay_out({0: 20, 1: 5, 2: 0, 3: 3, 4: 2, 5: 4}, children)
+    lines += drawn(tree_of_thoughts(ThoughtTree("p" * 20, nodes)))
     made = generate_thought_tree(
         5, width=3, keep=2, prompt_tokens=9, shortest=2, longest=4, characters_a_token=1.5
     )
@@ -51,21 +55,3 @@ def test_workloads_are_as_drawn():
     lines += [question(at, "")[2:] for at in (0, 23, 24, 48)]
     lines += [default_sizes(on_gpu=gpu, quick=quick) for gpu in (0, 1) for quick in (0, 1)]
     check_drawn("\n".join(map(str, lines)) + "\n", Path(__file__).with_name("workloads.txt"))
-
-
-def test_tree_of_thoughts_follows_its_tree():
-    # Thought 2 is empty, so its child continues from the prompt.
-    children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}
-    nodes = lay_out({0: 20, 1: 5, 2: 0, 3: 3, 4: 2, 5: 4}, children)
-    workload = tree_of_thoughts(ThoughtTree("p" * 20, nodes))
-    found = {r.name: (r.after, r.max_tokens) for r in workload.requests}
-    assert found == {
-        "thought 1": (None, 5),
-        "thought 3": ("thought 1", 3),
-        "thought 4": ("thought 1", 2),
-        "thought 5": (None, 4),
-    }
-    assert workload.warm == ("p" * 20,)
-    siblings = [r.prompt for r in workload.requests if r.after == "thought 1"]
-    assert len(set(siblings)) == 2
-    assert all(r.prompt.startswith("p" * 20) for r in workload.requests if r.after is None)

@@ -32,9 +32,6 @@ def _forgotten_warnings():
     table_lookup._warn_once.cache_clear()
 
 
-# --- measuring code, executed --------------------------------------------------------------------
-
-
 def _trials(page_size, clock, descriptions, kv_dtype=torch.float16):
     shape = AttentionShape(
         4, 2, 64, torch.float16, kv_dtype, device=torch.device("cpu"), page_size=page_size
@@ -128,9 +125,6 @@ def test_times_are_medians_with_a_cold_cache(monkeypatch):
     assert benched[3] == ("launched", {"warmup": 10, "rep": 40, "return_mode": "median"})
 
 
-# --- the search ----------------------------------------------------------------------------------
-
-
 class MadeUpTrials:
     """Times by a formula of the costs: fastest where the large tile's item takes 700 ns."""
 
@@ -201,9 +195,6 @@ def test_trials_run_the_batch_that_they_name(monkeypatch):
     assert lens.tolist() == [15, 15, 15]
     assert (table[:, :3] == table[0, :3]).all()  # pages of the root, all full
     assert len(set(table[:, -1].tolist())) == 3
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPE_BYTES if name != "float32"])

@@ -242,8 +242,6 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     batches.close()
 
 
-# -- Every line, width and style, as a terminal of 80 columns gets it ----------------------------
-
 DRAWN = build_forest(range(6), [900, 600, 300, 200, 100], [2000] * 6)
 REASONS = {"shares nothing": 9, "batch too small": 1, "third": 4, "fourth": 3, "fifth": 2}
 BUSY = Counters(
