@@ -54,6 +54,8 @@ class Group:
     flags: str = ""
     """As on a command line."""
     settings: dict[str, str] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
+    """Targets of entry points."""
     model: Path = MODEL
     cpu_speculation: bool = False
     """SGLang: speculate on the CPU, with stand-ins for what the host's wheel lacks."""

@@ -8,13 +8,14 @@ import random
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
 
 from deft_backend.telemetry.counters import Place, StateName
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, ask_to
-from integration_tests.faults.tested_server import draw_prompts, start
+from integration_tests.faults.tested_server import draw_prompts, under_test
 from integration_tests.hosts import HOST
 
 TOKENS = 12
@@ -24,7 +25,6 @@ LONG_TOKENS = 100
 END_SECONDS = 90.0
 """Longest time in which a server ends after its last answer."""
 
-INSIDE_FAULTS = ("poison", "planner", "clock")
 COMBINATIONS = 4
 LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
 
@@ -49,21 +49,20 @@ class Harness:
             return chosen is None or name in chosen
 
         with self._server("first", spoilt=wanted("files")) as first:
-            # vLLM gives tree attention up at a failed plan, SGLang only at a failed kernel.
-            sglang = HOST == "sglang"
-            last = "launch" if sglang else "planner"
-            faults = [n for n in (*INSIDE_FAULTS, *LOAD_FAULTS) if n != "weights" or sglang]
+            no_weights = {"weights"} if HOST == "vllm" else set()
+            faults = [name for name in ("poison", "clock", *LOAD_FAULTS) if name not in no_weights]
             for name in faults:
-                if wanted(name) and name != last:
-                    self._record(name, first, self._several(first, [name]))
-            for _ in range(COMBINATIONS if wanted("combined") else 0):
-                names = self._random.sample([n for n in faults if n != "planner"], 3)
-                self._record("combined", first, self._several(first, names), of=names)
-            # After a full disk the server writes no state for a minute, so nothing reads the clock.
-            for name in ("full-disk", last):
                 if wanted(name):
                     self._record(name, first, self._several(first, [name]))
-            if wanted("launch") and not sglang:
+            for _ in range(COMBINATIONS if wanted("combined") else 0):
+                names = self._random.sample(faults, 3)
+                self._record("combined", first, self._several(first, names), of=names)
+            # After a full disk the server writes no state for a minute, so nothing reads the clock.
+            # After a failed plan, or a failed kernel, it uses tree attention no more.
+            for name in ("full-disk", "planner"):
+                if wanted(name):
+                    self._record(name, first, self._several(first, [name]))
+            if wanted("launch"):
                 with self._server("another") as another:
                     self._record("launch", another, self._several(another, ["launch"]))
             if wanted("no-memory") or wanted("shared-folders") or wanted("sigterm"):
@@ -81,18 +80,14 @@ class Harness:
     @contextmanager
     def _server(self, name, armed=(), *, spoilt=False):
         began, shared = time.monotonic(), self._folder / "cache"
-        before = (lambda port: spoil(shared, port)) if spoilt else None
-        folder = self._folder / name
-        server = start(folder, self._reference, armed, shared=shared, before=before)
-        print(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
-        try:
+        before = partial(spoil, shared) if spoilt else None
+        with under_test(self._folder / name, self._reference, armed, shared, before) as server:
+            print(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
             if spoilt:
                 self._record("files", server, self._plain(server, "files"))
                 self.rows[-1]["link_followed"] = followed = not still_there(shared)
                 self.rows[-1]["ok"] &= not followed
             yield server
-        finally:
-            server.process.stop()
 
     def _prompts(self, count=6):
         return draw_prompts(self._random.randrange(1 << 30), count, 96, 24)
@@ -111,13 +106,13 @@ class Harness:
 
     async def _plain(self, server, name):
         judged = await server.judged(self._prompts(), TOKENS)
-        return {"injected": max(1, server.disarm(name)), **judged.to_dict()}
+        return {"injected": max(1, server.disarm(name)), **judged}
 
     async def _both(self, first, second):
         ours, theirs = await asyncio.gather(
-            first.judged(self._prompts(3), TOKENS), second.judged(self._prompts(3), TOKENS)
+            *(server.judged(self._prompts(3), TOKENS) for server in (first, second))
         )
-        return {"injected": 2, **(ours + theirs).to_dict()}
+        return {"injected": 2, **ours, "after": theirs}
 
     async def _several(self, server, names):
         """Faults at once, and the answers after them."""
@@ -136,7 +131,7 @@ class Harness:
             injected[name] = server.disarm(name)
         after = await server.judged(self._prompts(3), TOKENS)
         count = injected if len(names) > 1 else injected[names[0]]
-        return {"injected": count, **judged.to_dict(), "after": after.to_dict()}
+        return {"injected": count, **judged, "after": after}
 
     async def _under_load(self, server, name):
         """Inject a fault from outside; returns how often the server took it."""
@@ -175,7 +170,7 @@ class Harness:
             left = sum(map(_lives, family))
             after = round(time.monotonic() - struck[0], 1)
             ended = {"processes_left": left, "ended_after": after}
-            return {"injected": 1, **judged.to_dict(), **ended}
+            return {"injected": 1, **judged, **ended}
 
         self._record(name, server, work())
 

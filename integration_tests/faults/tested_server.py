@@ -2,32 +2,26 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import re
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from contextlib import contextmanager
 
 import psutil
 
 from benchmarks.e2e.run import client_of
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.servers.command import free_port, server_command
-from deft_backend.tools.servers.process import ServerProcess
-from integration_tests.common.plugins import CPU_BACKEND, plugin_settings
-from integration_tests.common.server import MODEL
-from integration_tests.hosts import HOST, HostServer
+from integration_tests.common.server import EAGER, Group, started
+from integration_tests.hosts import HOST, HostServer, command_of
 
-INSIDE = Path(__file__).parent / "inside"
 SECONDS = 240.0
 """Longest time of a request; a longer one counts as a hang."""
 
-_FLAGS = {
-    "sglang": ("--max-running-requests", "32", "--max-total-tokens", "8192"),
-    "vllm": ("--max-num-seqs", "32", "--block-size", "32", "--max-model-len", "1024"),
-}
+_FLAGS = {"sglang": "--max-total-tokens 8192", "vllm": "--block-size 32 --max-model-len 1024"}
 _DECODES = {"sglang": "scheduler", "vllm": "EngineCore"}
+VERDICTS = ("right", "wrong", "lost", "cut")
+"""Of answers: whole right ones, those with a wrong token, those without any token, and those that
+were cut off after some tokens, all of them right."""
 
 
 def draw_prompts(seed, count, shared, own, vocabulary=256):
@@ -41,37 +35,11 @@ def draw_prompts(seed, count, shared, own, vocabulary=256):
     return [prefix + draw(choose.randint(1, own)) for _ in range(count)]
 
 
-@dataclass
-class Judged:
-    """Answers compared with the reference.
-
-    `right`: whole right answers; `wrong`: answers with a wrong token; `lost`: requests without any
-    token; `cut`: answers that were cut off after some tokens, all of them right.
-    """
-
-    right: int = 0
-    wrong: int = 0
-    lost: int = 0
-    cut: int = 0
-    errors: list = field(default_factory=list)
-
-    def add(self, found, right):
-        if list(found) != list(right[: len(found)]):
-            self.wrong += 1
-        elif len(found) == len(right):
-            self.right += 1
-        elif found:
-            self.cut += 1
-        else:
-            self.lost += 1
-
-    def to_dict(self):
-        """The counts as the record holds them."""
-        return {**asdict(self), "errors": self.errors[:2]}
-
-    def __add__(self, other):
-        left, right = vars(self), vars(other)
-        return Judged(**{name: left[name] + right[name] for name in left})
+def verdict(found, right):
+    """What became of an answer whose right tokens are known."""
+    if list(found) != list(right[: len(found)]):
+        return "wrong"
+    return "right" if len(found) == len(right) else "cut" if len(found) else "lost"
 
 
 class TestedServer(HostServer):
@@ -79,8 +47,8 @@ class TestedServer(HostServer):
 
     __test__ = False
 
-    def __init__(self, process, faults, reference):
-        super().__init__(process, faults.parent)
+    def __init__(self, process, state_dir, faults, reference):
+        super().__init__(process, state_dir)
         self.arriving = []
         self._faults = faults
         self._reference = reference
@@ -105,9 +73,9 @@ class TestedServer(HostServer):
         return new
 
     async def judged(self, prompts, tokens, during=None):
-        """Send all prompts at once and judge the answers; `during` runs while they decode."""
+        """Send all prompts at once and count the verdicts; `during` runs while they decode."""
         expected = [self._reference.greedy(prompt, tokens)[0] for prompt in prompts]
-        found = Judged()
+        found, errors = dict.fromkeys(VERDICTS, 0), []
 
         async def one(client, prompt, right):
             answer = Answer()
@@ -115,8 +83,8 @@ class TestedServer(HostServer):
             try:
                 await client.ask(prompt, tokens, into=answer)
             except Exception as error:
-                found.errors.append(f"{type(error).__name__}: {error}"[:160])
-            found.add(answer.ids, right)
+                errors.append(f"{type(error).__name__}: {error}"[:160])
+            found[verdict(answer.ids, right)] += 1
 
         self.arriving = []
         async with client_of(self.process.url, seconds=SECONDS) as client:
@@ -128,7 +96,7 @@ class TestedServer(HostServer):
                 await asyncio.sleep(1.0)
                 await during()
             await asyncio.gather(*sent)
-        return found
+        return {**found, "errors": errors[:2]}
 
     async def all_arrive(self):
         begin = time.monotonic()
@@ -160,8 +128,9 @@ class TestedServer(HostServer):
         return max(self.family()[1:], key=lambda process: process.memory_info().rss)
 
 
-def start(folder, reference, armed=(), *, shared, before=None):
-    """Start a server with the plugin; its process's `stop` ends it.
+@contextmanager
+def under_test(folder, reference, armed, shared, before=None):
+    """A server with the plugin for a `with` block.
 
     - `armed`: faults that happen at the start.
     - `shared`: the package's cache folder.
@@ -171,21 +140,11 @@ def start(folder, reference, armed=(), *, shared, before=None):
     faults.mkdir(parents=True)
     for name in armed:
         (faults / name).touch()
-    targets = [CPU_BACKEND] if HOST == "vllm" else []
-    paths = [str(INSIDE), plugin_settings(folder / "plugins", *targets)["PYTHONPATH"]]
-    settings = {
-        "DEFT_MIN_BATCH": "1",
-        "FAULTS": str(faults),
-        "DEFT_CACHE_DIR": str(shared),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
-    port = free_port()
+    settings = {**EAGER, "FAULTS": str(faults), "DEFT_CACHE_DIR": str(shared)}
+    settings |= {"DEFT_VERIFY": "0", "DEFT_LOG": "info"}  # as users run it
+    group = Group(_FLAGS[HOST], settings, ("integration_tests.faults.inside:install",))
+    command = command_of("deft", group, folder)
     if before is not None:
-        before(port)
-    command = server_command(
-        str(MODEL), port, host=HOST, host_arguments=_FLAGS[HOST], environment=settings, gpu=False
-    )
-    process = ServerProcess(command, folder / "server.log", timeout=580.0)
-    process.__enter__()
-    return TestedServer(process, faults, reference)
+        before(command.port)
+    with started(command, folder, lambda *given: TestedServer(*given, faults, reference)) as server:
+        yield server

@@ -21,10 +21,12 @@ WATCHED = _MODULE.WATCHED
 WITHOUT_PLUGINS = _MODULE.WITHOUT_PLUGINS
 
 
-def running(backend, group, folder, adapter=None):
-    """A server for a `with` block. It checks every decode step against the host's kernel."""
+def command_of(backend, group, folder, adapter=None):
+    """The command of a server without a GPU. It checks every decode step against the host's kernel,
+    unless the group's settings say otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     plugins, settings, flags = _MODULE.asked_of(group, folder, adapter)
+    plugins = (*plugins, *group.plugins)
     command = server_command(
         str(group.model),
         free_port(),
@@ -37,4 +39,9 @@ def running(backend, group, folder, adapter=None):
     if group.cli:
         script = str(Path(sys.executable).parent / "sglang")
         command = replace(command, arguments=(script, "serve", *command.arguments[3:]))
-    return started(command, folder, HostServer)
+    return command
+
+
+def running(backend, group, folder, adapter=None):
+    """A server for a `with` block."""
+    return started(command_of(backend, group, folder, adapter), folder, HostServer)

@@ -1,7 +1,6 @@
 """Engines of the zoo, one after the other: ours answers, and the host's checks its answers.
 
 ``python -m integration_tests.zoo.engines JOB...`` reads files of jobs and writes their verdicts.
-Importing this module fills the models of SGLang: its processes import the main module again.
 """
 
 import json
@@ -11,7 +10,6 @@ import sys
 import traceback
 import zlib
 from functools import cache
-from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +34,10 @@ EXPERTS = 0.1
 changes an answer little. Attention adds as much as in models without experts."""
 
 
+FILLED = "the zoo has filled a model"
+"""In the log of each engine: hosts go on without a plugin that fails."""
+
+
 def fill(model):
     """Replace a model's parameters; they depend on each parameter's name and shape alone.
 
@@ -46,6 +48,7 @@ def fill(model):
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 parameter.copy_(_values(name, parameter))
+    print(FILLED, flush=True)
 
 
 def _values(name, parameter):
@@ -72,36 +75,13 @@ def _values(name, parameter):
     return normal.mul_(scale * width**-0.5)
 
 
-class _FillAfterImport(MetaPathFinder):
-    """Lets SGLang's ``--load-format dummy`` fill models as this module does.
+def install():
+    """Fill made-up models as this module does, in every process of an engine: a plugin of hosts."""
+    if find_spec("sglang") is not None:
+        from sglang.srt.model_loader import loader
 
-    SGLang starts processes of its own. Most of them make no model, and importing the loader takes
-    seconds: so the loader changes when something imports it, and not before.
-    """
-
-    NAME = "sglang.srt.model_loader.loader"
-
-    def find_spec(self, name, path, target=None):
-        if name != self.NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.initialize_dummy_weights = fill
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def _prepare_vllm():
-    """Let vLLM fill models as this module does, and start several engines in this process.
-
-    Without a GPU, each worker of vLLM looks through all modules for Triton kernels to replace, and
-    fails at one of Numba's. The first worker has replaced them all.
-    """
+        loader.initialize_dummy_weights = fill
+        return
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.platforms import current_platform
 
@@ -112,16 +92,11 @@ def _prepare_vllm():
         fill(model)
 
     DummyModelLoader.load_weights = load_weights
-    platform = type(current_platform)
-    if current_platform.is_cpu():
-        sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
-        import vllm_cpu_backend
-
-        vllm_cpu_backend.install()
-    if current_platform.is_cpu() and hasattr(platform, "register_triton_kernel_overrides"):
-        platform.register_triton_kernel_overrides = staticmethod(
-            cache(current_platform.register_triton_kernel_overrides)
-        )
+    # Without a GPU, each engine's worker looks through all modules for Triton kernels to replace,
+    # and fails at one of Numba's. The first worker of a process has replaced them all.
+    name = "register_triton_kernel_overrides"
+    if current_platform.is_cpu() and hasattr(current_platform, name):
+        setattr(type(current_platform), name, staticmethod(cache(getattr(current_platform, name))))
 
 
 class SGLang:
@@ -212,6 +187,7 @@ def run(job):
         engine = make(job["model"], backend, {**job["options"], "dtype": job["dtype"]})
         try:
             engine.answer([first], [1])
+            assert FILLED in (folder / log).read_text(errors="replace")
             if answers is None:
                 found = engine.answer(batch, [tokens] * len(batch))
                 answers = [answer.ids for answer in found]
@@ -237,16 +213,12 @@ def main(paths):
     os._exit(failed)
 
 
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ in ("__main__", "__mp_main__"):  # SGLang's processes import the main module again
     # The plugin's lines go to the job's log, whichever way the host sets up its own log.
     logger = logging.getLogger("deft_backend")
     logger.addHandler(logging.StreamHandler(sys.stdout))
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    if find_spec("sglang") is not None:
-        sys.meta_path.insert(0, _FillAfterImport())
 
 if __name__ == "__main__":
-    if find_spec("vllm") is not None:
-        _prepare_vllm()
     main(sys.argv[1:])

@@ -17,8 +17,10 @@ from pathlib import Path
 from deft_backend.settings.version import installed_version
 from deft_backend.tools.servers.command import server_command
 from deft_backend.tools.servers.driver_stub import num_gpus
+from deft_backend.tools.servers.sessions import end_session
+from integration_tests.common.plugins import CPU_BACKEND, ROOT, plugin_settings
 
-ROOT = Path(__file__).parents[2]
+INSTALL = "integration_tests.zoo.engines:install"
 
 KEYS = (
     *("host", "version", "architecture", "query_heads", "kv_heads", "head_dim", "kv_dtype"),
@@ -106,10 +108,10 @@ class Place:
             own |= memory if self.gpu else {"enforce_eager": True}
         return {**own, **self.asked}
 
-    def environment(self, gpu_index=0):
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def environment(self, folder, gpu_index):
+        targets = [INSTALL, *([CPU_BACKEND] if self.host == "vllm" and not self.gpu else [])]
         command = server_command("", 0, host=self.host, gpu=self.gpu)
-        found = {**command.full_environment(), "PYTHONPATH": os.pathsep.join(paths)}
+        found = {**command.full_environment(), **plugin_settings(folder, *targets)}
         found |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         if self.gpu:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -218,7 +220,7 @@ def _rows(runs, end):
         process = subprocess.Popen(
             [sys.executable, "-m", "integration_tests.zoo.engines", *jobs],
             cwd=ROOT,
-            env=first.place.environment(first.gpu_index),
+            env=first.place.environment(first.folder / "plugins", first.gpu_index),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -230,21 +232,14 @@ def _rows(runs, end):
     except subprocess.TimeoutExpired:
         note = TIME_UP
     finally:
-        _end(process)
+        if process.returncode is None:
+            end_session(process.pid)
+            process.wait()
     return [run.row(note) for run in runs]
 
 
 def end_all():
     """End every process that this one has started: they do not end with it."""
     for process in _started:
-        _end(process)
-
-
-def _end(process):
-    """End a process and its children: they are a session of their own."""
-    if process.poll() is None:
-        os.killpg(process.pid, 15)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+        if process.poll() is None:
+            end_session(process.pid)
