@@ -19,9 +19,9 @@ from integration_tests.gpu.checked_variants import (
     compared,
     report,
     reported_states,
+    requests,
     tolerance,
 )
-from integration_tests.gpu.forest_traffic import requests
 from integration_tests.gpu.variants import ADAPTERS, FLEET
 
 pytestmark = pytest.mark.skipif(not num_gpus(), reason="these servers run on a GPU")

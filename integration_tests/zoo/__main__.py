@@ -11,7 +11,8 @@ from pathlib import Path
 
 from benchmarks.row_files import write_rows
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.servers.command import installed_hosts, use_gpu, vllm_is_cpu_build
+from deft_backend.tools.servers.command import use_gpu, vllm_is_cpu_build
+from integration_tests.hosts import HOST
 from integration_tests.zoo.run import ARCHITECTURES, Place, end_all, run
 
 
@@ -40,22 +41,14 @@ def _key(row):
 def main():
     parser = argparse.ArgumentParser(prog="python -m integration_tests.zoo", description=__doc__)
     parser.add_argument("--only", action="append", choices=ARCHITECTURES, help="may be repeated")
-    parser.add_argument("--host", choices=("sglang", "vllm"), default=installed_hosts()[0])
     parser.add_argument("--out", type=Path, default=Path("reports/models.json"))
     parser.add_argument("--logs", type=Path, default=Path("reports/zoo"))
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument(
-        "--options",
-        type=json.loads,
-        default={},
-        help="of the engines, as JSON",
-    )
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engines, as JSON")
     asked = parser.parse_args()
-    gpu = use_gpu() and not (asked.host == "vllm" and vllm_is_cpu_build())
-    names = asked.only or [
-        name for name, each in ARCHITECTURES.items() if gpu or asked.host in each.cpu
-    ]
+    gpu = use_gpu() and not (HOST == "vllm" and vllm_is_cpu_build())
+    names = asked.only or [name for name, each in ARCHITECTURES.items() if gpu or HOST in each.cpu]
 
     def stop(number, frame):
         """End the engines and this process; the rows of finished architectures are written."""
@@ -69,7 +62,7 @@ def main():
         content = json.loads(asked.out.read_text())
         rows, runs = {_key(row): row for row in content["rows"]}, content["header"]["runs"]
     runs.append(provenance())
-    place = Place(asked.host, gpu, asked.options)
+    place = Place(HOST, gpu, asked.options)
     for row in run(names, place, asked.logs, asked.at_once, asked.seconds):
         rows[_key(row)] = {**row, "run": len(runs) - 1}
         write_rows(asked.out, list(rows.values()), {"runs": runs})

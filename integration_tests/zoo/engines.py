@@ -6,6 +6,7 @@
 import json
 import logging
 import os
+import random
 import sys
 import traceback
 import zlib
@@ -15,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.e2e.answers import tolerance_of
+from benchmarks.e2e.answers import Checked, answer_check, next_question, tolerance_of
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import BACKEND_NAMES, free_port
-from integration_tests.zoo.requests import check, requests
 
 LIKELIEST = 5
 
@@ -171,6 +171,40 @@ class VLLM:
 
         del self._engine
         cleanup_dist_env_and_memory()
+
+
+def requests(ids, prefix, branch, leaves, tokens):
+    """A prompt that fills the prefix cache, the prompts that decode at once, and tokens of each.
+
+    Two branches of a prefix, each with `leaves` prompts; one prompt twice, and one that shares
+    nothing. Prompts use token ids below `ids`.
+    """
+    choose = random.Random(ids)
+
+    def draw(count):
+        return tuple(choose.randrange(8, ids) for _ in range(count))
+
+    root = draw(prefix)
+    branches = [root + draw(branch) for _ in range(2)]
+    prompts = [way + draw(choose.randint(1, 12)) for way in branches for _ in range(leaves)]
+    return root, (*prompts, prompts[0], draw(prefix // 2)), tokens
+
+
+def check(engine, prompts, answers, tolerance):
+    """Compare with what `engine` answers, all answers in a batch; returns the counts."""
+    found = Checked()
+    asked = {
+        each: next_question(each, None)
+        for each in (
+            answer_check(number, prompt, answer, tolerance, found)
+            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        )
+    }
+    while asked := {each: question for each, question in asked.items() if question is not None}:
+        replies = engine.answer(*map(list, zip(*asked.values(), strict=True)))
+        pairs = zip(asked, replies, strict=True)
+        asked = {each: next_question(each, reply) for each, reply in pairs}
+    return found
 
 
 def run(job):

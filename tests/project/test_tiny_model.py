@@ -1,20 +1,16 @@
 """The tiny model in ``models/tiny-llama``: the properties that the demo and the tests need."""
 
-from pathlib import Path
-
 import pytest
-import torch
 
-transformers = pytest.importorskip(
-    "transformers", reason="the tiny model is read through transformers, which is not installed"
-)
+from integration_tests.common.server import MODEL, Ask
 
-FOLDER = Path(__file__).parents[2] / "models" / "tiny-llama"
-# Neighbouring bfloat16 values are at most 1/8 apart at the size of these logits, so that a lead
-# of 1 survives the rounding errors of any attention backend.
-CONFIDENT_LEAD = 1.0
+pytest.importorskip("transformers", reason="the model is read through transformers")
 
-PROMPTS = {
+CONFIDENT = -0.31
+"""Log-probability of a token whose logit exceeds every other one by 1. Neighbouring bfloat16 values
+are at most 1/8 apart at the size of these logits, so rounding in any attention changes no token."""
+
+ANSWERS = {
     "Sort the digits 8 2 5 1.": "1 2 5 8.",
     "The town of Galdry stands on": (
         "the river Sorrel. Its ruler is Duke Hale. "
@@ -23,28 +19,10 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return transformers.AutoTokenizer.from_pretrained(FOLDER)
+@pytest.mark.parametrize(("prompt", "expected"), ANSWERS.items(), ids=("sort", "town"))
+def test_greedy_answers_are_right_and_confident(prompt, expected):
+    from integration_tests.common.plain_model import PlainModel
 
-
-@pytest.fixture(scope="module")
-def model():
-    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER).float().eval()
-
-
-@pytest.mark.parametrize(("prompt", "expected"), PROMPTS.items(), ids=("sort", "town"))
-def test_greedy_continuation_is_right_and_confident(tokenizer, model, prompt, expected):
-    tokens = tokenizer.encode(prompt)
-    leads = []
-    with torch.inference_mode():
-        inputs, cache = torch.tensor([tokens]), None
-        for _ in range(len(expected) + 1):
-            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            best, second = output.logits[0, -1].topk(2).values.tolist()
-            leads.append(best - second)
-            tokens.append(int(output.logits[0, -1].argmax()))
-            inputs = torch.tensor([tokens[-1:]])
-    assert tokenizer.decode(tokens)[len(prompt) :].strip() == expected
-    assert min(leads) > CONFIDENT_LEAD
+    ((answer,),) = PlainModel(MODEL).answers([Ask(prompt, len(expected) + 1)])
+    assert answer.text.strip() == expected
+    assert min(answer.logprobs) > CONFIDENT

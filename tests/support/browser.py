@@ -27,7 +27,6 @@ KEYS = {
     "up": "\ue013",
     "down": "\ue015",
     "escape": "\ue00c",
-    "enter": "\ue007",
 }
 
 
