@@ -120,7 +120,7 @@ class Settings:
         _SWITCH,
         "Tree attention for MLA models on Hopper; it saves time behind long prefixes. Unset: on in "
         "the host versions whose records show no wrong token (SGLang 0.5.17 and 0.5.23, vLLM 0.26 "
-        "and 0.33, the last without drafts).",
+        "and 0.33).",
     )
     fallback_backend: str | None = _setting(
         None,

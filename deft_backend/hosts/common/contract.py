@@ -200,9 +200,8 @@ class TestedVersions:
     distributions: tuple[str, ...]  # names that it may be installed under; the first is its own
     lowest: str
     beyond: str
-    # Versions of which records show no wrong token of MLA models, and of their drafts.
+    # Versions of which records show no wrong token of MLA models, with drafts and without.
     mla: tuple[str, ...] = ()
-    mla_drafts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f">={self.lowest}, <{self.beyond}"
@@ -238,23 +237,16 @@ class TestedVersions:
             "(DEFT_UNTESTED_HOST=1 tries it)"
         )
 
-    def leaves_mla(
-        self, settings: Settings, device: str = "cuda", *, drafts: bool = False
-    ) -> str | None:
-        """Why MLA models decode on the host's own backend, in one line, or None.
-
-        `drafts`: whether the server speculates.
-        """
+    def leaves_mla(self, settings: Settings, device: str = "cuda") -> str | None:
+        """Why MLA models decode on the host's own backend, in one line, or None."""
         if settings.mla is not None:
             return None if settings.mla else "DEFT_MLA=0 leaves MLA models to the host's backend"
         version = self.installed()
-        shown = self.mla_drafts if drafts else self.mla
-        if device == "cuda" and version and any(matches(version, each) for each in shown):
+        if device == "cuda" and version and any(matches(version, each) for each in self.mla):
             return None
         host = f"{self.name} {version or '(not installed)'}"
-        models = "MLA models that draft" if drafts else "MLA models"
         return (
-            f"no record shows {models} with tree attention on {device} and {host}; DEFT_MLA=1 "
+            f"no record shows MLA models with tree attention on {device} and {host}; DEFT_MLA=1 "
             "tries it, which saves time behind long shared prefixes alone"
         )
 

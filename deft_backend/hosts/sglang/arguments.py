@@ -160,9 +160,7 @@ def unsupported(server_args: Any, settings: Settings) -> str | None:
     if versions.uses_mla(server_args):
         if deterministic:
             return "deterministic inference of MLA models is not supported"
-        drafts = versions.draft_tokens(server_args) > 1
-        left = SGLANG.leaves_mla(settings, str(args.device), drafts=drafts)
-        return _refused_latent(server_args) or left
+        return _refused_latent(server_args) or SGLANG.leaves_mla(settings, str(args.device))
     kv_dtype = str(args.kv_cache_dtype)
     if kv_dtype not in (*_WIDE_DTYPES, *EIGHT_BIT_CACHES):
         return f"a KV cache of kind {kv_dtype} is not supported (kv_cache_dtype={kv_dtype})"

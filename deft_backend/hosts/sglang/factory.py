@@ -158,7 +158,7 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
 
 def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> StepLayers:
     tokens = versions.draft_tokens(runner.server_args)
-    refuse_if(versions.SGLANG.leaves_mla(settings, str(runner.device), drafts=tokens > 1))
+    refuse_if(versions.SGLANG.leaves_mla(settings, str(runner.device)))
     largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)
     state = state_of(runner, division, NAME, settings.policy, values_apart=False)

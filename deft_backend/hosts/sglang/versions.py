@@ -18,7 +18,6 @@ SGLANG = TestedVersions(
     "0.5.17",
     "0.5.24",
     mla=("<0.5.18", ">=0.5.23,<0.5.24"),
-    mla_drafts=("<0.5.18", ">=0.5.23,<0.5.24"),
 )
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 

@@ -12,7 +12,7 @@ from vllm import envs
 from deft_backend.attention import LatentAttention, LatentCall
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.common.latent import checked_latent_attention, gains_too_little
-from deft_backend.hosts.common.limits import Unsupported, refuse_if, refused, same_on_all_ranks
+from deft_backend.hosts.common.limits import Unsupported, refused, same_on_all_ranks
 from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
 from deft_backend.hosts.vllm.content import Content
 from deft_backend.hosts.vllm.group import GroupAttention
@@ -144,8 +144,6 @@ def latent_attention(
     """MLA for a group's layers, of `page_size` and `max_batch`."""
     assert layer.value_dim is not None
     tokens = query_tokens_of(vllm_config)
-    if tokens > 1:
-        refuse_if(VLLM.leaves_mla(settings, drafts=True))
     parallel = vllm_config.parallel_config
     # A server with elastic expert parallelism may get more ranks while it runs.
     if parallel.data_parallel_size > 1 or getattr(parallel, "enable_elastic_ep", False):

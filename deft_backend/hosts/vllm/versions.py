@@ -29,7 +29,6 @@ VLLM = TestedVersions(
     "0.26.0",
     "0.34",
     mla=("<0.27", ">=0.33,<0.34"),
-    mla_drafts=("<0.27",),
 )
 """Versions that get tree attention without ``DEFT_UNTESTED_HOST``."""
 

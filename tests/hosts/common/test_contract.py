@@ -134,7 +134,7 @@ def test_which_versions_get_what(monkeypatch):
             device, *rest = words
             asked = True if "on" in rest else False if "off" in rest else None
             monkeypatch.setattr(TestedVersions, "installed", lambda self: literal_eval(version))
-            return [str(window.leaves_mla(Settings(mla=asked), device, drafts="drafts" in rest))]
+            return [str(window.leaves_mla(Settings(mla=asked), device))]
         try:
             return [str(matches(version, *words or [""]))]
         except ValueError as error:

@@ -515,14 +515,10 @@ def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
     assert manager.run_fullgraph(4).eq(5.0).all()
 
 
-@pytest.mark.parametrize(("drafted", "refused"), [(None, False), (1, True), (2, True)])
-def test_drafts_of_mla_need_a_record_of_their_own(drafted, refused, monkeypatch):
-    """vLLM 0.33 has one of plain decode alone."""
-    monkeypatch.setattr(latent.VLLM.__class__, "installed", lambda self: "0.33.0")
-    config = make_config(speculative_config=drafted and speculating(drafted))
+def test_mla_needs_the_graphs_of_model_runner_v2():
+    config = make_config()
     config.use_v2_model_runner = False
-    reason = "MLA models that draft" if refused else "VLLM_USE_V2_MODEL_RUNNER=1"
-    with pytest.raises(Unsupported, match=reason):
+    with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         latent.latent_attention(
             SimpleNamespace(value_dim=VALUE), config, torch.device("cuda"), Settings()
         )
