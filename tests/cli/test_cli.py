@@ -42,6 +42,7 @@ MODELS = {
     "float32": {**HEADS, "dtype": "float32"},
     "int8": {**HEADS, "dtype": "torch.int8"},
     "no-heads": {"model_type": "none"},
+    "heads-of-none": {"num_attention_heads": None},
     "mla": {**HEADS, "kv_lora_rank": 512},
     "soft-cap": {**HEADS, "attn_logit_softcapping": 50.0, "dtype": "torch.bfloat16"},
     "no-soft-cap": {**HEADS, "attn_logit_softcapping": None},

@@ -19,6 +19,7 @@ from deft_backend.forest import (
     forest_of_blocks,
 )
 from deft_backend.forest.page_tables import insert_rows
+from deft_backend.forest.prefix_forest import int32
 from drawings import check_asked
 from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables, path_of
 
@@ -230,6 +231,9 @@ def test_forests_keep_nothing_of_their_arguments():
     for array in (lens, order, tables, shared):
         array += 7
     assert before == [{name: getattr(f, name).tolist() for name in FIELDS} for f in forests]
+    assert int32(lens, "lens") is lens
+    lens.flags.writeable = False
+    assert int32(lens, "lens").flags.writeable
 
 
 def test_children():

@@ -136,7 +136,8 @@ def test_seen_tokens():
 def test_query_blocks_hold_all_tokens_and_fit_a_tile(query_tokens, group):
     blocks = QueryBlocks.of(query_tokens, group)
     assert blocks.tokens * group <= 64
-    assert blocks.tokens <= QueryBlocks.most_tokens(query_tokens, group)
+    fewer = (QueryBlocks.of(tokens, group).tokens for tokens in range(1, query_tokens + 1))
+    assert QueryBlocks.most_tokens(query_tokens, group) == max(fewer)
     assert (blocks.blocks - 1) * blocks.tokens < query_tokens <= blocks.blocks * blocks.tokens
 
 

@@ -25,6 +25,7 @@ from deft_backend.policies import (
     get_policy,
 )
 from deft_backend.policies.chunk_choice import makespan
+from deft_backend.policies.fixed_edges import DeftNodeChunk
 from deft_backend.policies.grouping import longest_first
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import UNLIMITED, Limits
@@ -126,6 +127,8 @@ def test_deft_node_chunk_has_table_12s_number_of_groups():
     assert grouping.num_tokens()[:8].tolist() == [128] * 7 + [104]
     coarse = get_policy("deft-node-chunk").group(forest, GQA.within(UNLIMITED._replace(items=20)))
     assert coarse.num_groups <= 20
+    with pytest.raises(PolicyError, match="chunk_tokens is 0; expected at least 1"):
+        DeftNodeChunk(chunk_tokens=0)
 
 
 def test_deft_flatten_has_table_12s_even_blocks():

@@ -43,6 +43,9 @@ def test_state_file(tmp_path):
     assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
     assert content["steps_host"] == {"small": 1}
     assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
+    writer.path.unlink()
+    writer.look()
+    assert json.loads(writer.path.read_text())["steps_host"] == {"small": 1}
 
 
 def test_the_writer_does_not_keep_its_process_alive(tmp_path):

@@ -168,12 +168,19 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
     assert not {name for name in stated if name not in source}
 
 
-@pytest.mark.parametrize(("version", "served_by"), [("0.5.22", None), ("0.5.23", "torch_native")])
+@pytest.mark.parametrize(
+    ("version", "drafts", "served_by"),
+    [
+        ("0.5.22", "DFLASH", None),
+        ("0.5.22", "NGRAM", "torch_native"),
+        ("0.5.23", "DFLASH", "torch_native"),
+    ],
+)
 def test_versions_whose_blocks_of_drafts_are_verified(
-    arguments, caplog, monkeypatch, version, served_by
+    arguments, caplog, monkeypatch, version, drafts, served_by
 ):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert served(arguments, make_arguments(speculative_algorithm="DFLASH")) == served_by
+    assert served(arguments, make_arguments(speculative_algorithm=drafts)) == served_by
     assert ("DFLASH is not supported before SGLang 0.5.23" in caplog.text) == (served_by is None)
 
 

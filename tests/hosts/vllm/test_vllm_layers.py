@@ -341,7 +341,8 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     monkeypatch.setenv("DEFT_MAX_BATCH", "9" if drafts else "99")
     config = make_config(speculative_config=None if drafts is None else speculating(4))
     config.model_config.max_model_len = longest
-    group = tree_layers(config).builder(make_spec()).deft_group
+    layers = tree_layers(config, arguments={"logits_soft_cap": 30.0})
+    group = layers.builder(make_spec()).deft_group
     assert made == [
         {
             **{"num_query_heads": 4, "num_kv_heads": KV_HEADS, "head_dim": DIM, "policy": "auto"},
@@ -354,7 +355,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     assert (tensors.table_columns, tensors.drafts) == (columns, drafts)
     assert (tensors.k_cache.shape, tensors.v_cache.shape) == ((2, 16, KV_HEADS, DIM),) * 2
     assert {tensors.table_dtype, tensors.lens_dtype, tensors.rows_dtype} == {torch.int32}
-    assert [*tensors.layers] == [LayerKind()]
+    assert [*tensors.layers] == [LayerKind(soft_cap=True)]
     assert (group.counts, group.tree_layers, group.page_size) == (True, 2, 16)
 
 

@@ -25,6 +25,7 @@ from deft_backend.telemetry.metrics import register_states
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.ab import sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
+from deft_backend.tools.ab.comparison import _complete
 from deft_backend.tools.ab.report import print_result, verdict, write_report
 from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
 from deft_backend.tools.harness import open_loop
@@ -477,6 +478,12 @@ def test_an_answer_differs_at_its_first_other_token(first, second, at, ids):
     assert [d.position for d in found.differences] == ([] if at is None else [at])
     assert (found.compared, found.equal) == (1, int(at is None))
     assert found.tokens == (4 if at is None else at)
+
+
+@pytest.mark.parametrize(("position", "known"), [(0, 0), (1, 1), (2, 1), (3, 3), (4, 4)])
+def test_margins_are_asked_behind_whole_pieces(position, known):
+    outcome = told("r", ("a", " b", " c", " d"))
+    assert _complete(replace(outcome.answer, arrivals=[1.0, 2.0, 2.0, 3.0]), position) == known
 
 
 def test_only_margins_of_near_ties_explain_a_difference():

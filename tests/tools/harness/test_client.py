@@ -121,6 +121,16 @@ def test_the_session_of_a_client(monkeypatch):
     assert session.close.await_count == 2
 
 
+@pytest.mark.parametrize(
+    ("likely", "margin"),
+    [([{"a": -1.0, "b": -3.5, "c": -2.0}], 1.0), ([{"a": -1.0}], None), ([], None), (None, None)],
+)
+def test_how_far_the_likeliest_token_is_ahead(likely, margin, monkeypatch):
+    told = {"choices": [{"logprobs": {"top_logprobs": likely}}]}
+    monkeypatch.setattr(ServerClient, "_whole", AsyncMock(return_value=told))
+    assert asyncio.run(ServerClient("http://x").margin("p", 0)) == margin
+
+
 LISTED = [{"id": "M", "max_model_len": 64}, {"id": "N", "max_model_len": "?"}]
 
 

@@ -156,6 +156,7 @@ def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
         leader = server.pid
     assert leader is not None
     assert gone(leader)
+    sessions.end_session(leader)  # finds nobody
 
 
 def test_a_signal_while_it_starts_ends_it(tmp_path, monkeypatch):
