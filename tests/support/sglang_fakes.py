@@ -8,8 +8,12 @@ import torch
 
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.hosts.sglang.backend import surround
+from deft_backend.hosts.sglang.steps import TreeSteps
+from deft_backend.hosts.sglang.tree_layers import TreeLayers
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
+from deft_backend.tools.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
 
 RADIX_CACHE = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})()
 
@@ -266,8 +270,6 @@ def make_batch(kind, table, rows, lens, **changes):
 
 def tree_layers(host, attention, state=None, host_layers=MappingProxyType({}), **options):
     """The layers of a model in which tree attention may run all but these."""
-    from deft_backend.hosts.sglang.tree_layers import TreeLayers
-
     division = Division({0: LayerShape(4, 2, 64)}, host_layers)
     return TreeLayers(host, attention, state or make_state(), division, **options)
 
@@ -285,9 +287,6 @@ class FakeServer:
 
     def surround(self, layers=tree_layers, **of_steps):
         """With layers made by a function, and with options of steps."""
-        from deft_backend.hosts.sglang.backend import surround
-        from deft_backend.hosts.sglang.steps import TreeSteps
-
         vars(self.own).pop("deft", None)
         self.layers = layers(self.own, self.attention)
         self.state = self.layers.state
@@ -335,8 +334,6 @@ def load_host():
     """The host's base class; the driver stand-in makes it importable without a driver."""
     pytest.importorskip("sglang")
     import ctypes
-
-    from deft_backend.tools.servers.driver_stub import SONAME, ensure_driver_stub, has_nvidia_driver
 
     if not has_nvidia_driver():
         ctypes.CDLL(str(ensure_driver_stub() / SONAME), mode=ctypes.RTLD_GLOBAL)

@@ -10,6 +10,7 @@ import torch
 
 from attention_checks import tree_attention
 from deft_backend.hosts.common.limits import LayerShape
+from deft_backend.hosts.sglang.backend import surround
 from deft_backend.hosts.sglang.layers import unsupported_layer
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.telemetry.counters import Content, Steps
@@ -401,8 +402,6 @@ def test_a_model_that_asks_meets_the_hosts_backend(server):
 
 def test_a_backend_that_keeps_methods_in_its_instances_is_refused(server):
     """Shared attributes would hide ours: the host's kernel would run where we planned."""
-    from deft_backend.hosts.sglang.backend import surround
-
     server.own.forward_decode = None
     with pytest.raises(RuntimeError, match="HostBackend sets forward_decode on its instances"):
         surround(server.own, server.steps)

@@ -12,7 +12,11 @@ import torch
 
 from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.hosts.sglang import factory, report
+from deft_backend.hosts.sglang import layers as model_layers
+from deft_backend.hosts.sglang.latent import LatentLayers
 from deft_backend.hosts.sglang.layers import unsupported_model
+from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.settings.config import Settings
 from drawings import check_asked
 from failure_lines import raising
@@ -30,8 +34,6 @@ FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 
 
 def test_the_draft_models_runner_keeps_the_hosts_backend(host):
-    from deft_backend.hosts.sglang import factory
-
     own = object()
     assert factory.wrap_backend(SimpleNamespace(is_draft_worker=True), "fa3", own) is own
 
@@ -51,8 +53,6 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     host, name, cache, scale, refused, scaled, monkeypatch
 ):
     """SGLang's torch backends write and read such a cache without its scales."""
-    from deft_backend.hosts.sglang import layers as model_layers
-
     unscaled = {"k_scale": None, "v_scale": None}
     layers = [SimpleNamespace(**unscaled), SimpleNamespace(**{**unscaled, scaled: scale})]
     monkeypatch.setattr(model_layers, "attention_layers", lambda model: layers)
@@ -77,8 +77,6 @@ def test_model_runners_that_are_not_supported(changes, reason):
 
 def test_models_that_call_their_backend_are_found(host, monkeypatch):
     """By the source of their modules, because the call may import its function locally."""
-    from deft_backend.hosts.sglang import layers as model_layers
-
     part = type("Attention", (torch.nn.Module,), {"__module__": "made_up.asking"})
     heir = type("Attention", (part,), {"__module__": "made_up.inheriting"})
     texts = {"made_up.asking": "x = get_attn_backend()", "made_up.inheriting": ""}
@@ -100,9 +98,6 @@ GROUP = "in host memory"
 
 def runner_of(monkeypatch, graphs="full", rows=4, **changes):
     """A model runner of which every layer decodes through tree attention, and its own backend."""
-    from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang import layers as model_layers
-
     monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
     monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
     monkeypatch.setattr(factory, "state_of", lambda *given, **named: make_state())
@@ -135,8 +130,6 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     host, at, said, monkeypatch, caplog, tmp_path, failures
 ):
     """The host's backend then runs alone on all ranks, with one set of graphs."""
-    from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang.steps import TreeSteps
 
     def reduced(flags, operation, group):
         assert (operation, group) == (torch.distributed.ReduceOp.MIN, GROUP)
@@ -172,8 +165,6 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     host, rows, monkeypatch, caplog, tmp_path
 ):
     """The host's kernel would give a batch that no plan holds other bits."""
-    from deft_backend.hosts.sglang import factory
-
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
     one = SimpleNamespace(world_size=1)
@@ -196,8 +187,6 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
 @pytest.mark.parametrize("device", [torch.device("cuda", 1), torch.device("cpu")])
 def test_what_an_attention_is_made_for(host, device, monkeypatch):
     """A GPU's kernels are compiled and checked before the server decodes."""
-    from deft_backend.hosts.sglang import factory
-
     sizes, prepared, settings = [], [], Settings(policy="fasttree", verify=True)
 
     class Made:
@@ -227,9 +216,6 @@ def test_what_a_server_gets(host, monkeypatch):
     """By its layers, query tokens of a request, device, and what differs from the usual arguments
     and settings. SGLang 0.5.17 does not ask when page tables were read: its `read_end` is None.
     """
-    from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang.latent import LatentLayers
-
     installed = []
 
     def install(name):
@@ -278,8 +264,6 @@ def test_what_a_server_gets(host, monkeypatch):
     ],
 )
 def test_why_the_host_computes_steps_that_prefill(host, options, server, reason, monkeypatch):
-    from deft_backend.hosts.sglang import factory
-
     for name, value in {"backend_names": ("fa3",) * 2, "decodes_per_rank": False, **server}.items():
         monkeypatch.setattr(factory.versions, name, lambda arguments, value=value: value)
     own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32))()
@@ -291,8 +275,6 @@ def test_why_the_host_computes_steps_that_prefill(host, options, server, reason,
 
 def test_what_a_server_reports(host, monkeypatch):
     """One rank of each attention group logs; stages and engines have files of their own."""
-    from deft_backend.hosts.sglang import report
-
     told = {}
     monkeypatch.setattr(report, "DecodeLog", lambda steps: f"every {steps} steps")
     monkeypatch.setattr(report, "report_counters", lambda *given, **named: told.update(named))
@@ -309,8 +291,6 @@ def test_what_a_server_reports(host, monkeypatch):
 
 
 def test_how_a_server_describes_itself(host):
-    from deft_backend.hosts.sglang import report
-
     kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
     runner = model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
     given = {"chunk_tokens": 512, "values_apart": False}

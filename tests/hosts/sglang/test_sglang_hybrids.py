@@ -9,7 +9,13 @@ import torch
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import Division, LayerShape
-from deft_backend.hosts.sglang.layers import FullCache, divide_layers, full_cache
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
+from deft_backend.hosts.sglang import factory
+from deft_backend.hosts.sglang import layers as model_layers
+from deft_backend.hosts.sglang.factory import _step_tensors as step_tensors
+from deft_backend.hosts.sglang.layers import FullCache, divide_layers, division_of, full_cache
+from deft_backend.hosts.sglang.report import state_of
+from deft_backend.hosts.sglang.versions import sinks_of_layers
 from drawings import check_asked
 from sglang_fakes import (
     HybridLinearKVPool,
@@ -97,9 +103,6 @@ def test_the_division_in_one_line():
 
 def warm_up_sees(runner, blocks):
     """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
-    from deft_backend.hosts.common.warm_up import Drafts, LayerKind
-    from deft_backend.hosts.sglang.factory import _step_tensors as step_tensors
-
     blocks[0].attn.logit_cap = 30.0
     seen = SimpleNamespace(**{**vars(runner), "model": blocks})
     seen.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((3, 70), dtype=torch.int32))
@@ -118,12 +121,6 @@ def warm_up_sees(runner, blocks):
 def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     """The host's own layers are found in the model; counters count the layers with a plan."""
     from sglang.srt.layers.radix_attention import RadixAttention
-
-    from deft_backend.hosts.sglang import factory
-    from deft_backend.hosts.sglang import layers as model_layers
-    from deft_backend.hosts.sglang.layers import division_of
-    from deft_backend.hosts.sglang.report import state_of
-    from deft_backend.hosts.sglang.versions import sinks_of_layers
 
     def layer(layer_id, window=-1):
         return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)

@@ -10,7 +10,10 @@ import torch
 
 from attention_checks import latent_attention
 from deft_backend.attention.reference_attention import reference_attention
-from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.hosts.common.limits import Division, LayerShape, Unsupported
+from deft_backend.hosts.sglang import factory, latent
+from deft_backend.hosts.sglang.prefixes import BatchObserver
+from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
@@ -53,9 +56,6 @@ def latent_server(host, tokens=1):
     """Batches of two requests that share 2,000 tokens; each has so many query tokens: a chain of
     drafts if it is not one.
     """
-    from deft_backend.hosts.sglang.latent import LatentLayers
-    from deft_backend.hosts.sglang.step_inputs import Verification
-
     prefix = list(range(1000, 3000))
     _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], private=1 + tokens)
     own = recording_backend(host, MLATokenToKVPool(2100), table)()
@@ -65,7 +65,7 @@ def latent_server(host, tokens=1):
 
     def layers(*given):
         division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-        return LatentLayers(*given, make_state(), division)
+        return latent.LatentLayers(*given, make_state(), division)
 
     def batch(kind="decode" if tokens == 1 else "verify"):
         rows = zip((1, 2), lens, strict=True)
@@ -169,9 +169,6 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
 @pytest.fixture
 def sharing():
     """Asks about batches: `requests` of a prefix of 200 tokens; the costs say `answer`."""
-    from deft_backend.hosts.sglang.latent import LatentSharing
-    from deft_backend.hosts.sglang.prefixes import BatchObserver
-
     prefix = list(range(1000, 1200))
     requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]])
     for request, tokens in zip(requests, lens, strict=True):
@@ -184,7 +181,7 @@ def sharing():
 
     attention = SimpleNamespace(query_tokens=DRAFTED, device=torch.device("cuda"), gains=gains)
     observer = BatchObserver("runner")
-    decides = LatentSharing(attention, observer, 27)
+    decides = latent.LatentSharing(attention, observer, 27)
 
     def say(requests, cache=RADIX_CACHE):
         """The answer for a new batch; the host asks twice about each."""
@@ -263,10 +260,8 @@ def runner(**changes):
 
 
 def test_a_model_runner_gets_latent_attention(host):
-    from deft_backend.hosts.sglang.latent import is_latent, latent_attention
-
-    assert is_latent(runner())
-    attention, division = latent_attention(runner(), 4, 1, Settings())
+    assert latent.is_latent(runner())
+    attention, division = latent.latent_attention(runner(), 4, 1, Settings())
     assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
     assert division == Division(dict.fromkeys((0, 1), LayerShape(HEADS, 1, VALUE + ROPE)), {})
     assert (attention.max_batch, attention.query_tokens, attention.page_size) == (4, 1, 1)
@@ -275,9 +270,6 @@ def test_a_model_runner_gets_latent_attention(host):
 @pytest.mark.parametrize("drafted", [None, 2])
 def test_the_layers_of_a_server(host, drafted, monkeypatch):
     """They are refused unless asked for: no record shows them on the CPU."""
-    from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang import factory
-
     monkeypatch.setattr(factory, "model_asks", lambda runner: "it asks")
     arguments = SimpleNamespace(speculative_algorithm=drafted and "EAGLE", port=81)
     arguments.speculative_num_draft_tokens, ranks = drafted, SimpleNamespace(tp_rank=0)
@@ -312,17 +304,13 @@ def test_the_layers_of_a_server(host, drafted, monkeypatch):
     ],
 )
 def test_model_runners_that_are_refused(host, changes, reason):
-    from deft_backend.hosts.common.limits import Unsupported
-    from deft_backend.hosts.sglang.latent import latent_attention
-
     with pytest.raises(Unsupported, match=reason):
-        latent_attention(runner(**changes), 4, 1, Settings())
+        latent.latent_attention(runner(**changes), 4, 1, Settings())
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_the_hosts_kernel_is_asked(causal, monkeypatch):
     """The kernel, by its definition, answers as the stand-in of the other tests does."""
-    from deft_backend.hosts.sglang.latent import sglang_latent_attention
 
     def kernel(**given):
         names = ("q", "qv", "k_cache", "v_cache", "page_table", "cache_batch_idx", "cu_seqlens_q")
@@ -335,6 +323,6 @@ def test_what_the_hosts_kernel_is_asked(causal, monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_with_kvcache=kernel))
     call = latent_call(causal)
     for found, expected in zip(
-        sglang_latent_attention(call), plain_latent_attention(call), strict=True
+        latent.sglang_latent_attention(call), plain_latent_attention(call), strict=True
     ):
         torch.testing.assert_close(found.float(), expected)

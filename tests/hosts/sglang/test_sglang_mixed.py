@@ -12,6 +12,9 @@ import torch
 
 from attention_checks import repeated_layers, tree_attention
 from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
+from deft_backend.hosts.sglang import tree_layers, versions
+from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
+from deft_backend.hosts.sglang.prefixes import BatchObserver
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Content, Steps
 from drawings import check_asked
@@ -46,8 +49,6 @@ def test_the_hosts_slice_has_so_many_tokens_and_requests(host, monkeypatch):
     """The real method, whose batches the fake ones above cannot replace, takes these arguments."""
     from sglang.srt.batch_overlap.two_batch_overlap import TboForwardBatchPreparer as Preparer
 
-    from deft_backend.hosts.sglang import versions
-
     takes = inspect.signature(Preparer.filter_batch)
     asked = lambda *given, **named: takes.bind(*given, **named).arguments  # noqa: E731
     monkeypatch.setattr(Preparer, "filter_batch", asked)
@@ -62,9 +63,6 @@ class MixedServer(FakeServer):
     """A server whose last requests decode and whose first ones prefill `chunks`."""
 
     def __init__(self, host, prompts, chunks):
-        from deft_backend.hosts.sglang.mixed import EagerSharing, MixedSteps
-        from deft_backend.hosts.sglang.prefixes import BatchObserver
-
         self.requests, table, self.lens = requests_of(prompts)
         self.chunks, self.observer = chunks, BatchObserver("runner")
         self.tree_cache = RADIX_CACHE
@@ -330,16 +328,14 @@ def test_verification_compares_whole_mixed_steps(server, monkeypatch, failures):
 
 
 def test_page_tables_are_read_until_a_split_step_ends(server):
-    from deft_backend.hosts.sglang.versions import read_end
-
     type(server.own).shared_read_ends = lambda self, mode: "the host's"
     type(server.own).resolve_prefill_shared_read_ends = lambda self, batch, **_: "the host's"
     ends = server.backend.resolve_prefill_shared_read_ends
     batch = server.batch()
     assert ends(batch, num_qo_tokens=19) == "the host's"
     server.backend.init_forward_metadata(batch)
-    assert ends(batch, num_qo_tokens=19) == read_end()
-    assert server.backend.shared_read_ends(mode("extend")) == read_end()
+    assert ends(batch, num_qo_tokens=19) == versions.read_end()
+    assert server.backend.shared_read_ends(mode("extend")) == versions.read_end()
     server.mixed.unsplit = "not now"
     server.backend.init_forward_metadata(server.batch())
     assert ends(batch, num_qo_tokens=19) == "the host's"
@@ -388,8 +384,6 @@ def test_later_layers_repeat_the_first(server, monkeypatch):
     """Of mixed steps and of decode steps, wherever the pool's tensors are by then, and also after a
     graph was captured.
     """
-    from deft_backend.hosts.sglang import tree_layers
-
     server.layers.repeats.on = True
     repeated = repeated_layers(monkeypatch, tree_layers)
     for kind in ("mixed", "decode") * 2:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from deft_patches.sglang import observe_batch, tree_graphs
+from deft_patches.sglang import page_table_fence as fence
 from deft_patches.wrapping import is_wrapped, wrap
 from failure_lines import raising
 from sglang_fakes import mode
@@ -27,8 +29,6 @@ class Controller:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    from deft_patches.sglang import tree_graphs
-
     monkeypatch.setattr(tree_graphs, "_controllers", {})
     return tree_graphs
 
@@ -60,8 +60,6 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
 
 
 def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
-    from deft_patches.sglang import page_table_fence as patch
-
     model = SimpleNamespace(war_fastpath_read_done_event=None)
     runner = SimpleNamespace(model_runner=model)
 
@@ -70,21 +68,19 @@ def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
         return "logits"
 
     readers = {id(model): lambda mode: mode == "decode"}
-    monkeypatch.setattr(patch, "_readers", readers)
+    monkeypatch.setattr(fence, "_readers", readers)
     decode, extend = (SimpleNamespace(forward_mode=mode) for mode in ("decode", "extend"))
     for batch, event in ((decode, None), (extend, "metadata was read"), (decode, None)):
-        assert patch._execute(execute, runner, batch) == "logits"
+        assert fence._execute(execute, runner, batch) == "logits"
         assert model.war_fastpath_read_done_event == event
     readers.clear()
-    patch._execute(execute, runner, decode)  # another model runner's
+    fence._execute(execute, runner, decode)  # another model runner's
     assert model.war_fastpath_read_done_event == "metadata was read"
 
 
 def test_other_packages_runners_are_patched_themselves(graphs):
     """A model runner names the class that captures and replays its decode graphs."""
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-
-    from deft_patches.sglang import page_table_fence as fence
 
     class Theirs(DecodeCudaGraphRunner):
         def __init__(self, model_runner):
@@ -148,8 +144,6 @@ def test_a_patch_is_there_whatever_other_plugins_hooked():
 
 def test_observers_see_each_new_batch_and_one_that_fails_is_dropped(caplog, monkeypatch):
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    from deft_patches.sglang import observe_batch
 
     monkeypatch.setattr(observe_batch, "_observers", {})
     made = classmethod(lambda cls, batch, runner: (cls, batch))

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_backend.hosts.sglang import layers, versions
+from deft_backend.hosts.sglang import arguments, factory, layers, plugin, versions
 from deft_backend.hosts.sglang.arguments import _FEATURES
 from deft_backend.hosts.sglang.versions import decode_graphs
-from deft_backend.settings.config import SettingsError
+from deft_backend.settings.config import VARIABLES, SettingsError
 from drawings import check_asked
 from failure_lines import raising
 
@@ -56,11 +56,8 @@ def resolve_as_host(made):
     return {name: value for name, value in asked.items() if value is not None}
 
 
-@pytest.fixture
-def arguments(host, monkeypatch):
-    from deft_backend.hosts.sglang import arguments, plugin
-    from deft_backend.settings.config import VARIABLES
-
+@pytest.fixture(autouse=True)
+def resolving(host, monkeypatch):
     plugin.surround_backends()
 
     def names(made):
@@ -75,10 +72,9 @@ def arguments(host, monkeypatch):
     monkeypatch.setattr(versions, "missing", lambda: None)  # read once: see the contract's test
     monkeypatch.setattr(versions, "uses_mla", lambda made: getattr(made, "mla", False))
     monkeypatch.setattr(versions, "model_config", lambda made: getattr(made, "model", model()))
-    return arguments
 
 
-def served(arguments, made):
+def served(made):
     """Resolve as the host does; the backend that tree attention surrounds, or None."""
     arguments.resolve(resolve_as_host, made)
     return getattr(made, arguments.HOST_DECODE, None)
@@ -102,7 +98,7 @@ def asked_for(words):
     return settings, changes
 
 
-def test_what_becomes_of_a_servers_arguments(arguments, caplog, monkeypatch):
+def test_what_becomes_of_a_servers_arguments(caplog, monkeypatch):
     """The host resolves as if the flag were not there: of each server, the file says what the host
     gets to resolve, what decodes, and what is logged.
     """
@@ -129,18 +125,18 @@ def test_what_becomes_of_a_servers_arguments(arguments, caplog, monkeypatch):
     check_asked(Path(__file__).with_name("servers.txt"), outcome)
 
 
-def test_arguments_that_a_process_gets_resolved_and_models_without_backends(arguments, monkeypatch):
+def test_arguments_that_a_process_gets_resolved_and_models_without_backends(monkeypatch):
     """The first are the host's as they are. A placeholder model has nothing to decode."""
     made = make_arguments(_resolution_finished=True)
     assert arguments.resolve(lambda made: made.attention_backend, made) == "deft"
     monkeypatch.setattr(versions, "backend_names", lambda made: (None, None))
     made = make_arguments()
-    assert served(arguments, made) is None
+    assert served(made) is None
     assert decode_graphs(made) == "full"
 
 
 @pytest.mark.parametrize("variable", ["DEFT_POLICY", "DEFT_FALLBACK_BACKEND"])
-def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, arguments, monkeypatch):
+def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, monkeypatch):
     """No traceback stands around the message."""
     monkeypatch.setenv(variable, "fastree")
     monkeypatch.setattr(sys, "argv", ["launch_server", "--attention-backend", "deft"])
@@ -148,14 +144,14 @@ def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, arguments,
         arguments.resolve(resolve_as_host, make_arguments())
 
 
-def test_every_feature_of_the_host_that_is_refused(arguments, caplog):
+def test_every_feature_of_the_host_that_is_refused(caplog):
     for name, words in _FEATURES:
         caplog.clear()
-        assert served(arguments, make_arguments(**{name: True})) is None
+        assert served(make_arguments(**{name: True})) is None
         assert f"{words} is not supported ({name}=True)" in caplog.text
 
 
-def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
+def test_the_page_of_the_host_names_every_argument_that_is_refused():
     page = (Path(__file__).parents[3] / "docs" / "hosts-sglang.md").read_text(encoding="utf-8")
     table = page.partition("\n## Refused, and why\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
@@ -177,17 +173,15 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused(arguments):
     ],
 )
 def test_versions_whose_blocks_of_drafts_are_verified(
-    arguments, caplog, monkeypatch, version, drafts, served_by
+    caplog, monkeypatch, version, drafts, served_by
 ):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert served(arguments, make_arguments(speculative_algorithm=drafts)) == served_by
+    assert served(make_arguments(speculative_algorithm=drafts)) == served_by
     assert ("DFLASH is not supported before SGLang 0.5.23" in caplog.text) == (served_by is None)
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
-def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
-    arguments, caplog, monkeypatch, version
-):
+def test_a_version_that_was_not_tested_runs_on_the_hosts_own(caplog, monkeypatch, version):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     made = make_arguments(enable_deterministic_inference=True)
     assert arguments.resolve(resolve_as_host, made) == {}
@@ -196,29 +190,23 @@ def test_a_version_that_was_not_tested_runs_on_the_hosts_own(
     (record,) = caplog.records
     assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
     monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    assert served(arguments, make_arguments()) == "torch_native"
+    assert served(make_arguments()) == "torch_native"
 
 
-def test_a_host_that_lacks_a_member_is_left_alone(arguments, caplog, monkeypatch):
+def test_a_host_that_lacks_a_member_is_left_alone(caplog, monkeypatch):
     monkeypatch.setattr(versions, "missing", lambda: "a module: a name")
-    assert served(arguments, make_arguments()) is None
+    assert served(make_arguments()) is None
     assert "this SGLang lacks a member that tree attention uses (a module: a name)" in caplog.text
 
 
-def test_registering_never_raises(host, monkeypatch, caplog):
-    from deft_backend.hosts.sglang import plugin
-
+def test_registering_never_raises(monkeypatch, caplog):
     monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
     plugin.register()
     assert "a host from another planet" in caplog.text
 
 
-def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(
-    arguments, monkeypatch, caplog
-):
+def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(monkeypatch, caplog):
     from sglang.srt.layers.attention import attention_registry as registry
-
-    from deft_backend.hosts.sglang import factory, plugin
 
     wrapped = []
     monkeypatch.setattr(
@@ -226,12 +214,12 @@ def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(
     )
     monkeypatch.setitem(registry.ATTENTION_BACKENDS, "theirs", lambda runner: "their backend")
     monkeypatch.setenv("DEFT_FALLBACK_BACKEND", "theirs")
-    assert served(arguments, make_arguments()) is None
+    assert served(make_arguments()) is None
     assert "one of a plugin that SGLang loads after deft" in caplog.text
     for _ in range(2):
         plugin.surround_backends()
     made = make_arguments()
-    assert served(arguments, made) == "theirs"
+    assert served(made) == "theirs"
     create = registry.ATTENTION_BACKENDS["theirs"]
     assert create(SimpleNamespace(server_args=made)) == ("tree", "their backend")
     assert wrapped == ["theirs"]

@@ -7,6 +7,9 @@ import torch
 
 from attention_checks import tree_attention
 from counted_steps import host_step
+from deft_backend.hosts.sglang import report
+from deft_backend.hosts.sglang.step_inputs import Verification
+from deft_patches.sglang import observe_batch
 from failure_lines import raising
 from sglang_fakes import (
     FakeServer,
@@ -60,8 +63,6 @@ NO_LINKS = SimpleNamespace(
 
 @pytest.fixture
 def server(host):
-    from deft_backend.hosts.sglang.step_inputs import Verification
-
     _, table, lens = requests_of(PROMPTS, private=1 + N)
 
     class HostBackend(recording_backend(host, MHATokenToKVPool(410), table)):
@@ -246,9 +247,6 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
 @pytest.mark.parametrize("kind", ["text", "ids"])
 def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
     """Counting begins with the first other request, even if it asks while the warm-up decodes."""
-    from deft_backend.hosts.sglang import report
-    from deft_patches.sglang import observe_batch
-
     monkeypatch.setattr(observe_batch, "_observers", {})
     state, runner = make_state(), object()
     report.leave_out_warm_up(state, runner)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deft_backend.hosts.sglang import versions
+from deft_backend.hosts.sglang import arguments, plugin, versions
 from drawings import check_asked
 
 
@@ -109,8 +109,6 @@ def test_registration_in_order(host, monkeypatch):
     """The hook first: without it, the name would reach code of the host that does not know it."""
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from deft_backend.hosts.sglang import arguments, plugin
 
     calls, named = [], ["triton", "deft"]
     monkeypatch.setattr(HookRegistry, "register", lambda *given: calls.append(given))
