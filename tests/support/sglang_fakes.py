@@ -108,14 +108,17 @@ def make_state():
     return ServerState(**server, **model, **kind)
 
 
-def model_runner(**changes):
-    """A model runner on the CPU, in float32."""
-    rows = SimpleNamespace(req_to_token=torch.zeros(9, 6400, dtype=torch.int32), size=4)
-    made = {"token_to_kv_pool": MHATokenToKVPool(), "req_to_token_pool": rows, "device": "cpu"}
+def model_runner(graphs="full", rows=4, **changes):
+    """A model runner on the CPU in float32, of layers that nobody finds in its model."""
+    table = SimpleNamespace(req_to_token=torch.zeros(9, 6400, dtype=torch.int32), size=rows)
+    made = {"token_to_kv_pool": MHATokenToKVPool(), "req_to_token_pool": table, "device": "cpu"}
     made |= {"dtype": torch.float32, "kv_cache_dtype": torch.float32, "is_draft_worker": False}
     made |= {"model": torch.nn.Linear(1, 1), "ps": SimpleNamespace(tp_rank=0, attn_tp_rank=0)}
-    arguments = SimpleNamespace(port=1, speculative_algorithm=None)
-    return SimpleNamespace(**{**made, "server_args": arguments, **changes})
+    made |= {"model_config": SimpleNamespace(num_attention_heads=8)}  # of two ranks
+    arguments = {"port": 1, "speculative_algorithm": None, "enable_deterministic_inference": False}
+    arguments |= {"cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(backend=graphs))}
+    arguments |= {"decode_log_interval": 40, "enable_metrics": False}
+    return SimpleNamespace(**{**made, "server_args": SimpleNamespace(**arguments), **changes})
 
 
 def make_layer(**changes):

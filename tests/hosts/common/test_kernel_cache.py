@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton import knobs
 
-from deft_backend.compile.kernel_folder import MANIFEST, Origin, fill
+from deft_backend.compile.kernel_folder import Origin, fill
 from deft_backend.files import folders
 from deft_backend.hosts.common import warm_up
 from deft_backend.hosts.common.warm_up import ranks_cache, take_compiled_kernels
@@ -53,21 +53,17 @@ def test_a_filled_folder_is_taken(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("gpu", "said"),
     [
-        ("not json", f"its {MANIFEST}"),
         (None, "`deft warm` did not fill it"),
         ("sm_80", "its kernels are for GPU sm_80, this is sm_90; the server compiles its kernels"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_one_line_in_the_log(content, said, tmp_path, caplog):
+def test_a_folder_that_does_not_fit_is_one_line_in_the_log(gpu, said, tmp_path, caplog):
     """A folder that a setting names must be filled."""
     folder = tmp_path / "image" / "kernels"
-    folder.mkdir(parents=True)
-    if content == "sm_80":
-        filled(folder, content)
-    elif content is not None:
-        (folder / MANIFEST).write_text(content)
+    if gpu is not None:
+        filled(folder, gpu)
     (line,) = lines(caplog, Settings(kernel_cache=folder))
     assert f"deft: the kernels in {folder} are not used: " in line
     assert said in line

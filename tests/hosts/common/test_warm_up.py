@@ -19,6 +19,7 @@ from deft_backend.hosts.common.warm_up import (
     latent_variants,
     warm_up_attention,
 )
+from failure_lines import raising
 
 DTYPES = (torch.int16, torch.int64, torch.int32)
 """Of page tables, lengths and rows: three different ones."""
@@ -119,22 +120,14 @@ def test_kernels_are_compiled_before_they_run(device, interpreted, expected, mon
     assert calls == expected
 
 
-def latent_on(gpu, max_batch, query_tokens=1):
-    """An attention whose launches can only be recorded; the host's kernel must not run."""
-
-    def kernel(call):
-        raise AssertionError("the host's kernel ran without a result to compute")
-
-    size = {"page_size": 16, "max_batch": max_batch, "query_tokens": query_tokens}
-    kinds = {"num_query_heads": 8, "dtype": torch.bfloat16, "compiled_for": Gpu.named(gpu)}
-    return latent_attention(kernel=kernel, **size, **kinds)
-
-
 @pytest.mark.parametrize("query_tokens", [1, 4])
 @pytest.mark.parametrize("integers", [(torch.int32, torch.int32), (torch.int64, torch.int64)])
 def test_every_launch_of_latent_attention_is_compiled_before_it(query_tokens, integers):
     """Of batches of all sizes that the planner's kernels are compiled for."""
-    attention = latent_on("sm_90", 300, query_tokens)
+    refused = raising(AssertionError("the host's kernel ran without a result to compute"))
+    size = {"page_size": 16, "max_batch": 300, "query_tokens": query_tokens}
+    kinds = {"num_query_heads": 8, "dtype": torch.bfloat16, "compiled_for": Gpu.named("sm_90")}
+    attention = latent_attention(kernel=refused, **size, **kinds)
     known = latent_variants(attention, integers)
     names = [variant.name for variant in known]
     assert names.count("compare_rows") == 3 + (integers[0] == torch.int64)  # one of the check

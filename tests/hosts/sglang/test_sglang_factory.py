@@ -96,21 +96,14 @@ def test_models_that_call_their_backend_are_found(host, monkeypatch):
 GROUP = "in host memory"
 
 
-def runner_of(monkeypatch, graphs="full", rows=4, **changes):
-    """A model runner of which every layer decodes through tree attention, and its own backend."""
-    monkeypatch.setattr(factory, "unsupported_model", lambda runner: None)
-    monkeypatch.setattr(model_layers, "division_of", lambda runner: FOUR_HEADS)
-    monkeypatch.setattr(factory, "state_of", lambda *given, **named: make_state())
-    runner = model_runner(**changes)
-    runner.req_to_token_pool.size = rows
-    vars(runner.server_args).update(
-        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
-        decode_log_interval=40,
-        enable_metrics=False,
-        enable_deterministic_inference=False,
-    )
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch):
+    monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
+
+
+def own_backend(runner):
     pools = {name: getattr(runner, name) for name in ("token_to_kv_pool", "req_to_token_pool")}
-    return runner, type("OwnBackend", (), pools)()
+    return type("OwnBackend", (), pools)()
 
 
 @pytest.mark.parametrize(
@@ -151,8 +144,9 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "_steps", steps)
     group = SimpleNamespace(world_size=2, **({} if at == "no group" else {"cpu_group": GROUP}))
-    (runner, own), undone = runner_of(monkeypatch, tp_group=group), []
-    made, works = factory.wrap_backend(runner, "triton", own), at == "nowhere"
+    runner, undone, works = model_runner(tp_group=group), [], at == "nowhere"
+    own = own_backend(runner)
+    made = factory.wrap_backend(runner, "triton", own)
     assert [line for line in caplog.messages if line.startswith(said)]
     assert bool(failures) == (at == "set-up")
     failures.clear()
@@ -167,8 +161,8 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     """The host's kernel would give a batch that no plan holds other bits."""
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
-    one = SimpleNamespace(world_size=1)
-    runner, own = runner_of(monkeypatch, "disabled", rows, tp_group=one)
+    runner = model_runner("disabled", rows, tp_group=SimpleNamespace(world_size=1))
+    own = own_backend(runner)
     runner.server_args.enable_deterministic_inference = True
     monkeypatch.setenv("DEFT_LOG", "debug")
     made = factory.wrap_backend(runner, "fa3", own)
@@ -197,14 +191,16 @@ def test_what_an_attention_is_made_for(host, device, monkeypatch):
             sizes.append(given)
 
     monkeypatch.setattr(factory, "TreeAttention", Made)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(factory, "_step_tensors", lambda runner, layers: [*layers])
     monkeypatch.setattr(factory, "prepare_kernels", lambda *given: prepared.append(given))
-    runner, own = runner_of(monkeypatch, device=device.type, gpu_id=1)
-    layers = factory._tree_layers(runner, own, settings, 3)
+    dtypes = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn}
+    runner = model_runner(device=device.type, gpu_id=1, **dtypes)
+    layers = factory._tree_layers(runner, own_backend(runner), settings, 3)
     assert sizes == [
         {
             **{"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 64, "query_tokens": 1},
-            **{"dtype": torch.float32, "kv_dtype": torch.float32, "device": device},
+            **{"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "device": device},
             **{"max_batch": 3, "max_tokens": 6400, "policy": "fasttree"},
         }
     ]
@@ -232,7 +228,8 @@ def test_what_a_server_gets(host, monkeypatch):
         given |= {name: literal_eval(value) for name, value in (word.split("=") for word in words)}
         settings = Settings(policy=given.pop("policy"), verify=given.pop("verify"))
         monkeypatch.setattr(factory.versions, "read_end", lambda: given["read_end"])
-        runner, own = runner_of(monkeypatch, given["graphs"])
+        runner = model_runner(given["graphs"])
+        own = own_backend(runner)
         vars(runner.server_args).update(given)
         size = {"max_batch": 4, "query_tokens": int(tokens)}
         if attends == "latent":
@@ -280,7 +277,7 @@ def test_what_a_server_reports(host, monkeypatch):
     monkeypatch.setattr(report, "report_counters", lambda *given, **named: told.update(named))
 
     def answer(*words):
-        runner, _ = runner_of(monkeypatch)
+        runner = model_runner()
         vars(runner.ps).update(pp_rank=None, dp_rank=None)
         for name, _, value in (word.partition("=") for word in words):
             setattr(runner.ps if "rank" in name else runner.server_args, name, literal_eval(value))

@@ -133,8 +133,7 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     # Models may keep their layers in a dictionary, where nobody finds them.
     hidden = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList()})
     hidden.token_to_kv_pool = pool = MHATokenToKVPool()
-    pool.start_layer, pool.layer_num = 1, 2
-    hidden.model_config = SimpleNamespace(num_attention_heads=8)
+    pool.start_layer = 1
     monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
     assert division_of(hidden) == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
     refused = "a head count of 4"

@@ -259,14 +259,6 @@ def runner(**changes):
     return model_runner(**made, **changes)
 
 
-def test_a_model_runner_gets_latent_attention(host):
-    assert latent.is_latent(runner())
-    attention, division = latent.latent_attention(runner(), 4, 1, Settings())
-    assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
-    assert division == Division(dict.fromkeys((0, 1), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-    assert (attention.max_batch, attention.query_tokens, attention.page_size) == (4, 1, 1)
-
-
 @pytest.mark.parametrize("drafted", [None, 2])
 def test_the_layers_of_a_server(host, drafted, monkeypatch):
     """They are refused unless asked for: no record shows them on the CPU."""
@@ -285,7 +277,11 @@ def test_the_layers_of_a_server(host, drafted, monkeypatch):
     (layers,) = seen
     attention = layers.attention
     assert (attention.max_batch, attention.query_tokens) == (9, drafted or 1)
-    assert [*layers.division.tree] == [0, 1]
+    assert (attention.shape.num_query_heads, attention.shape.latent_dim) == (HEADS, VALUE + ROPE)
+    assert attention.page_size == 1
+    assert layers.division == Division(
+        dict.fromkeys((0, 1), LayerShape(HEADS, 1, VALUE + ROPE)), {}
+    )
     assert (layers.model_asks, layers._verify, layers.state.values_apart) == (
         "it asks",
         True,

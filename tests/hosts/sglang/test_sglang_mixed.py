@@ -261,11 +261,14 @@ def test_the_tree_is_read_again_after_other_requests_or_32_steps(server):
 
 
 def test_a_prefill_alone_is_the_hosts(server):
+    """Also a batch that nobody has observed."""
     batch = server.batch()
     batch.forward_mode = mode("extend")
     server.observe(batch, reqs=server.requests, tree_cache=None)
     server.run(batch)
-    assert server.calls == ["metadata of 4", "extend of 4"]
+    batch.rids = ["another"]
+    server.run(batch)
+    assert server.calls == ["metadata of 4", "extend of 4"] * 2
     assert counted(server) == {}
 
 
