@@ -101,58 +101,52 @@ def test_the_division_in_one_line():
     assert (SHAPE.gqa_group, LayerShape(9, 2, 64).gqa_group) == (2, 4)
 
 
-def warm_up_sees(runner, blocks):
-    """A server compiles kernels for the kinds of its own layers, and for what it verifies."""
-    blocks[0].attn.logit_cap = 30.0
-    seen = SimpleNamespace(**{**vars(runner), "model": blocks})
-    seen.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros((3, 70), dtype=torch.int32))
-    seen.server_args = SimpleNamespace(speculative_algorithm=None)
-    capped, with_sinks = LayerKind(soft_cap=True), LayerKind(sinks=torch.float32)
-    for ids, kinds in [((0, 1), {capped, with_sinks}), ((1,), {with_sinks}), ((), {LayerKind()})]:
-        tensors = step_tensors(seen, ids)
-        assert set(tensors.layers) == kinds
-        assert (tensors.drafts, tensors.table_columns) == (None, [70])
-    seen.server_args = SimpleNamespace(
-        speculative_algorithm="EAGLE", speculative_num_draft_tokens=6, speculative_eagle_topk=2
-    )
-    assert step_tensors(seen, ()).drafts == Drafts(6, trees=True, always=True)
+def attention_layer(layer_id, window=-1):
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
 
 
 def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     """The host's own layers are found in the model; counters count the layers with a plan."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    def layer(layer_id, window=-1):
-        return RadixAttention(4, 64, 0.125, 2, layer_id, sliding_window_size=window)
-
-    model = torch.nn.ModuleList([layer(0, 32), torch.nn.Linear(2, 2), layer(1), layer(2, 32)])
+    layers = attention_layer(0, 32), attention_layer(1), attention_layer(2, 32)
+    model = torch.nn.ModuleList([*layers, torch.nn.Linear(2, 2)])
     runner = model_runner(model=model, token_to_kv_pool=SWAKVPool([1], [0, 2]))
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
+    assert state_of(runner, division, "deft", "auto").num_layers == 1
+    runner.model = torch.nn.ModuleList([layers[0]])
+    with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
+        factory.divided(runner)
     # Models may keep their layers in a dictionary, where nobody finds them.
-    hidden = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList()})
-    hidden.token_to_kv_pool = pool = MHATokenToKVPool()
-    pool.start_layer = 1
+    hidden = model_runner()
+    hidden.token_to_kv_pool.start_layer = 1
     monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
     assert division_of(hidden) == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
-    refused = "a head count of 4"
-    monkeypatch.setattr(TreeAttention, "unsupported", lambda *given: refused)
-    assert division_of(hidden) == Division({}, dict.fromkeys((0, 1), refused))
-    monkeypatch.undo()
-    assert state_of(runner, division, "deft", "auto").num_layers == 1
+    monkeypatch.setattr(TreeAttention, "unsupported", lambda *given: "a head count of 4")
+    assert division_of(hidden) == Division({}, dict.fromkeys((0, 1), "a head count of 4"))
+
+
+def test_a_server_compiles_kernels_for_the_kinds_of_its_layers(host):
+    """And for what it verifies."""
 
     class Block(torch.nn.Module):
         def __init__(self, layer_id, sinks):
             super().__init__()
-            self.attn, self.norm = layer(layer_id), torch.nn.Linear(2, 2)
+            self.attn, self.norm = attention_layer(layer_id), torch.nn.Linear(2, 2)
             self.sinks = torch.nn.Parameter(torch.zeros(4)) if sinks else None
 
     blocks = torch.nn.ModuleList([Block(0, False), Block(1, True)])
     assert sinks_of_layers(blocks) == {1: blocks[1].sinks}
-
-    warm_up_sees(runner, blocks)
-
-    windows = SimpleNamespace(**{**vars(runner), "model": torch.nn.ModuleList([layer(0, 32)])})
-    with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
-        factory.divided(windows)
+    blocks[0].attn.logit_cap = 30.0
+    runner = model_runner(model=blocks)
+    capped, with_sinks = LayerKind(soft_cap=True), LayerKind(sinks=torch.float32)
+    for ids, kinds in [((0, 1), {capped, with_sinks}), ((1,), {with_sinks}), ((), {LayerKind()})]:
+        tensors = step_tensors(runner, ids)
+        assert set(tensors.layers) == kinds
+        assert (tensors.drafts, tensors.table_columns) == (None, [6400])
+    runner.server_args = SimpleNamespace(
+        speculative_algorithm="EAGLE", speculative_num_draft_tokens=6, speculative_eagle_topk=2
+    )
+    assert step_tensors(runner, ()).drafts == Drafts(6, trees=True, always=True)
