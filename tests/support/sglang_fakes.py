@@ -196,22 +196,12 @@ def eight_bit_pool(slots):
     """The host's own pool of random keys and values of 8 bits, in one layer."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    pool = MHATokenToKVPool(
-        size=slots,
-        page_size=1,
-        dtype=torch.float8_e4m3fn,
-        head_num=2,
-        head_dim=64,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    shape = {"size": slots, "page_size": 1, "head_num": 2, "head_dim": 64, "layer_num": 1}
+    kind = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
+    pool = MHATokenToKVPool(**shape, **kind)
     for cache in (*pool.k_buffer, *pool.v_buffer):
-        cache.copy_(
-            torch.randn(cache.shape, generator=torch.Generator().manual_seed(2))
-            .to(torch.float8_e4m3fn)
-            .view(cache.dtype)
-        )
+        drawn = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2))
+        cache.copy_(drawn.to(torch.float8_e4m3fn).view(cache.dtype))
     return pool
 
 
@@ -271,10 +261,10 @@ def make_batch(kind, table, rows, lens, **changes):
     return SimpleNamespace(**{**made, "out_cache_loc": slots, "spec_info": None, **changes})
 
 
-def tree_layers(host, attention, state=None, host_layers=MappingProxyType({}), **options):
+def tree_layers(host, attention, host_layers=MappingProxyType({}), **options):
     """The layers of a model in which tree attention may run all but these."""
     division = Division({0: LayerShape(4, 2, 64)}, host_layers)
-    return TreeLayers(host, attention, state or make_state(), division, **options)
+    return TreeLayers(host, attention, make_state(), division, **options)
 
 
 class FakeServer:

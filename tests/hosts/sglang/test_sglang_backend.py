@@ -12,6 +12,7 @@ from attention_checks import tree_attention
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.sglang.backend import surround
 from deft_backend.hosts.sglang.layers import unsupported_layer
+from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_backend.hosts.sglang.versions import read_end
 from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import forest_of
@@ -134,42 +135,52 @@ def test_a_failure_leaves_the_capture_to_the_host(server, monkeypatch, failures,
     assert server.state.counters().steps_host == {reason: 2}
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("scales", [(0.5, 0.25), (None, None)])
-def test_keys_and_values_of_8_bits(host, fails, scales, monkeypatch, failures):
-    """The host's pool divides its arguments in place, once, and tree attention multiplies; after a
-    failed kernel the host gets the divided ones.
+def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, failures):
+    """The host's pool divides its arguments in place, once, and tree attention multiplies. After a
+    failed kernel the host writes nothing, but its `triton` also reads the arguments of drafts.
     """
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
     pool = eight_bit_pool(64)
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
+    seen = []
 
     class Host(recording_backend(host, pool, table)):
         def write(self, k, v, layer, batch, save_kv_cache):
-            if save_kv_cache:
-                location = KVWriteLoc(batch.out_cache_loc, None)
-                pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            assert not save_kv_cache
+            seen.extend((k, v))
 
-    attention = tree_attention(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=4)
-    backend = FakeServer(Host(), attention).backend
-    batch = make_batch("decode", table, [0, 1], [5, 6])
+    kinds = {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}
+    attention = tree_attention(**kinds, max_batch=4, query_tokens=tokens)
+    drafts = tokens > 1
+    verification = Verification(tokens, 4, attention.device) if drafts else None
+    backend = FakeServer(Host(), attention, verification=verification).backend
+    spec, places = SimpleNamespace(topk=1, draft_token_num=tokens), torch.tensor([4, 37])
+    slots = torch.cat([torch.arange(place - tokens, place) + 1 for place in places])
+    given = {"out_cache_loc": slots, "spec_info": spec}
+    lens = torch.tensor([5, 6]) - (tokens if drafts else 0)
+    batch = make_batch("verify" if drafts else "decode", table, [0, 1], lens, **given)
     backend.init_forward_metadata(batch)
     if fails:
         monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
-    k, v = (torch.full((2, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
+    k, v = (torch.full((2 * tokens, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
     k_scale, v_scale = (None if scale is None else torch.tensor(scale) for scale in scales)
-    layer = make_layer(k_scale=k_scale, v_scale=v_scale)
-    q = torch.randn(2, 256).bfloat16()
-    out = backend.forward_decode(q, k, v, layer, batch)
-    assert ["a launch failed" in line for line in failures] == [True] * fails
-    failures.clear()
+    q = torch.randn(2 * tokens, 256).bfloat16()
+    out = backend.forward(q, k, v, make_layer(k_scale=k_scale, v_scale=v_scale), batch)
     k_scale, v_scale = (scale or 1.0 for scale in scales)
     keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
-    assert (keys[[4, 37]].float() * k_scale == 1.0).all()
-    assert (values[[4, 37]].float() * v_scale == 2.0).all()
+    assert (keys[slots].float() * k_scale == 1.0).all()
+    assert (values[slots].float() * v_scale == 2.0).all()
+    if fails:
+        assert "a launch failed" in failures.pop()
+        for part, value, scale in zip(seen, (1.0, 2.0), (k_scale, v_scale), strict=True):
+            assert (part * (1.0 if drafts else scale) == value).all()
+        assert torch.equal(out, q if drafts else torch.zeros_like(q))
+        return
     caches = SimpleNamespace(k=keys.double() * k_scale, v=values.double() * v_scale)
-    expected = decode_attention(caches, table, [0, 1], [5, 6], q.double()) * (not fails)
+    rows, held = [0] * tokens + [1] * tokens, [*range(6 - tokens, 6), *range(7 - tokens, 7)]
+    expected = decode_attention(caches, table, rows, held, q.double())
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 

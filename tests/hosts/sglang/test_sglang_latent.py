@@ -125,24 +125,12 @@ def test_layers_run_over_the_plan(host, tokens, in_two, graph):
         assert counters.kv_bytes_read < 0.6 * counters.kv_bytes_query_guided
 
 
-@pytest.fixture
-def verifying(host):
-    return latent_server(host, DRAFTED)
-
-
-class Sharing:
-    """Leaves batches to the host for `reason`."""
-
-    reason = None
-
-    def too_little(self, forward_batch):
-        return self.reason
-
-
-def test_chains_replay_the_graph_that_their_sharing_asks_for(verifying):
+def test_chains_replay_the_graph_that_their_sharing_asks_for(host):
     """The host's graph is captured first, then one with tree attention; both find metadata."""
-    steps, calls = verifying.backend.deft, verifying.calls
-    steps.sharing = sharing = Sharing()
+    verifying, sharing = latent_server(host, DRAFTED), SimpleNamespace(reason=None)
+    sharing.too_little = lambda forward_batch: sharing.reason
+    steps, calls = verifying.steps, verifying.calls
+    steps.sharing = sharing
     prepare = verifying.backend.init_forward_metadata_out_graph
     prepare(verifying.batch(), in_capture=True)
     assert steps.layers.step is None

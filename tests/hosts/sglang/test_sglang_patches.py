@@ -14,19 +14,6 @@ from sglang_fakes import mode
 pytestmark = pytest.mark.usefixtures("host")
 
 
-class Controller:
-    """Takes batches that share; notes each change to the second set of graphs in `events`."""
-
-    def __init__(self, events):
-        self.events = events
-
-    def takes(self, batch):
-        return batch.shared
-
-    def capture_tree(self, capturing):
-        self.events.append(capturing)
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     monkeypatch.setattr(tree_graphs, "_controllers", {})
@@ -43,7 +30,9 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
     capture = partial(graphs._capture_one_shape, lambda *given: events.append(given), runner, 8)
     capture("forward", None)
     assert events == [(runner, 8, "forward", None, None)]  # no controller: the patch has no effect
-    graphs._controllers[id(runner.model_runner)] = Controller(events)
+    graphs._controllers[id(runner.model_runner)] = SimpleNamespace(
+        takes=lambda batch: batch.shared, capture_tree=events.append
+    )
     for label, ours in ((None, "deft"), ("lora", "lora+deft")):
         events.clear()
         capture("forward", None, label, "dense")

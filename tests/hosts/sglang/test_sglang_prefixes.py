@@ -13,6 +13,7 @@ from deft_backend.forest import forest_from_page_tables
 from deft_backend.hosts.sglang.prefixes import (
     BatchObserver,
     CachedTree,
+    PathNode,
     TreeError,
     forest_of_paths,
     tree_paths,
@@ -120,27 +121,18 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
     assert seen(rids) is None
 
 
-def part(node, start, end, held=None):
-    return SimpleNamespace(
-        node_id=node,
-        path_start=start,
-        path_end=end,
-        full_value_len=end - start if held is None else held,
-    )
-
-
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("last", "message"),
     [
-        ([part(7, 0, 4), part(8, 4, 9, held=2)], "node 8 .* has 2 of its 5 tokens on the device"),
-        ([part(7, 0, 4), part(8, 4, 4)], "node 8 .* has 0 of its 0 tokens"),
-        ([part(7, 0, 4), part(8, 5, 9)], "node 8 .* starts at token 5, its parent ends at 4"),
+        (PathNode(8, 4, 9, 2), "node 8 .* has 2 of its 5 tokens on the device"),
+        (PathNode(8, 4, 4, 0), "node 8 .* has 0 of its 0 tokens"),
+        (PathNode(8, 5, 9, 4), "node 8 .* starts at token 5, its parent ends at 4"),
     ],
 )
-def test_a_path_that_is_not_on_the_device_is_refused(path, message):
+def test_a_path_that_is_not_on_the_device_is_refused(last, message):
     request = SimpleNamespace(last_node=8, req_pool_idx=1, cache_protected_len=9)
     with pytest.raises(TreeError, match=message):
-        forest_of_paths(lambda ends: [path for _ in ends], [request], np.array([12]))
+        forest_of_paths(lambda ends: [[PathNode(7, 0, 4, 4), last]], [request], np.array([12]))
 
 
 # The host's own unified tree ------------------------------------------------------------------

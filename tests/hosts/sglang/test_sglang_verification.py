@@ -10,12 +10,10 @@ from counted_steps import host_step
 from deft_backend.hosts.sglang import report
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_patches.sglang import observe_batch
-from failure_lines import raising
 from sglang_fakes import (
     FakeServer,
     MHATokenToKVPool,
     decode_attention,
-    eight_bit_pool,
     make_batch,
     make_layer,
     make_state,
@@ -201,35 +199,6 @@ def test_verifications_of_another_form_are_the_hosts(server):
         "verification of neither chains nor token trees": 3,
     }
     assert server.state.counters().verified_tokens == 0
-
-
-def test_after_a_failed_kernel_the_host_gets_the_drafts_own_keys(server, monkeypatch, failures):
-    """The host's pool divides its arguments in place, but `triton` also reads the arguments."""
-    pool = eight_bit_pool(400)
-    attention = tree_attention(
-        dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, max_batch=2, query_tokens=N
-    )
-    seen = []
-
-    def extend(q, k, v, layer, batch, save_kv_cache=True):
-        assert not save_kv_cache
-        seen.extend((k, v))
-        return q
-
-    backend = server.backend
-    server.layers.pool, server.layers.attention = pool, attention
-    monkeypatch.setattr(type(server.own), "forward_extend", staticmethod(extend))
-    batch = server.batch(CHAIN)
-    backend.init_forward_metadata(batch)
-    monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
-    k, v = (torch.full((2 * N, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
-    layer = make_layer(k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.25))
-    backend.forward(torch.zeros(2 * N, 256).bfloat16(), k, v, layer, batch)
-    assert "a launch failed" in failures.pop()
-    assert (seen[0] == 1.0).all()
-    assert (seen[1] == 2.0).all()
-    stored = (part[batch.out_cache_loc].float() for part in pool.get_kv_buffer(0))
-    assert [part.unique().tolist() for part in stored] == [[2.0], [8.0]]
 
 
 def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
