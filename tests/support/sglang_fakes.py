@@ -252,13 +252,21 @@ def query(tokens=2, seed=1):
     return q.flatten(1), k, v
 
 
-def make_batch(kind, table, rows, lens, **changes):
-    """A forward batch over rows of a page table, as the host makes it."""
+def make_batch(kind, table, rows, lens, new=1, **changes):
+    """A forward batch over rows of a page table, as the host makes it.
+
+    Each request has `new` query tokens, or its own number of a list. Its length includes them; the
+    host leaves out drafts.
+    """
     rows, lens = torch.as_tensor(rows), torch.as_tensor(lens)
-    slots = torch.tensor([int(table[row, n - 1]) for row, n in zip(rows, lens, strict=True)])
+    counts = [new] * len(rows) if isinstance(new, int) else new
+    of_requests = zip(rows.tolist(), lens.tolist(), counts, strict=True)
+    slots = np.concatenate([table[row, n - count : n] for row, n, count in of_requests])
+    lens = lens - new if kind == "verify" else lens
     made = {"forward_mode": mode(kind), "batch_size": len(rows), "req_pool_indices": rows}
     made |= {"seq_lens": lens, "seq_lens_cpu": None, "seq_lens_sum": int(lens.sum())}
-    return SimpleNamespace(**{**made, "out_cache_loc": slots, "spec_info": None, **changes})
+    made |= {"out_cache_loc": torch.from_numpy(slots).long(), "spec_info": None}
+    return SimpleNamespace(**{**made, **changes})
 
 
 def tree_layers(host, attention, host_layers=MappingProxyType({}), **options):

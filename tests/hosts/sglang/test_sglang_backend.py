@@ -126,12 +126,11 @@ def test_a_failure_leaves_the_capture_to_the_host(server, monkeypatch, failures,
     assert server.steps.reads_during_forward(mode("decode"))
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay", "metadata"]
-    what = {"planning failed": "planning", "kernel failed": "a kernel"}[reason]
-    assert failures == [
-        f"deft: {what} failed (RuntimeError('out of resources')). The host's kernel decodes from "
-        "now on; restart the server to use tree attention again."
-    ]
+    (line,) = failures
     failures.clear()
+    assert (
+        "failed (RuntimeError('out of resources')). The host's kernel decodes from now on" in line
+    )
     assert server.state.counters().steps_host == {reason: 2}
 
 
@@ -156,11 +155,10 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
     drafts = tokens > 1
     verification = Verification(tokens, 4, attention.device) if drafts else None
     backend = FakeServer(Host(), attention, verification=verification).backend
-    spec, places = SimpleNamespace(topk=1, draft_token_num=tokens), torch.tensor([4, 37])
-    slots = torch.cat([torch.arange(place - tokens, place) + 1 for place in places])
-    given = {"out_cache_loc": slots, "spec_info": spec}
-    lens = torch.tensor([5, 6]) - (tokens if drafts else 0)
-    batch = make_batch("verify" if drafts else "decode", table, [0, 1], lens, **given)
+    spec = SimpleNamespace(topk=1, draft_token_num=tokens)
+    kind = "verify" if drafts else "decode"
+    batch = make_batch(kind, table, [0, 1], [5, 6], tokens, spec_info=spec)
+    slots = batch.out_cache_loc
     backend.init_forward_metadata(batch)
     if fails:
         monkeypatch.setattr(attention, "run", raising(RuntimeError("a launch failed")))
@@ -193,12 +191,7 @@ def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, fa
     with monkeypatch.context() as broken:
         broken.setattr(server.attention, "run", raising(RuntimeError("out of resources")))
         server.step(server.batch())
-    assert failures == [
-        "deft: a kernel failed (RuntimeError('out of resources')). CUDA graphs that hold tree "
-        "attention stay in use; the host's kernel decodes every other step from now on; restart "
-        "the server to use tree attention again."
-    ]
-    failures.clear()
+    assert "CUDA graphs that hold tree attention stay in use" in failures.pop()
     steps = server.state.counters().steps_host
     server.replay(server.batch())
     assert server.state.counters().steps_host == steps  # the graph's own planner counts
@@ -328,7 +321,7 @@ def test_a_layers_sinks_scale_and_soft_cap_are_used(server):
     batch, sinks = server.batch(), torch.tensor([2.0, -1.0, 5.0, 0.5])
     server.backend.init_forward_metadata(batch)
     server.close(server.forward(batch, sinks=sinks), batch, sinks=sinks)
-    server.close(server.forward(batch), batch)  # the same layer without sinks
+    server.close(server.forward(batch, q_rope=None), batch)  # the same layer without sinks
     out = server.forward(batch, make_layer(scaling=0.7))
     server.close(out, batch, scale=0.7)
     capped = server.forward(batch, make_layer(scaling=0.7, logit_cap=0.5))

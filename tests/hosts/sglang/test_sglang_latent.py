@@ -4,7 +4,6 @@ import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -68,11 +67,8 @@ def latent_server(host, tokens=1):
         return latent.LatentLayers(*given, make_state(), division)
 
     def batch(kind="decode" if tokens == 1 else "verify"):
-        rows = zip((1, 2), lens, strict=True)
-        slots = np.concatenate([table[row, n - tokens : n] for row, n in rows])
         drafts = SimpleNamespace(topk=1, draft_token_num=tokens)
-        given = {"out_cache_loc": torch.from_numpy(slots).long(), "spec_info": drafts}
-        return make_batch(kind, table, [1, 2], lens - (tokens if tokens > 1 else 0), **given)
+        return make_batch(kind, table, [1, 2], lens, tokens, spec_info=drafts)
 
     of_steps = {"verification": verification, "decodes": tokens == 1}
     server = FakeServer(own, attention, batch, layers, **of_steps)

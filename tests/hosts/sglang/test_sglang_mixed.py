@@ -97,20 +97,9 @@ class MixedServer(FakeServer):
         lens = torch.from_numpy(self.lens[first:].copy())
         new = [*self.chunks, *[1] * decoding][first:]
         rows, requests = range(first + 1, len(self.lens) + 1), self.requests[first:]
-        slots = [
-            self.table[row, n - count : n]
-            for row, n, count in zip(rows, lens.tolist(), new, strict=True)
-        ]
-        made = make_batch(
-            kind,
-            self.table,
-            rows,
-            lens,
-            out_cache_loc=torch.cat([torch.from_numpy(each).long() for each in slots]),
-            seq_lens_cpu=lens,
-            extend_seq_lens_cpu=new,
-            rids=[request.rid for request in requests],
-        )
+        rids = [request.rid for request in requests]
+        of_step = {"seq_lens_cpu": lens, "extend_seq_lens_cpu": new, "rids": rids}
+        made = make_batch(kind, self.table, rows, lens, new, **of_step)
         decode = self.requests[len(self.chunks) :] if kind == "mixed" else None
         self.observe(made, reqs=requests, decoding_reqs=decode)
         return made

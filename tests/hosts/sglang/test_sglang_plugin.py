@@ -18,7 +18,7 @@ from drawings import check_asked
 from failure_lines import raising
 
 
-def make_arguments(**changes):
+def make_arguments(graphs="full", **changes):
     arguments = SimpleNamespace(
         attention_backend="deft",
         prefill_attention_backend=None,
@@ -26,7 +26,7 @@ def make_arguments(**changes):
         speculative_draft_attention_backend=None,
         device="cpu",
         kv_cache_dtype="auto",
-        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend="full")),
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
     )
     return SimpleNamespace(**{**vars(arguments), **changes})
 
@@ -71,7 +71,9 @@ def resolving(host, monkeypatch):
     monkeypatch.setattr(versions, "backend_names", names)
     monkeypatch.setattr(versions, "missing", lambda: None)  # read once: see the contract's test
     monkeypatch.setattr(versions, "uses_mla", lambda made: getattr(made, "mla", False))
-    monkeypatch.setattr(versions, "model_config", lambda made: getattr(made, "model", model()))
+    monkeypatch.setattr(
+        versions, "model_config", lambda made: MODELS.get(getattr(made, "model", ""), model())
+    )
 
 
 def served(made):
@@ -86,11 +88,6 @@ def asked_for(words):
     for name, _, value in (word.partition("=") for word in words):
         if name.isupper():
             settings[name] = value
-        elif name == "graphs":
-            decode = SimpleNamespace(backend=value)
-            changes["cuda_graph_config"] = SimpleNamespace(decode=decode)
-        elif name == "model":
-            changes["model"] = MODELS[value]
         else:
             with suppress(ValueError):
                 value = literal_eval(value)

@@ -45,18 +45,14 @@ def chain(requests):
     return [[-1, 0, 1, 2]] * requests
 
 
-def trees(parents):
-    """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2."""
-    child, sibling = links(parents)
-    return SimpleNamespace(
-        topk=2, draft_token_num=N, retrieve_next_token=child, retrieve_next_sibling=sibling
-    )
+def trees(parents=None):
+    """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2, or without."""
+    child, sibling = (None, None) if parents is None else links(parents)
+    given = {"retrieve_next_token": child, "retrieve_next_sibling": sibling}
+    return SimpleNamespace(topk=2, draft_token_num=N, **given)
 
 
-CHAIN = SimpleNamespace(topk=1, draft_token_num=N)
-NO_LINKS = SimpleNamespace(
-    topk=2, draft_token_num=N, retrieve_next_token=None, retrieve_next_sibling=None
-)
+CHAIN, NO_LINKS = SimpleNamespace(topk=1, draft_token_num=N), trees()
 
 
 @pytest.fixture
@@ -68,9 +64,8 @@ def server(host):
             self.calls.append("after draft")
 
     def batch(spec, kind="verify", size=2):
-        rows, lengths = [1, 2, 0][:size], [*(lens - N).tolist(), 1][:size]
-        slots = torch.arange(390, 390 + size * N)
-        return make_batch(kind, table, rows, lengths, out_cache_loc=slots, spec_info=spec)
+        rows, lengths = [1, 2, 0][:size], [*lens.tolist(), 1 + N][:size]
+        return make_batch(kind, table, rows, lengths, N, spec_info=spec)
 
     attention = tree_attention(max_batch=3, query_tokens=N)
     verification = Verification(N, attention.max_batch, attention.device)
