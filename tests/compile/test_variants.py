@@ -199,16 +199,13 @@ def test_a_variant_has_the_key_of_its_launch(host, keys):
     step = step_of(attention, described, 40, 131076)
     launches = []
 
-    def record(kernel, arguments, constants, options):
-        launches.append(lambda: kernel.warmup(*arguments, grid=(1,), **constants, **options))
-
     with recorded() as found:
         recorder = variants.recorder
         assert recorder is not None
 
-        def both(*launch):
-            recorder(*launch)
-            record(*launch)
+        def both(kernel, arguments, constants, options):
+            recorder(kernel, arguments, constants, options)
+            launches.append(partial(kernel.warmup, *arguments, grid=(1,), **constants, **options))
 
         variants.recorder = both  # until `recorded` ends
         attention.plan_batch(

@@ -18,7 +18,6 @@ from deft_backend.forest import (
     forest_from_paths,
     forest_of_blocks,
 )
-from deft_backend.forest.page_tables import insert_rows
 from deft_backend.forest.prefix_forest import int32
 from drawings import check_asked
 from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables, path_of
@@ -200,18 +199,6 @@ def test_impossible_tables_that_are_trusted_stay_in_bounds(seed, requests):
     check_invariants(forest_from_page_tables(tables, lens, check=False))
 
 
-@pytest.mark.parametrize("pages", [40, 4000])
-def test_pages_in_two_copies_stay_in_bounds(pages):
-    """Rows that agree at a position may differ before it."""
-    full = np.full(4, pages, dtype=np.int32)
-    for seed in range(300):
-        second = np.random.default_rng(seed).random((4, pages)) > 0.85
-        tables = (2 * np.arange(pages) + second).astype(np.int32)
-        parent, depth, holder = map(np.array, insert_rows(tables, full))
-        assert (depth[holder] == full).all()
-        assert (depth[1:] > depth[parent[1:]]).all()
-
-
 def test_trusted_tables_may_lack_the_open_page_but_no_full_one():
     assert forest_from_page_tables([[4], [4]], [5, 6], 4, check=False).length[0] == 4
     with pytest.raises(ForestError, match="request 1 holds 8 tokens, 2 pages of 4, but its page"):
@@ -256,18 +243,6 @@ def test_impossible_forests_are_refused():
         return ["a forest"]
 
     check_asked(Path(__file__).with_name("impossible.txt"), answer)
-
-
-@pytest.mark.parametrize(
-    ("lens", "message"),
-    [
-        (np.array([3, 2**32 + 1]), "seq_lens holds 4294967297; expected 32-bit integers"),
-        (np.array([3, 2**63 + 1], dtype=np.uint64), "seq_lens holds 9223372036854775809"),
-    ],
-)
-def test_lengths_of_other_arrays_are_not_cut_off(lens, message):
-    with pytest.raises(ForestError, match=message):
-        build_forest([0, 1], [0], lens)
 
 
 def test_forest_of_blocks():

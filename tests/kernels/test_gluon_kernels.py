@@ -109,6 +109,7 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         assert launched["hopper_masked_tile_attention"] == has_items
 
 
+POLICIES = ("auto", "fasttree", "deft-node", "deft-node-chunk", "flash-decoding")
 FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scales_on_device")
 
 
@@ -122,7 +123,7 @@ FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scale
     lookahead=st.sampled_from([1, 2, 3]),
     heads=st.sampled_from([(4, 1), (4, 2), (2, 2), (6, 2), (16, 1)]),
     head_dim=st.sampled_from([64, 64, 128]),
-    policy=st.sampled_from(["auto", "fasttree", "deft-node", "flash-decoding", 32, 128, 700]),
+    policy=st.sampled_from([*POLICIES, 32, 128, 700]),
     grow=st.integers(0, 3),
     programs=st.integers(1, 9),
     logit_cap=st.sampled_from([0.0, 5.0]),
@@ -132,8 +133,9 @@ FLAGS = ("own_rows", "heads_first", "static_launch", "is_tree", "ragged", "scale
 def test_random_batches(kv_dtype, requests, query_tokens, heads, policy, flags, **drawn):
     """Chains and trees, for every tile that the query tokens of a request fill.
 
-    A block as long as a tile has rows lets Q share a V block's memory. A graph launches all
-    kernels, even those without items in the plan.
+    A block as long as a tile has rows lets Q share a V block's memory. Chunks of 128 tokens end
+    with one of fewer tokens than a request has query tokens. A graph launches all kernels, even
+    those without items in the plan.
     """
     for name, possible in (
         ("is_tree", query_tokens > 1),
@@ -147,16 +149,6 @@ def test_random_batches(kv_dtype, requests, query_tokens, heads, policy, flags, 
     small = query_tokens * heads[0] // heads[1] <= 16 and not flags["static_launch"]
     if policy == "flash-decoding" and small:
         assert launched == {"hopper_small_tile_attention": 1}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ragged", "heads", "policy"),
-    [(70, False, (4, 1), "deft-node"), (130, True, (2, 2), "deft-node-chunk")],
-)
-def test_trees_of_more_query_tokens_than_a_word_has_bits(tokens, ragged, heads, policy):
-    """Chunks of 128 tokens end with one that holds fewer tokens than a request has query tokens."""
-    given = {"policy": policy, "page_size": 16, "grow": 1, "longest": 260, "lookahead": 2}
-    check(1, 2, tokens, is_tree=True, ragged=ragged, heads=heads, **given)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

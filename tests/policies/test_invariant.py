@@ -180,11 +180,7 @@ def test_a_requests_bits_depend_on_the_request_alone(attention_of, kind, batch, 
         others = data.draw(st.lists(st.integers(0, count - 1), max_size=7))
         place = data.draw(st.integers(0, len(others)))
         requests = [*others[:place], target, *others[place:]]
-        lens = torch.stack(
-            [pool.lens[r] for r in others[:place]]
-            + [pool.lens[target]]
-            + [pool.lens[r] for r in others[place:]]
-        )
+        lens = pool.lens[requests]
         for at in range(len(requests)):  # neighbours that grow, or have ended
             if at != place:
                 lens[at] = data.draw(st.integers(0, int(lens[at])))

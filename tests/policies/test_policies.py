@@ -2,12 +2,10 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +25,6 @@ from deft_backend.policies import (
 from deft_backend.policies.chunk_choice import makespan
 from deft_backend.policies.fixed_edges import DeftNodeChunk
 from deft_backend.policies.grouping import longest_first
-from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import UNLIMITED, Limits
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
@@ -213,34 +210,6 @@ def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group():
     assert grouping.open.tolist() == [True, True]
     assert grouping.request.tolist() == [0, 1]
     assert grouping.end.tolist() == [100, 180]
-
-
-@dataclass(frozen=True)
-class AnyEdges(TwoRulePolicy):
-    """Cuts the given edges, and no range."""
-
-    name: ClassVar[str] = "any"
-
-    cut: npt.NDArray[np.bool_]
-
-    @property
-    def rules(self):
-        return Rules("all", "whole")
-
-    def cut_edges(self, forest, target):
-        return self.cut
-
-
-@settings(max_examples=150)
-@given(batch=batches(), data=st.data())
-def test_any_edge_assignment_covers_every_query_once(batch, data):
-    forest = batch.forest()
-    values = data.draw(
-        st.lists(st.booleans(), min_size=forest.num_nodes, max_size=forest.num_nodes)
-    )
-    grouping = AnyEdges(np.array(values, dtype=bool)).group(forest, MHA)
-    check_coverage(batch, grouping, MHA)
-    check_coverage(batch, grouping, MHA, np.arange(len(batch.seq_lens)))
 
 
 # --- FlashForge -----------------------------------------------------------------------------------
