@@ -33,23 +33,7 @@ from sglang_fakes import make_state
 from state_files import state_path
 
 FOREST = build_forest([0, 1], [100], [110, 120])
-
-
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-MODELS = {
-    "model": {**HEADS, "max_position_embeddings": 8192, "torch_dtype": "float16"},
-    "one-kv-head-each": {"num_attention_heads": 4, "hidden_size": 256},
-    "float32": {**HEADS, "dtype": "float32"},
-    "int8": {**HEADS, "dtype": "torch.int8"},
-    "no-heads": {"model_type": "none"},
-    "heads-of-none": {"num_attention_heads": None},
-    "mla": {**HEADS, "kv_lora_rank": 512},
-    "soft-cap": {**HEADS, "attn_logit_softcapping": 50.0, "dtype": "torch.bfloat16"},
-    "no-soft-cap": {**HEADS, "attn_logit_softcapping": None},
-    "gpt-oss": {**HEADS, "model_type": "gpt_oss"},
-    "sinks": {**HEADS, "add_full_attention_sink_bias": True},
-    "no-sinks": {**HEADS, "add_full_attention_sink_bias": False},
-}
+MODELS = json.loads(Path(__file__).with_name("models.json").read_text())
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Fake:
     """By a part of the prompt: a status, a piece of the stream, ``drop``, ``error``, ``empty``,
     ``cut`` (no end mark) or ``end`` (an early end)."""
     dies_after: int | None = None  # requests until the server stops answering
-    metrics: str = ""
+    metrics: str = ""  # in which REQUESTS stands for how many it got
     bodies: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)  # when the pieces of each stream left
     url: str = ""
@@ -47,7 +47,7 @@ class Fake:
         return web.json_response({"data": [entry]})
 
     async def page(self, request):
-        return web.Response(text=self.metrics)
+        return web.Response(text=self.metrics.replace("REQUESTS", str(len(self.bodies))))
 
     async def completions(self, request):
         body = await request.json()

@@ -79,8 +79,14 @@ def request(name, **fields):
     return Request(name, lambda: f"prompt {name}", fields.pop("tokens", 4), **fields)
 
 
+COUNTED = """
+deft_decode_steps_total{kind="decode",kernel="tree",tp_rank="0"} REQUESTS
+deft_decode_steps_total{kind="decode",kernel="host",tp_rank="0"} 0"""
+
+
 def test_two_equal_servers(tmp_path):
-    with serving(Fake()) as a, serving(Fake()) as b:
+    """The page of one of them counts a decode step for each request that it got."""
+    with serving(Fake(metrics=COUNTED)) as a, serving(Fake()) as b:
         all_kinds = workloads("few-shot", "tree-of-thoughts", "rollout", "chains")
         urls = ("--urls", a.url, f"{b.url}/v1")
         data, printed = ab(tmp_path, *urls, *all_kinds, *SMALL, "--exact")
@@ -88,6 +94,10 @@ def test_two_equal_servers(tmp_path):
     for workload in data["workloads"]:
         assert workload["agreement"]["compared"] == workload["agreement"]["equal"] > 0
         assert not any(figures["lost"] for figures in workload["figures"])
+        (counted, unknown), asked = workload["counters"], len(workload["requests"][0])
+        assert (counted["decode_steps"], unknown) == (asked + 1, None)  # the prefix, once before
+        reads, unknown = workload["kv_bytes_a_step"]
+        assert (reads.keys(), unknown) == ({"query_by_query", "read", "saved"}, None)
     # Both got the same requests, in equal numbers.
     sent = [[(f["prompt"], f["max_tokens"]) for f in fake.bodies] for fake in (a, b)]
     assert sorted(sent[0]) == sorted(sent[1])
@@ -566,25 +576,3 @@ def test_no_descendant_of_a_difference_is_compared():
     found = compared(first, second, after)
     assert (found.equal, found.not_compared, len(found.differences)) == (1, 2, 1)
     assert compared(first, second[1:]).equal == 3  # the first is lost, and the others count
-
-
-class Counting(Fake):
-    """Its page counts one decode step for each request that it got."""
-
-    async def page(self, request):
-        steps = len(self.bodies)
-        self.metrics = "\n".join(
-            f'deft_decode_steps_total{{kind="decode",kernel="{kernel}",tp_rank="0"}} {count}'
-            for kernel, count in (("tree", steps), ("host", 0))
-        )
-        return await super().page(request)
-
-
-def test_counters_are_of_one_workload(tmp_path):
-    with serving(Counting()) as a, serving(Fake()) as b:
-        words = ["--workload", "few-shot", "--workload", "unshared", *SMALL]
-        data, _ = ab(tmp_path, "--urls", a.url, b.url, *words)
-    steps = [workload["counters"][0]["decode_steps"] for workload in data["workloads"]]
-    assert steps == [9 + 1, 9]  # the shared prefix of the first is sent once before
-    reads, unknown = data["workloads"][0]["kv_bytes_a_step"]
-    assert (reads.keys(), unknown) == ({"query_by_query", "read", "saved"}, None)
