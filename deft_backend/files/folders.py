@@ -45,8 +45,7 @@ def driver_stub_directory() -> Path:
 def create_private(folder: Path) -> None:
     if folder.is_dir():
         return
-    if folder.parent != folder:
-        create_private(folder.parent)
+    create_private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 

@@ -1,16 +1,18 @@
 """The package's folders: one module decides their paths, and creates them for one user."""
 
 import os
-import stat
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from deft_backend.files import folders
 from deft_backend.files.folders import (
     cache_directory,
+    compiled_directory,
     create_private,
     driver_stub_directory,
+    kernels_directory,
     state_directory,
     tables_directory,
     write_fails,
@@ -38,6 +40,12 @@ def test_every_folder_follows_the_cache_folder(monkeypatch):
             assert state_directory(Settings.from_env(env)) == cache / "servers"
             assert tables_directory() == cache / "tables"
             assert driver_stub_directory() == cache / "driver-stub" / "1"
+            context.setattr(folders, "_USERS_TRITON_CACHE", None)
+            assert compiled_directory(Settings.from_env(env)) == cache / "triton"
+            assert kernels_directory(Settings.from_env(env)) == cache / "kernels"
+            context.setattr(folders, "_USERS_TRITON_CACHE", "/t")
+            assert compiled_directory(Settings.from_env(env)) == Path("/t")
+    assert kernels_directory(Settings(kernel_cache=Path("/k"))) == Path("/k")
 
 
 def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
@@ -49,27 +57,6 @@ def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("DEFT_CACHE_DIR", str(file))
     with pytest.raises(SettingsError, match=f"DEFT_CACHE_DIR is '{file}'; expected a directory"):
         cache_directory()
-
-
-@pytest.fixture
-def umask():
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
-@pytest.mark.usefixtures("umask")
-def test_missing_folders_are_created_for_this_user_alone(tmp_path):
-    there = tmp_path / "there"
-    there.mkdir(mode=0o755)
-    deep = there / "a" / "b"
-    create_private(deep)
-    create_private(deep)
-    assert [stat.S_IMODE(p.stat().st_mode) for p in (there, deep.parent, deep)] == [
-        0o755,
-        0o700,
-        0o700,
-    ]
 
 
 def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch):

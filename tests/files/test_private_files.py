@@ -44,7 +44,8 @@ def mode(path):
 
 @pytest.mark.usefixtures("umask")
 def test_whatever_we_write_is_this_users_alone(tmp_path):
-    made = tmp_path / "made"
+    there, made = tmp_path / "there", tmp_path / "there" / "made"
+    there.mkdir(mode=0o755)
     StateWriter(make_state(), made / "servers").look()
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
     fill(made / "kernels", Origin.of("sm_90"), [made_kernel(tmp_path / "triton")])
@@ -56,6 +57,7 @@ def test_whatever_we_write_is_this_users_alone(tmp_path):
     assert len(files) == 6
     assert {mode(path) for path in files} == {0o600}
     assert {mode(path) for path in (made, *made.rglob("*")) if path.is_dir()} == {0o700}
+    assert mode(there) == 0o755
 
 
 def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path):

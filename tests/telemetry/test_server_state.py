@@ -26,28 +26,6 @@ TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, by
 LAYERS = 2
 
 
-def test_state_file(tmp_path):
-    """The file is written atomically, and only after a change; the test checks its content."""
-    state = make_state()
-    writer = StateWriter(state, tmp_path / "made", pp_rank=1)
-    writer.look()
-    assert writer.path == state_path(tmp_path / "made", pp=1)
-    first = writer.path.read_text()
-    writer.look()
-    assert writer.path.read_text() == first  # no change: not written, not even the time
-
-    host_step(state, "small", tokens=10)
-    writer.look()
-    content = json.loads(writer.path.read_text())
-    assert content["schema"] == 4
-    assert (content["port"], content["dtype"], content["num_layers"]) == (1, "float32", LAYERS)
-    assert content["steps_host"] == {"small": 1}
-    assert [p.name for p in writer.path.parent.iterdir()] == [writer.path.name]
-    writer.path.unlink()
-    writer.look()
-    assert json.loads(writer.path.read_text())["steps_host"] == {"small": 1}
-
-
 def test_the_writer_does_not_keep_its_process_alive(tmp_path):
     before = set(threading.enumerate())
     StateWriter(make_state(), tmp_path).start()
@@ -142,14 +120,19 @@ def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
         state.count(Decoded("mixed", 4, 100, verified=9))
     writer = StateWriter(state, tmp_path)
     writer.look()
-    before = state.counters()
+    text, before = writer.path.read_text(), state.counters()
+    writer.look()
+    assert writer.path.read_text() == text  # no change: not written, not even the time
+    writer.path.unlink()
+    writer.look()
+    assert writer.path.exists()
     assert (before.steps_tree, before.decode_steps, before.verified_tokens) == (3, 4, 27)
     assert before.kv_bytes_read == 10 * LAYERS * TOKEN
 
     memory += [3, 300, 120, 6_000_000]  # like kernels: in place, without a notice
     writer.look()
     content = json.loads(writer.path.read_text())
-    assert (content["steps_tree"], content["decode_steps"]) == (3, 4)
+    assert (content["schema"], content["steps_tree"], content["decode_steps"]) == (4, 3, 4)
     assert [list(steps.values()) for steps in content["steps"]] == [
         ["decode", "small", 1, 1, 10 * LAYERS * TOKEN],
         ["mixed", None, 3, 12, 300 * LAYERS * TOKEN],

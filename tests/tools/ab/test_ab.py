@@ -348,19 +348,14 @@ SENTENCES = (
 )
 
 
-def test_the_interval_contains_the_change_and_grows_with_noise():
-    def change(noise):
-        noisy = [side(0.01 * (1 + noise * ((i * 7) % 5 - 2))).outcomes[i] for i in range(20)]
-        pair = (side(0.01), Replayed(tuple(noisy), 5.0))
-        found = paired_change(ComparedWorkload("w", "", "", pair, (None, None), Agreement(0, 0)))
-        assert found is not None
-        return found
-
-    middle, low, high = change(0.1)
-    assert low <= middle <= high
-    assert middle == pytest.approx(0.0, abs=1e-9)
-    assert high - low > 0.05
-    assert change(0.0) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+def test_the_change_is_the_median_between_order_statistics():
+    """Of 20 requests, those of ranks 5 and 14 bound it: half of them, and 4.4 to either side."""
+    ranks = [at * 7 % 20 for at in range(20)]
+    slower = [side(0.01 * 1.001**rank**2).outcomes[at] for at, rank in enumerate(ranks)]
+    runs = side(0.01), Replayed(tuple(slower), 5.0)
+    found = paired_change(ComparedWorkload("w", "", "", runs, (None, None), Agreement(0, 0)))
+    expected = [1.001**power - 1 for power in ((9**2 + 10**2) / 2, 5**2, 14**2)]
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
 LONGEST = "document-questions"

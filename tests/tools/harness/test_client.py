@@ -149,10 +149,6 @@ def test_what_a_server_offers(asked, tokens, offers):
         asyncio.run(client_of(Session(content)).offers("O", "x"))
 
 
-def test_the_models_of_a_server():
-    assert asyncio.run(client_of(Session({"data": [{"id": "M"}]})).models()) == [{"id": "M"}]
-
-
 @pytest.mark.parametrize("wrong", ["", "http://", "ftp://a", "http://a b", "http://a:65536"])
 def test_what_is_no_address(wrong):
     with pytest.raises(ServerError, match=r"is not an address|no port between 0 and 65535"):
