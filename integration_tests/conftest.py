@@ -1,7 +1,5 @@
 """Servers that the tests share: the baseline from its first use on, the others one by one."""
 
-import signal
-
 import pytest
 
 from deft_backend.tools.servers.command import HOSTS, installed_hosts
@@ -14,12 +12,6 @@ from integration_tests.hosts.cpu_speculation import unusable
 collect_ignore_glob = [f"test_{host}_*" for host in HOSTS if host != HOST]
 if not installed_hosts():
     collect_ignore_glob = ["test_*"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def servers_end_with_the_tests():
-    """`timeout` and CI end pytest by SIGTERM. Like Ctrl-C, it must also end the servers."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -205,7 +205,6 @@ SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
 
 
 def checked(tolerance, answers):
-    """Check answers of a server with the behaviour `answers` against a right server."""
     samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in SAMPLES]
 
     async def run():

@@ -87,7 +87,6 @@ def test_refusals_are_as_drawn(commands, model, tmp_path, monkeypatch):
 
 
 def compared(sides, build, model, progress, **given):
-    """In place of two servers: prints what they would have been sent."""
     for workload in build(Offers("m", 4096, True, 4.0)):
         first = workload.requests[0]
         sizes = f"{len(first.own_part())} characters, {first.max_tokens} tokens, {first.at:.3f} s"
@@ -98,7 +97,6 @@ def compared(sides, build, model, progress, **given):
 
 
 def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
-    """The file has each command, its exit code, and what it prints."""
     pytest.importorskip("sglang")
 
     def sides(*given, **named):

@@ -24,7 +24,6 @@ SHIPPED = Path(kernels.__file__).parents[1] / "costs" / "shipped" / "h100-fp8.js
 
 
 def install(monkeypatch, versions):
-    """Make exactly these distributions appear installed, in these versions."""
 
     def version(name):
         found = versions.get(name)
@@ -101,7 +100,6 @@ def on_a_gpu(monkeypatch, *, tuned):
 
 
 def printed(name, model, monkeypatch):
-    """What the command prints on a machine, and its exit code."""
     given = MACHINES[name]
     monkeypatch.setattr("platform.python_version", lambda: "3.12.0")
     monkeypatch.setattr("platform.system", lambda: "Linux")

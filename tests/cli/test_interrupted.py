@@ -59,7 +59,6 @@ def test_ctrl_c_while_a_command_imports(module, breaks):
 
 @pytest.fixture
 def handlers():
-    """This process's handlers, which tests change."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs may ignore it

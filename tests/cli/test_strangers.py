@@ -144,7 +144,6 @@ def test_doctor_imports_what_a_server_imports(module, tmp_path):
 
 
 def view(folder, number, *, terminal):
-    """What `deft top` prints until a signal ends it, and its exit code."""
     leader, follower = pty.openpty() if terminal else os.pipe()
     words = [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"]
     process = subprocess.Popen(

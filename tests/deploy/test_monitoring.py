@@ -26,7 +26,6 @@ HEALTHY, FAILED = "healthy", "failed"
 
 
 def program(name):
-    """The path of `prometheus` or `promtool`; without it, the test is skipped."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is missing (Debian: apt-get install prometheus)")

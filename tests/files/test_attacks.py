@@ -23,7 +23,6 @@ FOREST = build_forest([2, 0, 1, 3], [8, 4, 0], [9, 12, 8, 3], 4)
 
 
 def deep(levels):
-    """A list in a list in a list …"""
     found = []
     for _ in range(levels):
         found = [found]

@@ -14,15 +14,6 @@ from deft_backend.compile.kernel_folder import Origin, fill
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table
 from deft_backend.files import private_files
-from deft_backend.files.private_files import (
-    POLL_SECONDS,
-    is_private,
-    locked,
-    open_private,
-    read_private,
-    read_private_json,
-    write_private,
-)
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import PageServer
 from made_kernels import made_kernel
@@ -50,7 +41,7 @@ def test_whatever_we_write_is_this_users_alone(tmp_path):
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
     fill(made / "kernels", Origin.of("sm_90"), [made_kernel(tmp_path / "triton")])
     for line in (b"a longer line", b"line"):
-        with open_private(made / "server.log") as log:
+        with private_files.open_private(made / "server.log") as log:
             log.write(line)
     assert (made / "server.log").read_bytes() == b"line"
     files = [path for path in made.rglob("*") if path.is_file()]
@@ -65,58 +56,58 @@ def test_a_link_in_a_files_place_is_replaced_and_never_followed(tmp_path):
     target.write_text("mine")
     path.symlink_to(target)
     with pytest.raises(OSError, match="symbolic link"):
-        read_private(path)
+        private_files.read_private(path)
     with pytest.raises(OSError):  # noqa: PT011  # the system's own message
-        open_private(path)
+        private_files.open_private(path)
     terminal, device = os.openpty()
     held = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="not a regular file"):
-        open_private(Path(os.ttyname(device)))
+        private_files.open_private(Path(os.ttyname(device)))
     assert os.listdir("/proc/self/fd") == held
     os.close(terminal)
     os.close(device)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(OSError, match="not a regular file"):
-        open_private(tmp_path / "pipe")  # and nothing waits
+        private_files.open_private(tmp_path / "pipe")  # and nothing waits
     os.close(reader)
     with pytest.raises(OSError):  # noqa: PT011  # the system's own message
-        open_private(tmp_path / "pipe")
-    write_private(path, "new")
+        private_files.open_private(tmp_path / "pipe")
+    private_files.write_private(path, "new")
     assert (target.read_text(), path.read_text(), path.is_symlink()) == ("mine", "new", False)
 
 
 def test_files_that_others_could_have_written_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    write_private(path, "{}")
-    assert read_private_json(path) == {}
-    assert is_private(path)
+    private_files.write_private(path, "{}")
+    assert private_files.read_private_json(path) == {}
+    assert private_files.is_private(path)
     for bits in (0o620, 0o602):
         path.chmod(bits)
-        assert not is_private(path)
+        assert not private_files.is_private(path)
         with pytest.raises(OSError, match=f"mode 0{bits:o}.*chmod go-w"):
-            read_private(path)
+            private_files.read_private(path)
     path.chmod(0o644)  # others may read it: no harm
-    assert read_private(path) == b"{}"
+    assert private_files.read_private(path) == b"{}"
     if os.getuid() == 0:
         os.chown(path, 4321, 4321)
     else:
         other = os.getuid() + 1
         monkeypatch.setattr(private_files.os, "getuid", lambda: other)
     with pytest.raises(OSError, match="belongs to user"):
-        read_private(path)
+        private_files.read_private(path)
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    write_private(path, "old")
+    private_files.write_private(path, "old")
 
     def full(old, new):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(private_files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        write_private(path, "new")
+        private_files.write_private(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
@@ -125,10 +116,10 @@ def test_a_file_beyond_256_mib_is_refused(tmp_path):
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, 1 << 28)  # takes no room on the disk
-    assert len(read_private(path)) == 1 << 28
+    assert len(private_files.read_private(path)) == 1 << 28
     os.truncate(path, (1 << 28) + 1)
     with pytest.raises(OSError, match="more than 268435456 bytes"):
-        read_private(path)
+        private_files.read_private(path)
 
 
 @pytest.mark.parametrize(("held", "waits"), [(0, 0), (2, 2), (9, 5)])
@@ -144,11 +135,11 @@ def test_a_lock_is_waited_for_and_no_longer_than_asked(held, waits, tmp_path, mo
     monkeypatch.setattr(private_files.fcntl, "flock", flock)
     monkeypatch.setattr(private_files.time, "sleep", slept.append)
     monkeypatch.setattr(private_files.time, "monotonic", lambda: 100.0 + sum(slept))
-    with locked(tmp_path / "lock", 5 * POLL_SECONDS) as mine:
+    with private_files.locked(tmp_path / "lock", 5 * private_files.POLL_SECONDS) as mine:
         assert mine == (held < 5)
-    assert slept == [POLL_SECONDS] * waits
+    assert slept == [private_files.POLL_SECONDS] * waits
     assert set(looks) == {fcntl.LOCK_EX | fcntl.LOCK_NB}
-    with locked(tmp_path / "no folder" / "lock", 0.0) as mine:
+    with private_files.locked(tmp_path / "no folder" / "lock", 0.0) as mine:
         assert mine  # the lock saves work only
 
 

@@ -30,7 +30,6 @@ def name_of(page):
 
 
 def prose(page):
-    """The page without its code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 

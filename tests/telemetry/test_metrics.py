@@ -66,7 +66,6 @@ if mode == "beside":
 
 
 def page(registry):
-    """The lines of a page made from a registry."""
     return sorted(client.generate_latest(registry).decode().splitlines())
 
 

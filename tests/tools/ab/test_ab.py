@@ -57,7 +57,6 @@ def workloads(*names):
 
 
 def page_of(folder):
-    """The text of the page, without its tags and line breaks."""
     page = (folder / "out" / "report.html").read_text()
     return " ".join(unescape(re.sub("<[^>]*>", "", page)).split())
 

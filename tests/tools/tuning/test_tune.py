@@ -225,7 +225,6 @@ def _on(gpu, monkeypatch):
 
 
 def test_the_command_is_as_drawn(tmp_path, monkeypatch):
-    """The file has each command and what it prints, on a GPU, without the measurement."""
     config = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
 

@@ -26,8 +26,6 @@ def forest_of(names):
 
 
 class Served:
-    """A server's state file and the page about it."""
-
     def __init__(self, folder):
         self.state = make_state()
         self.state.policy, self.state.chunk_tokens = "invariant", 256
