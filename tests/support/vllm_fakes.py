@@ -2,10 +2,14 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+
+from deft_backend.attention.reference_attention import reference_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -17,27 +21,30 @@ def make_config(**changes):
     ranks = dict.fromkeys(["rank", "data_parallel_rank", "data_parallel_index"], 0)
     executor = {"use_ubatching": False, "distributed_executor_backend": None}
     parallel = SimpleNamespace(**sizes, **ranks, **executor)
+    model = SimpleNamespace(
+        dtype=torch.float32,
+        max_model_len=2048,
+        enable_sleep_mode=False,
+        rswa_window=None,
+        hf_text_config=SimpleNamespace(num_hidden_layers=2),
+    )
+    scheduler = SimpleNamespace(max_num_seqs=16)
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
-        model_config=SimpleNamespace(
-            dtype=torch.float32,
-            max_model_len=2048,
-            enable_sleep_mode=False,
-            hf_text_config=SimpleNamespace(num_hidden_layers=2),
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=16, async_scheduling=False),
+        model_config=model,
+        scheduler_config=scheduler,
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: _layout("LBNHC"),
+            get_resolved_kv_cache_layout=partial(_layout, changes.pop("layout", "LBNHC")),
             enable_prefix_caching=True,
             block_size=16,
         ),
     )
     for name, value in changes.items():
-        owner = config if hasattr(config, name) else parallel
-        setattr(owner, name, value)
+        owners = [part for part in (config, model, scheduler) if hasattr(part, name)]
+        setattr((*owners, parallel)[0], name, value)
     return config
 
 
@@ -88,6 +95,33 @@ class Layers:
     def builder(self, spec):
         names = [f"{self.prefix}.{index}" for index in range(self.count)]
         return self.backend.get_builder_cls()(spec, names, self.config, torch.device("cpu"))
+
+
+class LatentImplementation:
+    """As FLASH_ATTN_MLA's: decode is ``forward_mqa``. The results of this one are all 5."""
+
+    need_to_return_lse_for_decode = False
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **mla,
+    ):
+        self.num_heads, self.scale, self.value_dim = num_heads, scale, mla["kv_lora_rank"]
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        return torch.full((tokens, self.num_heads, self.value_dim), 5.0), None
 
 
 class Cache:
@@ -222,8 +256,17 @@ class Step:
 
         return step_of(self.metadata)
 
-    def run(self, layer=0, rows=0):
-        return run(self.layers.impls[layer], self.batch, self.cache, self.metadata, rows)
+    def run(self, layer=0, rows=0, **how):
+        return run(self.layers.impls[layer], self.batch, self.cache, self.metadata, rows, **how)
+
+    def capture(self):
+        """Run the first layer with metadata made for a capture, as in a capture of a graph."""
+        from deft_backend.hosts.vllm import group
+
+        captured = self.builder.build_for_cudagraph_capture(self.batch.common(**self.changes))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "capturing", lambda tensor: True)
+            run(self.layers.impls[0], self.batch, self.cache, captured)
 
     def check(self, **attention):
         """Run every layer; each result is the reference's. The last one is returned."""
@@ -348,34 +391,32 @@ def close(found, expected):
 def reference(batch, cache, *, window=None, cap=0.0, scale=DIM**-0.5, sinks=None):
     """Causal attention of every query token in float64, token by token: [T, Hq, D]."""
     out = torch.zeros(batch.query.shape, dtype=torch.float64)
+    pages_of_a_token = [each.flatten(0, 1)[:, None] for each in (cache.keys, cache.values)]
+    how = {"sm_scale": scale, "logit_cap": cap, "sinks": sinks}
     for row, length in enumerate(batch.lens.tolist()):
-        begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
+        places = batch.table[row, :, None] * batch.block_size + torch.arange(batch.block_size)
+        begin, end = batch.starts[row : row + 2].tolist()
         for token in range(begin, end):
-            last = length - (end - token)  # position of the token itself
-            if last < 0:
-                continue
-            first = 0 if window is None else max(0, last - window + 1)
-            places = range(first, last + 1)
-            pages = [int(batch.table[row, place // batch.block_size]) for place in places]
-            offsets = [place % batch.block_size for place in places]
-            k, v = cache.keys[pages, offsets].double(), cache.values[pages, offsets].double()
-            for head in range(HEADS):
-                kv = head // (HEADS // KV_HEADS)
-                scores = k[:, kv] @ batch.query[token, head].double() * scale
-                if cap:
-                    scores = cap * torch.tanh(scores / cap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[head : head + 1].double()))
-                out[token, head] = scores.softmax(0)[: len(v)] @ v[:, kv]
+            after = length - (end - token) + 1
+            seen = places.flatten()[: max(0, after)][-(window or length) :]
+            if len(seen):
+                query = batch.query[token : token + 1]
+                given = (query, *pages_of_a_token, seen[None], torch.tensor([len(seen)]))
+                out[token] = reference_attention(*given, **how)
     return out
 
 
-def run(impl, batch, cache, metadata, rows=0):
-    """One layer's forward; `rows` padding tokens follow the batch's tokens."""
-    padding = torch.full((rows, HEADS, DIM), 7.0)
-    output = torch.full((len(batch.query) + rows, HEADS, DIM), 7.0)
-    query = torch.cat([batch.query, padding]) if rows else batch.query
-    key, value = torch.full((2, len(query), KV_HEADS, DIM), float("nan"))  # the cache has them
+def run(impl, batch, cache, metadata, rows=0, output=None, written=False):
+    """One layer's forward; `rows` padding tokens follow the batch's tokens. `written`: a fused
+    kernel has written keys and values, so the host passes none.
+    """
+    tokens = len(batch.query) + rows
+    if output is None:
+        output = torch.full((tokens, HEADS, DIM), 7.0)
+    query = torch.cat([batch.query, torch.full((rows, HEADS, DIM), 7.0)]) if rows else batch.query
+    key, value = torch.full((2, tokens, KV_HEADS, DIM), float("nan"))  # the cache has them
+    if written:
+        key = value = None
     found = impl.forward(None, query, key, value, cache.tensor, metadata, output)
     assert found is output
     return output

@@ -145,24 +145,6 @@ def test_only_unsupported_layers_make_no_group(caplog):
     step.check(window=9)
 
 
-def test_groups_have_plans_of_their_own(planned):
-    """Two KV cache groups that hold the same requests in different pages.
-
-    The second group shares nothing: the first group's plan would read other requests' tokens.
-    """
-    config = make_config()
-    groups = [tree_layers(config, prefix=name) for name in ("first", "second")]
-    batches = [Batch(DECODE, shared=2), Batch(DECODE, shared=0, first_page=3)]
-    batches[1].query = batches[0].query
-    cache = Cache(max(batch.pages for batch in batches), 16)
-    builders = [layers.builder(make_spec()) for layers in groups]
-    built = [b.build(0, batch.common()) for b, batch in zip(builders, batches, strict=True)]
-    for index in range(2):  # the groups' layers take turns
-        for layers, batch, metadata in zip(groups, batches, built, strict=True):
-            close(run(layers.impls[index], batch, cache, metadata), reference(batch, cache))
-    assert len(planned) == 2
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     """The level of our builder over a host's, in a server of this configuration."""
@@ -238,19 +220,6 @@ def test_cascade_is_for_what_tree_attention_leaves(monkeypatch):
     assert not builder.use_cascade_attention(64, np.array([1, 2, 1]), 4, 2)
 
 
-def test_captures_and_drafts_are_no_steps():
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
-    batch, cache = cached(Batch(DECODE, shared=2))
-    captured = builder.build_for_cudagraph_capture(batch.common())
-    assert step_of(captured) is not None
-    run(layers.impls[0], batch, cache, captured)
-    assert state().counters().decode_steps == 0
-    run(layers.impls[0], batch, cache, builder.build(0, batch.common()))
-    assert state().counters().decode_steps == state().counters().steps_tree == 1
-    assert step_of(builder.build_for_drafting(batch.common(), 0)) is None
-
-
 class Causal(PlainCpuBackend):
     """Another backend than the one beside it."""
 
@@ -281,24 +250,6 @@ def test_a_backend_made_of_two_is_surrounded(captured, planned):
     metadata = builder.build(0, prompts.common())
     close(run(layers.impls[0], prompts, cache, metadata), reference(prompts, cache))
     assert len(planned) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "prefix", "reason"),
-    [
-        ({}, 32, "cascade attention"),
-        ({"causal": False}, 0, "attention that is not causal"),
-        ({"num_actual_tokens": 6}, 0, "query tokens of no request"),
-    ],
-)
-def test_decodes_of_another_kind_are_counted(changes, prefix, reason, monkeypatch):
-    host = PlainCpuBackend.get_builder_cls()
-    monkeypatch.setattr(host, "build", lambda self, *args, **kwargs: type("Metadata", (), {})())
-    builder = tree_layers().builder(make_spec())
-    metadata = builder.build(prefix, Batch(DECODE, shared=2).common(**changes))
-    assert step_of(metadata) is None
-    assert state().counters().steps_host == {reason: 1}
-    assert state().counters().kv_bytes_read == state().counters().kv_bytes_query_guided > 0
 
 
 @pytest.mark.parametrize(
@@ -365,17 +316,14 @@ def test_kv_of_another_kind_makes_no_group(caplog):
 
 
 @pytest.mark.parametrize("replayed", [True, False])
-def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
+def test_a_graph_outlives_a_failure(replayed, failures):
     """A graph that was captured before still holds tree attention, so it decodes its steps.
 
     A step of its size may also run outside of it.
     """
     step = Step(Batch(DECODE, shared=2))
     batch = step.batch
-    captured = step.builder.build_for_cudagraph_capture(batch.common())
-    with monkeypatch.context() as capture:
-        capture.setattr(group, "capturing", lambda tensor: True)
-        run(step.layers.impls[0], batch, step.cache, captured)
+    step.capture()
     step.builder.deft_group.failure.kernel_failed(RuntimeError("planted"))
     failures.clear()
     before = state().counters()
@@ -394,11 +342,9 @@ def test_a_graph_outlives_a_failure(replayed, monkeypatch, failures):
 
 def test_a_graph_in_whose_capture_a_kernel_failed_is_the_hosts(monkeypatch, failures):
     step = Step(Batch(DECODE, shared=2))
-    captured = step.builder.build_for_cudagraph_capture(step.batch.common())
-    with monkeypatch.context() as capture:
-        capture.setattr(group, "capturing", lambda tensor: True)
-        capture.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
-        run(step.layers.impls[0], step.batch, step.cache, captured)
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeAttention, "run", raising(RuntimeError("no such instruction")))
+        step.capture()
     failures.clear()
     before = state().counters()
     step.build()
@@ -449,19 +395,14 @@ def test_a_group_takes_layers_with_its_own_kind_of_cache():
 def test_an_output_within_a_larger_tensor():
     step = Step(Batch(DECODE, shared=2))
     wide = torch.full((len(DECODE), 2 * HEADS, DIM), 7.0)
-    output = wide[:, HEADS:]
-    query, kv_cache = step.batch.query, step.cache.tensor
-    step.layers.impls[0].forward(None, query, None, None, kv_cache, step.metadata, output)
-    close(output, reference(step.batch, step.cache))
+    close(step.run(output=wide[:, HEADS:]), reference(step.batch, step.cache))
     assert wide[:, :HEADS].eq(7.0).all()
     assert state().counters().steps_tree == 1
 
 
 def test_an_output_of_another_dtype_is_the_hosts(failures):
     step = Step(Batch(DECODE, shared=2))
-    output = torch.zeros((len(DECODE), HEADS, DIM), dtype=torch.bfloat16)
-    query, kv_cache = step.batch.query, step.cache.tensor
-    step.layers.impls[0].forward(None, query, None, None, kv_cache, step.metadata, output)
+    output = step.run(output=torch.zeros((len(DECODE), HEADS, DIM), dtype=torch.bfloat16))
     expected = reference(step.batch, step.cache)
     torch.testing.assert_close(output.double(), expected, rtol=0.01, atol=0.01)
     assert [("a kernel failed" in line, "bfloat16" in line) for line in failures] == [(True, True)]
@@ -502,21 +443,12 @@ def test_the_host_gets_what_vllm_passed(monkeypatch):
 
 def test_a_fused_output_quantisation_is_the_hosts(caplog):
     step = Step(Batch(DECODE, shared=2))
-    scale = torch.ones(1)
-    given = zip(step.layers.impls, ((scale,), ()), ({}, {"output_scale": scale}), strict=True)
-    for impl, args, kwargs in given:
+    scale, batch = torch.ones(1), (step.batch.query, None, None, step.cache.tensor, step.metadata)
+    for impl, args, kwargs in zip(
+        step.layers.impls, ((scale,), ()), ({}, {"output_scale": scale}), strict=True
+    ):
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
-            impl.forward(
-                None,
-                step.batch.query,
-                None,
-                None,
-                step.cache.tensor,
-                step.metadata,
-                torch.zeros((5, HEADS, DIM)),
-                *args,
-                **kwargs,
-            )
+            impl.forward(None, *batch, torch.zeros((5, HEADS, DIM)), *args, **kwargs)
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
 
 

@@ -1,57 +1,63 @@
-"""The layers, caches and servers of vLLM that get tree attention, and the position of keys."""
+"""The layers, caches and servers of vLLM that get tree attention, alone and among others."""
 
 import logging
 import threading
 from ast import literal_eval
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.vllm import factory, plugin, server, versions
-from deft_backend.hosts.vllm.factory import unsupported_server, unsupported_spec
-from deft_backend.hosts.vllm.layers import Layer, layer_of
+from deft_backend.hosts.vllm.backend import tree_backend
+from deft_backend.hosts.vllm.factory import LayerGroup, build, unsupported_server, unsupported_spec
+from deft_backend.hosts.vllm.layers import LINEAR, Layer, divide_layers, layer_of, unsupported_kind
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
+from deft_backend.hosts.vllm.step import step_of
 from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from drawings import check_asked
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend, original_backend
-from vllm_fakes import DIM, KV_HEADS, make_config, make_spec, speculating, tree_layers
+from vllm_fakes import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Batch,
+    LatentImplementation,
+    Layers,
+    cached,
+    close,
+    make_config,
+    make_spec,
+    reference,
+    run,
+    speculating,
+    state,
+    told,
+    tree_layers,
+)
 
-
-def constructor(
-    num_heads,
-    head_size,
-    scale,
-    num_kv_heads=None,
-    alibi_slopes=None,
-    sliding_window=None,
-    kv_cache_dtype="auto",
-    logits_soft_cap=None,
-    attn_type="decoder",
-    kv_sharing_target_layer_name=None,
-    sinks=None,
-    **extra,
-):
-    """The arguments of vLLM's implementations."""
-
-
-def test_the_arguments_are_read_however_they_are_given():
-    layer = layer_of(constructor, (8, 128, 0.5, None, None, None, "auto", 30.0), {})
-    assert layer == Layer(LayerShape(8, 8, 128), 0.5, 30.0, None)
-    layer = layer_of(constructor, (8, 64), {"scale": 1, "num_kv_heads": 2})
-    assert layer == Layer(LayerShape(8, 2, 64), 1.0, 0.0, None)
-    layer = layer_of(constructor, (8, 64, 1.0), {"sinks": torch.zeros(8)})
-    assert (layer.reason, layer.sinks) == (None, True)
+COMMON = {"block_size": 16, "head_size": DIM, "dtype": torch.float32, "num_kv_heads": KV_HEADS}
+WINDOWED = SlidingWindowSpec(sliding_window=9, **COMMON)
+CHUNKED = ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
+STATE = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
 def passing_on(*args, **kwargs):
@@ -69,14 +75,16 @@ def test_the_base_class_names_arguments_that_are_passed_on():
 
 
 def test_what_a_layer_must_not_have():
+    read = partial(layer_of, partial(LatentImplementation.__init__, None), ())
+
     def answer(*words):
         given = {"num_heads": 8, "head_size": 64, "scale": 0.1, "num_kv_heads": 2}
         for name, _, value in (word.partition("=") for word in words):
             given[name] = literal_eval(value)
-        layer = layer_of(constructor, (), given)
+        layer = read(given)
         yield f"{tuple(layer.shape)} of {layer.cache}, cap {layer.logit_cap}: {layer.reason}"
         given["attn_type"] = SimpleNamespace(value=given.get("attn_type", "decoder"))
-        assert layer_of(constructor, (), given) == layer  # vLLM has an enumeration of these
+        assert read(given) == layer  # vLLM has an enumeration of these
 
     check_asked(Path(__file__).with_name("layers.txt"), answer)
 
@@ -115,6 +123,8 @@ def test_scales_for_each_head_are_the_hosts(several):
         ({"decode_context_parallel_size": 2}, "decode context parallel"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
         ({"use_ubatching": True}, "dual batch overlap"),
+        # Neither a layer's arguments nor its cache show such a window over generated tokens.
+        ({"rswa_window": 64}, "reference sliding window attention is not supported"),
     ],
 )
 def test_servers_of_other_kinds_are_refused(changes, reason):
@@ -127,22 +137,13 @@ def test_servers_of_other_kinds_are_refused(changes, reason):
     assert refused is None if reason is None else reason in refused
 
 
-def test_a_window_over_generated_tokens_is_the_hosts():
-    """Neither a layer's arguments nor its cache show a reference sliding window."""
-    config = make_config()
-    config.model_config.rswa_window = 64
-    assert unsupported_server(config) == "reference sliding window attention is not supported"
-
-
 def test_a_cache_of_an_unknown_kind_is_refused():
     """Newer versions add fields that describe a packed cache by values other than the default."""
     assert unsupported_spec(make_spec(page_size_padded=1 << 20)) is None
-    # Layers of a group differ: each layer's own specification decides. See test_vllm_hybrids.py.
+    # Layers of a group differ: each layer's own specification decides.
     assert unsupported_spec(make_spec(sliding_window=64)) is None
-    common = {"block_size": 16, "head_size": DIM, "dtype": torch.float32, "num_kv_heads": 1}
-    window = SlidingWindowSpec(sliding_window=64, **common)
-    assert "SlidingWindowSpec" in unsupported_spec(window)
-    assert "MLAAttentionSpec" in unsupported_spec(MLAAttentionSpec(**common))
+    assert "SlidingWindowSpec" in unsupported_spec(WINDOWED)
+    assert "MLAAttentionSpec" in unsupported_spec(MLAAttentionSpec(**{**COMMON, "num_kv_heads": 1}))
 
     @dataclass(frozen=True)
     class Packed:
@@ -172,44 +173,34 @@ def test_backends_that_state_their_caches_shape(monkeypatch):
         assert has_standard_cache(SimpleNamespace(get_kv_cache_shape=shape)) == standard
 
 
-@pytest.mark.skipif(
-    hasattr(AttentionBackend, "get_kv_cache_shape"), reason="backends order caches to 0.28"
-)
+ORDERS_CACHES = hasattr(AttentionBackend, "get_kv_cache_shape")  # each backend, to 0.28
+
+
 @pytest.mark.parametrize(
-    ("layout", "strides"),
+    ("order", "strides"),
     [  # of a block, head and token in elements: 3 layers, 2 blocks, 2 heads, 16 tokens, 128
         ("LBNHC", (4096, 128, 256)),
         ("LBHNC", (4096, 2048, 128)),
         ("BLNHC", (12288, 128, 256)),
         ("BHLNC", (12288, 6144, 128)),
-    ],
-)
-def test_a_warm_up_sees_the_strides_of_the_servers_caches(layout, strides):
-    from vllm.v1.kv_cache_interface import KVCacheLayout
-
-    config = make_config()
-    config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
-    shape = (2, 2, 16, 128)
-    cache = blank_cache(None, config, shape, 3, torch.float16, torch.device("cpu"))
-    assert cache.shape == shape
-    assert cache.stride() == (*strides, 1)
-
-
-@pytest.mark.parametrize(
-    ("order", "strides"),
-    [  # of a block, head and token
         (lambda: (0, 1, 2, 3), (4096, 2048, 128)),
         (lambda: (0, 2, 1, 3), (4096, 128, 256)),
         (raising(NotImplementedError), (4096, 2048, 128)),
         (None, (4096, 2048, 128)),
     ],
 )
-def test_backends_that_order_their_caches(order, strides, monkeypatch):
-    """As in vLLM to 0.28."""
-    monkeypatch.setattr(versions, "_backends_state_shapes", lambda: True)
-    host = SimpleNamespace(**{} if order is None else {"get_kv_cache_stride_order": order})
+def test_a_warm_up_sees_the_strides_of_the_servers_caches(order, strides, monkeypatch):
+    """By the server's layout, or by a backend's own order."""
+    host, config = SimpleNamespace(), None
+    if isinstance(order, str):
+        if ORDERS_CACHES:
+            pytest.skip("servers resolve no layout")
+        config = make_config(layout=order)
+    else:
+        monkeypatch.setattr(versions, "_backends_state_shapes", lambda: True)
+        host = SimpleNamespace(**{"get_kv_cache_stride_order": order} if order else {})
     shape = (2, 2, 16, 128)
-    cache = blank_cache(host, None, shape, 3, torch.float16, torch.device("cpu"))
+    cache = blank_cache(host, config, shape, 3, torch.float16, torch.device("cpu"))
     assert (cache.shape, cache.stride(), cache.any()) == (shape, (*strides, 1), False)
 
 
@@ -237,8 +228,7 @@ def test_the_device_planner_bounds_a_group(device, largest, monkeypatch, failure
 
     monkeypatch.setattr(factory, "TreeAttention", Made)
     monkeypatch.setenv("DEFT_MAX_BATCH", "3000")
-    config = make_config()
-    config.scheduler_config.max_num_seqs = 4000
+    config = make_config(max_num_seqs=4000)
     names = [f"layer.{at}" for at in range(tree_layers(config).count)]
     given = factory.LayerGroup(PlainCpuBackend, make_spec(), names, config, torch.device(device))
     assert factory.create_group(given) is None
@@ -339,8 +329,8 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     monkeypatch.setattr(TreeAttention, "__init__", recorded)
     monkeypatch.setattr(factory, "prepare_kernels", prepared)
     monkeypatch.setenv("DEFT_MAX_BATCH", "9" if drafts else "99")
-    config = make_config(speculative_config=None if drafts is None else speculating(4))
-    config.model_config.max_model_len = longest
+    speculative = None if drafts is None else speculating(4)
+    config = make_config(speculative_config=speculative, max_model_len=longest)
     layers = tree_layers(config, arguments={"logits_soft_cap": 30.0})
     group = layers.builder(make_spec()).deft_group
     assert made == [
@@ -377,3 +367,115 @@ def test_what_a_command_line_says(tmp_path):
         return [f"port {port_of(words)}, {'ours' if asks_for_us(words) else 'not ours'}"]
 
     check_asked(Path(__file__).with_name("command_lines.txt"), answer)
+
+
+# Models that mix full attention with other layers
+
+
+def layers_of(config, prefix, spec, count=1, **arguments):
+    return tree_layers(config, count=count, arguments=arguments, prefix=prefix, spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (None, None),
+        (make_spec(), None),
+        (make_spec(head_size_v=DIM), None),
+        (WINDOWED, "a sliding window"),
+        (make_spec(sliding_window=9), "a sliding window"),
+        (CHUNKED, "chunked local attention"),
+        (make_spec(attention_chunk_size=8), "chunked local attention"),
+        (STATE, LINEAR),
+        (make_spec(non_causal=True), "attention that is not causal"),
+        (make_spec(head_size_v=32), f"keys of {DIM} and values of 32 elements"),
+        (type("PackedSpec", (FullAttentionSpec,), {})(**COMMON), "a KV cache of kind PackedSpec"),
+    ],
+)
+def test_a_layers_own_cache_decides(spec, reason):
+    module = SimpleNamespace(get_kv_cache_spec=lambda vllm_config: spec)
+    assert unsupported_kind(module, make_config()) == reason
+
+
+def test_every_group_decides_for_its_layers(caplog):
+    """Full attention, sliding windows, chunks and recurrent states: one line at the start."""
+    config = make_config()
+    windowed = layers_of(config, "windowed", WINDOWED, 2, sliding_window=9)
+    chunked = layers_of(config, "chunked", CHUNKED)
+    full = layers_of(config, "full", make_spec(), 2)
+    config.compilation_config.static_forward_context["mamba"] = SimpleNamespace(
+        get_kv_cache_spec=lambda vllm_config: STATE
+    )
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builders = [windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())]
+    assert [line for line in caplog.messages if "layers decode through" in line] == [
+        "deft: 2 of 6 layers decode through tree attention; 2 with a sliding window, 1 with "
+        f"chunked local attention, 1 with {LINEAR} through the host's kernels"
+    ]
+    assert "not supported" not in caplog.text
+    assert [builder.deft_group is None for builder in builders] == [True, True, False]
+
+    batch, cache = cached(Batch([40, 45, 37, 50], shared=2))
+    built = [builder.build(0, batch.common()) for builder in builders]
+    assert [step_of(metadata) is None for metadata in built] == [True, True, False]
+    close(run(windowed.impls[0], batch, cache, built[0]), reference(batch, cache, window=9))
+    close(run(full.impls[0], batch, cache, built[2]), reference(batch, cache))
+    found = state()
+    assert (found.num_layers, found.counters().steps_tree) == (2, 1)
+
+
+def test_a_layer_is_the_hosts_in_a_group_of_full_layers(kind, rests, caplog):
+    """Without vLLM's hybrid cache manager, all layers have one kind of cache. The host's layers get
+    the whole batch."""
+    config = kind.config()
+    full = layers_of(config, "full", make_spec())
+    chunked = layers_of(config, "chunked", make_spec(attention_chunk_size=8))
+    window = layers_of(config, "window", make_spec(sliding_window=9), sliding_window=9)
+    spec = make_spec(attention_chunk_size=8, sliding_window=9)
+    names = ["window.0", "chunked.0", "full.0"]
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = full.backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
+    assert [line for line in caplog.messages if "layers decode through" in line] == [
+        "deft: 1 of 3 layers decode through tree attention; 1 with chunked local attention, 1 with "
+        "a sliding window through the host's kernels"
+    ]
+    batch, cache = cached(kind.batch())
+    told(batch)
+    metadata = builder.build(0, batch.common(**kind.changes))
+    group = step_of(metadata).group
+    assert [group.takes(layers.impls[0].deft_layer) for layers in (full, chunked, window)] == [
+        True,
+        False,
+        False,
+    ]
+    for layers, size, plans in ((window, 9, 0), (full, None, 1), (window, 9, 1)):
+        close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache, window=size))
+        assert state().counters().plans == plans
+    whole = [len(batch.query)]
+    assert rests == whole + [kind.rest] * bool(kind.rest) + whole
+
+
+def test_layers_with_a_cache_of_another_dtype_are_not_counted():
+    """As with ``--kv-cache-dtype-skip-layers``: bytes are counted for one dtype of cache."""
+    shape, config = LayerShape(4, 2, 64), make_config()
+    for at, cache in enumerate(("auto", "fp8", "fp8", "auto", "auto")):
+        layer = Layer(shape, 0.125, 0.0, None, False, cache)
+        context = config.compilation_config.static_forward_context
+        context[f"model.layers.{at}.attn"] = SimpleNamespace(impl=SimpleNamespace(deft_layer=layer))
+    assert len(divide_layers(config).tree) == 5
+    spec = make_spec(num_kv_heads=2, head_size=64, dtype=torch.uint8)
+    names = ["model.layers.1.attn", "model.layers.2.attn"]
+    layers = LayerGroup(PlainCpuBackend, spec, names, config, torch.device("cpu"))
+    group = build(layers, Settings(policy="deft-node"))
+    assert (state().num_layers, state().dtype_bytes, group.tree_layers) == (2, 1, 2)
+
+
+def test_sinks_that_the_hosts_implementation_hides_are_its_own():
+    class Hiding(PlainCpuBackend.get_impl_cls()):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.hidden = self.__dict__.pop("sinks")
+
+    backend = type("Hides", (PlainCpuBackend,), {"get_impl_cls": staticmethod(lambda: Hiding)})
+    layers = Layers(tree_backend(backend), make_config(), 1, {"sinks": torch.zeros(HEADS)})
+    assert "attention sinks" in layers.impls[0].deft_layer.reason

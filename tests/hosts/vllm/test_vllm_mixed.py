@@ -5,17 +5,20 @@ import logging
 import random
 import weakref
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from attention_checks import repeated_layers
 from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.vllm import group
-from deft_backend.hosts.vllm.cached_prefixes import CachedPrefixes
+from deft_backend.hosts.vllm.cached_prefixes import NULL_BLOCK, CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer
+from deft_patches.vllm import observe_steps
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBuilder
 from vllm_fakes import (
@@ -28,7 +31,6 @@ from vllm_fakes import (
     make_config,
     make_spec,
     reference,
-    run,
     speculating,
     state,
     tree_layers,
@@ -64,18 +66,9 @@ def test_every_division_of_a_batch(seed, rests):
     assert state().counters().verified_tokens == (sum(queries[:decoding]) if several else 0)
 
 
-def test_padding_behind_the_batch_is_the_hosts():
-    step = mixed()
-    found = step.run(rows=3)
-    close(found[:-3], reference(step.batch, step.cache))
-    assert found[-3:].eq(7.0).all()
-
-
 def test_a_fused_kernel_has_written_keys_and_values(rests):
     step = mixed()
-    output = torch.full(step.batch.query.shape, 7.0)
-    given = (step.batch.query, None, None, step.cache.tensor, step.metadata, output)
-    close(step.layers.impls[0].forward(None, *given), reference(step.batch, step.cache))
+    close(step.run(written=True), reference(step.batch, step.cache))
     assert rests == [35]
 
 
@@ -109,24 +102,6 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
     step.check()
     assert caplog.text.count("made no metadata for a part of a batch") == 1
     assert state().counters().total("mixed", tree=False).steps == 2
-
-
-@pytest.mark.parametrize(
-    ("query_lens", "changes", "reason"),
-    [
-        ([1, 1, 30, 1, 5], {"is_prefilling": None}, "behind"),
-        (MIXED, {"mm_req_doc_ranges": {3: [(20, 30)]}}, "documents"),
-        (MIXED, {"causal": False}, "attention that is not causal"),
-        ([1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
-    ],
-)
-def test_steps_that_are_not_split(query_lens, changes, reason, monkeypatch):
-    monkeypatch.setattr(PlainCpuBuilder, "build", lambda self, *args, **kwargs: SimpleNamespace())
-    assert mixed(query_lens, **changes).tree is None
-    ((content, steps),) = state().counters().steps.items()
-    assert content.kind == "mixed"
-    assert reason in content.reason
-    assert steps.steps == 1
 
 
 def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):
@@ -198,15 +173,11 @@ def test_costs_decide_on_a_gpu(name, tokens, ours, on_gpu):
     assert state().counters().steps_host == reasons
 
 
-def test_graphs_hold_tree_attention_whatever_requests_share(on_gpu, monkeypatch):
+def test_graphs_hold_tree_attention_whatever_requests_share(on_gpu):
     """A replay costs the CPU nothing. Steps of other sizes have no graph."""
     step = KINDS["decode"].step()
     assert not on_gpu(step, 0)
-    common = step.batch.common()
-    captured = step.builder.build_for_cudagraph_capture(common)
-    with monkeypatch.context() as capture:
-        capture.setattr(group, "capturing", lambda tensor: True)
-        run(step.layers.impls[0], step.batch, step.cache, captured)
+    step.capture()
     assert on_gpu(step, 0)
     step.batch = Batch(step.batch.seq_lens[:4], shared=2)
     assert not on_gpu(step, 0)
@@ -327,97 +298,117 @@ def test_a_held_layer_does_not_keep_the_cache(repeated):
 # What requests share, by the scheduler's messages
 
 
-class Requests:
-    """Requests of a scheduler; each message lists the tokens of those in the next step."""
+class Scheduler:
+    """Random traffic, and what a worker should know after each message.
 
-    def __init__(self, query_tokens=1):
-        self.prefixes = CachedPrefixes(16, query_tokens)
+    A request computes its prompt in chunks and then decodes. It may be preempted, and begins again
+    with other blocks; not every version names it before. Another group of caches has a window.
+    """
 
-    def step(self, scheduled, new=None, more=None, finished=(), resumed=(), preempted=None):
-        more = more or {}
-        first = [
-            SimpleNamespace(req_id=name, block_ids=(blocks,))
-            for name, blocks in (new or {}).items()
-        ]
-        blocks = [held and (held,) for held in more.values()]
-        later = {"req_ids": [*more], "resumed_req_ids": set(resumed), "new_block_ids": blocks}
-        gone = {"finished_req_ids": set(finished), "preempted_req_ids": preempted}
-        told = {"scheduled_new_reqs": first, "num_scheduled_tokens": scheduled, **gone}
-        self.prefixes.observe(
-            SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(**later), **told)
+    def __init__(self, draw, query_tokens):
+        self.draw, self.query_tokens = draw, query_tokens
+        self.blocks = {}  # of each request that runs
+        self.chunks = {}  # of its prompt that are left
+        self.shared = {}  # its blocks when it began to decode
+        self.preempted, self.names, self.free = [], map(str, count()), count(10)
+        self.groups = draw.randrange(3)
+
+    def of_groups(self, blocks):
+        window = [NULL_BLOCK] * (len(blocks) + 1)
+        return [(blocks,), (blocks, window), (window, blocks)][self.groups]
+
+    def begin(self, name):
+        prefix, own = range(1, self.draw.randint(2, 9)), self.draw.randint(0, 2)
+        self.blocks[name] = [*prefix, *(next(self.free) for _ in range(own))]
+        self.chunks[name] = self.draw.randint(0, 2)
+        return self.of_groups([*self.blocks[name]])
+
+    def end(self, chance):
+        """Requests that run no longer."""
+        ended = [name for name in self.blocks if self.draw.random() < chance]
+        for name in ended:
+            del self.blocks[name], self.chunks[name]
+            self.shared.pop(name, None)
+        return ended
+
+    def grow(self, name):
+        block = [next(self.free)] * (self.draw.random() < 0.5)
+        self.blocks[name] += block
+        return self.of_groups(block) if block else None
+
+    def message(self, ends=0.1, arrivals=2):
+        finished, preempted = self.end(ends), self.end(ends)
+        more = {name: self.grow(name) for name in self.blocks}
+        resumed, self.preempted = self.preempted, [*preempted]
+        if self.draw.random() < 0.3:  # preempted and resumed without a word
+            resumed, self.preempted, preempted = resumed + preempted, [], None
+        more |= {name: self.begin(name) for name in resumed}
+        new = {next(self.names): None for _ in range(self.draw.randint(0, arrivals))}
+        first = [SimpleNamespace(req_id=name, block_ids=self.begin(name)) for name in new]
+        tokens = {name: self.tokens(name) for name in self.blocks if self.draw.random() < 0.9}
+        later = {"req_ids": [*more], "resumed_req_ids": {*resumed}}
+        return SimpleNamespace(
+            scheduled_new_reqs=first,
+            scheduled_cached_reqs=SimpleNamespace(**later, new_block_ids=[*more.values()]),
+            num_scheduled_tokens=tokens,
+            finished_req_ids=set(finished),
+            preempted_req_ids=preempted,
         )
-        return self.prefixes.shared_tokens // 16
+
+    def tokens(self, name):
+        if self.chunks[name]:
+            self.chunks[name] -= 1
+            return self.draw.randint(self.query_tokens + 1, 30)
+        self.shared.setdefault(name, [*self.blocks[name]])
+        return self.draw.randint(1, self.query_tokens)
 
 
-def test_blocks_count_once_their_request_decodes():
-    requests = Requests()
-    assert requests.step({"a": 64}, {"a": [1, 2]}) == 0
-    assert requests.step({"a": 16}, more={"a": [3]}) == 0  # a later chunk of its prompt
-    assert requests.step({"a": 1, "b": 20}, {"b": [1, 2, 4]}) == 0
-    assert requests.step({"a": 1, "b": 1}) == 2
-    assert requests.step({"a": 1, "b": 1, "c": 1}, {"c": [1, 2, 3]}) == 5
-    assert requests.step({"a": 1, "b": 1, "c": 1}, more={"a": [8], "b": [], "c": None}) == 5
-    assert not requests.prefixes._later
-    assert requests.step({"b": 1, "c": 1}, finished=["a"]) == 2
-    assert requests.step({"c": 1}, finished=["b"]) == 0
-    assert requests.step({}, finished=["c"]) == 0
-    assert not requests.prefixes._holders.any()
-    assert not requests.prefixes._blocks
-    assert not requests.prefixes._decoding
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("keeps", [False, True])
+def test_blocks_count_from_the_first_decode_of_their_request(seed, keeps):
+    draw, query_tokens = random.Random(seed), 1 + 3 * (seed % 2)
+    scheduler, prefixes = Scheduler(draw, query_tokens), CachedPrefixes(16, query_tokens)
+    prefixes.keeps_generated = keeps
+    most = 0
+    for _ in range(100):
+        prefixes.observe(scheduler.message())
+        shared = [block for blocks in scheduler.shared.values() for block in blocks]
+        assert prefixes.shared_tokens == 16 * (len(shared) - len(set(shared)))
+        most = max(most, prefixes.shared_tokens)
+        assert keeps or prefixes._later.keys() <= prefixes._prompts  # nobody asks for others
+        for name in scheduler.blocks if keeps and draw.random() < 0.3 else ():
+            assert prefixes.blocks_of(name).tolist() == scheduler.blocks[name]
+        assert all(prefixes.blocks_of(name) is None for name in scheduler.preempted)
+    assert most
+    for _ in range(2):  # the second message ends what the first one resumes
+        prefixes.observe(scheduler.message(ends=1.0, arrivals=0))
+    assert not prefixes._holders.any()
+    left = prefixes._blocks, prefixes._decoding, prefixes._later, prefixes._prompts
+    assert not any(left)
 
 
-def test_a_preempted_request_shares_nothing_until_it_decodes_again():
-    requests = Requests()
-    requests.step({"a": 1, "b": 1}, {"a": [1, 2, 3], "b": [1, 2, 4]})
-    assert requests.prefixes.shared_tokens == 32
-    assert requests.step({"a": 1}, preempted={"b"}) == 0
-    assert requests.step({"a": 1, "b": 30}, more={"b": [1, 5]}, resumed=["b"]) == 0
-    assert requests.step({"a": 1, "b": 1}) == 1
-    # Some versions do not name it when it is preempted.
-    assert requests.step({"a": 1, "b": 30}, more={"b": [1, 2]}, resumed=["b"]) == 0
-    assert requests.step({"a": 1, "b": 1}) == 2
+# The patch that shows messages to observers
 
 
-def test_all_blocks_of_requests_that_grow():
-    """Of later chunks of a prompt, and of generated tokens; they wait until somebody asks."""
-    requests = Requests()
-    prefixes = requests.prefixes
-    prefixes.keeps_generated = True
-    requests.step({"a": 32}, {"a": [1, 2]})
-    requests.step({"a": 16, "b": 80}, {"b": [1, 2, 3]}, more={"a": [3]})
-    for block in (4, 9):
-        requests.step({"a": 1, "b": 1}, more={"a": [block], "b": None})
-    assert prefixes._blocks["a"].tolist() == [1, 2, 3, 4]
-    assert prefixes.blocks_of("a").tolist() == [1, 2, 3, 4, 9]
-    requests.step({"a": 1, "b": 1}, more={"b": [6]})
-    requests.step({"a": 1}, preempted={"b"})
-    assert prefixes.blocks_of("b") is None
-    requests.step({"a": 1, "b": 30}, more={"a": [7], "b": [1, 8]}, resumed=["b"])
-    assert prefixes.blocks_of("b").tolist() == [1, 8]
-    requests.step({"b": 1}, finished=["a"])
-    assert prefixes.blocks_of("a") is None
-    assert not prefixes._later
+def test_a_worker_shows_its_steps(monkeypatch, caplog):
+    monkeypatch.setattr(WorkerWrapperBase, "execute_model", WorkerWrapperBase.execute_model)
+    monkeypatch.setattr(observe_steps, "_observers", [])
+    worker = object.__new__(WorkerWrapperBase)
+    worker._apply_mm_cache = lambda step: None
+    seen = []
 
+    def execute_model(step):
+        seen.append(f"step {step}")
+        return f"result of {step}"
 
-def test_requests_with_drafts_decode():
-    requests = Requests(query_tokens=4)
-    assert requests.step({"a": 4, "b": 5}, {"a": [1, 2], "b": [1, 2, 3]}) == 0
-    assert requests.step({"a": 1, "b": 3}) == 2
+    worker.worker = SimpleNamespace(execute_model=execute_model)
 
+    def last(step):
+        observe_steps.remove(last)
+        raise ValueError("by itself")
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_leaves_nothing_behind(seed):
-    draw = random.Random(seed)
-    requests, alive, names = Requests(), {}, iter(range(1000))
-    for _ in range(200):
-        gone = [name for name in alive if draw.random() < 0.1]
-        for name in gone:
-            del alive[name]
-        new = {}
-        for _ in range(draw.randint(0, 2)):
-            prefix = list(range(1, draw.randint(2, 9)))
-            new[f"r{next(names)}"] = [*prefix, *draw.sample(range(10, 5000), 3)]
-        alive |= new
-        shared = requests.step(dict.fromkeys(alive, 1), new, finished=gone)
-        blocks = [block for held in alive.values() for block in held]
-        assert shared == len(blocks) - len(set(blocks))
+    for observer in (raising(ValueError("too many")), last, seen.append):
+        observe_steps.install(observer)
+    assert [worker.execute_model(step) for step in ("a", "b")] == ["result of a", "result of b"]
+    assert seen == ["a", "step a", "b", "step b"]  # the step needs what the observer found
+    assert [caplog.text.count(error) for error in ("too many", "by itself")] == [1, 1]

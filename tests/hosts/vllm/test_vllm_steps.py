@@ -1,6 +1,9 @@
 """Steps of every kind: decode, verification, and those that also prefill, split or picked from."""
 
+import copy
+import logging
 from ast import literal_eval
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +11,33 @@ import pytest
 import torch
 
 from deft_backend.attention import TreeAttention
-from deft_backend.hosts.vllm.content import RestBuilder, content_of, unsplit
+from deft_backend.hosts.vllm import server
+from deft_backend.hosts.vllm.content import DOCUMENTS, RestBuilder, content_of, unsplit
+from deft_backend.hosts.vllm.layers import drafts
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.telemetry.counters import MIXED, Content, Steps
+from deft_backend.telemetry.counters import MIXED, Content, Counters, Steps
+from deft_patches.vllm import observe_steps
 from drawings import check_asked
 from failure_lines import raising
-from vllm_fakes import DIM, KV_HEADS, Batch, Cache, close, make_spec, reference, run, state, told
+from vllm_cpu_backend import PlainCpuBuilder
+from vllm_fakes import (
+    DIM,
+    KINDS,
+    KV_HEADS,
+    Batch,
+    Cache,
+    Layers,
+    close,
+    make_config,
+    make_spec,
+    reference,
+    run,
+    speculating,
+    state,
+    told,
+)
 
+VERIFICATION = KINDS["verification"]
 TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
 
 
@@ -34,6 +57,40 @@ def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kin
     assert counted.kv_bytes_query_guided == kind.tokens * TOKEN
     # The prefixes are shorter than a chunk of the policy `invariant`.
     assert (counted.kv_bytes_read < counted.kv_bytes_query_guided) != kind.invariant
+    drafting = step.builder.build_for_drafting(step.batch.common(**step.changes), 0)
+    assert step_of(drafting) is None
+
+
+def test_padding_tokens_behind_the_batch_stay_as_they_are(kind):
+    step = kind.step()
+    found = step.run(rows=3)
+    close(found[:-3], reference(step.batch, step.cache))
+    assert found[-3:].eq(7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "query_lens", "changes", "reason"),
+    [
+        ("decode", None, {"prefix": 32}, "cascade attention"),
+        ("decode", None, {"causal": False}, "attention that is not causal"),
+        ("decode", None, {"num_actual_tokens": 6}, "query tokens of no request"),
+        ("mixed", [1, 1, 30, 1, 5], {"is_prefilling": None}, "decode rows behind prefills"),
+        ("mixed", None, {"mm_req_doc_ranges": {3: [(20, 30)]}}, DOCUMENTS),
+        ("mixed", None, {"causal": False}, "attention that is not causal"),
+        ("mixed", [1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
+    ],
+)
+def test_steps_of_another_kind_are_counted(name, query_lens, changes, reason, monkeypatch):
+    kind = replace(KINDS[name], query_lens=query_lens or KINDS[name].query_lens)
+    step, changes = kind.step(), {**kind.changes, **changes}
+    before = state().counters()
+    monkeypatch.setattr(PlainCpuBuilder, "build", lambda *args, **kwargs: SimpleNamespace())
+    metadata = step.builder.build(changes.pop("prefix", 0), step.batch.common(**changes))
+    assert step_of(metadata) is None
+    counted = state().counters() - before
+    ((content, steps),) = counted.steps.items()
+    assert (content, steps.steps) == (Content(name, reason), 1)
+    assert counted.kv_bytes_read == counted.kv_bytes_query_guided > 0
 
 
 def test_sinks_and_soft_caps_are_the_layers_own(kind):
@@ -111,7 +168,9 @@ def test_verified_results_show_a_wrong_kernel(kind, size, monkeypatch, failures)
 @pytest.mark.parametrize("slices", [True, False])
 @pytest.mark.usefixtures("copied_metadata")
 def test_another_group_with_the_same_requests(kind, slices, rests):
-    """Model runner V1 copies a group's metadata for another group, which may slice no batch."""
+    """Model runner V1 copies a group's metadata for another group, which may slice no batch. The
+    second group shares nothing: the first one's plan would read other requests' tokens.
+    """
     config = kind.config()
     groups = [kind.layers(config, prefix=name) for name in ("first", "second")]
     builders = [layers.builder(make_spec()) for layers in groups]
@@ -127,15 +186,15 @@ def test_another_group_with_the_same_requests(kind, slices, rests):
     taken = slices or kind.name != "mixed" or kind.invariant
     assert (step_of(updated) is not None) == taken
     assert not taken or step_of(updated).group is builders[1].deft_group
-    for layers, batch, held in zip(groups, batches, (metadata, updated), strict=True):
-        close(run(layers.impls[0], batch, cache, held), reference(batch, cache))
-    whole = len(batches[0].query)
-    assert rests == ([kind.rest] * bool(kind.rest)) + (
-        [kind.rest] * bool(kind.rest) if taken else [whole]
-    )
+    for index in range(2):  # the groups' layers take turns
+        for layers, batch, held in zip(groups, batches, (metadata, updated), strict=True):
+            close(run(layers.impls[index], batch, cache, held), reference(batch, cache))
+    assert state().counters().plans == 1  # the first group counts
+    rest = [kind.rest] * bool(kind.rest)
+    assert rests == (rest + (rest if taken else [len(batches[0].query)])) * 2
 
 
-LENS = [40, 37, 33, 50, 5]
+LENS = KINDS["mixed"].lens
 
 
 def batch_of(queries, words):
@@ -203,3 +262,112 @@ def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
         assert prefilling is None or rest.is_prefilling.tolist() == [True, True]
     told = [*(["the workspace"] * workspace), (0, {"fast_build": True})]
     assert rests.builder.calls == [("a", "b"), *told * 2]
+
+
+# Verification of draft chains
+
+
+def test_a_server_counts_from_its_first_request(monkeypatch):
+    """vLLM warms up with verifications like those of requests, before it captures graphs."""
+    monkeypatch.setattr(server, "untold", lambda config: None)
+    step = VERIFICATION.step()
+    step.check()
+    assert replace(state().counters(), compile_seconds=0.0) == Counters()
+    assert server._current is not None
+    observe = server._current.observe
+    assert observe in observe_steps._observers
+    assert server._current.prefixes.observe in observe_steps._observers
+    observe(None)
+    assert observe not in observe_steps._observers
+    for _ in range(2):
+        step.build()
+        step.check()
+    found = state().counters()
+    assert (found.steps_tree, found.plans, found.verified_tokens) == (2, 2, 26)
+    assert (
+        found.kv_bytes_query_guided
+        == 2 * VERIFICATION.tokens * state().token_bytes * state().num_layers
+    )
+
+
+def test_the_same_metadata_serves_another_batch_of_a_graph():
+    """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
+    step = replace(VERIFICATION, query_lens=[5] * 5).step()
+    counted, batch = state().counters().verified_tokens, step.batch
+    step.metadata = step.builder.build_for_cudagraph_capture(batch.common())
+    other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
+    batch.table[:, : other.table.shape[1]] = other.table
+    batch.lens.copy_(other.lens)
+    batch.starts.copy_(other.starts)
+    close(step.run()[:15], reference(batch, step.cache)[:15])
+    assert state().counters().verified_tokens == counted == 25  # a capture is no step
+
+
+@pytest.mark.parametrize("prefilling", [None, torch.tensor([False, False, True, False, False])])
+def test_documents_of_prompts_are_the_hosts(prefilling):
+    """Their tokens attend to later ones. Once the prompts are computed, they do not matter."""
+    changes = {"is_prefilling": prefilling, "mm_req_doc_ranges": {1: [(0, 3)], 2: []}}
+    step = replace(VERIFICATION, query_lens=[5, 1, 5, 1, 5]).step(shared=0, changes=changes)
+    assert step.tree is None
+    step.check()
+    counters = state().counters()
+    assert counters.verified_tokens == counters.steps_tree == 0
+    assert counters.total("verification").steps == 1
+    decoding = step.batch.common(mm_req_doc_ranges={1: [(0, 3)]})
+    assert step_of(step.builder.build(0, decoding)) is not None
+
+
+def test_the_draft_models_layers_are_the_hosts(caplog):
+    layers = VERIFICATION.layers()
+    draft = Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
+    with caplog.at_level(logging.INFO, "deft_backend"):
+        builder = draft.builder(make_spec())
+    assert builder.deft_group is None
+    assert "the draft model gets no tree attention" in caplog.text
+    batch = Batch(VERIFICATION.lens, shared=2)
+    assert step_of(builder.build(0, batch.common())) is None
+    target = layers.builder(make_spec())
+    metadata = target.build(0, batch.common())
+    assert state().num_layers == layers.count
+    # A draft's first pass may get the metadata of the target's step.
+    cache = Cache(batch.pages, 16)
+    close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().counters().plans == 0
+    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
+    assert state().counters().plans == state().counters().steps_tree == 1
+
+
+def test_a_layer_that_the_host_marks_is_the_draft_models():
+    """Beside a target with images, a draft's layers may count from 0, with no prefix.
+
+    Their builder may get a copy of the server's configuration; it must not replace the server.
+    """
+    layers = VERIFICATION.layers()
+    group = layers.builder(make_spec()).deft_group
+    draft = Layers(layers.backend, layers.config, count=1, prefix="draft.layers")
+    layers.config.compilation_config.static_forward_context["draft.layers.0"].is_draft_layer = True
+    draft.config = copy.copy(layers.config)
+    assert draft.builder(make_spec()).deft_group is None
+    assert layers.builder(make_spec()).deft_group is group
+    assert state().num_layers == layers.count
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.1.self_attn.attn", False),
+        ("model.layers.2.self_attn.attn", True),
+        ("draft_model.model.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True),
+        ("model.mtp_layers.0.self_attn.attn", True),
+        ("eagle.layers.0.attn", True),
+        ("encoder.attn", False),
+    ],
+)
+def test_draft_layers_are_known_by_their_names(name, expected):
+    """The target has two layers."""
+    assert drafts(name, make_config(speculative_config=speculating(2))) is expected
+    assert not drafts(name, make_config())
+    unknown = make_config(speculative_config=speculating(2))
+    unknown.model_config.hf_text_config = SimpleNamespace()  # not how many layers the target has
+    assert drafts(name, unknown) is (expected and name != "model.layers.2.self_attn.attn")
