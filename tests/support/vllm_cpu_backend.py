@@ -61,28 +61,6 @@ def __getattr__(name):
     return tree_backend(PlainCpuBackend)
 
 
-def with_standard_cache(backend):
-    """Give a backend the standard cache, in versions whose backends state its shape (to 0.28)."""
-    if hasattr(AttentionBackend, "get_kv_cache_shape"):
-        backend.get_kv_cache_shape = staticmethod(_standard_shape)
-        order = staticmethod(_standard_stride_order)
-        backend.get_kv_cache_stride_order = order
-    return backend
-
-
-def _standard_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
-    return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-
-def _standard_stride_order(include_num_layers_dimension=False):
-    from vllm.v1.attention.backends.utils import get_kv_cache_layout
-
-    if include_num_layers_dimension:
-        raise NotImplementedError("layers lie one after the other in this backend's cache")
-    return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
-
-
-@with_standard_cache
 class PlainCpuBackend(AttentionBackend):
     """Paged decoder attention in PyTorch, over ``[blocks, Hkv, block_size, 2 * D]``."""
 
@@ -101,6 +79,19 @@ class PlainCpuBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls():
         return PlainCpuImplementation
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        """To 0.28, as the next one: newer versions resolve a layout without the backend."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        if include_num_layers_dimension:
+            raise NotImplementedError("layers lie one after the other in this backend's cache")
+        return (0, 2, 1, 3) if get_kv_cache_layout() == "NHD" else (0, 1, 2, 3)
 
     @staticmethod
     def get_builder_cls():

@@ -191,11 +191,11 @@ def unsupported_server(vllm_config: Any) -> str | None:
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification is not supported: only the device knows a request's tokens"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
+        if getattr(parallel, name) > 1:
             return f"{name.replace('_', ' ').removesuffix(' size')} is not supported"
-    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+    if vllm_config.model_config.rswa_window is not None:
         return "reference sliding window attention is not supported"
-    if getattr(parallel, "use_ubatching", False):
+    if parallel.use_ubatching:
         return "decoding in micro-batches (dual batch overlap) is not supported"
     return None
 

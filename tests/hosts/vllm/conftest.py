@@ -1,6 +1,5 @@
 """Each test is a server of its own: an empty state folder, no earlier server, no earlier log."""
 
-import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,19 +53,6 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(PlainCpuImplementation, "forward", recorded)
     return tokens
-
-
-@pytest.fixture
-def copied_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' backend copies a group's metadata for another group, as FLASH_ATTN does."""
-    from vllm_cpu_backend import PlainCpuBuilder
-
-    def update(self: Any, metadata: Any, blk_table: Any, slot_mapping: Any) -> Any:
-        copied = copy.copy(metadata)
-        copied.block_table = blk_table
-        return copied
-
-    monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
 
 
 @pytest.fixture(params=["auto", "deft-node"])

@@ -216,7 +216,7 @@ def test_prompts_as_long_as_a_chain_are_computed_like_chains():
 
 
 def test_a_drafter_is_the_hosts_with_the_targets_metadata():
-    """Its first pass runs with that of the verification; its graphs with the target's builder."""
+    """Its first pass runs with that of the verification."""
     config = make_config(speculative_config=speculating(3))
     target = layers(config)
     drafter = Layers(target.backend, config, 1, ARGUMENTS, "model.layers.2.self_attn", spec())
@@ -228,11 +228,6 @@ def test_a_drafter_is_the_hosts_with_the_targets_metadata():
     assert state().counters().plans == 0
     step.check()
     assert state().num_layers == target.count
-    captured = step.builder.build_for_cudagraph_capture(step.batch.common(**step.changes))
-    assert step_of(captured) is None
-    alone = drafter.builder(spec())
-    assert alone.deft_group is None
-    assert step_of(alone.build(0, Batch(DECODE, shared=2).common())) is None
 
 
 def test_other_steps_are_the_hosts():
@@ -285,15 +280,16 @@ def test_a_check_at_start_decides(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("host", "asked", "reason"),
+    ("host", "setting", "reason"),
     [
-        (Mla, "0", "DEFT_MLA=0 leaves MLA models"),
-        (FlashMla, "1", "MLA through FLASHMLA"),
-        (Sparse, "1", "sparse MLA"),
+        (Mla, "DEFT_MLA=0", "DEFT_MLA=0 leaves MLA models"),
+        (Mla, "VLLM_BATCH_INVARIANT=1", "batch-invariant mode of MLA models is not supported"),
+        (FlashMla, "DEFT_MLA=1", "MLA through FLASHMLA"),
+        (Sparse, "DEFT_MLA=1", "sparse MLA"),
     ],
 )
-def test_backends_that_are_refused(host, asked, reason, monkeypatch):
-    monkeypatch.setenv("DEFT_MLA", asked)
+def test_backends_that_are_refused(host, setting, reason, monkeypatch):
+    monkeypatch.setenv(*setting.split("="))
     assert reason in cannot_surround(host)
 
 

@@ -114,27 +114,23 @@ def test_scales_for_each_head_are_the_hosts(several):
     assert layer.with_scales_of(module).reason == "scales for each head"
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
-        ({"speculative_config": speculating(4)}, None),
-        ({"speculative_config": speculating(4, enable_adaptive_verification=True)}, "adaptive"),
-        ({"decode_context_parallel_size": 2}, "decode context parallel"),
-        ({"prefill_context_parallel_size": 2}, "prefill context parallel"),
-        ({"use_ubatching": True}, "dual batch overlap"),
-        # Neither a layer's arguments nor its cache show such a window over generated tokens.
-        ({"rswa_window": 64}, "reference sliding window attention is not supported"),
-    ],
-)
-def test_servers_of_other_kinds_are_refused(changes, reason):
-    config = make_config(**changes)
-    if not changes:  # in versions without them
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            delattr(config.parallel_config, name)
-        del config.parallel_config.use_ubatching
-    refused = unsupported_server(config)
-    assert refused is None if reason is None else reason in refused
+def test_servers_of_other_kinds_are_refused(monkeypatch):
+    """Names in capitals are settings; `drafts`, of which kind a server's drafts are."""
+
+    def answer(*words):
+        changes = {}
+        with monkeypatch.context() as environment:
+            for name, _, value in (word.partition("=") for word in words):
+                if name.isupper():
+                    environment.setenv(name, value)
+                elif name == "drafts":
+                    kind = {"enable_adaptive_verification": value == "adaptive"}
+                    changes["speculative_config"] = speculating(4, **kind)
+                else:
+                    changes[name] = int(value)
+            yield str(unsupported_server(make_config(**changes)))
+
+    check_asked(Path(__file__).with_name("servers.txt"), answer)
 
 
 def test_a_cache_of_an_unknown_kind_is_refused():

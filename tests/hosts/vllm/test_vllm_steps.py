@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import random
 from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import server
@@ -19,7 +22,7 @@ from deft_backend.telemetry.counters import MIXED, Content, Counters, Steps
 from deft_patches.vllm import observe_steps
 from drawings import check_asked
 from failure_lines import raising
-from vllm_cpu_backend import PlainCpuBuilder
+from vllm_cpu_backend import PlainCpuBackend, PlainCpuBuilder, PlainCpuImplementation
 from vllm_fakes import (
     DIM,
     KINDS,
@@ -35,6 +38,7 @@ from vllm_fakes import (
     speculating,
     state,
     told,
+    tree_layers,
 )
 
 VERIFICATION = KINDS["verification"]
@@ -166,11 +170,17 @@ def test_verified_results_show_a_wrong_kernel(kind, size, monkeypatch, failures)
 
 
 @pytest.mark.parametrize("slices", [True, False])
-@pytest.mark.usefixtures("copied_metadata")
-def test_another_group_with_the_same_requests(kind, slices, rests):
+def test_another_group_with_the_same_requests(kind, slices, rests, monkeypatch):
     """Model runner V1 copies a group's metadata for another group, which may slice no batch. The
     second group shares nothing: the first one's plan would read other requests' tokens.
     """
+
+    def update(self, metadata, blk_table, slot_mapping):  # as FLASH_ATTN does
+        copied = copy.copy(metadata)
+        copied.block_table = blk_table
+        return copied
+
+    monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
     config = kind.config()
     groups = [kind.layers(config, prefix=name) for name in ("first", "second")]
     builders = [layers.builder(make_spec()) for layers in groups]
@@ -313,6 +323,8 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
     counters = state().counters()
     assert counters.verified_tokens == counters.steps_tree == 0
     assert counters.total("verification").steps == 1
+    one_each = replace(VERIFICATION, query_lens=[1] * 5).batch().common(**changes)
+    assert step_of(step.builder.build(0, one_each)) is not None
     decoding = step.batch.common(mm_req_doc_ranges={1: [(0, 3)]})
     assert step_of(step.builder.build(0, decoding)) is not None
 
@@ -371,3 +383,91 @@ def test_draft_layers_are_known_by_their_names(name, expected):
     unknown = make_config(speculative_config=speculating(2))
     unknown.model_config.hf_text_config = SimpleNamespace()  # not how many layers the target has
     assert drafts(name, unknown) is (expected and name != "model.layers.2.self_attn.attn")
+
+
+# vLLM's batch-invariant mode: a request's bits do not depend on the other requests
+
+
+@pytest.fixture
+def mode(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+
+def step_of_requests(lens, query_lens, prefilling, shared=2, **changes):
+    kind = replace(KINDS["picked"], lens=lens, query_lens=query_lens, prefilling=prefilling)
+    return kind.step(shared=shared, changes=changes)
+
+
+def alone(step, row, query):
+    """The output of one request of a step in a step of its own, which decodes one token."""
+    batch = Batch([int(step.batch.lens[row])], shared=0)
+    batch.table, batch.query = step.batch.table[row : row + 1], query
+    metadata = step.builder.build(0, batch.common())
+    return run(step.layers.impls[0], batch, step.cache, metadata)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("mode")
+def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
+    """Any order of requests that decode, that end a prompt by one token, and of longer prompts."""
+    draw = random.Random(seed)
+    kinds = [draw.choice(["decode", "decode", "end", "prompt"]) for _ in range(7)] + ["decode"]
+    draw.shuffle(kinds)
+    lens = [draw.randint(40, 700) for _ in kinds]
+    queries = [draw.randint(2, 30) if kind == "prompt" else 1 for kind in kinds]
+    step = step_of_requests(lens, queries, [kind != "decode" for kind in kinds])
+    found, hosts = step.run(), [*rests]
+    decodes = [row for row, kind in enumerate(kinds) if kind == "decode"]
+    in_front = decodes == list(range(len(decodes)))
+    others = len(found) - (len(decodes) if in_front else 0)
+    assert hosts == ([others] if len(decodes) < len(kinds) else [])
+    own = torch.full(found.shape, 7.0)
+    kv = torch.full((2, len(found), KV_HEADS, DIM), float("nan"))
+    host = PlainCpuBackend.get_builder_cls().build(step.builder, 0, step.batch.common())
+    PlainCpuImplementation.forward(
+        step.layers.impls[0], None, step.batch.query, *kv, step.cache.tensor, host, own
+    )
+    for row, kind in enumerate(kinds):
+        rows = slice(int(step.batch.starts[row]), int(step.batch.starts[row + 1]))
+        expected = own[rows] if kind != "decode" else alone(step, row, step.batch.query[rows])
+        assert torch.equal(found[rows], expected)
+    torch.testing.assert_close(
+        found.double(), reference(step.batch, step.cache), rtol=2e-5, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mm_req_doc_ranges": {3: [(20, 30)]}}, {"seq_lens_cpu_upper_bound": None}]
+)
+@pytest.mark.usefixtures("mode")
+def test_requests_decode_by_tree_attention_where_the_host_slices_no_batch(changes, rests):
+    step = step_of_requests([40, 37, 33, 50], [1, 1, 1, 20], [False] * 3 + [True], **changes)
+    assert step.tree.picked.requests.tolist() == [0, 1, 2]
+    step.check()
+    assert rests == [23, 23]
+
+
+@pytest.mark.usefixtures("mode")
+def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
+    monkeypatch.setenv("DEFT_MIN_BATCH", "4")
+    for shared in (0, 2):
+        step = step_of_requests([40, 33], [1, 9], [False, True], shared=shared)
+        assert step.tree.tokens == 1
+        step.check()
+    assert step.tree.group.attention.policy.name == "invariant"
+
+
+@pytest.mark.usefixtures("mode")
+def test_no_graph_holds_attention(monkeypatch):
+    """vLLM would replay a graph of decode steps for a step with a prompt's last token. For some
+    models it does not compile in this mode, and breaks graphs at attention.
+    """
+    compilation = CompilationConfig(
+        mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+    )
+    config = make_config(compilation_config=compilation)
+    builder, level = tree_layers(config).backend.get_builder_cls(), AttentionCGSupport.NEVER
+    monkeypatch.setattr(PlainCpuBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    assert builder.get_cudagraph_support(config, make_spec()) is level
+    found = compilation.resolve_cudagraph_mode_and_sizes(level, "deft")
+    assert found is CUDAGraphMode.PIECEWISE
