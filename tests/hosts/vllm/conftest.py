@@ -9,14 +9,7 @@ import pytest
 from deft_backend.hosts.common.latches import OnceLog
 from failure_lines import failures  # noqa: F401
 
-INSTALLED = find_spec("vllm") is not None
-
-if not INSTALLED:  # only the table of versions needs no vLLM
-    collect_ignore = [
-        path.name
-        for path in Path(__file__).parent.glob("test_*.py")
-        if path.name != "test_vllm_versions.py"
-    ]
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +18,6 @@ def new_server(
     tmp_path: Path,
     failures: list[str],  # noqa: F811
 ) -> None:
-    if not INSTALLED:
-        return
     from vllm.v1.attention.backends import utils
 
     from deft_backend.hosts.vllm import factory, registered, server

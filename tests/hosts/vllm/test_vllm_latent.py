@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 import vllm_fakes
 from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention
-from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
@@ -26,7 +25,17 @@ from deft_patches.vllm import tree_graphs
 from failure_lines import raising
 from flash_attention_3 import FORWARD, attend, latent_call
 from vllm_cpu_backend import PlainCpuBackend
-from vllm_fakes import Batch, LatentImplementation, Layers, make_config, message, speculating, state
+from vllm_fakes import (
+    Batch,
+    LatentImplementation,
+    Layers,
+    close,
+    make_config,
+    message,
+    reference,
+    speculating,
+    state,
+)
 
 HEADS, VALUE, ROPE, PAGE = 4, 64, 32, 16
 SCALE = 0.3
@@ -83,9 +92,11 @@ class Step(vllm_fakes.Step):
     `rows`: of its queries, with those of padding requests.
     """
 
+    in_one = False  # whether the host gives both parts of a query in one tensor
+
     def __init__(self, batch, made=None, rows=None):
         self.batch, self.layers = batch, made or layers()
-        self.rows = tokens = rows or len(batch.query)
+        tokens = rows or len(batch.query)
         self.changes, self.builder = {"num_actual_tokens": tokens}, self.layers.builder(spec())
         self.build()
         generator = torch.Generator().manual_seed(len(batch.lens))
@@ -93,6 +104,7 @@ class Step(vllm_fakes.Step):
         self.nope = torch.randn(tokens, HEADS, VALUE, generator=generator)
         self.rope = torch.randn(tokens, HEADS, 16 + ROPE, generator=generator)[..., 16:]
         self.cache = torch.randn(batch.pages, PAGE, VALUE + ROPE, generator=generator)
+        batch.query = torch.cat([self.nope, self.rope], -1)
 
     def build(self, name=""):
         """The metadata of the batch, after the scheduler's message."""
@@ -100,34 +112,20 @@ class Step(vllm_fakes.Step):
             server._current.prefixes.observe(message(self.batch, name))
         super().build()
 
-    def run(self, layer=0, *, in_one=False, metadata=None):
-        q = torch.cat([self.nope, self.rope], -1) if in_one else (self.nope, self.rope)
+    def run(self, layer=0, *, metadata=None):
+        q = self.batch.query if self.in_one else (self.nope, self.rope)
         metadata = metadata or self.metadata
         out, lse = self.layers.impls[layer].forward_mqa(q, self.cache, metadata, None)
         assert lse is None
         return out
 
     def expected(self):
-        """In float64, for the requests that are no padding."""
-        requests = int((self.batch.lens > 0).sum())
+        """For the requests that are no padding."""
         keys = self.cache.unsqueeze(2)
-        q = torch.cat([self.nope, self.rope], -1)[: int(self.batch.starts[-1])]
-        return reference_attention(
-            q,
-            keys,
-            keys,
-            self.batch.table,
-            self.batch.lens[:requests],
-            sm_scale=SCALE,
-            query_start=self.batch.starts[: requests + 1],
-        )[..., :VALUE]
-
-    def check(self, **how):
-        want = self.expected()
-        for layer in range(self.layers.count):
-            found = self.run(layer, **how)
-            torch.testing.assert_close(found[: len(want)].double(), want, rtol=1e-5, atol=1e-5)
-            assert not found.isnan().any()
+        found = reference(self.batch, SimpleNamespace(keys=keys, values=keys), scale=SCALE)
+        return found[
+            : int((self.batch.lens > 0).sum()) * self.builder.deft_group.query_tokens, :, :VALUE
+        ]
 
     @property
     def is_hosts(self):
@@ -146,7 +144,8 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
     step = Step(Batch(DECODE, shared=2))
     planned.clear()  # of the check at start
     assert step.tree is not None
-    step.check(in_one=in_one)
+    step.in_one = in_one
+    step.check()
     assert len(planned) == 1  # the first layer plans for all
     counters = state().counters()
     assert (counters.steps_tree, counters.decode_steps) == (1, 1)
@@ -353,7 +352,13 @@ def second_set(monkeypatch):
     monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
     for name in ("capture", "run_fullgraph"):
         monkeypatch.setattr(Manager, name, getattr(Manager, name))  # unwrapped afterwards
-    return tree_graphs.install
+
+    def managed(step, config=None):
+        """A manager, after a second set was installed for a configuration: the step's."""
+        tree_graphs.install(config or step.layers.config, step.builder.deft_group)
+        return Manager(step)
+
+    return managed
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -362,8 +367,7 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
     lens = [40, 37, 33, 65]
     batch = Batch(lens, shared=0, query_lens=[tokens] * 4)
     step = Step(batch) if tokens == 1 else chains(batch)
-    second_set(step.layers.config, step.builder.deft_group)
-    manager = Manager(step)
+    manager = second_set(step)
     manager.capture("model")
     assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL", "FULL"]
     before = state().counters().steps_tree
@@ -373,7 +377,7 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
         step.build(f"batch {at}, request ")
         found = manager.run_fullgraph(4)
         if shared and last == tokens:
-            torch.testing.assert_close(found.double(), step.expected(), rtol=1e-5, atol=1e-5)
+            close(found, step.expected())
         else:
             assert found.eq(5.0).all()
     counters, taken = state().counters(), 3 if tokens == 1 else 2
@@ -387,14 +391,12 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
 def test_what_has_no_second_set_captures_and_replays_the_hosts(second_set, caplog):
     """Another configuration's manager, and a manager whose graphs lie elsewhere."""
     step = Step(Batch([40, 37, 33, 65], shared=2))
-    second_set(make_config(), step.builder.deft_group)
-    manager = Manager(step)
+    manager = second_set(step, make_config())
     manager.capture("model")
     assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL"]
     assert manager.run_fullgraph(4).eq(5.0).all()
-    second_set(step.layers.config, step.builder.deft_group)
     for name in ("graphs", "_capture_descs"):
-        manager = Manager(step)
+        manager = second_set(step)
         manager._capture_descs = {}
         setattr(manager, name, MappingProxyType({}))
         manager.capture("model")
@@ -405,10 +407,9 @@ def test_what_has_no_second_set_captures_and_replays_the_hosts(second_set, caplo
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     """It extrapolates from the bytes of its largest graphs, in order."""
     step = Step(Batch([40, 37, 33, 65], shared=2))
-    second_set(earlier := make_config(), step.builder.deft_group)  # of a configuration before
-    second_set(step.layers.config, step.builder.deft_group)
+    second_set(step, earlier := make_config())  # of a configuration before
+    manager = second_set(step)
     assert id(earlier) not in tree_graphs._controllers
-    manager = Manager(step)
     manager._capture_descs = {CUDAGraphMode.FULL: [4, 4]}
     manager._capture_mem_samples = samples = []
     build, costs = step.builder.build_for_cudagraph_capture, []
@@ -441,9 +442,8 @@ def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
 def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
     step = Step(Batch([40, 37, 33, 65], shared=2))
     group = step.builder.deft_group
-    second_set(step.layers.config, group)
+    manager = second_set(step)
     step.layers.config.parallel_config.tensor_parallel_size = ranks
-    manager = Manager(step)
     build = step.builder.build_for_cudagraph_capture
     step.builder.build_for_cudagraph_capture = lambda common: (
         raising(error)() if group._captures_tree else build(common)

@@ -204,10 +204,16 @@ def repeated(monkeypatch):
     return repeated_layers(monkeypatch, group)
 
 
-def test_later_layers_repeat_the_first(repeated):
-    step = mixed(layers=tree_layers(count=3))
+def repeating(layers=None):
+    """A step whose layers have run once, so later passes may repeat launches."""
+    step = mixed(layers=layers)
     step.tree.group.repeats.on = True
     step.check()
+    return step
+
+
+def test_later_layers_repeat_the_first(repeated):
+    step = repeating(tree_layers(count=3))
     assert repeated == [38]  # a trial of the second layer; each layer has to run once
     repeated.clear()
     for _ in range(2):
@@ -222,9 +228,7 @@ def test_later_layers_repeat_the_first(repeated):
 
 
 def test_a_repeat_that_fails_is_a_kernel_that_fails(repeated, rests, monkeypatch, failures):
-    step = mixed()
-    step.tree.group.repeats.on = True
-    step.check()
+    step = repeating()
     step.build()
     step.run(0)
     rests.clear()
@@ -237,9 +241,7 @@ def test_a_repeat_that_fails_is_a_kernel_that_fails(repeated, rests, monkeypatch
 
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
 def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
-    step = mixed()
-    step.tree.group.repeats.on = True
-    step.check()
+    step = repeating()
     step.build()
     repeated.clear()
     options = {}
@@ -287,9 +289,7 @@ def test_a_layer_with_other_tensors_or_another_scale_is_not_the_held_one():
 
 def test_a_held_layer_does_not_keep_the_cache(repeated):
     """vLLM frees a first cache, of the captures that measure their memory, before the real one."""
-    step = mixed()
-    step.tree.group.repeats.on = True
-    step.check()
+    step = repeating()
     cache = weakref.ref(step.cache.tensor)
     del step.cache.tensor
     assert cache() is None

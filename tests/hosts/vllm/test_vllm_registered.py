@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import vllm_cpu_backend
+from deft_backend.hosts.common.contract import matches, version_key
 from deft_backend.hosts.vllm import plugin, registered, versions
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from failure_lines import raising
@@ -215,36 +216,27 @@ class OtherLayout(AttentionBackend):
     )
 
 
-class WritesItself(PlainCpuBackend):
-    forward_includes_kv_cache_update = True
-
-
-class Mla(PlainCpuBackend):
-    is_mla = classmethod(lambda cls: True)
-
-
-class Sparse(PlainCpuBackend):
-    is_sparse = classmethod(lambda cls: True)
-
-
-class StateSpace(PlainCpuBackend):
-    is_ssm = classmethod(lambda cls: True)
+def other(**answers):
+    """A backend that answers like this, which the registry finds here."""
+    members = {name: classmethod(lambda cls, said=said: said) for name, said in answers.items()}
+    return type("Other", (PlainCpuBackend,), members)
 
 
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
         (OtherLayout, "laid out"),
-        (WritesItself, "writes the KV cache"),
-        (Mla, "MLA"),
-        (Sparse, "of another kind (sparse or state space)"),
-        (StateSpace, "of another kind (sparse or state space)"),
+        (other(forward_includes_kv_cache_update=True), "writes the KV cache"),
+        (other(is_mla=True), "MLA"),
+        (other(is_sparse=True), "of another kind (sparse or state space)"),
+        (other(is_ssm=True), "of another kind (sparse or state space)"),
     ],
 )
 def test_what_cannot_be_surrounded_runs_by_itself(host, reason, monkeypatch, caplog):
     plugin.register()
     assert reason in cannot_surround(host)
-    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{host.__name__}")
+    monkeypatch.setattr(sys.modules[__name__], "Other", host, raising=False)
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.Other")
     host_chooses(monkeypatch, "FLASH_ATTN")
     with caplog.at_level(logging.WARNING, "deft_backend"):
         assert CUSTOM.get_class().validate_configuration(None, **CONFIG._asdict()) == []
@@ -366,3 +358,20 @@ def test_wrong_settings_stop_the_servers_first_process(monkeypatch):
     monkeypatch.setattr("sys.argv", ["api_server.py", "--attention-backend", "DEFT"])
     with pytest.raises(SystemExit, match="deft: DEFT_POLICY is"):
         plugin.register()
+
+
+def test_every_member_is_expected_in_some_version_of_the_window():
+    window = versions.VLLM
+    lowest, beyond = version_key(window.lowest), version_key(window.beyond)
+    tried = [f"0.{minor}.0" for minor in range(lowest[1], beyond[1])]
+    assert all(window.holds(version) for version in tried)
+    for member in versions.CONTRACT:
+        assert any(matches(version, member.versions) for version in tried), member
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("0.26.0", "CUSTOM"), ("0.31.1", "CUSTOM"), ("0.32.0", "DEFT"), ("0.33.0+cu130", "DEFT")],
+)
+def test_a_server_is_started_with_our_own_name(version, name):
+    assert versions.backend_name(version) == name

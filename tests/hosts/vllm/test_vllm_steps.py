@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
 
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import server
@@ -38,7 +36,6 @@ from vllm_fakes import (
     speculating,
     state,
     told,
-    tree_layers,
 )
 
 VERIFICATION = KINDS["verification"]
@@ -455,19 +452,3 @@ def test_neither_size_nor_sharing_leaves_a_step_to_the_host(monkeypatch):
         assert step.tree.tokens == 1
         step.check()
     assert step.tree.group.attention.policy.name == "invariant"
-
-
-@pytest.mark.usefixtures("mode")
-def test_no_graph_holds_attention(monkeypatch):
-    """vLLM would replay a graph of decode steps for a step with a prompt's last token. For some
-    models it does not compile in this mode, and breaks graphs at attention.
-    """
-    compilation = CompilationConfig(
-        mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
-    )
-    config = make_config(compilation_config=compilation)
-    builder, level = tree_layers(config).backend.get_builder_cls(), AttentionCGSupport.NEVER
-    monkeypatch.setattr(PlainCpuBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
-    assert builder.get_cudagraph_support(config, make_spec()) is level
-    found = compilation.resolve_cudagraph_mode_and_sizes(level, "deft")
-    assert found is CUDAGraphMode.PIECEWISE
