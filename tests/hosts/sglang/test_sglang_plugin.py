@@ -17,24 +17,20 @@ from deft_backend.settings.config import VARIABLES, SettingsError
 from drawings import check_asked
 from failure_lines import raising
 
+SEEN = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+SEEN += ("speculative_draft_attention_backend", "max_running_requests")
+
 
 def make_arguments(graphs="full", **changes):
-    arguments = SimpleNamespace(
-        attention_backend="deft",
-        prefill_attention_backend=None,
-        decode_attention_backend=None,
-        speculative_draft_attention_backend=None,
-        device="cpu",
-        kv_cache_dtype="auto",
-        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=graphs)),
-    )
-    return SimpleNamespace(**{**vars(arguments), **changes})
+    usual = {"attention_backend": "deft", "device": "cpu", "kv_cache_dtype": "auto"}
+    usual["cuda_graph_config"] = SimpleNamespace(decode=SimpleNamespace(backend=graphs))
+    return SimpleNamespace(**{**dict.fromkeys(SEEN), **usual, **changes})
 
 
-def model(heads=64, **config):
+def model(**config):
     """The host's description of a model."""
     text = SimpleNamespace(**config)
-    return SimpleNamespace(is_encoder_decoder=False, num_attention_heads=heads, hf_text_config=text)
+    return SimpleNamespace(is_encoder_decoder=False, num_attention_heads=64, hf_text_config=text)
 
 
 MODELS = {
@@ -44,13 +40,10 @@ MODELS = {
     "unknown": SimpleNamespace(),
 }
 
-SEEN = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
-SEEN += ("speculative_draft_attention_backend", "max_running_requests")
-
 
 def resolve_as_host(made):
     """What the host was asked for."""
-    asked = {name: getattr(made, name, None) for name in SEEN}
+    asked = {name: getattr(made, name) for name in SEEN}
     assert "deft" not in asked.values()
     made.attention_backend = made.attention_backend or "torch_native"
     return {name: value for name, value in asked.items() if value is not None}
@@ -103,9 +96,11 @@ def test_what_becomes_of_a_servers_arguments(caplog, monkeypatch):
 
     def outcome(*words):
         settings, changes = asked_for(words)
-        made = make_arguments(**changes)
+        made, version = make_arguments(**changes), settings.pop("VERSION", None)
         caplog.clear()
         with monkeypatch.context() as environment:
+            if version is not None:
+                environment.setattr("importlib.metadata.version", lambda name: version)
             for name, value in settings.items():
                 environment.setenv(name, value)
             try:
@@ -117,7 +112,8 @@ def test_what_becomes_of_a_servers_arguments(caplog, monkeypatch):
         yield f"{decodes} decodes, with graphs of the kind {decode_graphs(made)}"
         for record in caplog.records:
             line = f"{record.levelname}: {record.getMessage()}"
-            yield line.replace(f"SGLang {versions.SGLANG.installed()}", "this SGLang")
+            own = f"SGLang {versions.SGLANG.installed()}"
+            yield line if version else line.replace(own, "this SGLang")
 
     check_asked(Path(__file__).with_name("servers.txt"), outcome)
 
@@ -159,35 +155,6 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused():
     source = inspect.getsource(arguments) + inspect.getsource(layers)
     stated.remove("SGLANG_USE_HND_KVCACHE")  # seen in the pool: `use_hnd`
     assert not {name for name in stated if name not in source}
-
-
-@pytest.mark.parametrize(
-    ("version", "drafts", "served_by"),
-    [
-        ("0.5.22", "DFLASH", None),
-        ("0.5.22", "NGRAM", "torch_native"),
-        ("0.5.23", "DFLASH", "torch_native"),
-    ],
-)
-def test_versions_whose_blocks_of_drafts_are_verified(
-    caplog, monkeypatch, version, drafts, served_by
-):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert served(make_arguments(speculative_algorithm=drafts)) == served_by
-    assert ("DFLASH is not supported before SGLang 0.5.23" in caplog.text) == (served_by is None)
-
-
-@pytest.mark.parametrize("version", ["0.5.16", "0.5.24rc1"])
-def test_a_version_that_was_not_tested_runs_on_the_hosts_own(caplog, monkeypatch, version):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    made = make_arguments(enable_deterministic_inference=True)
-    assert arguments.resolve(resolve_as_host, made) == {}
-    assert not hasattr(made, arguments.HOST_DECODE)
-    assert made.attention_backend == "torch_native"
-    (record,) = caplog.records
-    assert f"tested with SGLang >=0.5.17, <0.5.24 and this is {version}" in record.message
-    monkeypatch.setenv("DEFT_UNTESTED_HOST", "1")
-    assert served(make_arguments()) == "torch_native"
 
 
 def test_a_host_that_lacks_a_member_is_left_alone(caplog, monkeypatch):
