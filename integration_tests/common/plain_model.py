@@ -23,6 +23,9 @@ class PlainModel:
     def answers(self, asks):
         return [self._choices(ask.body()) for ask in asks]
 
+    def ids(self, text):
+        return self._tokenizer(text)["input_ids"]
+
     def _choices(self, body):
         greedy = body["temperature"] == 0 or body["extra_body"].get("top_k") == 1
         assert greedy, "only greedy answers have a reference"
@@ -32,7 +35,7 @@ class PlainModel:
             prompts = [tuple(ids if isinstance(ids, list) else ids["input_ids"])]
         else:
             texts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
-            prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in texts]
+            prompts = [tuple(self.ids(text)) for text in texts]
         given = body["max_tokens"], "messages" in body
         return [self._answer(prompt, *given) for prompt in prompts for _ in range(body["n"])]
 

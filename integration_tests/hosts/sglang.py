@@ -31,7 +31,7 @@ _TREES = f"{_DRAFTING} --speculative-eagle-topk 2 --speculative-num-draft-tokens
 _LOOKUP = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6"
 
 GROUPS = {
-    "default": Group(),
+    "default": Group("--enable-streaming-session"),
     "no-overlap": Group(
         "--disable-overlap-schedule --enable-metrics --decode-log-interval 4", cli=True
     ),

@@ -222,7 +222,6 @@ _FEATURES = (
     ("enable_pdmux", "prefill-decode multiplexing"),
     ("enable_torch_compile", "torch.compile"),
     ("enable_hisparse", "hierarchical sparse attention"),
-    ("enable_streaming_session", "the streaming session cache"),
     ("enable_unified_memory", "the unified memory pool"),
     ("enable_page_major_kv_layout", "the page-major KV layout"),
     ("enable_kv_cache_sharding", "KV cache sharding"),

@@ -76,10 +76,12 @@ def forest_of_paths(
 def _held(request: Any, length: int) -> tuple[Any, int]:
     """The node at the end of a request's path, and the tokens of the path that it may share.
 
-    Without a tree, or after the host has released the request, there are none.
+    Without a tree, or after the host has released the request, there are none. A stand-in takes the
+    node's place where a session holds the KV of earlier turns (``--enable-streaming-session``).
     """
     row, owned = place_of(request)
-    if request.last_node is None or row is None:
+    stands_in = type(request.last_node).__name__ == "_VirtualNode"
+    if request.last_node is None or row is None or stands_in:
         return None, 0
     return request.last_node, min(owned, length - 1)
 

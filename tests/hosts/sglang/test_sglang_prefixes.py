@@ -24,6 +24,10 @@ from sglang_fakes import Tree, assert_same_forest, mode, requests_of
 forest_of = partial(forest_of_paths, walk_paths)
 
 
+class _VirtualNode:
+    """As the host's class for a request whose session holds its KV."""
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_cut_paths_give_the_forest_of_their_tokens(seed):
     """The tree owns only a part of the requests' tokens, or all of them; nodes are cut apart."""
@@ -35,9 +39,9 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
     pages = np.arange(1 << 20, (1 << 20) + 16 * 20).reshape(16, 20)
     for row, (request, length) in enumerate(zip(requests, lens, strict=True)):
         request.cache_protected_len = draw.randint(0, length)
-        if draw.random() < 0.1:
-            request.last_node = None
         node, ends = request.last_node, []
+        if draw.random() < 0.2:
+            node, request.last_node = None, draw.choice([None, _VirtualNode()])
         while node is not None and node.parent is not None:
             ends = [0, *(len(node.key) + end for end in ends or [0])]
             node = node.parent
