@@ -1,5 +1,8 @@
 """What an attention plans for, on GPUs that are not at hand and in the interpreter."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,32 +13,21 @@ from deft_backend.attention import Gpu, layer_addresses
 from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.forest import build_forest
 from deft_backend.kernels.latent import LatentStep, plain_latent_attention
-from deft_backend.policies import Target, get_policy
+from deft_backend.policies import get_policy
+from drawings import check_asked
 
 
-@pytest.mark.parametrize(
-    ("gpu", "changes", "programs", "expected"),
-    [
-        (None, {}, (1, 1, 1), {"num_sms": 1}),
-        ("sm_90", {}, (165, 33, 33), {"fewer_programs": ((33, 82), (132, 132))}),
-        ("sm_89", {}, (82, 16, 33), {"block_tokens": 32, "tile_blocks": (16, 64, 32)}),
-        ("sm_100", {"kv_dtype": torch.float8_e4m3fn}, (132, 33, 33), {"dtype_bytes": 1}),
-        (
-            *("sm_80", {"query_tokens": 20}, (99, 33, 16)),
-            {"query_tokens": 10, "query_blocks": 2, "tile_heights": (32, 64, 64)},
-        ),
-    ],
-    ids=str,
-)
-def test_the_target_of_plans(gpu, changes, programs, expected):
+def test_the_target_of_plans():
     """Eight KV heads share the programs. The interpreter plans as if it had the Hopper kernels."""
-    kind = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-    described = gpu and Gpu.named(gpu)
-    attention = tree_attention(**kind, **changes, max_batch=4, compiled_for=described)
-    common = {"tile_heights": (8, 64, 64), "tile_segments": (1, 1, 32), "tile_programs": programs}
-    common |= {"tile_blocks": (16, 64, 64), "block_tokens": 64, "num_sms": 132}
-    found = attention._shapes[changes.get("query_tokens", 1)].target
-    assert found == Target(32, 8, 128, num_programs=programs[-1], **(common | expected))
+
+    def answer(gpu, kv_dtype, query_tokens):
+        kind = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+        kind |= {"kv_dtype": getattr(torch, kv_dtype), "query_tokens": int(query_tokens)}
+        described = None if gpu == "cpu" else Gpu.named(gpu)
+        attention = tree_attention(**kind, max_batch=4, compiled_for=described)
+        return [str(replace(attention._shapes[int(query_tokens)].target, cost_model=None))]
+
+    check_asked(Path(__file__).with_name("targets.txt"), answer)
 
 
 def test_a_step_in_the_interpreter_is_not_repeated():

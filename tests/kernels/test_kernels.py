@@ -30,6 +30,11 @@ OF_ATTENTION = (
 )
 
 
+@pytest.fixture(params=DEVICES, scope="module")
+def device(request):
+    return request.param
+
+
 def tensors_of(made):
     """A batch of NumPy arrays as tensors."""
     table, lens = torch.from_numpy(made.page_tables), torch.from_numpy(made.seq_lens)
@@ -56,7 +61,6 @@ def star(requests, shared, own, page_size=1, spare=0):
     return tensors_of(batch_of(forest, requests, page_size, spare))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("planner", PLANNERS)
 @settings(max_examples=20)
 @given(number=st.integers(0, 419), seed=st.integers(0, 1 << 40))
@@ -93,7 +97,6 @@ def chunks_and_leaves(shared, chunks, requests, *, halves=False):
     return group
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("policy", "on_device"), [("auto", False), ("auto", True), ("deft-flatten", True)]
 )
@@ -103,7 +106,6 @@ def test_positions_beyond_15_bits(device, policy, on_device):
     attention_checks.check(batch, device=device, policy=policy, on_device=on_device, grow=1, room=2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "given",
     [
@@ -115,7 +117,6 @@ def test_scales_and_soft_caps(device, given):
     check(random_batch(8, 1, 8), device=device, **given)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("requests", "shapes"),
     [(2, [0]), (4, [0]), (5, [0, 1]), (32, [0, 1]), (33, [0, 1]), (65, [0, 1])],
@@ -129,7 +130,6 @@ def test_tile_shapes_and_tails(device, requests, shapes):
         assert shapes_of(plan) == shapes
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("page_size", "grow", "shared"),
     [(1, 0, 0), (3, 20, 0), (16, 0, 48), (1, 20, 48), (3, 0, 288), (16, 20, 288)],
@@ -158,7 +158,6 @@ def test_more_merged_queries_than_programs_on_cuda():
     assert len(plan.reduce_query) == 150
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("chunks", "logit_cap"), [(1, 3.0), (2, 0.0), (8, 0.0), (8, 3.0), (9, 0.0), (11, 3.0)]
 )
@@ -174,7 +173,6 @@ def test_results_merged_by_leaves_and_by_stage_2(device, chunks, logit_cap):
     assert len(shapes_of(plan)) == 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("policy", "values"),
     [
@@ -190,7 +188,6 @@ def test_values_of_any_size_survive_their_partial_results(device, policy, values
     assert plan.num_partials > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["auto", "deft-node", "deft-node-chunk", "deft-flatten"])
 def test_same_batch_gives_equal_bits(device, policy):
     """Equal results in every run, for equal plans, and if unneeded kernels are launched."""
@@ -291,7 +288,6 @@ def test_rows_beyond_the_plan_stay_as_they_are(dtype):
     assert (out[:2] == 1.0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_more_results_than_stage_2_reads_at_once(device, dtype):
     """A chain of nodes: the last requests merge a result of each, one block after the other.
@@ -309,7 +305,6 @@ def test_more_results_than_stage_2_reads_at_once(device, dtype):
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunks", [1, 3, 9])
 @pytest.mark.parametrize(
     ("kv_dtype", "logit_cap"),

@@ -1,6 +1,7 @@
 """Plans from the kernels' side: every query's tokens once, every partial result in its place."""
 
 from dataclasses import astuple, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from deft_backend.policies import (
     Target,
     get_policy,
 )
-from strategies import GROWTH, Batch, batches, check_plan, grouping_of, regular_forest, targets
+from strategies import GROWTH, batch_of, batches, check_plan, grouping_of, regular_forest, targets
 
 GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
@@ -44,13 +45,10 @@ def test_plans_cover_every_query_once(name, batch, target, data):
     check_plan(batch, plan, target, np.array(growth, dtype=np.int32))
 
 
-def wide_batch(requests, shared=100, own=60, lens=None):
-    tables = np.zeros((requests, shared + own + GROWTH), dtype=np.int32)
-    tables[:, :shared] = np.arange(shared)
-    private = own + GROWTH
-    tables[:, shared:] = shared + np.arange(requests * private).reshape(requests, private)
-    lens = np.full(requests, shared + own, dtype=np.int32) if lens is None else lens
-    return Batch(tables, lens, 1)
+def wide_batch(lens, shared):
+    """Requests that share one prefix, or as much of it as they hold."""
+    agreed = [min(shared, *pair) for pair in pairwise(lens)]
+    return batch_of(build_forest(range(len(lens)), agreed, list(lens)))
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -67,7 +65,7 @@ def wide_batch(requests, shared=100, own=60, lens=None):
     ],
 )
 def test_every_tile_shape_and_special_batches(name, lens, shared):
-    batch = wide_batch(len(lens), shared, max(lens) - shared, np.array(lens, dtype=np.int32))
+    batch = wide_batch(lens, shared)
     forest = batch.forest()
     plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
     check_plan(batch, plan, GQA, 7)
@@ -102,7 +100,7 @@ def _corruptions(plan):
 
 @pytest.mark.parametrize("name", ["deft-node", "deft-flatten", "deft-node-chunk"])
 def test_the_checker_finds_every_corruption(name):
-    batch = wide_batch(20, shared=300)
+    batch = wide_batch([360] * 20, 300)
     target = replace(GQA, tile_segments=(1, 1, 2))
     plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
     check_plan(batch, plan, target, 1)
@@ -119,7 +117,7 @@ def test_the_checker_finds_every_corruption(name):
 @pytest.mark.parametrize("run", [(0, 2), (1, 3)])
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
-    batch = wide_batch(3, shared=50, own=10)
+    batch = wide_batch([60] * 3, 50)
     groups = [([0, 1, 2], Segment(run[0], 0, 50, False, *run))]
     for row in range(3):
         start = 50 if row in range(*run) else 0
