@@ -35,7 +35,7 @@ def surround_backends() -> None:
     from sglang.srt.layers.attention import attention_registry as registry
 
     for name, create in list(registry.ATTENTION_BACKENDS.items()):
-        if name.lower() != arguments.NAME and not hasattr(create, arguments.SURROUNDED):
+        if not hasattr(create, arguments.SURROUNDED):
             registry.register_attention_backend(name)(_around(name, create))
     for name in (arguments.NAME, arguments.NAME.upper()):
         registry.register_attention_backend(name)(_unresolved)
