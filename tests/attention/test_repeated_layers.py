@@ -72,19 +72,9 @@ class Step:
         return torch.zeros((2, rows, HEADS, DIM), dtype=torch.bfloat16)
 
     def run(self, layer, q, out):
-        rows = BATCH * self.tokens
-        given = dict(layer)
-        k_cache, v_cache = given.pop("k_cache"), given.pop("v_cache")
-        self.attention.run(
-            q[:rows],
-            k_cache,
-            v_cache,
-            self.table,
-            self.lens,
-            query_start=self.starts,
-            out=out[:rows],
-            **given,
-        )
+        rows = slice(BATCH * self.tokens)
+        batch = {"page_table": self.table, "seq_lens": self.lens, "query_start": self.starts}
+        self.attention.run(q[rows], out=out[rows], **batch, **layer)
 
     def repeat(self, layer, q, out):
         return self.attention.repeat(layer_addresses(**layer), q, out)

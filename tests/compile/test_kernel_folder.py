@@ -1,7 +1,6 @@
 """A folder of compiled kernels: written, moved, read back; refused if it is not what it says."""
 
 import json
-import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from deft_backend.compile.kernel_folder import (
     is_filled,
     take,
 )
+from drawings import check_asked
 from made_kernels import made_kernel
 
 HERE = Origin.of("sm_90")
@@ -86,34 +86,27 @@ def test_damaged_kernels_are_left_out(tmp_path, cache):
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
 
 
-ENTRY = {"k.json": "a" * 64, "k.cubin": "b" * 64}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "it has no manifest.json: `deft warm` did not fill it"),
-        ("{", "its manifest.json is damaged"),
-        ({"kernels": {"x": ENTRY}}, "kernels holds 'x'; expected keys of 64 hexadecimal digits"),
-        *(
-            ({"kernels": {"c" * 64: {**ENTRY, name: "d" * 64}}}, "has no plain name or no SHA-256")
-            for name in ("../k", "../../outside", "/outside", "..", "a/b.json", ".hidden")
-        ),
-        ({"kernels": {"c" * 64: {"k.json": "a" * 63}}}, "has no plain name or no SHA-256"),
-        ({"kernels": {"c" * 64: {"k.cubin": "b" * 64}}}, "expected one file of JSON"),
-        ({"kernels": {"c" * 64: {**ENTRY, "l.json": "a" * 64}}}, "expected one file of JSON"),
-    ],
-)
-def test_what_no_command_filled_is_refused(content, said, tmp_path, cache):
+def test_what_no_command_filled_is_refused(tmp_path, cache):
+    """A line asks for no manifest, for its text, or for its kernels' files and SHA-256s."""
     manifest = tmp_path / "manifest.json"
     (tmp_path / "a folder has something").touch()
-    if content is not None:
-        whole = content if isinstance(content, str) else json.dumps({**asdict(HERE), **content})
-        manifest.write_text(whole)
-        manifest.chmod(0o600)
-    assert is_filled(tmp_path) is (content is not None)
-    for read in (check_fillable, lambda folder: take(folder, HERE)):
-        with pytest.raises(KernelFolderError, match=re.escape(said)):
-            read(tmp_path)
+    names = {"KEY": "c" * 64, "A": "a" * 64, "B": "b" * 64, "SHORT": "a" * 63}
+
+    def answer(asked=None):
+        if asked is not None:
+            content = eval(asked, names)
+            if isinstance(content, dict):
+                content = json.dumps({**asdict(HERE), "kernels": content})
+            manifest.write_text(content)
+            manifest.chmod(0o600)
+        assert is_filled(tmp_path) is (asked is not None)
+        said = set()
+        for read in (check_fillable, lambda folder: take(folder, HERE)):
+            with pytest.raises(KernelFolderError) as refused:
+                read(tmp_path)
+            said.add(str(refused.value))
+        return sorted(said)
+
+    check_asked(Path(__file__).with_name("manifests.txt"), answer)
     assert check_fillable(tmp_path / "missing") is None
     assert not cache.exists()

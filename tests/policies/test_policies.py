@@ -190,26 +190,23 @@ def test_fasttree_decides_as_the_published_artifact():
     assert as_shipped == 28
 
 
-def test_fasttree_concatenates_the_whole_path_and_drops_deserted_parents():
-    # Only the reduction has a cost, so every edge is concatenated: Q-guided grouping.
-    forest = regular_forest([1, 2, 2], [64, 64, 64])
+@pytest.mark.parametrize(
+    ("forest", "ends"),
+    [
+        (regular_forest([1, 2, 2], [64, 64, 64]), [192] * 4),
+        # Query 0 ends where the shared node ends; query 1 goes on and is concatenated away.
+        (build_forest([0, 1], [100], [100, 180]), [100, 180]),
+    ],
+    ids=["deserted parents", "a lone parent"],
+)
+def test_fasttree_concatenates_the_whole_path_and_drops_or_opens_parents(forest, ends):
+    """Only the reduction has a cost, so every edge is concatenated: Q-guided grouping."""
     policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
     grouping = policy.group(forest, replace(MHA, tile_programs=(1, 1, 1)))
-    assert grouping.num_groups == 4
-    assert grouping.start.tolist() == [0] * 4
-    assert grouping.end.tolist() == [192] * 4
-    assert grouping.num_queries().tolist() == [1] * 4
-
-
-def test_fasttree_opens_a_lone_parent_instead_of_adding_an_empty_group():
-    # Query 0 ends where the shared node ends; query 1 goes on and is concatenated away.
-    forest = build_forest([0, 1], [100], [100, 180])
-    policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
-    grouping = policy.group(forest, replace(MHA, tile_programs=(1, 1, 1)))
-    assert grouping.num_groups == 2
-    assert grouping.open.tolist() == [True, True]
-    assert grouping.request.tolist() == [0, 1]
-    assert grouping.end.tolist() == [100, 180]
+    assert grouping.start.tolist() == [0] * len(ends)
+    assert grouping.end.tolist() == ends
+    assert grouping.request.tolist() == grouping.queries.tolist() == [*range(len(ends))]
+    assert grouping.open.all()
 
 
 # --- FlashForge -----------------------------------------------------------------------------------
