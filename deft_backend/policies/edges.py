@@ -59,17 +59,16 @@ def grouped_ranges(forest: PrefixForest, is_cut: BoolArray) -> KVRanges:
     return KVRanges(node, begins, ends, first[node], held[node], order)
 
 
-def cut_ranges(ranges: KVRanges, is_leaf: BoolArray, num_chunks: Int64Array, unit: int) -> Grouping:
+def cut_ranges(ranges: KVRanges, is_leaf: BoolArray, chunks: Int64Array, unit: int) -> Grouping:
     """Cut ranges evenly into chunks of whole units, one group for each chunk.
 
-    A range gets `num_chunks` [R] chunks, but no more than it has units. A unit has `unit` tokens,
-    those of the KV block as a rule; a range's last unit may be shorter.
+    - `chunks` [R]: chunks of each range: at least one, and no more than it has units.
+    - `unit`: tokens of a unit, those of the KV block as a rule; a range's last unit may be shorter.
     """
-    units = -(-(ranges.end - ranges.begin) // unit)
-    chunks = np.maximum(1, np.minimum(num_chunks, units))
     of = np.repeat(np.arange(len(chunks)), chunks)  # the range of each group
     chunk = concatenated_ranges(np.zeros_like(chunks), chunks)
-    begin, units, chunks = ranges.begin[of], units[of], chunks[of]
+    begin, chunks = ranges.begin[of], chunks[of]
+    units = -(-(ranges.end[of] - begin) // unit)
     start, stop = (begin + at * units // chunks * unit for at in (chunk, chunk + 1))
     return groups_of(ranges, of, start, stop, is_leaf[ranges.node[of]] & (chunk + 1 == chunks))
 
