@@ -1,7 +1,6 @@
 """A server under test: its faults, its answers, its log and its end."""
 
 import asyncio
-import contextlib
 import random
 import re
 import time
@@ -119,13 +118,7 @@ class TestedServer(HostServer):
         return [root, *root.children(recursive=True)]
 
     def decoding_process(self):
-        name = _DECODES[HOST]
-        for process in self.family():
-            with contextlib.suppress(psutil.Error):
-                if name in process.name() or any(name in word for word in process.cmdline()):
-                    return process
-        # SGLang may keep Python's name for its processes: the scheduler uses the most memory.
-        return max(self.family()[1:], key=lambda process: process.memory_info().rss)
+        return next(each for each in self.family() if _DECODES[HOST] in " ".join(each.cmdline()))
 
 
 @contextmanager

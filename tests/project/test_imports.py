@@ -1,6 +1,7 @@
 """The data flow is also the import order: rooms import rooms below them, and nothing else."""
 
 import ast
+import json
 import subprocess
 import sys
 from functools import cache
@@ -17,40 +18,9 @@ CHECKOUT = {"benchmarks", "tools", "tests", "integration_tests", "examples"}
 
 BASE = ("settings", "shapes", "files", "compile")  # every room above them may import these
 
-# From bottom to top. A room may import those named here, rooms of BASE and itself.
-MAY_IMPORT = {
-    "settings": "",
-    "shapes": "",
-    "files": "settings",
-    "compile": "settings files",
-    "forest": "",
-    "costs": "",
-    "policies": "forest costs",
-    "planner": "forest policies",
-    "kernels": "planner",
-    "attention": "forest costs policies planner kernels",
-    "telemetry": "forest",
-    "hosts/common": "forest costs policies planner attention",
-    "hosts/sglang": "hosts/common telemetry forest costs policies planner attention",
-    "hosts/vllm": "hosts/common telemetry forest planner attention",
-    "hosts": "hosts/sglang hosts/vllm",  # the supported versions of both
-    "tools": "",
-    "tools/servers": "hosts/vllm",  # the name to start vLLM with
-    "tools/traces": "forest",
-    "tools/tuning": "tools/traces forest costs policies planner attention",
-    "tools/explain": "telemetry forest policies planner kernels attention",
-    "tools/harness": "tools/servers tools/traces telemetry",
-    "tools/watch": "telemetry forest",
-    "tools/ab": "tools/harness tools/servers tools/traces telemetry",
-    "cli": (
-        "tools/ab tools/explain tools/harness tools/servers tools/traces tools/tuning tools/watch "
-        "hosts hosts/common hosts/sglang hosts/vllm telemetry forest costs policies kernels "
-        "attention"
-    ),
-    "__main__": "cli",
-    "": "forest policies planner attention",  # the library's names, on first use
-}
-MAY_IMPORT = {name: needs.split() for name, needs in MAY_IMPORT.items()}
+# From bottom to top. A room may import those named there, rooms of BASE and itself.
+ROOMS = json.loads(Path(__file__).with_name("rooms.json").read_text())
+MAY_IMPORT = {name: needs.split() for name, needs in ROOMS.items()}
 
 # Rooms whose modules load without torch: servers that do not ask for us, the process that measures
 # servers and commands that need no tensor would otherwise take seconds longer to start.

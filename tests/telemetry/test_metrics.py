@@ -173,12 +173,9 @@ def test_a_line_every_so_many_steps(caplog):
     log = DecodeLog(steps=4)
     for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
         log(Counters(steps(tree, small=host)))
-    assert caplog.messages == [
-        "deft: 3 decode steps through tree attention, 1 decode on the host's kernel (small); "
-        "tree attention did 75 % of the decoding",
-        "deft: 6 decode steps through tree attention, 2 decode on the host's kernel (small); "
-        "tree attention did 75 % of the decoding",
-    ]
+    said = "deft: {} decode steps through tree attention, {} decode on the host's kernel (small); "
+    said += "tree attention did 75 % of the decoding"
+    assert caplog.messages == [said.format(3, 1), said.format(6, 2)]
 
 
 def test_a_line_every_so_many_seconds(caplog, monkeypatch):

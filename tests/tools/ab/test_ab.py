@@ -144,7 +144,8 @@ def test_each_fault_is_counted_under_its_name():
             request("child", after="ok"),
             request("orphan", after="p5"),
         )
-        found = run(fake, workload)
+        found = run(fake, replace(workload, warm=("prompt p5",)))
+    assert (fake.bodies[0]["prompt"], fake.bodies[0]["max_tokens"]) == ("prompt p5", 1)
     statuses = {outcome.name: outcome.status for outcome in found.outcomes}
     assert statuses == {
         "p4": "refused",
@@ -160,6 +161,7 @@ def test_each_fault_is_counted_under_its_name():
         "orphan": "not sent",
     }
     assert not found.died
+    assert found.outcomes[-1].detail == "it continues p5, which has no answer"
     assert "404" in found.outcomes[0].detail
     said = found.outcomes[5].detail
     assert said == "the stream ended after 1 of 4 tokens, without an end mark"

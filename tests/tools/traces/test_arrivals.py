@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from deft_backend.tools.ab.workloads import trace_workload
-from deft_backend.tools.harness.workload import poisson
 from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals, shared_tokens
 from drawings import check_drawn
 
@@ -49,14 +48,6 @@ def test_equal_ids_share_text_and_nothing_else_does():
     assert shared_tokens(arrivals) == 512 + 512 + 76 + 512 + 512 + 512
     other = trace_workload(arrivals, "x", 4.0, seed=1)
     assert other.requests[0].own_part()[:8] != texts[0][:8]
-
-
-def test_poisson_arrivals_have_the_rate_and_repeat():
-    times, said = poisson(4000, 20.0, 3)
-    assert times == sorted(times)
-    assert times[-1] == pytest.approx(200.0, rel=0.1)
-    assert poisson(4000, 20.0, 3)[0] == times != poisson(4000, 20.0, 4)[0]
-    assert "seed 3" in said
 
 
 @pytest.mark.parametrize(

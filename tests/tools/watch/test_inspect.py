@@ -11,10 +11,11 @@ import pytest
 from browser import CHROMIUM, DRIVER, MISSING, browser
 from counted_steps import tree_step
 from deft_backend.forest import build_forest
+from deft_backend.telemetry.counters import Place
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import Inspector, PageServer, page
 from sglang_fakes import make_state
-from state_files import batch_of
+from state_files import batch_of, state_path
 
 
 def forest_of(names):
@@ -56,7 +57,7 @@ def served(tmp_path):
     found.page.server_close()
 
 
-def test_the_data(served):
+def test_the_data(served, tmp_path):
     answer = served.get("/state.json")
     assert answer.headers["Content-Type"] == "application/json"
     content = json.loads(answer.read())
@@ -70,6 +71,11 @@ def test_the_data(served):
     assert batch["nodes"][0] == [-1, 0, 512, 0, 4]
     first = {"node": 0, "start": 0, "tokens": 512, "readers": 4, "saved": 3 * 512}
     assert batch["prefixes"][0] == first
+    other = {**json.loads(served.writer.path.read_text()), "policy": "auto"}
+    place = Place("another-node", 7)
+    state_path(tmp_path / "servers", place=place).write_text(json.dumps(other))
+    answers = [served.get(f"/state.json?engine={number}").read() for number in (0, 1, 7)]
+    assert [b"policy auto" in answer for answer in answers] == [False, True, True]
     served.decode(["a", "b"])
     while len(json.loads(served.get("/state.json").read())["batch"]["requests"]) != 2:
         pass
@@ -81,7 +87,7 @@ def test_only_two_documents_and_only_reading(served):
         assert served.get(path).status == 404, path
     for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "ODD"):
         assert served.get("/state.json", method).status == 501, method
-    for engine in ("-1&x=%00", 20 * "9"):
+    for engine in ("-1&x=%00", 20 * "9", "7"):
         assert served.get(f"/state.json?engine={engine}").status == 200
     for line, status in (
         (b"GET http://[ HTTP/1.1", b"400"),
