@@ -65,6 +65,7 @@ def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch):
         context.setattr(Path, "is_dir", lambda path: next(looks) if path == tmp_path else True)
         create_private(tmp_path)
     assert write_fails(tmp_path / "new" / "one") is None
+    assert write_fails(Path("/proc/self")) is not None  # it is there, and takes no file
     (tmp_path / "file").write_text("")
     assert write_fails(tmp_path / "file" / "one") == "File exists"
 

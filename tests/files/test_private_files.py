@@ -1,6 +1,7 @@
 """What SECURITY.md promises of files: who may read and write them, and what is read back."""
 
 import ast
+import errno
 import fcntl
 import os
 import stat
@@ -16,6 +17,7 @@ from deft_backend.costs.table_lookup import save_table
 from deft_backend.files import private_files
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.tools.watch.page_server import PageServer
+from failure_lines import raising
 from made_kernels import made_kernel
 from sglang_fakes import make_state
 
@@ -41,6 +43,8 @@ def test_whatever_we_write_is_this_users_alone(tmp_path):
     save_table(default_cost_model(), KEY, made / "tables" / KEY.file_name)
     fill(made / "kernels", Origin.of("sm_90"), [made_kernel(tmp_path / "triton")])
     for line in (b"a longer line", b"line"):
+        if (made / "server.log").exists():
+            (made / "server.log").chmod(0o666)
         with private_files.open_private(made / "server.log") as log:
             log.write(line)
     assert (made / "server.log").read_bytes() == b"line"
@@ -82,6 +86,7 @@ def test_files_that_others_could_have_written_are_refused(tmp_path, monkeypatch)
     private_files.write_private(path, "{}")
     assert private_files.read_private_json(path) == {}
     assert private_files.is_private(path)
+    assert not private_files.is_private(tmp_path / "none")
     for bits in (0o620, 0o602):
         path.chmod(bits)
         assert not private_files.is_private(path)
@@ -101,10 +106,7 @@ def test_files_that_others_could_have_written_are_refused(tmp_path, monkeypatch)
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     private_files.write_private(path, "old")
-
-    def full(old, new):
-        raise OSError(28, "No space left on device")
-
+    full = raising(OSError(28, "No space left on device"))
     monkeypatch.setattr(private_files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         private_files.write_private(path, "new")
@@ -125,7 +127,7 @@ def test_a_file_beyond_256_mib_is_refused(tmp_path):
 @pytest.mark.parametrize(("held", "waits"), [(0, 0), (2, 2), (9, 5)])
 def test_a_lock_is_waited_for_and_no_longer_than_asked(held, waits, tmp_path, monkeypatch):
     """Another holds the lock for so many looks; the end of the time comes after five."""
-    looks, slept = [], []
+    looks, slept, opened = [], [], len(os.listdir("/proc/self/fd"))
 
     def flock(handle, how):
         looks.append(how)
@@ -141,6 +143,10 @@ def test_a_lock_is_waited_for_and_no_longer_than_asked(held, waits, tmp_path, mo
     assert set(looks) == {fcntl.LOCK_EX | fcntl.LOCK_NB}
     with private_files.locked(tmp_path / "no folder" / "lock", 0.0) as mine:
         assert mine  # the lock saves work only
+    monkeypatch.setattr(private_files.fcntl, "flock", raising(OSError(errno.ENOLCK, "no locks")))
+    with private_files.locked(tmp_path / "lock", 0.0) as mine:
+        assert mine
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_nothing_is_unpickled_imported_or_evaluated():
