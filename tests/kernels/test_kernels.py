@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention_checks
-from attention_checks import DEVICES, Batch, tree_attention
+from attention_checks import DEVICES, tree_attention
 from benchmarks.fuzz.attention_settings import PLANNERS, attention_settings
 from benchmarks.fuzz.examples import Example, Runner
 from deft_backend import AttentionError, forest_from_page_tables
@@ -21,7 +21,7 @@ from deft_backend.planner import PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
 from deft_backend.policies import DeftFlatten, PolicyError, Segment
 from drawings import check_asked
-from random_batches import random_batch
+from random_batches import random_batch, tensors_of
 from strategies import batch_of, grouping_of
 
 OF_ATTENTION = (
@@ -33,12 +33,6 @@ OF_ATTENTION = (
 @pytest.fixture(params=DEVICES, scope="module")
 def device(request):
     return request.param
-
-
-def tensors_of(made):
-    """A batch of NumPy arrays as tensors."""
-    table, lens = torch.from_numpy(made.page_tables), torch.from_numpy(made.seq_lens)
-    return Batch(table, lens, int(table.max()) + 1)
 
 
 def check(batch, **given):

@@ -2,10 +2,17 @@
 
 import random
 
-import numpy as np
 import torch
 
+import strategies
 from attention_checks import Batch
+from deft_backend.forest import forest_from_paths
+
+
+def tensors_of(made):
+    """A batch of NumPy arrays as tensors."""
+    table, lens = torch.from_numpy(made.page_tables), torch.from_numpy(made.seq_lens)
+    return Batch(table, lens, int(made.page_tables.max(initial=0)) + 1)
 
 
 def random_batch(seed, page_size, requests, longest=90, spare=0):
@@ -15,36 +22,25 @@ def random_batch(seed, page_size, requests, longest=90, spare=0):
     within its page table, whose page ids are shuffled over the cache.
     """
     rng = random.Random(seed)
-    rows, lens, used = [], [], 0
+    found = []
 
-    def pages(count):
-        nonlocal used
-        used += count
-        return list(range(used - count, used))
-
-    def grow(prefix, levels, branches):
-        prefix = prefix + pages(rng.randint(0, max(1, longest // page_size)))
+    def grow(path, levels, branches):
+        if pages := rng.randint(0, max(1, longest // page_size)):
+            path = [*path, (rng.random(), pages * page_size)]
         if branches == 1 or levels == 0:
+            shared = sum(tokens for _, tokens in path)
             for _ in range(branches):
-                tokens = rng.choice([0, 1, rng.randint(1, longest)])
-                rows.append(prefix + pages(-(-(tokens + spare) // page_size)))
-                lens.append(len(prefix) * page_size + tokens)
+                found.append((path, shared + rng.choice([0, 1, rng.randint(1, longest)])))
             return
         while branches:
             part = rng.randint(1, branches)
-            grow(prefix, levels - 1, part)
+            grow(path, levels - 1, part)
             branches -= part
 
-    while len(rows) < requests:
-        left = requests - len(rows)
-        grow([], rng.randint(0, 3), rng.randint(1, left))
-
-    ids = list(range(used))
-    rng.shuffle(ids)
-    order = list(range(requests))
-    rng.shuffle(order)
-    table = np.zeros((requests, max(map(len, rows), default=0) + 1), dtype=np.int32)
-    for to, row in enumerate(order):
-        table[to, : len(rows[row])] = [ids[page] for page in rows[row]]
-    lens = torch.tensor([lens[row] for row in order], dtype=torch.int32)
-    return Batch(torch.from_numpy(table), lens, max(1, used))
+    while len(found) < requests:
+        grow([], rng.randint(0, 3), rng.randint(1, requests - len(found)))
+    rng.shuffle(found)
+    paths, lens = zip(*found, strict=True)
+    return tensors_of(
+        strategies.batch_of(forest_from_paths(paths, lens, page_size), seed, page_size, spare)
+    )
