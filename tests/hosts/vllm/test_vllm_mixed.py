@@ -310,7 +310,7 @@ class Scheduler:
         self.blocks = {}  # of each request that runs
         self.chunks = {}  # of its prompt that are left
         self.shared = {}  # its blocks when it began to decode
-        self.preempted, self.names, self.free = [], map(str, count()), count(10)
+        self.preempted, self.names, self.free = [], map(str, count()), count(1000)
         self.groups = draw.randrange(3)
 
     def of_groups(self, blocks):
@@ -318,7 +318,7 @@ class Scheduler:
         return [(blocks,), (blocks, window), (window, blocks)][self.groups]
 
     def begin(self, name):
-        prefix, own = range(1, self.draw.randint(2, 9)), self.draw.randint(0, 2)
+        prefix, own = range(1, self.draw.randint(1, 9)), self.draw.randint(0, 2)
         self.blocks[name] = [*prefix, *(next(self.free) for _ in range(own))]
         self.chunks[name] = self.draw.randint(0, 2)
         return self.of_groups([*self.blocks[name]])
@@ -332,7 +332,9 @@ class Scheduler:
         return ended
 
     def grow(self, name):
-        block = [next(self.free)] * (self.draw.random() < 0.5)
+        # Later chunks of prompts are also shared.
+        new = 100 + len(self.blocks[name]) if self.chunks[name] else next(self.free)
+        block = [new] * (self.draw.random() < 0.5)
         self.blocks[name] += block
         return self.of_groups(block) if block else None
 
@@ -343,6 +345,7 @@ class Scheduler:
         if self.draw.random() < 0.3:  # preempted and resumed without a word
             resumed, self.preempted, preempted = resumed + preempted, [], None
         more |= {name: self.begin(name) for name in resumed}
+        more["began before"] = self.of_groups([1])
         new = {next(self.names): None for _ in range(self.draw.randint(0, arrivals))}
         first = [SimpleNamespace(req_id=name, block_ids=self.begin(name)) for name in new]
         tokens = {name: self.tokens(name) for name in self.blocks if self.draw.random() < 0.9}
