@@ -379,6 +379,7 @@ def test_models_that_call_their_backend_find_its_metadata(server):
     server.surround(partial(tree_layers, model_asks=True))
     batch = server.batch()
     assert server.step(batch).any()
+    assert server.calls == ["metadata"]  # whatever layers follow
     server.forward(batch, make_layer(sliding_window_size=8, layer_id=1))
     assert server.calls == ["metadata", "decode"]
     server.capture(server.batch())

@@ -48,49 +48,38 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
             assert graphs._resolve_variant(lambda *_, g=label: g, runner, batch) == expected
 
 
-def test_page_tables_are_not_written_while_a_graph_reads_them(monkeypatch):
-    model = SimpleNamespace(war_fastpath_read_done_event=None)
-    runner = SimpleNamespace(model_runner=model)
-
-    def execute(runner, batch, proxy):
-        model.war_fastpath_read_done_event = "metadata was read"
-        return "logits"
-
-    readers = {id(model): lambda mode: mode == "decode"}
-    monkeypatch.setattr(fence, "_readers", readers)
-    decode, extend = (SimpleNamespace(forward_mode=mode) for mode in ("decode", "extend"))
-    for batch, event in ((decode, None), (extend, "metadata was read"), (decode, None)):
-        assert fence._execute(execute, runner, batch) == "logits"
-        assert model.war_fastpath_read_done_event == event
-    readers.clear()
-    fence._execute(execute, runner, decode)  # another model runner's
-    assert model.war_fastpath_read_done_event == "metadata was read"
-
-
-def test_other_packages_runners_are_patched_themselves(graphs):
-    """A model runner names the class that captures and replays its decode graphs."""
+def test_page_tables_are_not_written_while_a_graph_of_any_packages_runner_reads_them(graphs):
+    """A model runner names the class that captures and replays its decode graphs. The reader knows
+    after a replay what the replay reads.
+    """
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     class Theirs(DecodeCudaGraphRunner):
         def __init__(self, model_runner):
             self.model_runner = model_runner
 
-        def execute(self, forward_batch, pp_proxy_tensors=None):
+        def execute(self, forward_batch, pp_proxy_tensors):
             self.model_runner.war_fastpath_read_done_event = "metadata was read"
             return "theirs"
 
+    def replay(mode):
+        assert Theirs(model).execute(SimpleNamespace(forward_mode=mode)) == "theirs"
+        return model.war_fastpath_read_done_event
+
+    def reader(mode):
+        return mode == "decode" and model.war_fastpath_read_done_event is not None
+
     before = vars(DecodeCudaGraphRunner).copy()
     model = SimpleNamespace(_decode_cuda_graph_runner_cls=lambda: Theirs)
-    undo = fence.install(model, lambda mode: True), graphs.install(model, object())
-    assert Theirs(model).execute(SimpleNamespace(forward_mode="decode")) == "theirs"
-    assert model.war_fastpath_read_done_event is None
+    undo = fence.install(model, reader), graphs.install(model, object())
+    modes = ("decode", "extend", "decode", "decode")
+    assert [replay(mode) for mode in modes] == [None, "metadata was read", None, None]
     assert is_wrapped(Theirs, "capture_one_shape", graphs._capture_one_shape)
     assert is_wrapped(Theirs, "_resolve_lora_variant", graphs._resolve_variant)
     assert vars(DecodeCudaGraphRunner) == before
     for each in undo:
         each()
-    assert Theirs(model).execute(SimpleNamespace(forward_mode="decode")) == "theirs"
-    assert model.war_fastpath_read_done_event == "metadata was read"
+    assert replay("decode") == "metadata was read"
     assert not graphs._controllers
 
 

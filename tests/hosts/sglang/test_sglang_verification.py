@@ -184,12 +184,14 @@ def test_verifications_of_another_form_are_the_hosts(server):
     fewer = trees(PARENTS[:1])
     others = [{"custom_mask": torch.ones(1)}, {"ragged_verify_layout": ()}, {"topk": 2}]
     others = [SimpleNamespace(**{**vars(CHAIN), **other}) for other in others]
-    for spec in (longer, fewer, NO_LINKS, None, *others):
+    half = [{f"retrieve_next_{name}": None} for name in ("token", "sibling")]
+    half = [SimpleNamespace(**{**vars(trees(PARENTS)), **each}) for each in half]
+    for spec in (longer, fewer, NO_LINKS, None, *half, *others):
         server.step(server.batch(spec))
-    assert server.calls == ["metadata", "extend"] * 7
+    assert server.calls == ["metadata", "extend"] * 9
     assert server.state.counters().steps_host == {
         f"verification of {N + 1} tokens, not {N}": 1,
-        "no links between the draft tokens of each request": 2,
+        "no links between the draft tokens of each request": 4,
         f"verification of None tokens, not {N}": 1,
         "verification of neither chains nor token trees": 3,
     }

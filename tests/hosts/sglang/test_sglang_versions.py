@@ -96,15 +96,6 @@ def test_what_resolved_arguments_say(newer):
     check_asked(Path(__file__).with_name("resolved.txt"), answer)
 
 
-@pytest.mark.parametrize(
-    ("links", "found"), [((1, 2), (1, 2)), ((None, 2), None), ((1, None), None)]
-)
-def test_links_of_drafts(links, found):
-    child, sibling = links
-    drafts = SimpleNamespace(retrieve_next_token=child, retrieve_next_sibling=sibling)
-    assert versions.draft_links(drafts) == found
-
-
 def test_registration_in_order(host, monkeypatch):
     """The hook first: without it, the name would reach code of the host that does not know it."""
     from sglang.srt import server_args
