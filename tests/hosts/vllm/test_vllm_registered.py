@@ -256,6 +256,14 @@ def test_a_fallback_may_be_named(monkeypatch):
             chosen_as_the_host_does()
 
 
+def test_a_configuration_that_no_backend_takes(monkeypatch):
+    plugin.register()
+    fails = raising(ValueError("no backend takes it"))
+    monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", fails)
+    reasons = CUSTOM.get_class().validate_configuration(None, **CONFIG._asdict())
+    assert reasons == ["no backend takes it"]
+
+
 @pytest.mark.parametrize("installed_ahead", [False, True])
 def test_a_server_on_the_cpu_is_the_hosts(installed_ahead, monkeypatch, caplog):
     monkeypatch.setattr("sys.argv", ["api_server.py", "--attention-backend", "DEFT"])
