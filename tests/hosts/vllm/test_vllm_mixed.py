@@ -173,13 +173,15 @@ def test_costs_decide_on_a_gpu(name, tokens, ours, on_gpu):
     assert state().counters().steps_host == reasons
 
 
-def test_graphs_hold_tree_attention_whatever_requests_share(on_gpu):
+@pytest.mark.parametrize("name", ["decode", "verification"])
+def test_graphs_hold_tree_attention_whatever_requests_share(name, on_gpu):
     """A replay costs the CPU nothing. Steps of other sizes have no graph."""
-    step = KINDS["decode"].step()
+    step = KINDS[name].step()
     assert not on_gpu(step, 0)
     step.capture()
     assert on_gpu(step, 0)
-    step.batch = Batch(step.batch.seq_lens[:4], shared=2)
+    of_fewer = step.batch.query_lens and step.batch.query_lens[:4]
+    step.batch = Batch(step.batch.seq_lens[:4], shared=2, query_lens=of_fewer)
     assert not on_gpu(step, 0)
 
 
