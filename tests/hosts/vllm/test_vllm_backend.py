@@ -378,6 +378,7 @@ def test_a_fused_output_quantisation_is_the_hosts(caplog):
         with pytest.raises(NotImplementedError, match="fused output quantisation"):
             impl.forward(None, *batch, torch.zeros((5, HEADS, DIM)), *args, **kwargs)
     assert caplog.text.count("a fused output quantisation decode through the host's kernel") == 1
+    assert state().counters().steps_host == {"a fused output quantisation": 1}
 
 
 @pytest.mark.parametrize("flag", [None, "enable_sleep_mode", "enable_cumem_allocator"])
