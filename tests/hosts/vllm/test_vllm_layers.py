@@ -112,6 +112,7 @@ def test_scales_for_each_head_are_the_hosts(several):
     assert sum(map(float, held.with_scales_of(module).scales)) == 4.0
     setattr(module, several, torch.ones(2))
     assert layer.with_scales_of(module).reason == "scales for each head"
+    assert layer._replace(reason="sinks").with_scales_of(module).reason == "sinks"
 
 
 def test_servers_of_other_kinds_are_refused(monkeypatch):
