@@ -196,6 +196,8 @@ def test_a_repeat_with_other_bits_ends_all_repeats():
     assert out.tolist() == [1.0, 1.0]
     assert not repeats.repeat(*layer, (1, 1))
     assert (repeats.on, len(warned)) == (False, 1)
+    assert not Repeats(attention, repeats._log, verify=True).on
+    assert not Repeats(SimpleNamespace(device=torch.device("cpu")), repeats._log, verify=False).on
 
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -256,7 +256,10 @@ def test_what_a_server_gets(host, monkeypatch):
         ({"latent": True}, {}, "MLA prefills through other layers"),
     ],
 )
-def test_why_the_host_computes_steps_that_prefill(host, options, server, reason, monkeypatch):
+def test_why_the_host_computes_steps_that_prefill(
+    host, options, server, reason, monkeypatch, caplog
+):
+    caplog.set_level("INFO", "deft_backend")
     for name, value in {"backend_names": ("fa3",) * 2, "decodes_per_rank": False, **server}.items():
         monkeypatch.setattr(factory.versions, name, lambda arguments, value=value: value)
     own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32))()
@@ -264,6 +267,7 @@ def test_why_the_host_computes_steps_that_prefill(host, options, server, reason,
     layers = None if options.pop("latent", False) else tree_layers(own, attention, **options)
     found = factory._unsplit(SimpleNamespace(server_args=None), layers)
     assert found == reason or (reason is not None and str(found).startswith(reason))
+    assert ("in steps that also prefill: " in caplog.text) == (reason is not None)
 
 
 def test_what_a_server_reports(host, monkeypatch):

@@ -30,6 +30,8 @@ def test_a_second_set_of_graphs_is_captured_and_replayed(graphs):
     capture = partial(graphs._capture_one_shape, lambda *given: events.append(given), runner, 8)
     capture("forward", None)
     assert events == [(runner, 8, "forward", None, None)]  # no controller: the patch has no effect
+    decode = SimpleNamespace(forward_mode=mode("decode"))
+    assert graphs._resolve_variant(lambda *_: "lora", runner, decode) == "lora"
     graphs._controllers[id(runner.model_runner)] = SimpleNamespace(
         takes=lambda batch: batch.shared, capture_tree=events.append
     )

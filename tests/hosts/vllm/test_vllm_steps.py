@@ -78,7 +78,7 @@ def test_padding_tokens_behind_the_batch_stay_as_they_are(kind):
         ("mixed", [1, 1, 30, 1, 5], {"is_prefilling": None}, "decode rows behind prefills"),
         ("mixed", None, {"mm_req_doc_ranges": {3: [(20, 30)]}}, DOCUMENTS),
         ("mixed", None, {"causal": False}, "attention that is not causal"),
-        ("mixed", [1, 30, 5, 30, 5], {}, "batch smaller than DEFT_MIN_BATCH=2"),
+        ("mixed", [1, 30, 5, 30, 5], {"prefix": 32}, "batch smaller than DEFT_MIN_BATCH=2"),
     ],
 )
 def test_steps_of_another_kind_are_counted(name, query_lens, changes, reason, monkeypatch):
