@@ -76,7 +76,9 @@ def commands(model, tmp_path, monkeypatch):
 
 def test_refusals_are_as_drawn(commands, model, tmp_path, monkeypatch):
     """The file has each command, and the words of its refusal. A refusal leaves no file."""
-    monkeypatch.setattr(ab_run, "compare", raising(AssertionError("a server would start")))
+    starts = raising(AssertionError("a server would start"))
+    monkeypatch.setattr(ab_run, "compare", starts)
+    monkeypatch.setattr(os, "execvpe", starts)
     path, every = Path(__file__).with_name("refused.txt"), []
     before = sorted(tmp_path.rglob("*"))
     for line, code, said in commands(path, "400"):
@@ -139,7 +141,8 @@ def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
     arrivals = (Path(__file__).parents[1] / "support" / "arrivals.jsonl").read_text()
     (tmp_path / "t.jsonl").write_text("\n".join(arrivals.splitlines()[:3]))
     ended = {"pid": 2**22 + 1, "updated": time.time()}  # no such process
-    others = {31235: {"policy": "invariant", "chunk_tokens": 128}, 31236: ended, 31237: ended}
+    others = {31235: {"policy": "invariant", "chunk_tokens": 128}, 31237: ended}
+    others[31236] = {**ended, "policy": "invariant"}  # with MLA: no rule sets its chunks
     for port, changes in {31234: {}, **others}.items():
         path = state_path(tmp_path / "cache" / "servers", port, pid=changes.get("pid"))
         path.write_text(json.dumps(state(port=port, **changes)))

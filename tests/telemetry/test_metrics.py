@@ -16,7 +16,7 @@ from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import decode_log, metrics
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
-from deft_backend.telemetry.decode_log import DecodeLog, describe
+from deft_backend.telemetry.decode_log import DecodeLog, describe, time_of_a_plan
 from deft_backend.telemetry.metrics import publisher, register_states
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import SILENT_SECONDS
@@ -211,6 +211,8 @@ def test_what_the_line_says():
         "attention did 97 % of the decoding; KV read 41.2 GB of 310.5 GB query by query (13 %); "
         "planning 0.4 ms a plan"
     )
+    slow = [time_of_a_plan(Counters(plans=2, plan_seconds=s)) for s in (0.0192, 3.0)]
+    assert slow == ["9.6 ms", "1,500 ms"]
     # A reading may fall between the counts of a plan and of its time.
     between = Counters(steps(1), 0, 50, 100, 0.002)
     assert describe(between) == (

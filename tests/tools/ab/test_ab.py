@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +35,10 @@ from deft_backend.tools.harness.client import Offers, ServerClient
 from deft_backend.tools.harness.open_loop import Goodput
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
-from deft_backend.tools.servers.command import ServerCommand
+from deft_backend.tools.servers.command import ServerCommand, StartError
 from deft_backend.tools.traces.arrivals import load_arrivals
 from drawings import check_drawn, terminal
+from failure_lines import raising
 from fake_completions import Fake, serving
 from sglang_fakes import make_state
 
@@ -178,14 +180,38 @@ def test_a_run_that_compared_nothing_says_so(tmp_path, monkeypatch):
     assert "nothing was compared: no request was answered by both servers" in printed
 
 
-def test_a_server_that_dies_ends_the_run(tmp_path):
+def test_a_run_that_ends_while_it_warms_sends_nothing(monkeypatch):
+    monkeypatch.setattr("deft_backend.tools.harness.workload._PAUSES", (0.0,))
+    warmed = replace(workload_of(request("a"), request("b", after="a")), warm=("prefix",))
+
+    async def interrupted(fake):
+        async with ServerClient(fake.url) as client:
+            running = asyncio.create_task(replay(warmed, client))
+            while not fake.bodies:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            return await running
+
+    with serving(Fake(dies_after=0)) as dead, serving(Fake(token_seconds=1.0)) as slow:
+        ends = run(dead, warmed), asyncio.run(interrupted(slow))
+    assert "no longer answers" in ends[0].died
+    assert (ends[1].died, ends[1].interrupted) == ("", True)
+    assert {o.status for end in ends for o in end.outcomes} == {"not sent"}
+    assert len(dead.bodies) == len(slow.bodies) == 1
+
+
+def test_a_server_that_dies_ends_the_run(tmp_path, monkeypatch):
+    """The end of its log tells why."""
+    alive = raising(StartError("the server ended with exit code -9"))
+    monkeypatch.setattr(sides, "RunningServer", partial(sides.RunningServer, check_alive=alive))
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
         of = (*workloads("few-shot", "unshared"), "--rate", "60", "--seed", "5", *SMALL)
         data, printed = ab(tmp_path, "--urls", a.url, b.url, *of, code=1)
     assert data["verdict"].startswith("Do not switch: B died during the run")
-    assert "no longer answers" in printed
+    assert "ended with exit code -9" in printed
     assert [w["workload"] for w in data["workloads"]] == ["few-shot", "unshared"]
     assert data["workloads"][1]["figures"][0]["answered"] == 9
+    assert data["workloads"][0]["figures"][1]["answered"] == 9
     lost = data["workloads"][-1]["figures"][1]["lost"]
     assert sum(lost.values()) > 0
     assert (tmp_path / "out" / "report.html").exists()
@@ -306,7 +332,8 @@ def test_a_note_about_both_servers_is_said_once():
     console = terminal()
     progress = sides.Progress(console)
     for name in ("host", "deft"):
-        progress.starting(name, ServerCommand((), {}, 1, on_gpu=False, notes=("a note",)))
+        progress.starting(name, ServerCommand((), {}, 1, on_gpu=False, notes=("a note",)))()
+        assert progress.finished
     assert console.file.getvalue().count("a note") == 1
 
 
@@ -521,9 +548,10 @@ def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
         running.clear()
 
     monkeypatch.setattr(sides, "ServerProcess", start)
+    monkeypatch.setattr(sides.Progress, "starting", lambda *_: partial(started.append, "answers"))
     options = ("--host", "sglang", "--policy", "deft-node", "--rate", "100")
     _, printed = ab(tmp_path, *options, "--workload", "few-shot", *SMALL, code=2)
-    assert started == [(None, None), ("deft", "deft-node")]
+    assert started == [(None, None), "answers", ("deft", "deft-node"), "answers"]
     assert "log says 'deft: these layers run through fa3'. The log is" in printed
 
 
@@ -561,6 +589,9 @@ def test_the_largest_gap_is_of_the_tokens_that_agree():
     one, other = (told("r", f"ab{last}", -0.1, -0.2, -0.3) for last in "cd")
     one.answer.top[2] = other.answer.top[2] = {"c": -0.3}  # nobody tells of a second token
     assert compared([one], [other]).differences[0].margin is None
+    silent = told("r", "abe")  # a server may leave out log-probabilities
+    for pair in ((one, silent), (silent, one)):
+        assert compared(*([each] for each in pair)).differences == (Difference("r", 2, None),)
 
 
 def test_no_descendant_of_a_difference_is_compared():

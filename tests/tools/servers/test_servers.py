@@ -72,6 +72,8 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
         child = int(log.read_text().split()[1])
         os.kill(child, 0)
         server.check_alive()
+    assert server._guard is not None
+    assert server._guard.returncode == 0
     server.stop()  # once more does no harm
     assert waited
     assert log.read_text().endswith("asked\n")
@@ -203,6 +205,8 @@ def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     for host, gpu in product(("sglang", "vllm"), (True, False)):
         found = server_command("M", 1234, host=host, gpu=gpu, **given)
         lines += [found.shell().replace(sys.executable, "python"), *found.notes]
+    for backend in ("fa3", None):
+        lines.append(server_command("M", 1234, backend=backend, gpu=True).shell().split("M ")[1])
     for words in (
         "--port=31201 --host ::1",
         "--host=0.0.0.0",

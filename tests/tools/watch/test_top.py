@@ -128,7 +128,7 @@ def test_a_writer_deletes_what_earlier_servers_of_its_port_left(tmp_path):
     _, running = decoding(tmp_path, pid=os.getppid())
     _, elsewhere = decoding(tmp_path)
     elsewhere.path = elsewhere.path.rename(state_path(tmp_path, 7, place=Place("x", 1)))
-    _, forgotten = decoding(tmp_path, port=9, pid=os.getppid())
+    _, forgotten = decoding(tmp_path, port=5, pid=os.getppid())
     os.utime(forgotten.path, (0, time.time() - KEPT_SECONDS - 60))
     answer_file(forgotten.path).touch()
     _, remembered = decoding(tmp_path, port=10, pid=os.getppid())
@@ -166,6 +166,8 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     assert now.steps_a_second == (20 * 20 - 15 * 15) / 5
     assert rate.add(21.0, 1, decoded(3)) is None
     assert rate.add(22.0, 2, decoded(30)) is None
+    assert rate.add(23.0, 2, decoded(34)) is not None
+    assert rate.add(24.0, 2, decoded(32)) is None  # one that restarted and has decoded more
     assert rate.add(200.0, 2, decoded(90)) is None  # minutes ago is not now
     later = rate.add(201.0, 2, decoded(93))
     assert later is not None
