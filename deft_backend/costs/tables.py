@@ -143,9 +143,7 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
     return tuple(_read(path) for path in SHIPPED_TABLES)
 
 
-def nearest_table(
-    gpu: str, facts: GpuFacts | None, dtype: str = "float16", group: int = 4
-) -> ShippedTable:
+def nearest_table(gpu: str, facts: GpuFacts | None, dtype: str, group: int) -> ShippedTable:
     """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
 
     Tables of caches whose elements have as many bytes as `dtype` come first. Tiles of 8 bits are

@@ -23,11 +23,18 @@ def test_the_target_of_plans():
     def answer(gpu, kv_dtype, query_tokens):
         kind = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
         kind |= {"kv_dtype": getattr(torch, kv_dtype), "query_tokens": int(query_tokens)}
+        if gpu == "latent":
+            latent = latent_attention(query_tokens=int(query_tokens), max_batch=4)
+            return [str(replace(latent.target, cost_model=None))]
         described = None if gpu == "cpu" else Gpu.named(gpu)
         attention = tree_attention(**kind, max_batch=4, compiled_for=described)
         return [str(replace(attention._shapes[int(query_tokens)].target, cost_model=None))]
 
     check_asked(Path(__file__).with_name("targets.txt"), answer)
+
+
+def test_a_batchs_own_rows_are_on_the_attentions_device():
+    assert latent_attention(device="meta", max_batch=4)._own_rows.device.type == "meta"
 
 
 def test_a_step_in_the_interpreter_is_not_repeated():

@@ -135,13 +135,17 @@ def test_a_device_with_64_kib_of_shared_memory(monkeypatch):
     assert "shared memory" in outcome.failure
 
 
-def test_the_cases_of_shapes_and_the_end_of_their_time():
+def test_the_cases_of_shapes_and_the_end_of_their_time(monkeypatch):
     """The first shape's kernels run in every kind of step, with plans of both planners."""
+    left = []
+    monkeypatch.setattr(self_check.time, "monotonic", lambda: 7.0)
+    monkeypatch.setattr(self_check, "wait", lambda needed, most: left.append(most) or ((), [1]))
     shapes = [
         self_check.CheckedShape(4, 2, 64, torch.float16, kv)
         for kv in (torch.float16, torch.float8_e4m3fn)
     ]
-    outcomes = list(check_shapes(shapes, torch.device("cpu"), until=0.0))
+    outcomes = list(check_shapes(shapes, torch.device("cpu"), until=9.0))
+    assert left == [2.0] * len(outcomes)
     assert all(outcome == Outcome(outcome.case, None) for _, outcome in outcomes)
     first, second = (
         [str(outcome.case) for shape, outcome in outcomes if shape == each] for each in shapes

@@ -56,6 +56,7 @@ def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
     folder = tmp_path / "folder"
     assert fill(folder, HERE, [made_kernel(tmp_path / "k", 1)]) == 1
     assert fill(folder, HERE, [made_kernel(tmp_path / "k", 2)]) == 2
+    shutil.rmtree(folder / f"{2:064x}")  # by somebody else
     assert fill(folder, replace(HERE, triton="9.9.0"), [made_kernel(tmp_path / "k", 3)]) == 1
     assert {path.name for path in folder.iterdir()} == {"manifest.json", f"{3:064x}"}
 

@@ -1,5 +1,6 @@
 """The start compiles the variants that steps launch, under the keys that launches look up."""
 
+import gc
 import itertools
 import threading
 from collections import defaultdict
@@ -299,6 +300,22 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
     with pytest.raises(CompilationError):
         variants._compiled(variant_of(fail))
     assert len(calls) == 4
+
+    def stumble_always():
+        calls.append(1)
+        raise SystemError
+
+    with pytest.raises(SystemError):
+        variants._compiled(variant_of(stumble_always))
+    assert len(calls) == 4 + 21
+
+
+def test_the_garbage_collector_rests_while_kernels_are_compiled():
+    for enabled, choose in ((False, gc.disable), (True, gc.enable)):
+        choose()
+        with variants._no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
 
 
 def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path):

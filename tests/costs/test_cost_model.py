@@ -130,6 +130,8 @@ def test_numbers_of_a_measurement_are_finite(wrong):
 def test_the_costs_of_tiles_in_one_array():
     target = Target(4, 4, head_dim=64, query_tokens=2, cost_model=_replaced())
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
+    target = replace(target, cost_model=replace(_replaced(), bandwidth_gb_s=512.0))
+    assert target.transfer_ns == pytest.approx(2.0)  # keys and values of four heads: 1 KiB
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,9 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
     h100, h200, *_ = shipped_tables()
     lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
     rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
-    assert nearest_table(KEY.gpu, lean) is h100
-    assert nearest_table(KEY.gpu, rich) is h200
-    assert nearest_table(KEY.gpu, None) is h100
+    assert nearest_table(KEY.gpu, lean, "float16", 4) is h100
+    assert nearest_table(KEY.gpu, rich, "float16", 4) is h200
+    assert nearest_table(KEY.gpu, None, "float16", 4) is h100
     with caplog.at_level(logging.INFO):
         model = cost_model_for(KEY, tmp_path, rich)
     assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
@@ -225,7 +225,7 @@ def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
     for table, other in zip(eight_bits, (h100, h200), strict=True):
         assert table.key.dtype == "float8_e4m3fn"
         for dtype, size in DTYPE_BYTES.items():
-            found = nearest_table(table.key.gpu, h200.facts, dtype)
+            found = nearest_table(table.key.gpu, h200.facts, dtype, 4)
             assert found is (table if size == 1 else other)
     key = replace(KEY, gpu="another", dtype="float8_e5m2")
     half = replace(h100.facts, memory_gb_s=h100.facts.memory_gb_s / 2)

@@ -174,6 +174,12 @@ def test_long_segments_go_round_the_rings(lookahead, policy):
     check(3, 6, lookahead=lookahead, longest=1500, policy=policy)
 
 
+@pytest.mark.parametrize("policy", ["fasttree", 128])
+@pytest.mark.parametrize("query_tokens", [70, 130])
+def test_trees_of_more_tokens_than_a_word_has_bits(query_tokens, policy):
+    check(1, 2, query_tokens, is_tree=True, policy=policy, longest=100)
+
+
 @pytest.mark.parametrize("module", [large_tile_copies, hopper_small_tile])
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_copy_that_is_not_waited_for_shows(late, module, monkeypatch):

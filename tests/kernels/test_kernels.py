@@ -239,6 +239,10 @@ def test_a_plan_of_more_queries_than_the_arrays_hold_is_refused():
     with pytest.raises(PlanError, match="the plan is for 5 queries; its arrays hold 2: raise max_"):
         attention.use(plan, forest)
     assert torch.equal(attention.run(q, *caches, table[:2], lens[:2]), expected)
+    forest = forest_from_page_tables(table[:2], lens[:2])
+    plan = tree_attention(policy="deft-flatten", max_batch=2).plan(forest)
+    with pytest.raises(PlanError, match="policy deft-node-chunk never makes"):
+        attention.use(plan, forest)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -30,7 +30,7 @@ from deft_backend.policies import (
     Target,
 )
 from deft_backend.policies.grouping import longest_first
-from deft_backend.shapes import MAX_MERGED
+from deft_backend.shapes import MAX_ITEM_TOKENS, MAX_MERGED
 from examples.walkthrough import read_plan
 from strategies import GROWTH, Batch, batch_of, batches, check_plan, regular_forest, targets
 
@@ -255,6 +255,15 @@ def test_flattened_chunks_are_as_long_as_the_hosts(seed, programs):
     batch = random_batch(seed, 12, [0, 3, 130, 400], private=200)
     target = replace(TARGET, tile_programs=(16, 4, programs))
     plans_of(batch, target, PlanCapacity.for_batch(64, 2000), policy=DeftFlatten())
+
+
+def test_flattened_chunks_double_up_to_the_longest_item():
+    """Twice these tokens and a short rest would be more than an item may have."""
+    table, lens = np.arange(24, dtype=np.int32).reshape(3, 8), np.full(3, 31 << 20, np.int32)
+    batch = Batch(table, lens, 1 << 22)
+    target = replace(TARGET, tile_programs=(16, 4, 1))
+    for chunk_tokens in (MAX_ITEM_TOKENS // 3, MAX_ITEM_TOKENS // 2):
+        plans_of(batch, target, PlanCapacity.for_batch(64), policy=DeftFlatten(chunk_tokens))
 
 
 @pytest.mark.parametrize("policy", [AUTO, DeftFlatten(chunk_tokens=40)], ids=str)
@@ -485,7 +494,7 @@ def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
     lens = torch.full((2, 8), 5, dtype=torch.int32)
     planner, _ = planner_for(TARGET, 8, 1, policy=POLICIES[name])
 
-    def plan(lens, **changes):
+    def plan(lens, rows=rows, tables=tables, **changes):
         launched.clear(), repeated.clear()
         planner.plan(tables, rows[: len(lens)], lens, **changes)
         return [*launched], [*repeated]
@@ -501,8 +510,10 @@ def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
     assert plan(lens[0])[1]
     assert plan(lens[0], target=replace(TARGET, num_sms=7))[0]
     assert plan(lens[0], private_tokens=3)[0]
-    unaligned = lens.flatten()[1:5]
-    assert all(plan(unaligned)[0] for _ in range(3))
+    shifted = torch.zeros(513, dtype=torch.int32)[1:].view(8, 64)
+    aligned, unaligned = lens[1][:4], lens.flatten()[1:5]
+    for each in ((unaligned,), (aligned, rows[1:]), (aligned, rows, shifted)):
+        assert all(plan(*each)[0] for _ in range(3))
     unknown.add(first[-1][0])  # whatever Triton has not compiled makes the whole plan anew
     assert all(len(plan(lens[0][:5])[0]) == len(first) for _ in range(3))
 
@@ -543,6 +554,7 @@ def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch,
         planner, plan = planner_for(
             TARGET, 8, 1, PlanCapacity(8, 256, 512, 512), policy=POLICIES[name]
         )
+        fresh = tree_map(torch.clone, planner._scratch.cleared)
         planner.plan(tables, rows, lens)
         first, names = read_plan(plan).arrays(), [*launched]
         for _ in range(3):
@@ -552,6 +564,8 @@ def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch,
         assert len(launched) == len(names) * (3 if lost is None else 4)
         assert len(caplog.messages) == bool(lost)
         assert bool(lost) == ("differ from a full plan" in caplog.text)
+        planner._scratch.clear()
+        assert all(map(torch.equal, planner._scratch.cleared, fresh))
         left = names if lost is None else names[names.index(lost) + 1 :]
         if not left:
             break

@@ -96,6 +96,12 @@ def check(
         scales = {"k_scale": 0.0125, "v_scale": 0.5}
         k_cache = (k_cache / scales["k_scale"]).clamp(-448, 448).to(kv_dtype)
         v_cache = (v_cache / scales["v_scale"]).to(kv_dtype)
+    else:  # 8 bits have no NaN that kernels take as one
+        position = torch.arange(batch.page_table.shape[1] * page_size)
+        request, place = (position < (batch.seq_lens + grow)[:, None]).nonzero(as_tuple=True)
+        nobodys = torch.ones(batch.num_pages, page_size, dtype=torch.bool)
+        nobodys[batch.page_table[request, place // page_size].long(), place % page_size] = False
+        k_cache[nobodys] = v_cache[nobodys] = float("nan")
     sink = None if sinks is None else 3 * torch.randn(query_heads, generator=generator)
     size = {"num_query_heads": query_heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     size |= {"page_size": page_size, "max_batch": max(1, requests) + room}

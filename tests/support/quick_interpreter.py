@@ -26,6 +26,23 @@ def install():
     _remember_shapes_of_tensors()
     _convert_and_check_less()
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    _poison_what_masks_leave_out()
+
+
+def _poison_what_masks_leave_out():
+    """A load without `other` gives any number where its mask is not set, as on a GPU, not 0."""
+    builder = interpreter.InterpreterBuilder
+    real = builder.create_masked_load
+
+    def load(self, ptrs, mask, other, *options):
+        if other is None and ptrs.data.size > 1:  # of a single number, the interpreter drops a 0
+            kind = ptrs.get_element_ty()
+            dtype = interpreter._get_np_dtype(kind)
+            values = np.full_like(ptrs.data, np.nan if dtype.kind == "f" else 0x7F, dtype=dtype)
+            other = interpreter.TensorHandle(values, kind)
+        return real(self, ptrs, mask, other, *options)
+
+    builder.create_masked_load = load
 
 
 def _patch_the_language_once():

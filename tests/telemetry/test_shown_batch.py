@@ -49,6 +49,12 @@ def test_batches_that_are_not_shown(batch, said, monkeypatch):
     assert shown_batch.answer(batch)["error"].startswith(f"ShownBatchError: {said}")
 
 
+def test_the_most_page_ids_take_256_mib():
+    lens = torch.tensor([(256 << 20) // 4 + 1])
+    said = shown_batch.answer(Batch(torch.zeros(1, 1), lens, 1))["error"]
+    assert "too many to copy; expected at most 67108864 page ids" in said
+
+
 def test_padding_is_left_out_and_the_limit_may_be_reached(monkeypatch):
     monkeypatch.setattr(shown_batch, "LIMIT", 10)
     assert forest_of(made([2, 9])).batch_size == 2
