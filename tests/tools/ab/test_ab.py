@@ -200,12 +200,15 @@ def test_a_run_that_ends_while_it_warms_sends_nothing(monkeypatch):
     assert len(dead.bodies) == len(slow.bodies) == 1
 
 
-def test_a_server_that_dies_ends_the_run(tmp_path, monkeypatch):
-    """The end of its log tells why."""
+@pytest.mark.parametrize("goodput", [False, True])
+def test_a_server_that_dies_ends_the_run(tmp_path, monkeypatch, goodput):
+    """The end of its log tells why. Goodput is sought after the first workload."""
+    monkeypatch.setattr(open_loop, "_RANGE", 1.0)
     alive = raising(StartError("the server ended with exit code -9"))
     monkeypatch.setattr(sides, "RunningServer", partial(sides.RunningServer, check_alive=alive))
     with serving(Fake(dies_after=14)) as b, serving(Fake()) as a:
-        of = (*workloads("few-shot", "unshared"), "--rate", "60", "--seed", "5", *SMALL)
+        of = ["--goodput"] * goodput + workloads("few-shot", "unshared")
+        of += ["--rate", "60", "--seed", "5", *SMALL]
         data, printed = ab(tmp_path, "--urls", a.url, b.url, *of, code=1)
     assert data["verdict"].startswith("Do not switch: B died during the run")
     assert "ended with exit code -9" in printed
@@ -213,7 +216,9 @@ def test_a_server_that_dies_ends_the_run(tmp_path, monkeypatch):
     assert data["workloads"][1]["figures"][0]["answered"] == 9
     assert data["workloads"][0]["figures"][1]["answered"] == 9
     lost = data["workloads"][-1]["figures"][1]["lost"]
-    assert sum(lost.values()) > 0
+    assert (sum(lost.values()) == 0) is goodput
+    died = [w["died"] == ["", "the server ended with exit code -9"] for w in data["workloads"]]
+    assert died == [goodput, not goodput]
     assert (tmp_path / "out" / "report.html").exists()
 
 
