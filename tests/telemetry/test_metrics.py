@@ -183,12 +183,12 @@ def test_a_line_every_so_many_seconds(caplog, monkeypatch):
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(decode_log, "time", SimpleNamespace(monotonic=lambda: clock.now))
     log = DecodeLog(seconds=10)
-    for now, tree in ((1009, 3), (1010, 4), (1019, 4), (1020, 5)):
+    for now, tree in ((1009, 3), (1010, 4), (1019, 5), (1020, 6)):
         clock.now = now
         log(Counters(steps(tree)))
     assert [line.split(" through")[0] for line in caplog.messages] == [
         "deft: 4 decode steps",
-        "deft: 1 decode step",
+        "deft: 2 decode steps",
     ]
 
 

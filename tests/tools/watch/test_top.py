@@ -131,6 +131,7 @@ def test_a_writer_deletes_what_earlier_servers_of_its_port_left(tmp_path):
     _, forgotten = decoding(tmp_path, port=5, pid=os.getppid())
     os.utime(forgotten.path, (0, time.time() - KEPT_SECONDS - 60))
     answer_file(forgotten.path).touch()
+    request_file(forgotten.path).touch()
     _, remembered = decoding(tmp_path, port=10, pid=os.getppid())
     os.utime(remembered.path, (0, time.time() - KEPT_SECONDS + 60))
     (tmp_path / "notes.json").write_text("{}")
