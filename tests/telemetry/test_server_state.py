@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from counted_steps import host_step, tree_step
+from deft_backend.compile.clock import COMPILING
 from deft_backend.files.private_files import write_private
 from deft_backend.telemetry import state_reader
 from deft_backend.telemetry.counters import Content, Counters, Decoded, DeviceCounters, Place, Steps
@@ -115,7 +116,7 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
     assert "OSError('disk full')" in caplog.text
 
 
-def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
+def test_steps_and_their_plans_are_one_set_of_figures(tmp_path, monkeypatch):
     state = make_state()
     memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
     state.on_device.attach(memory)
@@ -156,6 +157,14 @@ def test_steps_and_their_plans_are_one_set_of_figures(tmp_path):
     assert (counted.decode_steps, counted.verified_tokens) == (4, 18)
     assert counted.steps_host == {"small": 1, "kernel failed": 1}
     assert counted.total("mixed") == Steps(3, 12, 300 * LAYERS * TOKEN)
+
+    monkeypatch.setattr(COMPILING, "seconds", 9.5)
+    state.serving = False
+    assert state.counters() == Counters(compile_seconds=9.5)
+    state.begin_serving()
+    host_step(state, "small", tokens=0)
+    served = {Content("decode", "small"): Steps(1, 1, 0)}
+    assert state.counters() == Counters(served, compile_seconds=9.5)
 
 
 def test_readings_while_another_thread_counts(tmp_path):
