@@ -9,6 +9,7 @@ import pytest
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
+from deft_backend.compile import kernel_folder
 from deft_backend.compile.kernel_folder import (
     KernelFolderError,
     Origin,
@@ -76,6 +77,24 @@ def test_kernels_of_another_origin_are_refused(field, value, said, tmp_path, cac
     with pytest.raises(KernelFolderError, match=said):
         take(tmp_path / "folder", HERE)
     assert not cache.exists()
+
+
+def test_every_folder_of_sources_decides_their_digest(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_folder, "PACKAGE", tmp_path)
+    for folder in ("kernels", "planner/on_device", "policies"):
+        (tmp_path / folder).mkdir(parents=True)
+    digests = set()
+    for name in (
+        "shapes.py",
+        "kernels/a.py",
+        "planner/on_device/a.py",
+        "policies/a.py",
+        "other.py",
+    ):
+        for text in ("1", "2"):
+            (tmp_path / name).write_text(text)
+            digests.add(Origin.of("sm_90").sources)
+    assert len(digests) == 8
 
 
 def test_damaged_kernels_are_left_out(tmp_path, cache):

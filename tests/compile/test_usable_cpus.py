@@ -26,7 +26,7 @@ def v1(folder, quota, period=100_000):
         (f"2:cpu:{POD}\n0::/", {**v1(V1, -1), **v1(V1 + POD, 50_000)}, 1),
         ("0::/", {f"{V2}/cpu.max": "6400000 50000\n"}, 64),
         ("0::/", {f"{V2}/cpu.max": ""}, 64),
-        ("3:cpuset:/", v1("sys/fs/cgroup/cpuset", 100_000), 64),
+        ("3:cpuset:/c\n2:cpu:/", {**v1(V1, -1), **v1(f"{V1}/c", 100_000)}, 64),
         ("", {}, 64),
     ],
     ids=["v2", "parent", "v1", "half", "large", "damaged", "cpuset", "none"],

@@ -37,8 +37,7 @@ def _poison_what_masks_leave_out():
     def load(self, ptrs, mask, other, *options):
         if other is None and ptrs.data.size > 1:  # of a single number, the interpreter drops a 0
             kind = ptrs.get_element_ty()
-            dtype = interpreter._get_np_dtype(kind)
-            values = np.full_like(ptrs.data, np.nan if dtype.kind == "f" else 0x7F, dtype=dtype)
+            values = np.full_like(ptrs.data, 0x7F, dtype=interpreter._get_np_dtype(kind))
             other = interpreter.TensorHandle(values, kind)
         return real(self, ptrs, mask, other, *options)
 
