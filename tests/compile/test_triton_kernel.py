@@ -65,6 +65,10 @@ def test_a_known_variant_with_aligned_pointers_skips_triton():
         assert launch(5, "v", aligned=True) == [
             (compiled, list(whole), constants, {"num_warps": 8})
         ]
+        assert kernel.runner(5, variant="v") is None
+    kernel.runner(5, variant="v")("p")
+    assert launches[-1] == ((5, 1, 1), ("p",), {})
+    assert kernel.runner(5, variant="unknown") is None
     with pytest.raises(ValueError, match="zip"):
         kernel.named(arguments[:2])
 
