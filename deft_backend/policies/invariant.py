@@ -20,7 +20,7 @@ from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies.edges import grouped_ranges, groups_of
 from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
 from deft_backend.policies.policy import ABSOLUTE, PER_OCTAVE, SHARES, Policy, Rules
-from deft_backend.policies.target import PolicyError, Target
+from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 from deft_backend.settings.policy_names import INVARIANT
 
 USUAL_PREFIX = 4096
@@ -155,6 +155,9 @@ class Invariant(Policy):
         chunk, length = concatenated_ranges(first, last - first + 1), length[of]
         is_last = forest.is_leaf[ranges.node[of]] & (chunk == last[of])
         start, stop = (self.begin_of(each, length) for each in (chunk, chunk + 1))
+        held = ranges.queries[of]
+        items = int(np.where(is_last, 1, -(-held // target.largest_tile)).sum())
+        check_limits(self.name, Limits(items, int(held.sum()), segments=items), target)
         grouping = groups_of(ranges, of, start, stop, is_last)
         return replace(grouping, least_shape=np.where(is_last, 0, 1))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.policy_gaps import target_on_hopper
@@ -65,9 +65,13 @@ def test_an_empty_batch_is_an_empty_grouping(name):
     assert len(grouping.queries) == len(grouping.request) == 0
 
 
+ONE_LONG = Batch(np.arange(129, dtype=np.int32)[None], np.array([129]), page_size=1)
+
+
 @pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=40)
 @given(batch=batches(), slack=st.integers(0, 8), segments=st.sampled_from([2, 32]))
+@example(batch=ONE_LONG, slack=0, segments=2)
 def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack, segments):
     forest = batch.forest()
     limited = replace(
