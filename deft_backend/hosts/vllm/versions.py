@@ -12,6 +12,7 @@ Functions import vLLM and torch: commands read this module where neither is inst
 
 from __future__ import annotations
 
+import logging
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,13 @@ def register(path: str) -> None:
     if OWN_NAME in AttentionBackendEnum.__members__:
         register_backend(AttentionBackendEnum[OWN_NAME], path)
         return
-    register_backend(OWN_NAME, path)
+    # vLLM's line about a new name would stand in the log of servers that do not ask for it.
+    log = logging.getLogger("vllm.v1.attention.backends.registry")
+    said, log.disabled = log.disabled, True
+    try:
+        register_backend(OWN_NAME, path)
+    finally:
+        log.disabled = said
     # Python pickles an enum member as its value. A process that vLLM spawns reads its configuration
     # before it loads plugins, so its registry does not have our value yet.
     member = AttentionBackendEnum[OWN_NAME]

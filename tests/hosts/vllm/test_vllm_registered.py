@@ -97,15 +97,20 @@ def test_classes_before_any_layer_is_configured():
 
 
 @pytest.mark.parametrize("name", ["CUSTOM", "DEFT"])
-def test_our_names_are_registered_once(name, monkeypatch):
-    """To 0.31 vLLM's placeholder alone; a spawned process registers when it reads our name."""
+def test_our_names_are_registered_once(name, monkeypatch, caplog):
+    """To 0.31 vLLM's placeholder alone; a spawned process registers when it reads our name. vLLM
+    says nothing about a new name, which also servers have that do not ask for it.
+    """
     calls = []
 
     class Names(dict):
         __members__ = property(lambda self: self)
 
+    log = logging.getLogger("vllm.v1.attention.backends.registry")
+
     def registering(backend, path):
         calls.append((backend, path))
+        log.warning("Registered %s", backend)
         if backend == "DEFT":
             names["DEFT"] = SimpleNamespace()
 
@@ -117,6 +122,8 @@ def test_our_names_are_registered_once(name, monkeypatch):
     versions.register("a path")
     first = [("placeholder", "a path"), *([("DEFT", "a path")] if name == "DEFT" else [])]
     assert calls == first
+    assert caplog.messages == ["Registered placeholder"]
+    assert not log.disabled
     if name == "CUSTOM":
         return
     ours, again = names["DEFT"], ("a path",)
