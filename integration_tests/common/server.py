@@ -311,7 +311,7 @@ def _state_path(folder, command, rank):
     return next((path for path in found if not path.name.endswith(".batch.json")), None)
 
 
-_VOLATILE = re.compile(r"/\S*|0x[0-9a-f]+|[0-9a-f]{16,}|[0-9][0-9.,:TZ-]*")
+_VOLATILE = re.compile(r"/\S*|0x[0-9a-f]+|[0-9a-f]{16,}|-?[0-9][0-9.,:TZ-]*")
 _POLLED = re.compile(r"GET|POST|it/s|s/it|throughput")  # depends on how often somebody asks
 
 
