@@ -260,7 +260,7 @@ def load(
             "command": typed_command(),
             "model": launch.model.name,
             "options": launch.label,
-            "together": bool(places),
+            "together": len(set(places)) > 1,
             "client": f"open loop, token ids through /v1/completions, {clients} processes; gaps "
             "between pieces of a stream",
         }

@@ -19,8 +19,8 @@ SECONDS = 240.0
 _FLAGS = {"sglang": "--max-total-tokens 8192", "vllm": "--block-size 32 --max-model-len 1024"}
 _DECODES = {"sglang": "scheduler", "vllm": "EngineCore"}
 VERDICTS = ("right", "wrong", "lost", "cut")
-"""Of answers: whole right ones, those with a wrong token, those without any token, and those that
-were cut off after some tokens, all of them right."""
+"""What becomes of an answer. It is whole and right, it has a wrong token, it has no token, or it
+was cut off after right tokens."""
 
 
 def draw_prompts(seed, count, shared, own, vocabulary=256):

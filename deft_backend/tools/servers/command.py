@@ -82,9 +82,9 @@ interface of the machine."""
 
 
 def free_port() -> int:
-    """A port on which nothing listens.
+    """A port on which nothing listens now.
 
-    Linux gives no such port to outgoing connections, so it is free until the server has started.
+    Linux gives no such port to an outgoing connection, which could take it while the server starts.
     """
     while True:
         port = secrets.choice(_PORTS)

@@ -116,7 +116,7 @@ def test_scales_for_each_head_are_the_hosts(several):
 
 
 def test_servers_of_other_kinds_are_refused(monkeypatch):
-    """Names in capitals are settings; `drafts`, of which kind a server's drafts are."""
+    """The file's words are fields of the configuration. Words in capitals are settings."""
 
     def answer(*words):
         changes = {}
