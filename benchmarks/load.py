@@ -91,7 +91,7 @@ class Load:
         """Seconds from the start until each request is sent."""
         if self.rate is None:
             return [0.0] * self.requests
-        return poisson(self.requests, self.rate, seed=0)[0]
+        return poisson(self.requests, self.rate)[0]
 
 
 @lru_cache

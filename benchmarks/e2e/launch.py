@@ -199,12 +199,13 @@ class Launch:
             options += self.drafts.options(host, model)
             if host == "sglang":
                 environment["SGLANG_SIMULATE_ACC_LEN"] = f"{self.drafts.accepted:g}"
+        if (policy := self.policy_of(backend)) is not None:
+            environment["DEFT_POLICY"] = policy
         return server_command(
             model.path,
             free_port(),
             host=host,
             backend=None if backend == HOST_DEFAULT else backend,
-            policy=self.policy_of(backend),
             host_arguments=[*options, *self.options],
             environment=environment,
         )

@@ -9,7 +9,6 @@ from typer import Argument, Option
 from deft_backend.cli.errors import fail, host_arguments
 from deft_backend.cli.models import ModelOption
 from deft_backend.cli.serve import HostOption
-from deft_backend.settings.policy_names import POLICY_NAMES
 from deft_backend.tools.ab.workloads import CHOICES
 from deft_backend.tools.traces.invented import MOST_TOKENS
 
@@ -59,11 +58,6 @@ def ab(
     trace: Annotated[
         Path | None, Option(help="Arrivals in Mooncake's format, in place of the workloads.")
     ] = None,
-    seed: Annotated[int, Option(min=0, help="Seed of random arrivals, and of a trace's text.")] = 0,
-    scale: Annotated[float, Option(max=1000, help="Multiplies the trace's lengths.")] = 1.0,
-    policy: Annotated[
-        str | None, Option(help=f"The plugin's policy: {', '.join(POLICY_NAMES)}.")
-    ] = None,
     baseline: Annotated[
         str | None, Option(help="The host's backend to compare with; default: its choice.")
     ] = None,
@@ -98,5 +92,4 @@ def ab(
         raise fail("aiohttp is not installed; run: pip install 'deft-backend[bench]'")
     sizes = (branches, prefix_tokens, max_tokens)
     asked = (urls, model, host, workload or (), rate, sizes, quick)
-    replayed = (trace, scale, seed)
-    run_asked(AbOptions(*asked, *replayed, policy, baseline, extra, out, exact, goodput, bound_ms))
+    run_asked(AbOptions(*asked, trace, baseline, extra, out, exact, goodput, bound_ms))

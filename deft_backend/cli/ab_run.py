@@ -17,7 +17,7 @@ from rich.console import Console
 
 from deft_backend.cli.errors import checked_settings, fail, reported, say, state_folder, unwound
 from deft_backend.cli.models import ChosenModel, ModelFilesError, served_context, served_model
-from deft_backend.cli.serve import check_policy, chosen_host
+from deft_backend.cli.serve import chosen_host
 from deft_backend.files.folders import create_private
 from deft_backend.tools.ab.comparison import GoodputAsked, both_answer, compare
 from deft_backend.tools.ab.report import print_result, write_report
@@ -45,8 +45,7 @@ from deft_backend.tools.servers.command import (
     vllm_is_cpu_build,
 )
 from deft_backend.tools.servers.driver_stub import DriverStubError
-from deft_backend.tools.traces.arrivals import Arrival, TraceError, load_arrivals
-from deft_backend.tools.traces.invented import MOST_TOKENS
+from deft_backend.tools.traces.arrivals import TraceError, load_arrivals
 
 FAULTS = 1
 """Exit code if a server lost a request or gave a wrong token, or with ``--exact`` another one."""
@@ -62,9 +61,6 @@ class AbOptions:
     sizes: tuple[int | None, int | None, int | None]
     quick: bool
     trace: Path | None
-    scale: float
-    seed: int
-    policy: str | None
     baseline: str | None
     extra: Sequence[str]
     out: Path | None
@@ -82,15 +78,12 @@ class AbOptions:
                 raise WorkloadError(
                     f"there is no workload {name!r}; expected one of {', '.join(CHOICES)}"
                 )
-        if not 0 < self.scale < float("inf"):
-            raise fail(f"--scale is {self.scale}; expected a number above 0")
         if self.bound_ms is not None and not self.goodput:
             raise fail("--bound-ms belongs to --goodput, which is missing")
         if self.rate is not None:
-            poisson(1, self.rate, self.seed)  # refuses an impossible rate now
+            poisson(1, self.rate)  # refuses an impossible rate now
         given = {
             "--host": self.host,
-            "--policy": self.policy,
             "--baseline": self.baseline,
             "host options behind '--'": self.extra or None,
         }
@@ -99,8 +92,6 @@ class AbOptions:
                 raise fail(
                     f"{name} cannot change servers that already run; leave it out with --urls"
                 )
-        if self.trace is None and self.scale != 1.0:
-            raise fail("--scale belongs to --trace, which is missing")
         sizes = zip(("--branches", "--prefix-tokens", "--max-tokens"), self.sizes, strict=True)
         for name, value in [*sizes, ("--quick", self.quick or None)]:
             if value is not None and not self.names:
@@ -111,16 +102,7 @@ def asked_workloads(
     asked: AbOptions, *, on_gpu: bool, context: int | None = None
 ) -> Callable[[Offers], list[Workload]]:
     """Read the trace; the requests wait for the server's tokenizer."""
-    arrivals: list[Arrival] = []
-    if asked.trace is not None:
-        loaded = load_arrivals(asked.trace)
-        arrivals = [arrival.scaled(asked.scale) for arrival in loaded]
-        longest = max(arrival.input_length for arrival in arrivals)
-        if longest > MOST_TOKENS:
-            raise fail(
-                f"with --scale {asked.scale:g}, a prompt of {asked.trace} has {longest:,} tokens; "
-                f"expected at most {MOST_TOKENS:,}"
-            )
+    arrivals = [] if asked.trace is None else load_arrivals(asked.trace)
     default = default_sizes(on_gpu=on_gpu, quick=asked.quick)
     sizes = Sizes(*(own or size for own, size in zip(asked.sizes, default, strict=True)))
 
@@ -130,12 +112,10 @@ def asked_workloads(
         check_fits(asked.names, sizes, arrivals, offers.context)
         ratio = offers.characters_a_token
         made = make_workloads(asked.names, sizes, characters_a_token=ratio)
-        workloads = [workload.arriving(asked.rate, asked.seed) for workload in made]
+        workloads = [workload.arriving(asked.rate) for workload in made]
         if asked.trace is None:
             return workloads
-        name = asked.trace.name
-        replayed = trace_workload(arrivals, name, ratio, rate=asked.rate, seed=asked.seed)
-        return [*workloads, replayed]
+        return [*workloads, trace_workload(arrivals, asked.trace.name, ratio, rate=asked.rate)]
 
     return build
 
@@ -183,9 +163,9 @@ def run_asked(asked: AbOptions) -> None:
             name = served.name
             context = served_context(served, extra)
             build = asked_workloads(asked, on_gpu=on_gpu, context=context)
-            own = {"policy": asked.policy, "baseline": asked.baseline}
+            places = (folder, servers)
             sides = started_sides(
-                name, host, folder, servers, progress, host_arguments=extra, **own
+                name, host, *places, progress, baseline=asked.baseline, host_arguments=extra
             )
             say(console, f"deft ab · {name}")
         make_report_folder(folder)
@@ -193,7 +173,7 @@ def run_asked(asked: AbOptions) -> None:
             reported(DriverStubError, AbError),
             unwound(console, "no server of this command is left") as stopped,
         ):
-            goodput = GoodputAsked(asked.bound_ms or BOUND_MS, asked.rate or 1.0, asked.seed)
+            goodput = GoodputAsked(asked.bound_ms or BOUND_MS, asked.rate or 1.0)
             result = compare(
                 *(sides, build, model, progress),
                 exact=exact,
@@ -215,7 +195,6 @@ def run_asked(asked: AbOptions) -> None:
 
 def _server(asked: AbOptions) -> tuple[ChosenModel, str, list[str], bool]:
     host = chosen_host(asked.host, needed=False)
-    check_policy(asked.policy)
     ours = ("", BACKEND, BACKEND_NAMES[host])
     if asked.baseline is not None and asked.baseline.strip() in ours:
         raise fail(f"--baseline is {asked.baseline!r}; expected a backend of the host's own")

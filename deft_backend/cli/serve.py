@@ -8,7 +8,6 @@ from typer import Argument, Option
 
 from deft_backend.cli.errors import checked_settings, fail, host_arguments, reported, say, stderr
 from deft_backend.cli.models import ModelFilesError, ModelOption, served_model
-from deft_backend.settings.policy_names import POLICY_NAMES
 
 HostOption = Annotated[
     str | None, Option("--host", help="sglang or vllm; default: whichever is installed.")
@@ -33,11 +32,6 @@ def chosen_host(host: str | None, *, needed: bool = True, compared: bool = False
     return host
 
 
-def check_policy(policy: str | None) -> None:
-    if policy is not None and policy not in POLICY_NAMES:
-        raise fail(f"there is no policy {policy!r}; expected one of {', '.join(POLICY_NAMES)}")
-
-
 def serve(
     host_args: Annotated[
         list[str] | None,
@@ -46,9 +40,6 @@ def serve(
     model: ModelOption = None,
     host: HostOption = None,
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 30000,
-    policy: Annotated[
-        str | None, Option(help=f"How queries and KV are grouped: {', '.join(POLICY_NAMES)}.")
-    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the command; start nothing.")] = False,
 ) -> None:
     """Start SGLang or vLLM with tree attention, on a GPU if there is one, else on the CPU."""
@@ -57,7 +48,6 @@ def serve(
 
     extra = host_arguments(host_args)
     checked_settings()
-    check_policy(policy)
     served = served_model(model, extra)
     host = chosen_host(host, needed=not dry_run)
     if not dry_run:
@@ -65,7 +55,7 @@ def serve(
             served.check()
             check_port(extra, port)
     with reported(DriverStubError, StartError):
-        command = server_command(served.name, port, host=host, policy=policy, host_arguments=extra)
+        command = server_command(served.name, port, host=host, host_arguments=extra)
     if dry_run:
         typer.echo(command.shell())
         return

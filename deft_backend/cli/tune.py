@@ -39,19 +39,16 @@ def tune(
     ] = "auto",
     page_size: Annotated[int, Option(min=1, help="Tokens a page; SGLang's adapter takes 1.")] = 1,
     show: Annotated[bool, Option("--show", help="Print the table in use instead.")] = False,
-    out: Annotated[Path | None, Option(help="File to write; default: in the cache folder.")] = None,
 ) -> None:
     """Measure attention of one head shape on this machine's GPU, in under two minutes.
 
     Policies plan with the table from then on. A server reads it when it starts.
     """
-    if show and out is not None:
-        raise fail("--show measures nothing, so there is nothing for --out to write")
     shape = chosen_shape(model, heads, head_dim, dtype, default_dtype="fp16")
     shape = shape._replace(dtype=eight_bit_cache(kv_cache_dtype) or shape.dtype)
     with reported(SettingsError):
         key, used = table_of(shape, page_size)
-        path = out or tables_directory() / key.file_name
+        path = tables_directory() / key.file_name
     if show:
         _show(key, used)
     else:
@@ -86,7 +83,7 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
         create_private(path.parent)
         save_table(tuned.model, key, path)
     except OSError as error:
-        raise fail(f"cannot write {path}: {error.strerror}; use --out or DEFT_CACHE_DIR") from None
+        raise fail(f"cannot write {path}: {error.strerror}; set DEFT_CACHE_DIR") from None
     _print(tuned.model, console)
     say(console, _comparison(tuned))
     say(console, f"{path}, in {time.perf_counter() - began:.0f} s")

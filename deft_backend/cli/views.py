@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 RECENT = 3600.0  # seconds for which an ended server stays in the view
 
+_LOOK_SECONDS = 1.0  # between two looks
 _ASK_SECONDS = 5.0  # between two questions for the batch of a server with the device planner
 _FIRST_ANSWER = 3.0
 
@@ -26,7 +27,6 @@ def top(
         int | None, Argument(metavar="PORT", min=1, max=65535, help="Only the server on this port.")
     ] = None,
     once: Annotated[bool, Option("--once", help="Print once and end, for scripts.")] = False,
-    interval: Annotated[float, Option(min=0.1, max=86400, help="Seconds between looks.")] = 1.0,
 ) -> None:
     """Show what every server on this machine decodes, reads and saves.
 
@@ -44,18 +44,18 @@ def top(
     try:
         with ended_by_signals(), reported(StateError):
             if once:
-                rows = _rows(folder, port, known, interval, wait=_FIRST_ANSWER)
+                rows = _rows(folder, port, known, wait=_FIRST_ANSWER)
                 console.print(view(rows, str(folder), live=False, port=port))
                 raise typer.Exit(0 if any(row.engine.runs for row in rows) else 1)
             with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while True:
-                    rows = _rows(folder, port, known, interval)
+                    rows = _rows(folder, port, known)
                     shown = view(rows, str(folder), live=True, port=port)
                     if console.is_terminal:
                         live.update(shown, refresh=True)
                     else:
                         console.print(shown)
-                    time.sleep(interval)
+                    time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:
         pass
     finally:
@@ -95,7 +95,7 @@ def inspect(
 
 
 def _rows(
-    folder: Path, port: int | None, known: dict[Path, Follower], interval: float, wait: float = 0.0
+    folder: Path, port: int | None, known: dict[Path, Follower], wait: float = 0.0
 ) -> list[Row]:
     """All running engines, and those that ended recently; `known` is kept between two looks."""
     from deft_backend.tools.watch.engines import ENDED, Follower, find_engines
@@ -104,6 +104,6 @@ def _rows(
     for engine in find_engines(folder, port):
         if engine.status == ENDED and engine.since > RECENT:
             continue
-        follower = known.setdefault(engine.path, Follower(_ASK_SECONDS, max(5.0, interval)))
+        follower = known.setdefault(engine.path, Follower(_ASK_SECONDS))
         rows.append(follower.look(engine, wait))
     return rows

@@ -99,7 +99,7 @@ def served(
                 str(model),
                 free_port(),
                 backend=mode.backend,
-                policy=mode.policy,
+                environment={"DEFT_POLICY": mode.policy} if mode.policy else None,
                 host_arguments=flags[name],
             )
             process = ServerProcess(command, logs / f"{name}.log", progress=progress)

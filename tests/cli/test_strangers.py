@@ -145,7 +145,7 @@ def test_doctor_imports_what_a_server_imports(module, tmp_path):
 
 def view(folder, number, *, terminal):
     leader, follower = pty.openpty() if terminal else os.pipe()
-    words = [sys.executable, "-m", "deft_backend", "top", "--interval", "0.1"]
+    words = [sys.executable, "-m", "deft_backend", "top"]
     process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,

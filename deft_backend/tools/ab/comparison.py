@@ -23,7 +23,6 @@ _SAMPLE = passage(4000, "sample")
 class GoodputAsked(NamedTuple):
     bound_ms: float
     rate: float  # requests a second, of the first trial
-    seed: int
 
 
 def both_answer(urls: Sequence[str]) -> None:
@@ -155,7 +154,7 @@ async def _goodput(
     search, turn = GoodputSearch(asked.rate, asked.bound_ms), 0
     while (rate := search.next_rate()) is not None:
         turn += 1
-        sent = workload.arriving(rate, asked.seed).renewed(turn)
+        sent = workload.arriving(rate).renewed(turn)
         run = await replay(sent, client, context)
         if run.died or run.interrupted:
             return run

@@ -84,7 +84,6 @@ def started_sides(
     folder: Path,
     progress: Progress,
     *,
-    policy: str | None,
     baseline: str | None,
     host_arguments: Sequence[str],
 ) -> tuple[Side, Side]:
@@ -96,7 +95,6 @@ def started_sides(
             free_port(),
             host=host,
             backend=baseline if side == "host" else BACKEND,
-            policy=policy if side == "deft" else None,
             host_arguments=host_arguments,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from deft_backend.tools.harness import programs as prompts
 from deft_backend.tools.harness.programs import CHAINS, PROGRAMS, Make, levels
@@ -18,11 +18,9 @@ from deft_backend.tools.harness.workload import (
     poisson,
     thought_requests,
 )
+from deft_backend.tools.traces.arrivals import BLOCK_TOKENS, Arrival, shared_tokens
 from deft_backend.tools.traces.invented import passage, question
 from deft_backend.tools.traces.thought_trees import ThoughtTree, generate_thought_tree
-
-if TYPE_CHECKING:
-    from deft_backend.tools.traces.arrivals import Arrival
 
 WORKLOADS = ("few-shot", "parallel-samples", "document-questions", "tree-of-thoughts", "unshared")
 """The workloads that run if the user names none."""
@@ -118,7 +116,7 @@ def check_fits(
         if shortest > context:
             raise WorkloadError(
                 f"the context holds {context:,} tokens, and the shortest request of the trace has "
-                f"{shortest:,}, so nothing could be compared; pass a smaller --scale"
+                f"{shortest:,}, so nothing could be compared"
             )
 
 
@@ -164,30 +162,26 @@ def trace_workload(
     characters_a_token: float,
     *,
     rate: float | None = None,
-    seed: int = 0,
 ) -> Workload:
-    """The requests of a trace, at its times, or as Poisson arrivals of `rate`. Another `seed` makes
-    other texts, which no server has cached.
-    """
-    from deft_backend.tools.traces.arrivals import shared_tokens  # it loads NumPy
+    """The requests of a trace, at its times, or as Poisson arrivals of `rate`."""
 
     @lru_cache(maxsize=20_000)
     def block(id: int | str, characters: int) -> str:
-        head = f"{id}.{seed}: "  # blocks differ from their first token on
-        return (head + passage(characters, f"{seed} {id}"))[:characters]
+        head = f"{id}: "  # blocks differ from their first token on
+        return (head + passage(characters, f"block {id}"))[:characters]
 
     def prompt(number: int, arrival: Arrival) -> str:
         """Made when it is sent: all prompts together would not fit into memory."""
-        characters = round(arrival.block_tokens * characters_a_token)
+        characters = round(BLOCK_TOKENS * characters_a_token)
         blocks = [block(id, characters) for id in arrival.hash_ids]
-        if len(blocks) * arrival.block_tokens < arrival.input_length:  # a rest without an id
+        if len(blocks) * BLOCK_TOKENS < arrival.input_length:  # a rest without an id
             blocks.append(block(f"r{number}", characters))
         return "".join(blocks)[: max(1, round(arrival.input_length * characters_a_token))]
 
     origin = arrivals[0].timestamp
     times, said = [(arrival.timestamp - origin) / 1e3 for arrival in arrivals], "the trace's times"
     if rate is not None:
-        times, said = poisson(len(arrivals), rate, seed)
+        times, said = poisson(len(arrivals), rate)
     prompts = sum(arrival.input_length for arrival in arrivals)
     return Workload(
         "trace",

@@ -83,12 +83,12 @@ class Workload:
     def tokens(self) -> int:
         return sum(request.max_tokens for request in self.requests)
 
-    def arriving(self, rate: float | None, seed: int) -> Workload:
+    def arriving(self, rate: float | None) -> Workload:
         """The same requests at `rate` a second, or all at once; continuations still wait."""
         if rate is None:
             return self
         starts = [request.name for request in self.requests if request.after is None]
-        times, arrivals = poisson(len(starts), rate, seed)
+        times, arrivals = poisson(len(starts), rate)
         due = dict(zip(starts, times, strict=True))
         requests = tuple(replace(r, at=due.get(r.name, 0.0)) for r in self.requests)
         return replace(self, requests=requests, arrivals=arrivals)
@@ -105,12 +105,12 @@ class Workload:
         return replace(self, warm=warm, requests=tuple(map(headed, self.requests)))
 
 
-def poisson(count: int, rate: float, seed: int) -> tuple[list[float], str]:
+def poisson(count: int, rate: float) -> tuple[list[float], str]:
     if not 0 < rate < float("inf"):
         raise WorkloadError(f"the rate is {rate}; expected requests a second, above 0")
-    chance = random.Random(f"gaps {seed}")
+    chance = random.Random("gaps 0")
     gaps = [chance.expovariate(rate) for _ in range(count)]
-    return list(accumulate(gaps)), f"Poisson, {rate:g} a second, seed {seed}"
+    return list(accumulate(gaps)), f"Poisson, {rate:g} a second"
 
 
 def thought_requests(

@@ -122,13 +122,12 @@ def server_command(
     *,
     host: str = "sglang",
     backend: str | None = BACKEND,
-    policy: str | None = None,
     host_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     gpu: bool | None = None,
 ) -> ServerCommand:
     """Command line and environment of a host server; `host_arguments` come last and override ours.
-    None leaves `backend`, `policy` or `gpu` to the host. Raises StartError, or DriverStubError if
+    None leaves `backend` or `gpu` to the host. Raises StartError, or DriverStubError if
     SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
     """
     if host not in HOSTS:
@@ -144,8 +143,6 @@ def server_command(
         name = BACKEND_NAMES[host] if backend == BACKEND else backend
         arguments += ["--attention-backend", name]
     extra = dict(environment or {})
-    if policy is not None:
-        extra["DEFT_POLICY"] = policy
     notes: list[str] = []
     if not on_gpu:
         notes.append(

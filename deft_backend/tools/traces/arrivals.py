@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from deft_backend.files.json_fields import LARGEST, FieldError, number, shown, whole
 from deft_backend.files.private_files import parsed
+from deft_backend.tools.traces.invented import MOST_TOKENS
 
 BLOCK_TOKENS = 512  # tokens that one hash id stands for
 
@@ -27,17 +27,6 @@ class Arrival:
     output_length: int
     # One for each block of the prompt. A last block of fewer tokens may lack its id.
     hash_ids: tuple[int, ...]
-    block_tokens: int = BLOCK_TOKENS  # tokens of a full block; 512, unless the trace is scaled
-
-    def scaled(self, scale: float) -> Arrival:
-        """The same sharing, with every length multiplied by `scale`, and at least one token."""
-        if scale == 1.0:
-            return self
-        block = max(1, round(self.block_tokens * scale))
-        full, rest = divmod(self.input_length, self.block_tokens)
-        tokens = full * block + min(block, math.ceil(rest * block / self.block_tokens))
-        answer = max(1, round(self.output_length * scale))
-        return replace(self, input_length=tokens, output_length=answer, block_tokens=block)
 
 
 def load_arrivals(path: Path) -> list[Arrival]:
@@ -64,7 +53,7 @@ def shared_tokens(arrivals: Sequence[Arrival]) -> int:
     for arrival in arrivals:
         left = arrival.input_length
         for id in arrival.hash_ids:
-            tokens = min(left, arrival.block_tokens)
+            tokens = min(left, BLOCK_TOKENS)
             total += tokens if id in seen else 0
             left -= tokens
             seen.add(id)
@@ -82,7 +71,7 @@ def _arrival(line: str, where: str) -> Arrival:
         timestamp = number(content, "timestamp")
         if not 0 <= timestamp <= LATEST_MS:
             raise FieldError(f"timestamp is {timestamp:g}; expected milliseconds, at least 0")
-        tokens = whole(content, "input_length", 1)
+        tokens = whole(content, "input_length", 1, MOST_TOKENS)
         # Recorded answers can be empty; a server decodes at least one token.
         answer = max(1, whole(content, "output_length"))
         ids = content.get("hash_ids")

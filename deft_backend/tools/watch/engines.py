@@ -98,6 +98,8 @@ def _status(reading: StateReading, lives: bool, now: float) -> tuple[str, float]
     return DECODING if decodes else IDLE, resting
 
 
+RECENT_SECONDS = 5.0  # over which a rate is taken
+
 _PATIENCE = 20.0  # seconds after which a question without an answer is asked again
 
 
@@ -122,8 +124,7 @@ class Rate:
     (another server on the port) or a pause, counting starts again.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._readings: deque[tuple[float, int, Counters]] = deque()
 
     def add(self, now: float, pid: int, counters: Counters) -> Stretch | None:
@@ -131,10 +132,10 @@ class Rate:
         if readings:
             at, writer, last = readings[-1]
             another = writer != pid or last.decode_steps > counters.decode_steps
-            if another or now - at > 2 * self._seconds:
+            if another or now - at > 2 * RECENT_SECONDS:
                 readings.clear()
         readings.append((now, pid, counters))
-        while len(readings) > 2 and now - readings[1][0] >= self._seconds:
+        while len(readings) > 2 and now - readings[1][0] >= RECENT_SECONDS:
             readings.popleft()
         began, _, before = readings[0]
         return Stretch(counters - before, now - began) if now > began else None
@@ -152,9 +153,9 @@ class Follower:
     most every `seconds`, and only after further decode steps.
     """
 
-    def __init__(self, seconds: float, recent: float = 5.0) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._rate = Rate(recent)
+        self._rate = Rate()
         self._shown = ShownBatch(problem="no batch has gone through tree attention yet")
         self._question: BatchQuestion | None = None
         self._asked_at = float("-inf")

@@ -41,7 +41,7 @@ def test_workloads_are_as_drawn():
     for sizes, ratio in ((SMALL, 1.0), (Sizes(17, 2601, 7), 3.7), (Sizes(1, 1, 1), 1.0)):
         for made in make_workloads(CHOICES, sizes, characters_a_token=ratio):
             lines += drawn(made)
-        lines += drawn(made.arriving(2.5, 3))
+        lines += drawn(made.arriving(2.5))
         lines += drawn(made.renewed(2))
     # Thought 2 is empty, so its child continues from the prompt.
     children = {0: (1, 2), 1: (3, 4), 2: (5,), 3: (), 4: (), 5: ()}

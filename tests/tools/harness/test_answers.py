@@ -103,15 +103,15 @@ def test_an_answer_at_once():
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
 def test_impossible_rates_are_refused(rate):
     with pytest.raises(WorkloadError, match="expected requests a second, above 0"):
-        poisson(1, rate, 0)
+        poisson(1, rate)
 
 
 def test_requests_have_names_of_their_own_and_follow_earlier_ones():
     one, two = Request("a", "p", 3), Request("b", "p", 4, after="a")
     made = Workload("w", "", ("warm",), (one, two))
     assert made.tokens == 7
-    assert made.arriving(None, 0) is made
-    first, second = made.arriving(2.0, 0).requests
+    assert made.arriving(None) is made
+    first, second = made.arriving(2.0).requests
     assert (first.at > 0.0, second.at) == (True, 0.0)
     renewed = made.renewed(3)
     assert renewed.warm == ("3. warm",)

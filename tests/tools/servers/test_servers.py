@@ -199,7 +199,7 @@ def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     monkeypatch.setattr(command_module, "ensure_driver_stub", lambda: "/stub")
     monkeypatch.setitem(command_module.BACKEND_NAMES, "vllm", "CUSTOM")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
-    given = {"policy": "fasttree", "host_arguments": ["--seed", "9"]}
+    given = {"environment": {"DEFT_POLICY": "fasttree"}, "host_arguments": ["--seed", "9"]}
     lines = []
     for host, gpu in product(("sglang", "vllm"), (True, False)):
         found = server_command("M", 1234, host=host, gpu=gpu, **given)

@@ -1,4 +1,4 @@
-"""Traces of arrivals in Mooncake's format: read, checked, scaled, and turned into prompts."""
+"""Traces of arrivals in Mooncake's format: read, checked, and turned into prompts."""
 
 import json
 from pathlib import Path
@@ -46,25 +46,6 @@ def test_equal_ids_share_text_and_nothing_else_does():
     for first, second in ((texts[0], texts[2]), (texts[3], texts[4])):
         assert first[block : block + 8] != second[block : block + 8]
     assert shared_tokens(arrivals) == 512 + 512 + 76 + 512 + 512 + 512
-    other = trace_workload(arrivals, "x", 4.0, seed=1)
-    assert other.requests[0].own_part()[:8] != texts[0][:8]
-
-
-@pytest.mark.parametrize(
-    ("scale", "lengths"),
-    [
-        (1.0, (1055, 52, 512)),
-        (0.5, (528, 26, 256)),  # 2 blocks of 256, and half of 31, rounded up
-        (0.001, (3, 1, 1)),  # every block keeps a token
-        (2.0, (2110, 104, 1024)),
-    ],
-)
-def test_a_scaled_request_shares_the_same_blocks(scale, lengths):
-    given = Arrival(5.0, 1055, 52, (1, 2, 3))
-    found = given.scaled(scale)
-    assert (found.input_length, found.output_length, found.block_tokens) == lengths
-    assert (found.timestamp, found.hash_ids) == (5.0, (1, 2, 3))
-    assert shared_tokens([found, found]) == lengths[0]
 
 
 def test_what_is_no_trace_is_refused_as_drawn(tmp_path):

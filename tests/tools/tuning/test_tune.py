@@ -248,7 +248,12 @@ def test_the_command_is_as_drawn(tmp_path, monkeypatch):
             every += [line, f"exit code {code}", f"{err}{out}".replace(str(tmp_path), "TMP")]
     text = "\n".join(every).replace(str(Path(__file__).parents[3]), "ROOT")
     check_drawn(re.sub("-[0-9a-f]{12}[.]json", "-KEY.json", text), path)
-    assert read_key(tmp_path / "own.json") == replace(
-        table_key(torch.device("cuda"), 16, 4, 64, torch.float16, 16), gpu="NVIDIA L40S"
+    (written,) = (tmp_path / "cache" / "tables").glob("*-16x4-*.json")
+    assert read_key(written) == replace(
+        table_key(torch.device("cuda"), 16, 4, 64, torch.bfloat16, 16), gpu="NVIDIA L40S"
     )
-    assert CostModel.load(tmp_path / "own.json").source == "made up"
+    assert CostModel.load(written).source == "made up"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "tables").touch()
+    code, _, said = run("tune", DEFT_CACHE_DIR=str(tmp_path / "full"))
+    assert (code, "File exists; set DEFT_CACHE_DIR" in said) == (2, True)

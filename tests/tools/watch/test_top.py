@@ -158,7 +158,7 @@ def decoded(steps):
 
 
 def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
-    rate = Rate(5.0)
+    rate = Rate()
     assert rate.add(0.0, 1, decoded(10)) is None
     for second in range(1, 21):
         now = rate.add(float(second), 1, decoded(10 + second * second))
