@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any
@@ -47,7 +48,8 @@ from benchmarks.row_files import driver, make_folder, write_rows
 from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.harness.open_loop import BOUND_MS, GoodputSearch, Seen
+from deft_backend.tools.harness.answers import ANSWERED
+from deft_backend.tools.harness.open_loop import BOUND_MS, Figures, GoodputSearch
 from deft_backend.tools.harness.workload import Replayed, Request, Workload, poisson, replay
 
 LOADS = Path(__file__).with_name("loads.json")
@@ -125,7 +127,7 @@ def parse_rate(text: str) -> float | None:
     return rate
 
 
-def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]) -> Seen:
+def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]) -> Replayed:
     """Send some of a load's requests at their times; `start` is on :func:`time.time`'s clock."""
     due = load.arrivals()
     requests = tuple(
@@ -138,13 +140,10 @@ def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence
             await asyncio.sleep(start - time.time())
             return await replay(Workload(load.name, "", (), requests), client)
 
-    seen = Seen.of(asyncio.run(send()))
-    if seen.tokens != load.gen * len(seen.firsts):
-        seen.failures.append(f"{len(seen.firsts)} answers hold {seen.tokens} tokens")
-    return seen
+    return asyncio.run(send())
 
 
-def measure(url: str, load: Load, vocabulary: int, clients: int) -> Seen:
+def measure(url: str, load: Load, vocabulary: int, clients: int) -> Replayed:
     """What all client processes saw of one load on one server."""
     warm = replace(load, name=f"{load.name} before", requests=WARM_UPS, rate=None)
     drive(url, warm, vocabulary, time.time(), range(WARM_UPS))
@@ -153,12 +152,32 @@ def measure(url: str, load: Load, vocabulary: int, clients: int) -> Seen:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(shares), mp_context=spawn) as processes:
         send = partial(drive, url, load, vocabulary, start)
-        return Seen.together(list(processes.map(send, shares)))
+        runs = list(processes.map(send, shares))
+    outcomes = chain.from_iterable(run.outcomes for run in runs)
+    return Replayed(tuple(outcomes), max(run.seconds for run in runs))
 
 
 def figures_of(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, Any]:
-    seen = measure(url, load, vocabulary, clients)
-    return {"load": load.name, "rate": load.rate, "requests": load.requests, **seen.to_json()}
+    run = measure(url, load, vocabulary, clients)
+    seen, answers = Figures.of(run), [o.answer for o in run.outcomes if o.answer is not None]
+    lost = [o for o in run.outcomes if o.status != ANSWERED]
+    failures = [f"{o.name}: {o.status}: {o.detail}"[:300] for o in lost]
+    tokens = sum(len(answer.arrivals) for answer in answers)
+    if tokens != load.gen * len(answers):
+        failures.append(f"{len(answers)} answers hold {tokens} tokens")
+    rate = seen.tokens_a_second
+    return {
+        "load": load.name,
+        "rate": load.rate,
+        "requests": load.requests,
+        "duration_s": round(run.seconds, 3),
+        "ttft_ms": seen.ttft_ms and seen.ttft_ms._asdict(),
+        "itl_ms": seen.gap_ms and seen.gap_ms._asdict(),
+        "tpot_ms": seen.tpot_ms and seen.tpot_ms.mean,
+        "output_tokens_per_s": rate and round(rate, 1),
+        "failures": len(failures),
+        "first_failures": failures[:3],
+    }
 
 
 def goodput_of(url: str, load: Load, vocabulary: int, clients: int, bound_ms: float) -> Any:

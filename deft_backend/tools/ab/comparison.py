@@ -3,16 +3,16 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from deft_backend.files.provenance import provenance
-from deft_backend.telemetry.counters import Counters
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS, Agreement, agreement
-from deft_backend.tools.ab.result import AbResult, SideRun, compare_sides
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, Measured, Server
 from deft_backend.tools.ab.sides import Progress, RunningServer, Side
 from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
-from deft_backend.tools.harness.open_loop import Goodput, GoodputSearch, Seen
+from deft_backend.tools.harness.open_loop import Figures, Goodput, GoodputSearch
 from deft_backend.tools.harness.workload import Replayed, Workload, replay
 from deft_backend.tools.servers.command import StartError
 from deft_backend.tools.traces.invented import passage
@@ -52,10 +52,10 @@ def compare(
             made.extend(build(offers))
         return made
 
-    runs: list[SideRun] = []
+    sent: list[tuple[Server, list[Measured]]] = []
     interrupted = False
     for side in sides:
-        first = runs[0] if runs else None
+        first = sent[0] if sent else None
         try:
             with side.open() as server:
                 run = asyncio.run(
@@ -64,20 +64,28 @@ def compare(
         except ServerError as error:
             if first is None:
                 raise
-            run = _silent_side(side, first, str(error))  # keep what the first one did
+            # Keep what the first one did.
+            silent = [Measured(Replayed((), 0.0, died=str(error))) for _ in first[1]]
+            run = Server(side.name, "", first[0].offers), silent
         except KeyboardInterrupt:  # while the second server starts
             if first is None:
                 raise
             interrupted = True
             break
-        runs.append(run)
-        interrupted = any(replayed.interrupted for replayed in run.runs)
+        sent.append(run)
+        interrupted = any(measured.run.interrupted for measured in run[1])
         if interrupted:
             break
-    names = (sides[0].name, sides[1].name)
-    return compare_sides(
-        names, runs, made, interrupted=interrupted, provenance=provenance(), exact=exact
-    )
+    nothing = Measured(Replayed((), 0.0, interrupted=interrupted))
+    columns = [*(measured for _, measured in sent), []][:2]
+    compared = []
+    for workload, (one, two) in zip(made, zip_longest(*columns, fillvalue=nothing), strict=False):
+        if one.run.outcomes or two.run.outcomes:
+            texts = (workload.name, workload.description, workload.arrivals)
+            same = two.agreement or Agreement(0, 0)
+            compared.append(ComparedWorkload(*texts, (one, two), same))
+    names, servers = (sides[0].name, sides[1].name), tuple(server for server, _ in sent)
+    return AbResult(names, servers, tuple(compared), interrupted, provenance(), exact)
 
 
 async def _run_side(
@@ -85,62 +93,65 @@ async def _run_side(
     name: str,
     workloads: Callable[[Offers], Sequence[Workload]],
     model: str | None,
-    first: SideRun | None,
+    first: tuple[Server, list[Measured]] | None,
     progress: Progress,
     exact: bool,
     goodput: GoodputAsked | None,
-) -> SideRun:
+) -> tuple[Server, list[Measured]]:
     """Send all workloads to one server; after `first`, equal requests, and compare the answers.
     Raises ServerError if the server does not answer at all, AbError if the plugin counted no decode
     step.
     """
     source = server.counters()
-    runs: list[Replayed] = []
-    counted: list[Counters | None] = []
-    agreements: list[Agreement] = []
-    goodputs: list[Goodput] = []
+    found: list[Measured] = []
     async with ServerClient(server.url, logprobs=exact) as client:
         offers = await client.offers(model, _SAMPLE)
-        contexts = [offers.context]
+        state = await asyncio.to_thread(source.state)
+        described = Server(name, server.url, offers, command=server.command)
+        if state is not None:
+            described = replace(
+                described,
+                device=state.device,
+                backend=state.backend,
+                policy=state.policy,
+                eight_bits=state.dtype_bytes == 1,
+            )
+        contexts, close = [offers.context], CLOSE
         if first is not None:
-            client.exact_lengths = offers.exact_lengths and first.offers.exact_lengths
-            contexts.append(first.offers.context)
+            client.exact_lengths = offers.exact_lengths and first[0].offers.exact_lengths
+            contexts.append(first[0].offers.context)
+            close *= EIGHT_BITS if described.eight_bits or first[0].eight_bits else 1
         context = min((c for c in contexts if c is not None), default=None)
         for at, workload in enumerate(workloads(offers)):
             before = await asyncio.to_thread(source.read)
             run = await replay(workload, client, context, progress.replaying(workload))
-            runs.append(run)
             stopped = bool(run.interrupted or run.died)
             after = None if stopped else await asyncio.to_thread(source.read)
-            counted.append(after - before if after and before else None)
-            if first is not None and at < len(first.runs):
+            measured = Measured(run, after - before if after and before else None)
+            if first is not None and at < len(first[1]):
                 parents = {request.name: request.continues for request in workload.requests}
-                compared = agreement(first.runs[at], run, parents)
+                compared = replace(agreement(first[1][at].run, run, parents), close=close)
                 if not stopped:
-                    compared = await _with_margins((client, first), workload, run, compared)
-                agreements.append(compared)
+                    compared = await _with_margins((client, first[0]), workload, run, compared)
+                measured = replace(measured, agreement=compared)
             if goodput is not None and not stopped:
                 search = await _goodput(workload, client, context, progress, goodput)
-                goodputs += [] if isinstance(search, Replayed) else [search]
                 if isinstance(search, Replayed):  # the run ends here
-                    runs[-1] = replace(run, died=search.died, interrupted=search.interrupted)
-                    stopped = True
+                    run = replace(run, died=search.died, interrupted=search.interrupted)
+                    measured, stopped = replace(measured, run=run), True
+                else:
+                    measured = replace(measured, goodput=search)
+            found.append(measured)
             if stopped:
                 break
-    if runs and runs[-1].died:
+    if found and found[-1].run.died:
         try:
             server.check_alive()
         except StartError as error:  # the end of its log tells more than a lost request
-            runs[-1] = replace(runs[-1], died=str(error))
-    elif not any(run.interrupted for run in runs):
+            found[-1] = replace(found[-1], run=replace(found[-1].run, died=str(error)))
+    elif not any(measured.run.interrupted for measured in found):
         await asyncio.to_thread(server.check_counted)
-    state = source.state()
-    eight_bits = state is not None and state.dtype_bytes == 1
-    if eight_bits or (first is not None and first.eight_bits):
-        agreements = [replace(compared, close=CLOSE * EIGHT_BITS) for compared in agreements]
-    told = (state.device, state.backend, state.policy) if state else ("", "", "")
-    measured = (tuple(runs), tuple(counted), tuple(agreements), tuple(goodputs))
-    return SideRun(name, server.url, offers, *measured, *told, eight_bits, server.command)
+    return described, found
 
 
 async def _goodput(
@@ -158,7 +169,7 @@ async def _goodput(
         run = await replay(sent, client, context)
         if run.died or run.interrupted:
             return run
-        p99 = Seen.of(run).p99_ms
+        p99 = Figures.of(run).p99_ms
         search.tell(rate, p99)
         said = "a request failed" if p99 is None else f"99 % of gaps below {p99:.1f} ms"
         progress.announce(f"{workload.name}, {rate:.3g} requests a second: {said}")
@@ -166,7 +177,7 @@ async def _goodput(
 
 
 async def _with_margins(
-    servers: tuple[ServerClient, SideRun], workload: Workload, run: Replayed, compared: Agreement
+    servers: tuple[ServerClient, Server], workload: Workload, run: Replayed, compared: Agreement
 ) -> Agreement:
     """Ask how close the two likeliest tokens were, where the answers do not tell."""
     requests = {request.name: request for request in workload.requests}
@@ -198,8 +209,3 @@ def _complete(answer: Answer, position: int) -> int:
             return start
         start = at
     return 0
-
-
-def _silent_side(side: Side, first: SideRun, why: str) -> SideRun:
-    nothing = tuple(Replayed((), 0.0, died=why) for _ in first.runs)
-    return SideRun(side.name, "", first.offers, nothing, (), (), ())

@@ -59,12 +59,11 @@ def notes(result: AbResult) -> Iterator[str]:
         yield _CPU_NOTE
     if result.interrupted:
         yield "The run was interrupted. The figures hold what was measured until then."
-    for side in result.sides:
-        for run in side.runs:
-            if run.died:
-                yield f"{side.name}: {run.died}. No further requests were sent."
-        if not side.offers.exact_lengths:
-            yield (f"{side.name} does not take ignore_eos, so an answer may end before its length.")
+    for at, server in enumerate(result.servers):
+        if died := _died(result, at):
+            yield f"{server.name}: {died}. No further requests were sent."
+        if not server.offers.exact_lengths:
+            yield f"{server.name} does not take ignore_eos: answers may end before their length."
     for w in result.workloads:
         for name, figures in zip(result.names, w.figures, strict=True):
             if figures.late_p95 is not None and figures.late_p95 > _LATE:
@@ -105,14 +104,14 @@ def print_result(result: AbResult, console: Console) -> None:
 
 def _page(result: AbResult, command: str) -> str:
     console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH)
-    models = " · ".join(dict.fromkeys(side.offers.model for side in result.sides))
+    models = " · ".join(dict.fromkeys(server.offers.model for server in result.servers))
     names, date = " and ".join(result.names), result.provenance.get("date", "")
     _line(f"deft ab · {names} · {models} · {date}", console, "bold")
     _line(verdict(result), console, "bold")
     for note in notes(result):
         _line(f"• {note}", console)
     print_tables([*main_tables(result), *further_tables(result)], console, with_notes=True)
-    for line in (command, *(f"{s.name}: {s.command}" for s in result.sides if s.command)):
+    for line in (command, *(f"{s.name}: {s.command}" for s in result.servers if s.command)):
         _line(line, console)
     return console.export_html()
 
@@ -123,13 +122,12 @@ def _line(text: str, console: Console, style: str | None = None) -> None:
 
 def verdict(result: AbResult) -> str:
     old, new = result.names
-    if len(result.sides) < 2 or not result.workloads:
+    if len(result.servers) < 2 or not result.workloads:
         return f"No decision: the run ended before {new} was measured."
-    for side in result.sides:
-        died = next((run.died for run in side.runs if run.died), "")
-        if died:
-            say = "Do not switch" if side.name == new else "No decision"
-            return f"{say}: {side.name} died during the run ({died[:120]})."
+    for at, name in enumerate(result.names):
+        if died := _died(result, at):
+            say = "Do not switch" if name == new else "No decision"
+            return f"{say}: {name} died during the run ({died[:120]})."
     lost = [_lost(result, side) for side in (0, 1)]
     every = sum(f.requests for w in result.workloads for f in w.figures[1:])
     if lost[1] > lost[0]:
@@ -148,6 +146,10 @@ def verdict(result: AbResult) -> str:
         read = _reads(result)
         return f"No decision about times, which mean nothing on a CPU; {tokens}{read}."
     return _times(result, tokens)
+
+
+def _died(result: AbResult, side: int) -> str:
+    return next(filter(None, (w.sides[side].run.died for w in result.workloads)), "")
 
 
 def _times(result: AbResult, tokens: str) -> str:
@@ -179,7 +181,7 @@ def _times(result: AbResult, tokens: str) -> str:
 
 def _figure(w: ComparedWorkload, known: dict[str, tuple[float, float, float]]) -> str:
     change = known[w.name][0]
-    first, second = (f.tpot and f.tpot.p50 for f in w.figures)
+    first, second = (f.tpot_ms and f.tpot_ms.p50 for f in w.figures)
     return (
         f"{w.name}: a token takes {abs(change):.0%} {'less' if change <= 0 else 'more'} time "
         f"({milliseconds(first)} → {milliseconds(second)})"
@@ -217,7 +219,7 @@ def _reads(result: AbResult) -> str:
     saved = [
         (read.saved, w.name)
         for w in result.workloads
-        if (read := w.kv_read(1)) is not None and read.saved
+        if (read := w.sides[1].kv_read) is not None and read.saved
     ]
     if not saved:
         return ""

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from deft_backend.telemetry.counters import Counters
 from deft_backend.telemetry.decode_log import size
 from deft_backend.tools.ab.agreement import Agreement
-from deft_backend.tools.harness.answers import ANSWERED, TOO_LONG, Answer
+from deft_backend.tools.harness.answers import TOO_LONG, Answer
 from deft_backend.tools.harness.client import Offers
-from deft_backend.tools.harness.open_loop import Goodput, Seen, Spread
-from deft_backend.tools.harness.workload import Outcome, Replayed, Workload
-
-
-@dataclass(frozen=True)
-class SideRun:
-    name: str
-    url: str
-    offers: Offers
-    runs: tuple[Replayed, ...]
-    counters: tuple[Counters | None, ...]
-    agreements: tuple[Agreement, ...]
-    goodputs: tuple[Goodput, ...] = ()  # by workload, if asked for
-    # By its state file; empty without one.
-    device: str = ""
-    backend: str = ""
-    policy: str = ""
-    eight_bits: bool = False  # whether its KV cache has 8 bits, by its state file
-    command: str = ""  # its command, if this process started it
+from deft_backend.tools.harness.open_loop import Figures, Goodput, Spread
+from deft_backend.tools.harness.workload import Outcome, Replayed
 
 
 class KvRead(NamedTuple):
@@ -42,34 +24,23 @@ class KvRead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
-    """One side of a workload; times are None without an answer."""
+class Measured:
+    """A workload on one server."""
 
-    answered: int
-    lost: Mapping[str, int]
-    ttft: Spread | None  # time to the first token
-    tpot: Spread | None  # time per later token, of each answer
-    gap: Spread | None  # time between two pieces of a stream
-    tokens_a_second: float | None
-    late_p95: float | None  # seconds by which the client sent requests late
+    run: Replayed
+    counters: Counters | None = None  # of its steps, if the plugin counts them
+    goodput: Goodput | None = None  # if asked for
+    agreement: Agreement | None = None  # with the answers of the first server
 
     @property
-    def requests(self) -> int:
-        return self.answered + sum(self.lost.values())
-
-    @classmethod
-    def of(cls, run: Replayed) -> Figures:
-        seen = Seen.of(run)
-        late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
-        return cls(
-            len(seen.firsts),
-            dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
-            Spread.of(seen.firsts),
-            Spread.of(seen.per_token),
-            Spread.of(seen.gaps),
-            tokens_a_second=seen.tokens / run.seconds if run.seconds else None,
-            late_p95=late[round(0.95 * (len(late) - 1))] if late else None,
-        )
+    def kv_read(self) -> KvRead | None:
+        """KV reads of a decode step; None if the counters are unknown."""
+        counted = self.counters
+        if counted is None or not counted.decode_steps:
+            return None
+        steps = counted.decode_steps
+        read, guided = counted.kv_bytes_read, counted.kv_bytes_query_guided
+        return KvRead(guided / steps, read / steps, counted.saved)
 
 
 @dataclass(frozen=True)
@@ -77,23 +48,27 @@ class ComparedWorkload:
     name: str
     description: str
     arrivals: str
-    runs: tuple[Replayed, Replayed]
-    counters: tuple[Counters | None, Counters | None]
+    sides: tuple[Measured, Measured]
     agreement: Agreement
-    goodputs: tuple[Goodput | None, Goodput | None] = (None, None)
 
     @property
     def figures(self) -> tuple[Figures, Figures]:
-        return Figures.of(self.runs[0]), Figures.of(self.runs[1])
+        return Figures.of(self.sides[0].run), Figures.of(self.sides[1].run)
 
-    def kv_read(self, side: int) -> KvRead | None:
-        """KV reads of a decode step of one side; None if its counters are unknown."""
-        counted = self.counters[side]
-        if counted is None or not counted.decode_steps:
-            return None
-        steps = counted.decode_steps
-        read, guided = counted.kv_bytes_read, counted.kv_bytes_query_guided
-        return KvRead(guided / steps, read / steps, counted.saved)
+
+@dataclass(frozen=True)
+class Server:
+    """A server of the comparison, by its own words and its state file."""
+
+    name: str
+    url: str
+    offers: Offers
+    # By its state file; empty without one.
+    device: str = ""
+    backend: str = ""
+    policy: str = ""
+    eight_bits: bool = False  # whether its KV cache has 8 bits, by its state file
+    command: str = ""  # its command, if this process started it
 
 
 _SHOWN = ("name", "url", "device", "backend", "policy", "command")
@@ -102,7 +77,7 @@ _SHOWN = ("name", "url", "device", "backend", "policy", "command")
 @dataclass(frozen=True)
 class AbResult:
     names: tuple[str, str]
-    sides: tuple[SideRun, ...]
+    servers: tuple[Server, ...]  # fewer than two if the run ended before
     workloads: tuple[ComparedWorkload, ...]
     interrupted: bool
     provenance: Mapping[str, object] = field(default_factory=dict)
@@ -110,7 +85,7 @@ class AbResult:
 
     @property
     def on_cpu(self) -> bool:
-        return any(side.device.startswith("cpu") for side in self.sides)
+        return any(server.device.startswith("cpu") for server in self.servers)
 
     @property
     def same(self) -> bool:
@@ -121,7 +96,7 @@ class AbResult:
         lost = any(
             status != TOO_LONG for w in self.workloads for f in w.figures for status in f.lost
         )
-        died = any(run.died for side in self.sides for run in side.runs)
+        died = any(side.run.died for w in self.workloads for side in w.sides)
         wrong = any(w.agreement.unexplained for w in self.workloads)
         return lost or died or wrong or (self.exact and not self.same)
 
@@ -133,64 +108,32 @@ class AbResult:
             "interrupted": self.interrupted,
             "sides": [
                 {**{name: getattr(s, name) for name in _SHOWN}, **asdict(s.offers)}
-                for s in self.sides
+                for s in self.servers
             ],
             "workloads": [_workload_json(w) for w in self.workloads],
             "provenance": dict(self.provenance),
         }
 
 
-def compare_sides(
-    names: tuple[str, str],
-    sides: Sequence[SideRun],
-    workloads: Sequence[Workload],
-    *,
-    interrupted: bool,
-    provenance: Mapping[str, object],
-    exact: bool,
-) -> AbResult:
-    empty = Replayed((), 0.0, interrupted=interrupted)
-
-    def of_both(name: str, at: int, missing: Any) -> Any:
-        """A workload's entry of each side; `missing` where a side has none."""
-        columns = [*(getattr(side, name) for side in sides), (), ()][:2]
-        return tuple(column[at] if at < len(column) else missing for column in columns)
-
-    compared = []
-    for at, workload in enumerate(workloads):
-        runs = of_both("runs", at, empty)
-        if any(run.outcomes for run in runs):
-            texts = (workload.name, workload.description, workload.arrivals)
-            same = of_both("agreements", at, Agreement(0, 0))[1]
-            counted, rates = of_both("counters", at, None), of_both("goodputs", at, None)
-            compared.append(ComparedWorkload(*texts, runs, counted, same, rates))
-    return AbResult(names, tuple(sides), tuple(compared), interrupted, provenance, exact)
-
-
 def _workload_json(w: ComparedWorkload) -> dict[str, Any]:
-    reads = [w.kv_read(side) for side in (0, 1)]
     return {
         "workload": w.name,
         "description": w.description,
         "arrivals": w.arrivals,
         "figures": [_figures_json(f) for f in w.figures],
-        "goodput": [g and asdict(g) for g in w.goodputs],
-        "counters": [None if c is None else c.as_json() for c in w.counters],
-        "kv_bytes_a_step": [r and r._asdict() for r in reads],
+        "goodput": [s.goodput and asdict(s.goodput) for s in w.sides],
+        "counters": [s.counters and s.counters.as_json() for s in w.sides],
+        "kv_bytes_a_step": [s.kv_read and s.kv_read._asdict() for s in w.sides],
         "agreement": asdict(w.agreement),
-        "died": [run.died for run in w.runs],
-        "requests": [[_outcome_json(o) for o in run.outcomes] for run in w.runs],
+        "died": [s.run.died for s in w.sides],
+        "requests": [[_outcome_json(o) for o in s.run.outcomes] for s in w.sides],
     }
 
 
 def _figures_json(f: Figures) -> dict[str, Any]:
-    spreads = {f"{name}_ms": getattr(f, name) for name in ("ttft", "tpot", "gap")}
     return {
-        "answered": f.answered,
-        "lost": f.lost,
-        **{name: spread and spread._asdict() for name, spread in spreads.items()},
-        "tokens_a_second": f.tokens_a_second,
-        "late_p95": f.late_p95,
+        name: value._asdict() if isinstance(value, Spread) else value
+        for name, value in vars(f).items()
     }
 
 
@@ -226,7 +169,7 @@ def paired_change(w: ComparedWorkload) -> tuple[float, float, float] | None:
 
 def log_ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
     first, second = (
-        {o.name: o.answer for o in run.outcomes if o.answer is not None} for run in w.runs
+        {o.name: o.answer for o in side.run.outcomes if o.answer is not None} for side in w.sides
     )
     pairs = [(time_of(first[key]), time_of(second[key])) for key in first if key in second]
     return [math.log(after / before) for before, after in pairs if before and after]

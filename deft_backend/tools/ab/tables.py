@@ -110,7 +110,7 @@ def differences(result: AbResult) -> list[list[str]]:
 
 def counted_side(result: AbResult) -> int | None:
     for side in (1, 0):
-        if any(c.steps_tree for w in result.workloads if (c := w.counters[side])):
+        if any(c.steps_tree for w in result.workloads if (c := w.sides[side].counters)):
             return side
     return None
 
@@ -121,7 +121,7 @@ def _reads(result: AbResult, side: int) -> Table:
     columns = ("workload", "query by query", shown, "saved", "tree steps", "same answers")
     rows = []
     for w in result.workloads:
-        read, counted = w.kv_read(side), w.counters[side]
+        read, counted = w.sides[side].kv_read, w.sides[side].counters
         rows.append(
             [
                 w.name,
@@ -146,7 +146,8 @@ def _times(result: AbResult) -> Table:
     for w in result.workloads:
         change = paired_change(w)
         for side, f in enumerate(w.figures):
-            times = (f.ttft and f.ttft.p50, f.tpot and f.tpot.p50, f.tpot and f.tpot.p95)
+            ttft, tpot = f.ttft_ms, f.tpot_ms
+            times = (ttft and ttft.p50, tpot and tpot.p50, tpot and tpot.p95)
             rows.append(
                 [
                     "" if side else w.name,
@@ -167,11 +168,11 @@ def _times(result: AbResult) -> Table:
 
 def _load(result: AbResult) -> Table:
     """Of workloads whose requests arrive one after the other."""
-    rows = []
+    rows, none = [], (None,) * 4
     for w in result.workloads:
-        if any(outcome.at for run in w.runs for outcome in run.outcomes):
+        if any(outcome.at for side in w.sides for outcome in side.run.outcomes):
             for side, f in enumerate(w.figures):
-                times = (*(f.ttft[2:] if f.ttft else (None,) * 2), *(f.gap or (None,) * 4))
+                times = (*(f.ttft_ms or none)[2:], *(f.gap_ms or none))
                 figures = map(_milliseconds, times)
                 rows.append(["" if side else w.name, result.names[side], *figures])
     note = "TTFT: time to the first token. gap: time between two pieces of a stream."
@@ -182,11 +183,11 @@ def _load(result: AbResult) -> Table:
 def _goodput(result: AbResult) -> Table:
     rows, bound = [], 0.0
     for w in result.workloads:
-        found = [goodput for goodput in w.goodputs if goodput is not None]
+        found = [side.goodput for side in w.sides if side.goodput is not None]
         if found:
             bound, old = found[0].bound_ms, found[0].rate
             ratio = f"{found[1].rate / old:.2f}" if len(found) == 2 and old else MISSING
-            rates = (MISSING if goodput is None else str(goodput) for goodput in w.goodputs)
+            rates = (MISSING if side.goodput is None else str(side.goodput) for side in w.sides)
             rows.append([w.name, *rates, ratio])
     first, second = result.names
     columns = ("workload", first, second, f"{second} over {first}")
@@ -215,27 +216,28 @@ def _agreement(w: ComparedWorkload) -> list[str]:
 
 def _host_steps(result: AbResult) -> Iterator[list[str]]:
     for w in result.workloads:
-        for name, counters in zip(result.names, w.counters, strict=True):
+        for name, side in zip(result.names, w.sides, strict=True):
+            counters = side.counters
             if counters and counters.steps_tree and counters.steps_host:
                 yield [w.name, name, reasons(counters.steps_host)]
 
 
 def _lost(result: AbResult) -> Iterator[list[str]]:
     for w in result.workloads:
-        for name, run in zip(result.names, w.runs, strict=True):
-            lost = [o for o in run.outcomes if o.status != ANSWERED]
+        for name, side in zip(result.names, w.sides, strict=True):
+            lost = [o for o in side.run.outcomes if o.status != ANSWERED]
             yield from ([w.name, name, o.name, o.status, o.detail] for o in lost[:_DETAILS])
 
 
 def _servers(result: AbResult) -> Iterator[list[str]]:
-    for side in result.sides:
-        offers = side.offers
+    for server in result.servers:
+        offers = server.offers
         context = "unknown" if offers.context is None else f"{offers.context:,} tokens"
-        words = [f"{side.url}: {offers.model}, context {context}"]
-        words += [f"attention backend {side.backend}"] if side.backend else []
-        words += [f"policy {side.policy}"] if side.policy and side.backend != side.policy else []
-        words += [f"on {side.device}"] if side.device else []
-        yield [side.name, ", ".join(words)]
+        words = [f"{server.url}: {offers.model}, context {context}"]
+        words += [f"attention backend {server.backend}"] if server.backend else []
+        words += [f"policy {server.policy}"] if server.policy not in ("", server.backend) else []
+        words += [f"on {server.device}"] if server.device else []
+        yield [server.name, ", ".join(words)]
     facts = dict(result.provenance)
     versions = facts.pop("versions", None)
     facts |= versions if isinstance(versions, dict) else {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter as Tally
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 from deft_backend.tools.harness.answers import ANSWERED
 from deft_backend.tools.harness.workload import Replayed
@@ -47,63 +48,41 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a client saw of its requests; times in seconds."""
+class Figures:
+    """What a client saw of its requests; times are None without an answer."""
 
-    firsts: list[float]  # from sending a request to its first token
-    gaps: list[float]
-    per_token: list[float]  # time per token after the first, of each answer
-    tokens: int
-    duration: float  # until the last answer's end
-    failures: list[str]
+    answered: int
+    lost: Mapping[str, int]  # other requests, by what became of them
+    ttft_ms: Spread | None  # time to the first token
+    tpot_ms: Spread | None  # time per later token, of each answer
+    gap_ms: Spread | None  # time between two pieces of a stream
+    tokens_a_second: float | None
+    late_p95: float | None  # seconds by which the client sent requests late
 
     @classmethod
-    def of(cls, run: Replayed) -> Seen:
+    def of(cls, run: Replayed) -> Figures:
         answers = [o.answer for o in run.outcomes if o.answer is not None]
         pieces = [sorted(set(answer.arrivals)) for answer in answers]
-        lost = [o for o in run.outcomes if o.status != ANSWERED]
+        late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
+        tokens = sum(len(answer.arrivals) for answer in answers)
         return cls(
-            [answer.ttft for answer in answers],
-            [later - earlier for times in pieces for earlier, later in pairwise(times)],
-            [tpot for answer in answers if (tpot := answer.tpot) is not None],
-            sum(len(answer.arrivals) for answer in answers),
-            run.seconds,
-            [f"{o.name}: {o.status}: {o.detail}"[:300] for o in lost],
+            len(answers),
+            dict(Tally(o.status for o in run.outcomes if o.status != ANSWERED)),
+            Spread.of([answer.ttft for answer in answers]),
+            Spread.of([tpot for answer in answers if (tpot := answer.tpot) is not None]),
+            Spread.of([end - begin for times in pieces for begin, end in pairwise(times)]),
+            tokens_a_second=tokens / run.seconds if run.seconds else None,
+            late_p95=late[round(0.95 * (len(late) - 1))] if late else None,
         )
 
-    @classmethod
-    def together(cls, parts: Sequence[Seen]) -> Seen:
-        """Several clients that began at the same time as one."""
-
-        def joined(name: str) -> list[Any]:
-            return list(chain.from_iterable(getattr(part, name) for part in parts))
-
-        return cls(
-            joined("firsts"),
-            joined("gaps"),
-            joined("per_token"),
-            sum(part.tokens for part in parts),
-            max(part.duration for part in parts),
-            joined("failures"),
-        )
+    @property
+    def requests(self) -> int:
+        return self.answered + sum(self.lost.values())
 
     @property
     def p99_ms(self) -> float | None:
         """99th percentile of the gaps; None if a request failed, or without a gap."""
-        gaps = Spread.of(self.gaps)
-        return None if gaps is None or self.failures else gaps.p99
-
-    def to_json(self) -> dict[str, Any]:
-        spreads = {"ttft_ms": Spread.of(self.firsts), "itl_ms": Spread.of(self.gaps)}
-        tpot = Spread.of(self.per_token)
-        return {
-            "duration_s": round(self.duration, 3),
-            **{name: spread and spread._asdict() for name, spread in spreads.items()},
-            "tpot_ms": tpot and tpot.mean,
-            "output_tokens_per_s": round(self.tokens / self.duration, 1) if self.duration else None,
-            "failures": len(self.failures),
-            "first_failures": self.failures[:3],
-        }
+        return None if self.gap_ms is None or self.lost else self.gap_ms.p99
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from deft_backend.tools.ab import sides
 from deft_backend.tools.ab.agreement import Agreement, Difference, agreement
 from deft_backend.tools.ab.comparison import _complete
 from deft_backend.tools.ab.report import print_result, verdict, write_report
-from deft_backend.tools.ab.result import AbResult, ComparedWorkload, SideRun, paired_change
+from deft_backend.tools.ab.result import AbResult, ComparedWorkload, Measured, Server, paired_change
 from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
@@ -354,16 +354,13 @@ def side(tpot, ttft=0.1, count=20, lost=0):
 
 def result(*runs, device="cuda", **fields):
     offers = Offers("m", None, True, 4.0)
-    sides = [
-        SideRun(name, "http://x", offers, tuple(pair[at] for pair in runs), (), (), device=device)
-        for at, name in enumerate("AB")
-    ]
+    servers = tuple(Server(name, "http://x", offers, device=device) for name in "AB")
     workloads = [
-        ComparedWorkload(f"w{at}", "", "", pair, (None, None), agreement(*pair))
+        ComparedWorkload(f"w{at}", "", "", tuple(map(Measured, pair)), agreement(*pair))
         for at, pair in enumerate(runs)
     ]
     values = {"interrupted": False, **fields}
-    return AbResult(("A", "B"), tuple(sides), tuple(workloads), **values)
+    return AbResult(("A", "B"), servers, tuple(workloads), **values)
 
 
 SENTENCES = (
@@ -385,8 +382,8 @@ def test_the_change_is_the_median_between_order_statistics():
     """Of 20 requests, those of ranks 5 and 14 bound it: half of them, and 4.4 to either side."""
     ranks = [at * 7 % 20 for at in range(20)]
     slower = [side(0.01 * 1.001**rank**2).outcomes[at] for at, rank in enumerate(ranks)]
-    runs = side(0.01), Replayed(tuple(slower), 5.0)
-    found = paired_change(ComparedWorkload("w", "", "", runs, (None, None), Agreement(0, 0)))
+    runs = Measured(side(0.01)), Measured(Replayed(tuple(slower), 5.0))
+    found = paired_change(ComparedWorkload("w", "", "", runs, Agreement(0, 0)))
     expected = [1.001**power - 1 for power in ((9**2 + 10**2) / 2, 5**2, 14**2)]
     assert found == pytest.approx(expected, abs=1e-9)
 
@@ -424,7 +421,8 @@ def drawn_results():
     counters = Counters(steps, 60, 13_380_000_000 * 4096, 99_990_000_000 * 4096)
     slow = result((side(0.9, ttft=71.2, count=320), side(5.7, ttft=98.7, count=320)), device="cpu")
     same = Agreement(320, 320, tokens=320)
-    workload = replace(slow.workloads[0], name=LONGEST, counters=(None, counters), agreement=same)
+    pair = slow.workloads[0].sides[0], replace(slow.workloads[0].sides[1], counters=counters)
+    workload = replace(slow.workloads[0], name=LONGEST, sides=pair, agreement=same)
     yield replace(slow, workloads=(workload,), names=("host", "deft"), exact=True)
 
     host_steps = {Content("decode", "off"): Steps(3), Content("mixed", None): Steps(1)}
@@ -436,18 +434,21 @@ def drawn_results():
     first = replace(
         first,
         agreement=DIFFERENT,
-        counters=(counted, counted),
-        goodputs=rates,
+        sides=tuple(
+            replace(measured, counters=counted, goodput=rate)
+            for measured, rate in zip(first.sides, rates, strict=True)
+        ),
         description="20 requests",
         arrivals="one a second",
     )
-    second = replace(second, agreement=Agreement(1200, 1200), goodputs=(rates[0], None))
+    pair = replace(second.sides[0], goodput=rates[0]), second.sides[1]
+    second = replace(second, agreement=Agreement(1200, 1200), sides=pair)
     given = {"backend": "fa3", "command": "serve [--port] 1"}, {"backend": "deft", "policy": "auto"}
     offers = Offers("m", 8192, False, 4.0)
-    sides = [replace(s, **more) for s, more in zip(fast.sides, given, strict=True)]
-    sides[1] = replace(sides[1], offers=offers)
+    servers = [replace(s, **more) for s, more in zip(fast.servers, given, strict=True)]
+    servers[1] = replace(servers[1], offers=offers)
     facts = {"date": "2026-01-02", "commit": None, "versions": {"torch": "2.9"}}
-    yield replace(fast, workloads=(first, second), sides=tuple(sides), provenance=facts)
+    yield replace(fast, workloads=(first, second), servers=tuple(servers), provenance=facts)
 
 
 def test_the_terminal_and_the_page_are_as_drawn(tmp_path):
