@@ -17,53 +17,33 @@ from typing import TYPE_CHECKING, Any
 from deft_backend.settings.version import VERSION
 
 if TYPE_CHECKING:
-    from deft_backend.attention import AttentionError, TreeAttention
-    from deft_backend.forest import (
-        ForestError,
-        PrefixForest,
-        forest_from_page_tables,
-        forest_from_paths,
-    )
-    from deft_backend.planner import Plan, PlanCapacity, PlanError
-    from deft_backend.policies import POLICY_NAMES, PolicyError, Target, get_policy
+    from deft_backend.attention import AttentionError as AttentionError
+    from deft_backend.attention import TreeAttention as TreeAttention
+    from deft_backend.forest import ForestError as ForestError
+    from deft_backend.forest import PrefixForest as PrefixForest
+    from deft_backend.forest import forest_from_page_tables as forest_from_page_tables
+    from deft_backend.forest import forest_from_paths as forest_from_paths
+    from deft_backend.planner import Plan as Plan
+    from deft_backend.planner import PlanCapacity as PlanCapacity
+    from deft_backend.planner import PlanError as PlanError
+    from deft_backend.policies import POLICY_NAMES as POLICY_NAMES
+    from deft_backend.policies import PolicyError as PolicyError
+    from deft_backend.policies import Target as Target
+    from deft_backend.policies import get_policy as get_policy
 
 __version__ = VERSION
 
-_HOME = {
-    "AttentionError": "attention",
-    "ForestError": "forest",
-    "POLICY_NAMES": "policies",
-    "Plan": "planner",
-    "PlanCapacity": "planner",
-    "PlanError": "planner",
-    "PolicyError": "policies",
-    "PrefixForest": "forest",
-    "Target": "policies",
-    "TreeAttention": "attention",
-    "forest_from_page_tables": "forest",
-    "forest_from_paths": "forest",
-    "get_policy": "policies",
+_HOMES = {
+    "attention": ("AttentionError", "TreeAttention"),
+    "forest": ("ForestError", "PrefixForest", "forest_from_page_tables", "forest_from_paths"),
+    "planner": ("Plan", "PlanCapacity", "PlanError"),
+    "policies": ("POLICY_NAMES", "PolicyError", "Target", "get_policy"),
 }
-
-__all__ = [
-    "POLICY_NAMES",
-    "AttentionError",
-    "ForestError",
-    "Plan",
-    "PlanCapacity",
-    "PlanError",
-    "PolicyError",
-    "PrefixForest",
-    "Target",
-    "TreeAttention",
-    "forest_from_page_tables",
-    "forest_from_paths",
-    "get_policy",
-]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line and servers that do not use us start without torch."""
-    if name in _HOME:
-        return getattr(import_module(f"deft_backend.{_HOME[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"deft_backend.{home}"), name)
     raise AttributeError(f"module 'deft_backend' has no attribute {name!r}")
