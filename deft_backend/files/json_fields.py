@@ -92,9 +92,9 @@ def records(content: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     raise _refused(content, name, "a list of objects")
 
 
-def numbers(content: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
+def numbers(content: Mapping[str, Any], name: str, dimensions: int = 1) -> npt.NDArray[np.float64]:
     array = _array(content.get(name))
-    if array is None or array.dtype.kind not in "iuf":
+    if array is None or array.ndim != dimensions or array.dtype.kind not in "iuf":
         raise _refused(content, name, "a list of numbers")
     return array.astype("float64")
 

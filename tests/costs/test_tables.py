@@ -68,7 +68,7 @@ NO_KEY = ": key is None; expected an object with " + ", ".join(sorted(TableKey._
         ("list", NO_KEY),
         ("no key", NO_KEY),
         ("key", ": its key is another one than its name says"),
-        ("time", ": time_ms holds a time that is not positive; profile again"),
+        ("time", ": time_ms holds a time that is not positive"),
         ("link", ": it is a symbolic link; expected the file itself; expected a file"),
         ("folder", ": Permission denied"),
     ],
