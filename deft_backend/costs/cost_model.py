@@ -146,7 +146,8 @@ class CostModel:
             fasttree = FastTreeCoefficients(*(number(weights, name) for name in names))
         with within("tiles"):
             tiles = TileCosts(
-                *(tuple(numbers(costs, name).tolist()) for name in ("item_ns", "token_ns")),
+                item_ns=tuple(numbers(costs, "item_ns").tolist()),
+                token_ns=tuple(numbers(costs, "token_ns").tolist()),
                 partial_ns=number(costs, "partial_ns"),
                 reduce_ns=number(costs, "reduce_ns"),
             )
