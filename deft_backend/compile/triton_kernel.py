@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import Any, get_type_hints
 
 import torch
 from triton import knobs
-from triton.runtime import interpreter
+from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction
 
 from deft_backend.compile import variants
@@ -47,6 +48,60 @@ def addresses_of(arguments: Any) -> Any:
     if isinstance(arguments, tuple):
         return tuple(addresses_of(each) for each in arguments)
     return arguments
+
+
+class _Compiled:
+    """A compiled kernel, launched by the call into the driver that Triton's own launch ends with.
+
+    Before that call, Triton looks for hooks, allocators and metadata, which takes longer than the
+    call. A launch of markers, which does not reach the driver, shows what else the call takes.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._call: Callable[..., Any] | None = None  # None: Triton launches
+        try:
+            self._read(kernel)
+        except (AttributeError, TypeError, ValueError):  # another version of Triton
+            self._call = None
+
+    def _read(self, kernel: Any) -> None:
+        launcher, calls = kernel.run, list[tuple[Any, ...]]()
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return
+        grid, stream, arguments = (11, 12, 13), object(), ("an argument", "another")
+
+        def note(*given: Any) -> None:
+            if stream in given:
+                calls.append(given)
+            else:  # another thread's launch
+                launcher.launch(*given)
+
+        kernel._run = copy(launcher)
+        kernel._run.launch = note
+        try:
+            kernel[grid](*arguments, stream=stream)
+        finally:
+            kernel._run = launcher
+        (given,) = calls
+        self._together = given[-1] == arguments  # whether the kernel's arguments are one tuple
+        behind = (arguments,) if self._together else arguments
+        self._fixed = given[4 : -len(behind)]
+        if given == (*grid, stream, *self._fixed, *behind):
+            self._call = launcher.launch
+
+    def runner(self, grid: tuple[int, ...]) -> Runner:
+        if self._call is None or knobs.runtime.launch_enter_hook.calls:  # a profiler's
+            runner: Runner = self._kernel[grid]
+            return runner
+        call, fixed, together = self._call, self._fixed, self._together
+
+        def run(*arguments: Any, stream: int | None = None) -> None:
+            if stream is None:
+                stream = driver.active.get_current_stream(driver.active.get_current_device())
+            call(*grid, stream, *fixed, *((arguments,) if together else arguments))
+
+        return run
 
 
 def _grid(programs: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -82,7 +137,7 @@ class Kernel:
             for name, parameter in parameters.items()
             if name not in self.constants
         ]
-        self._variants: dict[Hashable, Any] = {}
+        self._variants: dict[Hashable, _Compiled] = {}
 
     def launch(
         self,
@@ -115,17 +170,17 @@ class Kernel:
             return
         known = self._variants.get(variant) if aligned else None
         if known is not None:
-            known[grid](*arguments, *constants.values())
+            known.runner(grid)(*arguments, *constants.values())
             return
         with variants.reported_late(self._compiled):
             compiled = self._compiled[grid](*self.named(arguments), **constants, **options)
         if aligned:
-            self._variants[variant] = compiled
+            self._variants[variant] = _Compiled(compiled)
 
     def runner(self, programs: int | tuple[int, ...], *, variant: Hashable) -> Runner | None:
         """What launches a known variant for aligned arguments; None for an unknown one."""
         known = self._variants.get(variant)
-        return None if known is None or variants.recorder else known[_grid(programs)]
+        return None if known is None or variants.recorder else known.runner(_grid(programs))
 
     def named(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments of a launch, with the structures that the kernel's parameters are."""

@@ -5,10 +5,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler.compiler import CompiledKernel, LazyDict
+from triton.runtime import driver
 
 from deft_backend.compile import clock, triton_kernel, variants
 from deft_backend.compile.clock import CompileClock
-from deft_backend.compile.triton_kernel import Kernel, addresses_of, named
+from deft_backend.compile.triton_kernel import Kernel, _Compiled, addresses_of, named
 
 
 class Inner(NamedTuple):
@@ -38,6 +42,46 @@ class Compiled:
             return self if named else None
 
         return launch
+
+
+def test_the_drivers_launch_takes_what_triton_gives_it(monkeypatch):
+    """Triton's own classes, but for the driver."""
+    calls = []
+    launcher = object.__new__(CudaLauncher)
+    sizes = {
+        f"{of}_scratch_{what}": 0 for of in ("global", "profile") for what in ("size", "align")
+    }
+    vars(launcher).update(sizes, num_ctas=1, gsan_enabled=False, launch=lambda *a: calls.append(a))
+    vars(launcher).update(launch_cooperative_grid=False, launch_pdl=True)
+    vars(launcher).update(arg_annotations=["how"], kernel_signature=b"signature")
+    compiled = object.__new__(CompiledKernel)
+    vars(compiled).update(_run=launcher, module=None, function=77, packed_metadata=(4, 1, 1024))
+    vars(compiled).update(name="kernel", src=None)
+    monkeypatch.setattr(compiled.__class__, "_init_handles", lambda self: None)
+    active = SimpleNamespace(
+        allocate_default_profile_scratch=None,
+        get_current_device=lambda: 3,
+        get_current_stream=lambda device: 40 + device,
+    )
+    monkeypatch.setattr(driver, "_active", active)
+
+    def launched(runner, **stream):
+        calls.clear()
+        runner(8, (9, 10), **stream)
+        (call,) = calls
+        return [each for each in call if not isinstance(each, LazyDict)]  # metadata for hooks
+
+    known = _Compiled(compiled)
+    assert calls == []
+    for stream in {"stream": 5}, {}:
+        assert launched(known.runner((6, 2, 1)), **stream) == launched(compiled[6, 2, 1], **stream)
+    own = compiled[1, 1, 1].__qualname__
+    assert known.runner((1, 1, 1)).__qualname__ != own
+    with monkeypatch.context() as patched:  # a profiler
+        patched.setattr(knobs.runtime.launch_enter_hook, "calls", [calls.append])
+        assert known.runner((1, 1, 1)).__qualname__ == own
+    vars(launcher)["profile_scratch_size"] = 1
+    assert _Compiled(compiled).runner((1, 1, 1)).__qualname__ == own
 
 
 def test_a_known_variant_with_aligned_pointers_skips_triton():
