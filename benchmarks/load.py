@@ -101,16 +101,17 @@ def _prefix(seed: str, vocabulary: int, tokens: int) -> tuple[int, ...]:
     return draw(random.Random(seed), vocabulary, tokens)
 
 
-def read_loads(names: Sequence[str], rates: Sequence[float | None] | None) -> list[Load]:
-    """The named loads of the file at their rates, or at `rates`; raises ChoiceError."""
+def read_loads(names: Sequence[str]) -> list[Load]:
+    """Loads of the file, ``NAME`` at all its rates or ``NAME@RATE``; raises ChoiceError."""
     known = json.loads(LOADS.read_text())
     loads = []
-    for name in names:
+    for given in names:
+        name, at, rate = given.partition("@")
         if name not in known:
             raise ChoiceError(f"--loads names {name!r}; expected some of {', '.join(known)}")
         entry = dict(known[name])
-        own_rates = entry.pop("rates")
-        loads += [Load(name, **entry, rate=rate) for rate in rates or own_rates]
+        rates = entry.pop("rates")
+        loads += [Load(name, **entry, rate=each) for each in ([parse_rate(rate)] if at else rates)]
     return loads
 
 
@@ -123,7 +124,7 @@ def parse_rate(text: str) -> float | None:
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise ChoiceError(f"--rates holds {text!r}; expected requests a second, or unlimited")
+        raise ChoiceError(f"--loads holds the rate {text!r}; expected a number, or unlimited")
     return rate
 
 
@@ -202,13 +203,9 @@ def load(
     loads: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME[,NAME…]", help="Of benchmarks/loads.json; default: all but tiny."
-        ),
-    ] = None,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE[,RATE…]", help="Requests a second, or unlimited, in place of each load's."
+            metavar="NAME[@RATE][,…]",
+            help="Of benchmarks/loads.json, at one rate (requests a second, or unlimited) or at "
+            "all of its rates; default: all but tiny.",
         ),
     ] = None,
     gpus: Annotated[
@@ -252,8 +249,7 @@ def load(
     with reported(*ERRORS), ExitStack() as opened:
         own = f"{chosen.ours},{chosen.reference()}"
         names = checked_backends(chosen, listed(backends or own))
-        asked = [parse_rate(text) for text in listed(rates)] if rates else None
-        table = read_loads(listed(loads) if loads else known, asked)
+        table = read_loads(listed(loads) if loads else known)
         if goodput:  # one search for each load
             table = list({each.name: each for each in reversed(table)}.values())[::-1]
         places = listed(gpus) if gpus else []

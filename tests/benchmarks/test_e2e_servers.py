@@ -19,7 +19,7 @@ from benchmarks.e2e.rows import by_case, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
 from benchmarks.e2e.served_model import write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
-from benchmarks.load import Load, figures_of, parse_rate, read_loads
+from benchmarks.load import Load, figures_of, read_loads
 from benchmarks.row_files import RowsError, write_rows
 from benchmarks.soak import Traffic, is_level, level, totals
 
@@ -136,13 +136,13 @@ def test_an_open_loop_measures_every_gap(tmp_path, monkeypatch):
 
 
 def test_loads_are_the_files():
-    first, *_ = read_loads(["8x8192", "nothing-shared"], None)
+    first, *_ = read_loads(["8x8192", "nothing-shared"])
     assert (first.prefixes, first.prefix, first.rate) == (8, 8192, 12)
     prompts = [first.prompt(number, 97) for number in (0, 8, 1)]
     assert prompts[0][:8192] == prompts[1][:8192] != prompts[2][:8192]
     assert prompts[0] != prompts[1]
-    assert [each.rate for each in read_loads(["2x32768"], [parse_rate("5"), None])] == [5.0, None]
-    assert parse_rate("unlimited") is None
+    given = ["2x32768@5", "8x2048", "2x32768@unlimited"]
+    assert [each.rate for each in read_loads(given)] == [5.0, 12, 24, None, None]
     assert first.arrivals() == sorted(first.arrivals())
     assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
 
