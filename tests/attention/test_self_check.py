@@ -32,7 +32,6 @@ def attention_of(**changed):
 def test_sound_kernels_pass(case, changed):
     outcome = checked(attention_of(**changed), case)
     assert outcome.failure is None
-    assert outcome.error is not None
     assert outcome.error > 0.0
 
 
@@ -72,7 +71,6 @@ def test_a_wrong_row_is_found(fault, monkeypatch):
 
     monkeypatch.setattr(tree_attention, "run_plan", wrong)
     outcome = checked(attention_of(), DECODE)
-    assert outcome.failure is not None
     assert outcome.failure.startswith("row 5 is off by")
     attention = attention_of()
     tensors = self_check.HostTensors.plain(attention)
@@ -94,7 +92,6 @@ def test_a_read_of_what_an_earlier_step_left_is_found(monkeypatch):
     for part in attention._workspace:
         part.zero_()
     failure = checked(attention, DECODE).failure
-    assert failure is not None
     assert failure.startswith("row 5 is off by")
 
 
@@ -111,7 +108,6 @@ def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch):
     monkeypatch.setattr(Kernel, "launch", launch)
     outcome = checked(attention_of(), DECODE)
     assert outcome.error is None
-    assert outcome.failure is not None
     assert "no_such_operation" in outcome.failure
 
 
@@ -130,7 +126,6 @@ def test_a_device_with_64_kib_of_shared_memory(monkeypatch):
 
     monkeypatch.setattr(Kernel, "launch", load)
     outcome = checked(attention_of(head_dim=128, compiled_for=gpu), DECODE)
-    assert outcome.failure is not None
     assert "OutOfResources" in outcome.failure
     assert "shared memory" in outcome.failure
 

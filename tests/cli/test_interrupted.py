@@ -49,7 +49,6 @@ def test_ctrl_c_while_a_command_imports(module, breaks):
         text=True,
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

@@ -47,7 +47,6 @@ def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
     assert folder.file("config.json") == TINY / "config.json"
     assert folder.file("nothing.json") is None
     found = name.file("config.json")
-    assert found is not None
     assert found.is_relative_to(hub)
     assert found.read_bytes() == (TINY / "config.json").read_bytes()
     config = json.loads(found.read_text())

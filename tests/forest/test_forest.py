@@ -1,6 +1,5 @@
 """PrefixForest: its sources against brute force, and their errors."""
 
-import itertools
 import random
 from ast import literal_eval
 from pathlib import Path
@@ -20,7 +19,7 @@ from deft_backend.forest import (
 )
 from deft_backend.forest.prefix_forest import int32
 from drawings import check_asked
-from forest_oracle import oracle_of_neighbours, oracle_of_paths, oracle_of_tables, path_of
+from forest_oracle import oracle_of_paths, oracle_of_tables, path_of
 
 FIELDS = (
     *("order", "seq_lens", "parent", "request", "start", "length"),
@@ -123,50 +122,11 @@ def test_long_rows_are_searched_to_the_page():
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    page_size=st.sampled_from([1, 16]),
-    requests=st.integers(0, 40),
-    as_array=st.booleans(),
-)
-@example(seed=0, page_size=1, requests=0, as_array=True)
-@example(seed=0, page_size=16, requests=1, as_array=False)
-@example(seed=1, page_size=1, requests=40, as_array=True)
-@example(seed=2, page_size=16, requests=40, as_array=False)
-def test_neighbours_give_what_plain_python_finds(seed, page_size, requests, as_array):
-    rng = random.Random(seed)
-    order = rng.sample(range(requests), requests)
-    lens = [rng.randint(0, 9) * page_size + rng.randrange(page_size) for _ in order]
-    shared = [
-        page_size * rng.randint(0, min(lens[a], lens[b]) // page_size)
-        for a, b in itertools.pairwise(order)
-    ]
-    given = (order, shared, lens)
-    if as_array:
-        given = (np.array(values, dtype=np.int64) for values in given)
-    assert_is(build_forest(*given, page_size), oracle_of_neighbours(order, shared, lens))
-
-
-def tables_of(paths, lens):
-    """Page tables of requests on these paths, with pages of one token."""
-    fresh, of_node, rows = itertools.count(), {}, []
-    for path, length in zip(paths, lens, strict=True):
-        row = []
-        for node, tokens in path:
-            row += of_node.setdefault(node, list(itertools.islice(fresh, tokens)))
-        rows.append(row + list(itertools.islice(fresh, length - len(row))))
-    tables = np.full((len(rows), max(map(len, rows), default=0) + 1), -7)
-    for held, row in zip(tables, rows, strict=True):
-        held[: len(row)] = row
-    return tables
-
-
-@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(0, 40), twigs=st.integers(1, 30))
 @example(seed=0, requests=0, twigs=1)
 @example(seed=1, requests=40, twigs=1)
 @example(seed=2, requests=40, twigs=30)
-def test_all_sources_give_what_plain_python_finds(seed, requests, twigs):
+def test_paths_give_what_plain_python_finds(seed, requests, twigs):
     rng = random.Random(seed)
     parent, depth = [0], [0]
     for _ in range(twigs):
@@ -182,7 +142,6 @@ def test_all_sources_give_what_plain_python_finds(seed, requests, twigs):
             node = parent[node]
         paths.append(path)
     expected = oracle_of_paths(paths, lens)
-    assert_is(forest_from_page_tables(tables_of(paths, lens), lens), expected)
     assert_is(forest_from_paths(paths, lens), expected)
     assert_is(forest_from_paths([tuple(path) for path in paths], np.array(lens)), expected)
 

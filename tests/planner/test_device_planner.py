@@ -164,12 +164,6 @@ def random_batch(seed, requests, depths, private=1500):
     return Batch(np.array(tables, np.int32), np.array(lengths, np.int32), 1)
 
 
-weights = st.sampled_from([0.1, 0.33, 0.66, 5.0, 60.0])
-edge_policies = st.one_of(
-    st.just(AUTO), st.builds(lambda *abc: FastTree(FastTreeCoefficients(*abc)), *[weights] * 3)
-)
-
-
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (16, 1)], ids=str)
 @pytest.mark.parametrize("policy", [AUTO, FastTree(FastTreeCoefficients(0.66, 0.33, 0.1))], ids=str)
 @pytest.mark.parametrize("seed", [1, 3])

@@ -89,7 +89,6 @@ def test_the_readme_is_short():
 def test_changelog_and_citation_name_the_version():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\d\S*)", changelog, re.MULTILINE)
-    assert newest is not None
     assert newest[1] == VERSION
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 

@@ -123,7 +123,6 @@ class Fake:
         return text if not self.salt else text[: tokens // 2] + self.salt * (tokens - tokens // 2)
 
     def _drop(self, request):
-        assert request.transport is not None
         request.transport.abort()
         return web.Response()
 

@@ -362,8 +362,6 @@ def emulated(module):
     """A copy of a kernel's module that runs in Python."""
     name = f"{module.__name__}_emulated"
     spec = importlib.util.spec_from_file_location(name, module.__file__)
-    assert spec is not None
-    assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     vars(copy)["range"] = _range
     stand_ins = dict(_stand_ins())

@@ -1,12 +1,11 @@
 """Triton's interpreter with less of Python's work for each operation, and the same results.
 
-The interpreter patches the language anew for every call of a nested function, derives types, shapes
-and dtypes anew for every tensor, and checks integers by more operations. This takes more than half
-of the time of a kernel on the CPU.
+The interpreter patches the language anew for every call of a nested function, derives types and
+dtypes anew for every tensor, and checks integers by more operations. This takes more than half of
+the time of a kernel on the CPU.
 """
 
 import functools
-import math
 
 import numpy as np
 import triton.language as tl
@@ -23,9 +22,11 @@ def install():
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         _patch_the_language_once()  # Triton 3.6 on
     _remember_block_types()
-    _remember_shapes_of_tensors()
     _convert_and_check_less()
-    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    real, known = interpreter._get_np_dtype, {}
+    interpreter._get_np_dtype = lambda dtype: (
+        known.get(dtype.name) or known.setdefault(dtype.name, real(dtype))
+    )
     _poison_what_masks_leave_out()
 
 
@@ -76,20 +77,6 @@ def _remember_block_types():
     tl.core.block_type.__init__ = init
 
 
-def _remember_shapes_of_tensors():
-    known = {}
-
-    def init(self, handle, type):
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in known:
-            shape = tl.core.tuple([tl.constexpr(size) for size in sizes])
-            known[sizes] = shape, tl.constexpr(math.prod(sizes))
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
-
-    tl.core.tensor.__init__ = init
-
-
 def _convert_and_check_less():
     """Operands of one type and shape need no conversion; NumPy shows an overflow by itself.
 
@@ -124,16 +111,3 @@ def _convert_and_check_less():
     semantic.broadcast_impl_value = broadcast
     semantic.binary_op_type_checking_impl = checking
     semantic.binary_op_sanitize_overflow_impl = sanitize
-
-
-def _by_name(function):
-    """The function of a dtype, called once for each dtype's name."""
-    known = {}
-
-    @functools.wraps(function)
-    def remembered(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = function(dtype)
-        return known[dtype.name]
-
-    return remembered

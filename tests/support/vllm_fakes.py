@@ -375,8 +375,6 @@ KINDS = {
 def state():
     from deft_backend.hosts.vllm import server
 
-    assert server._current is not None
-    assert server._current.state is not None
     return server._current.state
 
 

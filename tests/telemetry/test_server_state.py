@@ -216,19 +216,6 @@ def test_counters_come_back_from_json_and_subtract():
     )
 
 
-def test_counters_of_plans_leave_out_what_is_held():
-    device = np.array([5, 50, 40, 9], dtype=np.int64)
-    counters = DeviceCounters()
-    counters.attach(device)
-    device += [2, 20, 10, 1]
-    counters.hold()
-    device += 100  # such as the steps of a warm-up
-    assert counters.read() == (2, 20, 10, 1)
-    counters.go_on()
-    device += [1, 2, 3, 4]
-    assert counters.read() == (3, 22, 13, 5)
-
-
 def test_device_counters_have_one_source():
     counters = DeviceCounters()
     for wrong in (np.zeros(3, np.int64), np.zeros(4, np.int32)):

@@ -212,7 +212,6 @@ def test_what_the_unified_tree_does_not_own_is_private(unified, core):
     """A prefill without a result yet, an ended request, and a request as long as its path."""
     cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
     tree = tree_paths(cache)
-    assert tree is not None
     requests[1].kv.cache_protected_len = 3
     requests[2].kv.req_pool_idx = None
     lens[3] = 2

@@ -1,7 +1,5 @@
 """vLLM's builder and implementation with tree attention: their choices and their results."""
 
-import logging
-import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -82,34 +80,19 @@ def test_rows_that_no_request_owns(monkeypatch):
     assert found[-2:].eq(7.0).all()  # nothing beyond the batch is written
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.usefixtures("policy")
-def test_blocks_computed_twice(seed):
-    """vLLM keeps both of two equal pages, and later requests may hold either at any position.
-
-    Two rows then agree at one position but not before it, although their content is equal.
-    """
-    draw = random.Random(seed)
-    layers = tree_layers(count=1)
-    batch = Batch([33 + 3 * row for row in range(6)], shared=0)
-    cache = Cache(batch.pages + 12, 16)
-    for position in range(2):  # of a prefix that forks after its first page
-        for fork in range(position + 1):
-            copies = [batch.pages + 4 * position + 2 * fork + copy for copy in range(2)]
-            cache.tensor[copies[1]] = cache.tensor[copies[0]]
-            for row in range(6):
-                if position == 0 or row % 2 == fork:
-                    batch.table[row, position] = draw.choice(copies)
-    metadata = layers.builder(make_spec()).build(0, batch.common())
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
-
-
-def test_only_unsupported_layers_make_no_group(caplog):
-    with caplog.at_level(logging.WARNING, "deft_backend"):
-        step = Step(Batch(DECODE, shared=2), tree_layers(arguments={"sliding_window": 9}))
-    assert step.builder.deft_group is None
-    assert "0 of 2 layers decode through tree attention; 2 with a sliding" in caplog.text
-    step.check(window=9)
+@pytest.mark.parametrize(
+    ("spec", "arguments", "reason"),
+    [
+        ({"dtype": torch.bfloat16}, {}, "KV in torch.bfloat16 under a model in torch.float32"),
+        ({"num_kv_heads": 1}, {}, "over a KV cache of 1 heads"),
+        ({}, {"sliding_window": 9}, "0 of 2 layers decode through tree attention; 2 with a"),
+    ],
+)
+def test_layers_without_tree_attention_make_no_group(spec, arguments, reason, caplog):
+    assert tree_layers(arguments=arguments).builder(make_spec(**spec)).deft_group is None
+    (line,) = [line for line in caplog.messages if reason in line]
+    # `deft ab` looks for these words.
+    assert arguments or "; these layers run through CPU_ATTN alone" in line
 
 
 @pytest.fixture
@@ -238,18 +221,6 @@ def test_steps_of_equal_layers_are_counted_once():
     new = tree_layers().builder(make_spec())
     assert new.deft_group is not first.builder.deft_group
     assert state().counters().steps_tree == 0
-
-
-def test_kv_of_another_kind_makes_no_group(caplog):
-    for spec, reason in (
-        (make_spec(dtype=torch.bfloat16), "KV in torch.bfloat16 under a model in torch.float32"),
-        (make_spec(num_kv_heads=1), "over a KV cache of 1 heads"),
-    ):
-        with caplog.at_level(logging.WARNING, "deft_backend"):
-            assert tree_layers().builder(spec).deft_group is None
-        (line,) = [line for line in caplog.messages if reason in line]
-        # `deft ab` looks for these words.
-        assert "; these layers run through CPU_ATTN alone" in line
 
 
 @pytest.mark.parametrize("replayed", [True, False])

@@ -280,7 +280,6 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     step = VERIFICATION.step()
     step.check()
     assert replace(state().counters(), compile_seconds=0.0) == Counters()
-    assert server._current is not None
     observe = server._current.observe
     assert observe in observe_steps._observers
     assert server._current.prefixes.observe in observe_steps._observers

@@ -68,7 +68,6 @@ def test_the_whole_tree_ends_with_the_block(path, tmp_path):
     log = tmp_path / "log"
     with ServerProcess(command(SERVER, path), log, progress=waited.append) as server:
         leader = server.pid
-        assert leader is not None
         child = int(log.read_text().split()[1])
         os.kill(child, 0)
         server.check_alive()
@@ -119,7 +118,6 @@ def test_what_ends_its_starter_ends_it(number, times, code, tmp_path):
     starter = [sys.executable, "-c", STARTER, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(starter, **pipes) as process:
-        assert process.stdout is not None
         server = int(process.stdout.readline())
         os.kill(server, 0)
         child = int((tmp_path / "log").read_text().split()[1])
@@ -141,7 +139,6 @@ def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
     with ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
         child = int((tmp_path / "log").read_text().split()[1])
         process = server._process
-        assert process is not None
         process._waitpid_lock.acquire()
         server.check_alive()
         began = time.monotonic()
@@ -155,7 +152,6 @@ def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
     deaf = SERVER.replace('lambda *_: sys.exit(print("asked", flush=True))', "signal.SIG_IGN")
     with ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
         leader = server.pid
-    assert leader is not None
     assert gone(leader)
     sessions.end_session(leader)  # finds nobody
 

@@ -162,7 +162,6 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     assert rate.add(0.0, 1, decoded(10)) is None
     for second in range(1, 21):
         now = rate.add(float(second), 1, decoded(10 + second * second))
-    assert now is not None
     assert now.counters.decode_steps == 20 * 20 - 15 * 15
     assert now.steps_a_second == (20 * 20 - 15 * 15) / 5
     assert rate.add(21.0, 1, decoded(3)) is None
@@ -171,7 +170,6 @@ def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
     assert rate.add(24.0, 2, decoded(32)) is None  # one that restarted and has decoded more
     assert rate.add(200.0, 2, decoded(90)) is None  # minutes ago is not now
     later = rate.add(201.0, 2, decoded(93))
-    assert later is not None
     assert (later.counters.decode_steps, later.seconds) == (3, 1.0)
 
 
@@ -233,7 +231,6 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     assert batches.look(engine).batch.problem == "the server has not shown its batch yet"
     writer.look()
     found = batches.look(engine).batch.forest
-    assert found is not None
     assert (found.batch_size, found.tokens_stored) == (2, 5)
     state.batch = "its layers differ"
     tree_step(state, 7, 5)
