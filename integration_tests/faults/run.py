@@ -27,6 +27,7 @@ END_SECONDS = 90.0
 
 COMBINATIONS = 4
 LOAD_FAULTS = ("aborts", "flush", "pause", "weights")
+LINKED, CONTENT = "elsewhere.json", "not yours"
 
 
 class Harness:
@@ -85,7 +86,8 @@ class Harness:
             print(f"{HOST}: a server is up after {time.monotonic() - began:.0f} s")
             if spoilt:
                 self._record("files", server, self._plain(server, "files"))
-                self.rows[-1]["link_followed"] = followed = not still_there(shared)
+                followed = (shared / LINKED).read_text() != CONTENT
+                self.rows[-1]["link_followed"] = followed
                 self.rows[-1]["ok"] &= not followed
             yield server
 
@@ -201,18 +203,12 @@ def spoil(cache, port):
     servers, tables, kernels = (cache / name for name in ("servers", "tables", "kernels"))
     for folder in (servers, tables, kernels):
         folder.mkdir(parents=True)
-    elsewhere = cache / "elsewhere.json"
-    elsewhere.write_text("not yours")
+    (cache / LINKED).write_text(CONTENT)
     for rank in range(2):
         name = StateName(port, rank, None, None, Place.here(), os.getpid())
-        (servers / name.file_name).symlink_to(elsewhere)
+        (servers / name.file_name).symlink_to(cache / LINKED)
     for number, text in enumerate(("", "{", '{"format": 99}', "\x00\xff", "[" * 50_000)):
         (tables / f"gpu-{number}.json").write_text(text, encoding="latin-1")
     manifest = {"format": 1, "package": "0.0.1", "kernels": {"../..": {"x.json": "0"}}}
     (kernels / "manifest.json").write_text(json.dumps(manifest)[:-9])
     (kernels / "manifest.json").chmod(0o666)
-
-
-def still_there(cache):
-    """Whether the file behind the link is as it was."""
-    return (cache / "elsewhere.json").read_text() == "not yours"

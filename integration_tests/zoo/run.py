@@ -28,8 +28,6 @@ KEYS = (
 )
 """Keys of a row, besides ``device`` and ``note``."""
 
-TIME_UP = "time was up"
-
 _DIVIDED = re.compile(r"deft: (\d+) of \d+ layers decode through tree attention")
 _LEFT = re.compile(r"deft: .*(?:host's own|not supported|failed|alone|decode through the host's).*")
 _ERROR = re.compile(r"(?:^|[ (])[A-Za-z.]*(?:Error|Exception)\b.*:")
@@ -60,16 +58,12 @@ class Architecture:
         return self.config["num_attention_heads"], self.config["num_key_value_heads"], dim
 
 
-def _architectures():
-    listed = json.loads(Path(__file__).with_name("architectures.json").read_text())
-    base = listed.pop("_base")
-    return {
-        name: Architecture(**{**entry, "config": {**base, **entry["config"]}})
-        for name, entry in listed.items()
-    }
-
-
-ARCHITECTURES = _architectures()
+_listed = json.loads(Path(__file__).with_name("architectures.json").read_text())
+_base = _listed.pop("_base")
+ARCHITECTURES = {
+    name: Architecture(**{**entry, "config": {**_base, **entry["config"]}})
+    for name, entry in _listed.items()
+}
 """By name, the most telling first: a run that is cut short has these."""
 
 
@@ -230,7 +224,7 @@ def _rows(runs, end):
     try:
         process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        note = TIME_UP
+        note = "time was up"
     finally:
         if process.returncode is None:
             end_session(process.pid)

@@ -1,41 +1,23 @@
 """Later layers of a step: their launches take exactly what a full run would pass."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from attention_checks import tree_attention
 from deft_backend.attention import Gpu, layer_addresses
 from deft_backend.attention.planned_attention import PlannedBatch
-from deft_backend.compile.triton_kernel import Kernel, addresses_of
 from deft_backend.kernels import layer_launches
 from deft_backend.shapes import QueryBlocks
+from made_kernels import noted_launches
 
 HEADS, KV_HEADS, DIM, PAGE, BATCH = 8, 2, 64, 16, 6
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """Kernel, grid and arguments of each launch, with addresses for tensors; nothing runs."""
-    found = []
-
-    def launch(self, programs, arguments, constants, **options):
-        found.append((self._name, programs, addresses_of((*arguments, *constants.values()))))
-
-    def runner(self, programs, *, variant):
-        def run(*arguments, stream):
-            assert stream == 7
-            found.append((self._name, programs, arguments))
-
-        return run
-
-    monkeypatch.setattr(Kernel, "launch", launch)
-    monkeypatch.setattr(Kernel, "runner", runner)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # of tensors on the CPU
-    active = SimpleNamespace(get_current_stream=lambda device: 7)
-    monkeypatch.setattr(layer_launches, "driver", SimpleNamespace(active=active))
-    return found
+def launches(monkeypatch):
+    """Full launches, and repeated ones, of tensors on the CPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    return noted_launches(monkeypatch, layer_launches)
 
 
 class Step:
@@ -79,10 +61,10 @@ class Step:
     def repeat(self, layer, q, out):
         return self.attention.repeat(layer_addresses(**layer), q, out)
 
-    def refuses(self, launched, layer, q, out):
-        launched.clear()
+    def refuses(self, launches, layer, q, out):
+        before = [*map(len, launches)]
         assert not self.repeat(layer, q, out)
-        assert not launched
+        assert [*map(len, launches)] == before
 
 
 KINDS = [
@@ -97,61 +79,54 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_repeated_run_passes_what_a_run_passes(kind, launched):
-    step = Step(**kind)
+def test_a_repeated_run_passes_what_a_run_passes(kind, launches):
+    step, (launched, repeated) = Step(**kind), launches
     step.run(step.layer(), *step.rows())
     for more in (0, 30):
         layer, rows = step.layer(), step.rows(more)
-        launched.clear()
+        launched.clear(), repeated.clear()
         assert step.repeat(layer, *rows)
-        repeated = [*launched]
-        launched.clear()
+        assert not launched
         step.run(layer, *rows)
         assert len(repeated) >= 2
         assert repeated == launched
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sm_scale": 0.2},
-        {"logit_cap": 5.0},
-        {"sinks": torch.zeros(HEADS)},
-        {"k_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.bfloat16)},
-        {"v_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.float16)},
-    ],
-    ids=str,
-)
-def test_a_layer_of_another_kind_is_not_repeated(changes, launched):
-    step = Step()
-    step.run(step.layer(), *step.rows())
-    step.refuses(launched, step.layer(**changes), *step.rows())
-    assert step.repeat(step.layer(), *step.rows())
+OTHER_KINDS = [
+    {"sm_scale": 0.2},
+    {"logit_cap": 5.0},
+    {"sinks": torch.zeros(HEADS)},
+    {"k_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.bfloat16)},
+    {"v_cache": torch.zeros((9, PAGE, KV_HEADS, DIM), dtype=torch.float16)},
+]
 
 
-def test_nothing_else_than_a_later_layer_of_the_plan_is_repeated(launched, monkeypatch):
+def test_nothing_else_than_a_later_layer_of_the_plan_is_repeated(launches, monkeypatch):
     step = Step()
     layer, (q, out) = step.layer(), step.rows()
-    step.refuses(launched, layer, q, out)  # the first layer
+    step.refuses(launches, layer, q, out)  # the first layer
     step.run(layer, q, out)
+    for changes in OTHER_KINDS:
+        step.refuses(launches, layer | changes, q, out)
+    assert step.repeat(layer, q, out)
     unaligned = torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape)
     for other in (q[:-1], q.half(), q[:, :4], q.transpose(0, 1), unaligned):
-        step.refuses(launched, layer, other, out)
-        step.refuses(launched, layer, q, other)
+        step.refuses(launches, layer, other, out)
+        step.refuses(launches, layer, q, other)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(torch.cuda, "current_device", lambda: 1)
-        step.refuses(launched, layer, q, out)
+        step.refuses(launches, layer, q, out)
     step.plan()
-    step.refuses(launched, layer, q, out)  # the first layer of another plan
+    step.refuses(launches, layer, q, out)  # the first layer of another plan
     for name in ("k_cache", "v_cache", "sinks", "k_scale", "v_scale"):  # each address alone
         eight = Step(kv_dtype=torch.float8_e4m3fn, sinks=True)
         eight.run(eight.layer(), q, out)
         layer = eight.layer()
         held = torch.zeros(layer[name].untyped_storage().nbytes() // layer[name].itemsize + 1)
         tensor = held.to(layer[name].dtype).as_strided(layer[name].shape, layer[name].stride(), 1)
-        eight.refuses(launched, layer | {name: tensor}, q, out)
+        eight.refuses(launches, layer | {name: tensor}, q, out)
         assert eight.repeat(layer, q, out)
     for scale in (1.0, 0.5):  # whose tensor is made for one run
         eight = Step(kv_dtype=torch.float8_e4m3fn)
         eight.run(eight.layer(v_scale=scale), q, out)
-        eight.refuses(launched, eight.layer(v_scale=scale), q, out)
+        eight.refuses(launches, eight.layer(v_scale=scale), q, out)

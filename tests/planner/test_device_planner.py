@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from attention_checks import tree_attention
 from deft_backend.attention import AttentionError
-from deft_backend.compile.triton_kernel import Kernel, addresses_of
+from deft_backend.compile.triton_kernel import Kernel
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import build_forest
 from deft_backend.planner import DevicePlan, PlanCapacity, plan_forest
@@ -32,6 +32,7 @@ from deft_backend.policies import (
 from deft_backend.policies.grouping import longest_first
 from deft_backend.shapes import MAX_ITEM_TOKENS, MAX_MERGED
 from examples.walkthrough import read_plan
+from made_kernels import noted_launches
 from strategies import GROWTH, Batch, batch_of, batches, check_plan, regular_forest, targets
 
 CPU = torch.device("cpu")
@@ -320,26 +321,27 @@ def many(requests, seed=0):
     return batch_of(build_forest(np.arange(requests), shared, longest), seed)
 
 
-def check_same(batch, capacity, device=CPU):
-    """The device planner decides like the reference, and covers every query's tokens."""
-    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
-    host, found = plans_of(batch, target, capacity, device)
-    uncut, _ = plan_forest(batch.forest(), Auto(), replace(target, block_tokens=1 << 15), capacity)
-    assert host.num_items > uncut.num_items
-    check_plan(batch, found, target)
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
 
 
 @pytest.mark.usefixtures("all_candidates")
-def test_the_host_planner_decides_the_same_for_the_largest_batch():
-    """The largest batch with some padding requests, and all chunk lengths that a GPU prices."""
-    check_same(many(largest_batch() - 100), PlanCapacity.for_batch(largest_batch()))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")
-@pytest.mark.parametrize("requests", [12, 64, 200, 900, 1025, 2048])
-def test_the_host_planner_decides_the_same_as_kernels_on_cuda(requests):
-    """Every batch size that the kernels are compiled for."""
-    check_same(many(requests), PlanCapacity.for_batch(largest_batch()), torch.device("cuda", 0))
+@pytest.mark.parametrize(
+    ("device", "requests"),
+    [
+        ("cpu", largest_batch() - 100),
+        *(pytest.param("cuda", n, marks=on_cuda) for n in (12, 64, 200, 900, 1025, 2048)),
+    ],
+)
+def test_the_host_planner_decides_the_same_for_any_batch(device, requests):
+    """Every batch size that the kernels are compiled for; interpreted, the largest batch with some
+    padding requests.
+    """
+    batch, capacity = many(requests), PlanCapacity.for_batch(largest_batch())
+    target = Target(num_query_heads=32, num_kv_heads=8, head_dim=128)
+    host, found = plans_of(batch, target, capacity, torch.device(device))
+    uncut, _ = plan_forest(batch.forest(), AUTO, replace(target, block_tokens=1 << 15), capacity)
+    assert host.num_items > uncut.num_items
+    check_plan(batch, found, target)
 
 
 def test_what_a_row_held_before_it_ended_is_not_shared():
@@ -390,22 +392,12 @@ def test_what_was_planned_before_decides_nothing(data):
             np.testing.assert_array_equal(getattr(made, name), expected, err_msg=name)
 
 
-def tensors_of(batch):
-    """Page table, lengths, and a random cache of keys and of values."""
-    slots = int(batch.page_tables.max()) + 1
-    k, v = torch.randn(2, slots, 2, 64, generator=torch.Generator().manual_seed(0))
-    return torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens), k, v
-
-
-def attention(policy="auto", max_batch=8):
-    return tree_attention(max_batch=max_batch, policy=policy)
-
-
 def test_a_plan_that_was_refused_leaves_the_one_before():
     batch = batch_of(regular_forest([1, 3], [50, 10]))
-    tables, lens, k, v = tensors_of(batch)
+    tables, lens = torch.from_numpy(batch.page_tables), torch.from_numpy(batch.seq_lens)
+    k, v = torch.randn(2, int(tables.max()) + 1, 2, 64)
     q = torch.randn(3, 4, 64)
-    tree = attention(max_batch=largest_batch() + 1)
+    tree = tree_attention(max_batch=largest_batch() + 1)
     with pytest.raises(PolicyError, match=f"at most {largest_batch()} requests"):
         tree.plan_batch(tables, lens, on_device=True)
     with pytest.raises(AttentionError, match="nothing is planned"):
@@ -426,16 +418,15 @@ def test_a_plan_without_room_for_its_batch_is_refused(capacity):
 
 def test_what_cannot_be_planned_on_the_device_is_named():
     table, lens = torch.zeros((2, 8), dtype=torch.int32), torch.tensor([3, 4])
+    attention = tree_attention(max_batch=8)
     with pytest.raises(AttentionError, match="raise max_batch"):
-        attention(max_batch=1).plan_batch(table, lens, on_device=True)
+        tree_attention(max_batch=1).plan_batch(table, lens, on_device=True)
     with pytest.raises(AttentionError, match=r"seq_lens has dtype torch\.float32"):
-        attention().plan_batch(table, lens.float(), on_device=True)
+        attention.plan_batch(table, lens.float(), on_device=True)
     with pytest.raises(AttentionError, match="table_rows has shape"):
-        attention().plan_batch(
-            table, lens, table_rows=torch.zeros(3, dtype=torch.int32), on_device=True
-        )
+        attention.plan_batch(table, lens, table_rows=torch.zeros(3).int(), on_device=True)
     with pytest.raises(AttentionError, match="contiguous rows"):
-        attention().plan_batch(table.t(), lens, on_device=True)
+        attention.plan_batch(table.t(), lens, on_device=True)
 
 
 def test_a_compiled_variant_belongs_to_one_policy_and_a_plan_takes_few_launches(monkeypatch):
@@ -467,23 +458,8 @@ def test_a_compiled_variant_belongs_to_one_policy_and_a_plan_takes_few_launches(
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_a_plan_of_the_same_tensors_repeats_its_launches(name, monkeypatch):
     """From the third plan on, with addresses for tensors: exactly what a full plan launches."""
-    launched, repeated, unknown = [], [], set()
-
-    def launch(kernel, programs, arguments, constants, **options):
-        arguments = addresses_of((*arguments, *constants.values()))
-        launched.append((kernel._name, programs, arguments))
-
-    def runner(kernel, programs, *, variant):
-        def run(*arguments, stream):
-            assert stream == 7
-            repeated.append((kernel._name, programs, arguments))
-
-        return None if kernel._name in unknown else run
-
-    active = SimpleNamespace(get_current_stream=lambda device: 7, get_current_device=lambda: 0)
-    monkeypatch.setattr(Kernel, "launch", launch)
-    monkeypatch.setattr(Kernel, "runner", runner)
-    monkeypatch.setattr(planner_module, "driver", SimpleNamespace(active=active))
+    unknown = set()
+    launched, repeated = noted_launches(monkeypatch, planner_module, unknown)
     tables, rows = torch.zeros((8, 64), dtype=torch.int32), torch.arange(8, dtype=torch.int32)
     lens = torch.full((2, 8), 5, dtype=torch.int32)
     planner, _ = planner_for(TARGET, 8, 1, policy=POLICIES[name])
@@ -521,7 +497,8 @@ def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch,
     full_launch, tensors, launched, lost = Kernel.launch, {}, [], None
 
     def launch(kernel, programs, arguments, constants, **options):
-        tensors.update({each.data_ptr(): each for each in _tensors_in(arguments)})
+        given = (each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor))
+        tensors.update({each.data_ptr(): each for each in given})
         launched.append(kernel._name)
         full_launch(kernel, programs, arguments, constants, **options)
 
@@ -564,7 +541,3 @@ def test_a_repeat_that_loses_any_of_its_launches_ends_repeats(name, monkeypatch,
         if not left:
             break
         lost = left[0]
-
-
-def _tensors_in(arguments):
-    return [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]

@@ -49,11 +49,6 @@ def ranges_of(forest, target, costs):
     return found.node, found.begin, found.end
 
 
-def parts_of(grouping):
-    """Number of groups of each query."""
-    return np.bincount(grouping.queries)
-
-
 @settings(max_examples=100)
 @given(batch=batches(), target=targets, costs=tile_costs, data=st.data())
 def test_every_cost_table_gives_an_attention(batch, target, costs, data):
@@ -96,7 +91,8 @@ def test_what_merging_costs_decides(partial_ns, parts):
     costs = TileCosts((1.0, 1.0), (60.0, 28.0), partial_ns, 1.0)
     one_chunk = replace(GQA, tile_programs=(1, 1, 1))
     assert ranges_of(forest, one_chunk, costs)[0].size == {3: 1 + 4 + 32, 1: 32}[parts]
-    assert (parts_of(AUTO.group(forest, with_costs(one_chunk, costs))) == parts).all()
+    grouping = AUTO.group(forest, with_costs(one_chunk, costs))
+    assert (np.bincount(grouping.queries) == parts).all()
 
 
 def costs_by_levels(fan_out, tokens, target):

@@ -31,10 +31,6 @@ def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
-def prose(page):
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
-
-
 def test_the_readme_says_how_far_each_gpu_is_known():
     """Measured, checked by itself, or untested: as the data of the self-check says."""
     rows = re.findall(
@@ -51,7 +47,8 @@ def test_the_readme_says_how_far_each_gpu_is_known():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_path_exists(page):
     """Paths in backticks that include a folder and name a source, a page or data."""
-    named = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)+\.(?:py|md|json|html|toml))`", prose(page))
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    named = re.findall(r"`([\w.\-]+(?:/[\w.\-]+)+\.(?:py|md|json|html|toml))`", prose)
     places = [page.parent, *(ROOT / place for place in PLACES)]
     missing = {
         path

@@ -15,19 +15,16 @@ ON_CPU = {
 """Calls without a device: a tensor on the CPU, wherever the attention runs."""
 
 
-def makers(path):
-    """The calls of a file that make a tensor by its shape, in order: names, and named arguments."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda call: call.lineno):
-        if (name := ast.unparse(call.func)) in MAKERS:
-            yield name, {keyword.arg for keyword in call.keywords}
-
-
 def test_every_tensor_names_its_dtype_and_its_device():
     without = {}
     for path in sorted((ROOT / "deft_backend").rglob("*.py")):
         file = str(path.relative_to(ROOT / "deft_backend"))
-        for name, given in makers(path):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda call: call.lineno):
+            name, given = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+            if name not in MAKERS:
+                continue
             assert "dtype" in given, (file, name)
             if "device" not in given:
                 without.setdefault(file, []).append(name)

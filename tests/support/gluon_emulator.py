@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from functools import lru_cache, reduce
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -31,17 +32,10 @@ PARTS = [
 """Modules that kernels import functions in Gluon from; each uses none but those before it."""
 
 
-class DType:
+class DType(NamedTuple):
     """An element type under the kernels' name for it."""
 
-    def __init__(self, name):
-        self.np = np.dtype(name)
-
-    def __eq__(self, other):
-        return isinstance(other, DType) and self.np == other.np
-
-    def __hash__(self):
-        return hash(self.np)
+    np: np.dtype
 
 
 class Tensor(np.ndarray):
@@ -81,11 +75,11 @@ class Pointer:
 
     @property
     def dtype(self):
-        return SimpleNamespace(element_ty=DType(self.memory.dtype.name))
+        return SimpleNamespace(element_ty=DType(self.memory.dtype))
 
     def to(self, dtype, bitcast=False):
         if not bitcast:  # the address
-            assert dtype == DType("int64")
+            assert dtype == DType(np.dtype("int64"))
             return np.int64(self.memory.ctypes.data) + self.offset * self.memory.itemsize
         offset = self.offset * self.memory.itemsize // dtype.np.itemsize
         return Pointer(self.memory.view(dtype.np), offset)
@@ -145,7 +139,7 @@ class Shared:
 
     @property
     def dtype(self):
-        return DType(self.values.dtype.name)
+        return DType(self.values.dtype)
 
     @property
     def shape(self):
@@ -195,17 +189,9 @@ def _product(a, b, acc, use_acc=True, is_async=False, **_):
     return _tensor(np.asarray(acc) + found if use_acc else found)
 
 
-def _waited(outstanding, deps):
-    return deps[0] if len(deps) == 1 else tuple(deps)
-
-
 def _reduce(values, axis, combine):
     parts = np.moveaxis(np.asarray(values), axis, 0)
     return _tensor(reduce(combine, [_tensor(part) for part in parts]))
-
-
-def _load(pointer, mask=None, other=None, volatile=False):
-    return pointer.read(mask, other)
 
 
 def _numbers(values, kind):
@@ -268,18 +254,8 @@ def _range(*bounds):
     return (_tensor(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def _static_assert(condition, message=""):
-    assert condition, message
-
-
-def _swizzled(*sizes_and_order):
-    *sizes, _ = sizes_and_order
-    assert all(size.bit_count() == 1 for size in sizes), "the compiler takes powers of two"
-
-
-def _blocked(elements, lanes, warps, order):
-    _swizzled(*elements, *lanes, *warps, order)
-    assert np.prod(lanes) == 32, "a warp has 32 lanes"
+def _static_assert(condition):
+    assert condition
 
 
 def _unchanged(function):
@@ -289,13 +265,19 @@ def _unchanged(function):
 def _language():
     """The module that kernels import as ``gl``."""
     gl = ModuleType("triton.experimental.gluon.language")
-    for layout in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared"):
+    layouts = (
+        "NVMMADistributed",
+        "DotOperand",
+        "Slice",
+        "NVMMAShared",
+        "Blocked",
+        "SwizzledShared",
+    )
+    for layout in layouts:
         setattr(gl, f"{layout}Layout", lambda *args, **options: None)
-    gl.BlockedLayout = _blocked
-    gl.SwizzledSharedLayout = _swizzled
     for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
-        setattr(gl, name, DType(name))
-    gl.int1 = DType("bool")
+        setattr(gl, name, DType(np.dtype(name)))
+    gl.int1 = DType(np.dtype(bool))
     gl.join = lambda left, right: _tensor(np.stack([left, right], axis=-1))
     gl.constexpr = lambda value: value
     gl.shared_memory_descriptor = Shared
@@ -305,7 +287,7 @@ def _language():
     gl.num_warps = lambda: _MACHINE.warps
     gl.static_range = range
     gl.static_assert = _static_assert
-    gl.load = _load
+    gl.load = lambda pointer, mask=None, other=None, volatile=False: pointer.read(mask, other)
     gl.store = lambda pointer, values, mask=None: pointer.write(values, mask)
     gl.arange = lambda start, end, layout=None: _tensor(np.arange(start, end, dtype=np.int32))
     gl.full = _full
@@ -350,7 +332,7 @@ def _stand_ins():
             f"{gluon}.language.nvidia.hopper",
             fence_async_shared=lambda: None,
             warpgroup_mma=_product,
-            warpgroup_mma_wait=_waited,
+            warpgroup_mma_wait=lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
         ),
         module("triton.language.extra.cuda", **nothing),
     )
