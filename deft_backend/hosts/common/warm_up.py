@@ -26,7 +26,7 @@ from deft_backend.compile.kernel_folder import (
     is_filled,
     take,
 )
-from deft_backend.compile.variants import Compiled, Variant, compile_all, recorded
+from deft_backend.compile.variants import Variant, compile_all, recorded
 from deft_backend.files.folders import compiled_directory, kernels_directory
 from deft_backend.forest.token_tree import words_of
 from deft_backend.hosts.common.limits import refuse_if
@@ -66,33 +66,30 @@ def warm_up_attention(
     *,
     smallest: int,
     shared: SharedCache | None = None,
-) -> Compiled | None:
+) -> None:
     """Compile the kernels of every launch that a step may need, then run each of them once.
     `smallest` is the smallest batch that tree attention decodes; other ranks fill `shared` at the
-    same time. In the interpreter, which compiles nothing, nothing runs, and the result is None.
+    same time. In the interpreter, which compiles nothing, nothing runs.
     """
     device = attention.device
-    done = None
     if attention.interpreted:
-        return done
+        return
     if device.type == "cuda":
         variants = step_variants(attention, tensors, smallest=smallest)
-        done = compile_for_server(variants, device, shared)
+        compile_for_server(variants, device, shared)
     _run_steps(attention, tensors, smallest)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return done
 
 
 def compile_for_server(
     variants: Sequence[Variant], device: torch.device, shared: SharedCache | None
-) -> Compiled:
+) -> None:
     """Compile kernels side by side for a GPU and load them; the log says how long it took."""
     done = compile_all(
         variants, prepare=lambda: torch.cuda.set_device(device), load=True, shared=shared
     )
     logger.info("deft: %s", done)
-    return done
 
 
 def step_variants(

@@ -18,7 +18,6 @@ from deft_backend.hosts.common.limits import (
 )
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind, StepTensors, prepare_kernels
 from deft_backend.hosts.sglang import versions
-from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.backend import OWN_STATE, surround
 from deft_backend.hosts.sglang.latent import (
     LatentLayers,
@@ -151,7 +150,7 @@ def _tree_layers(runner: Any, host: Any, settings: Settings, largest: int) -> St
         tensors = _step_tensors(runner, division.tree)
         prepare_kernels(attention, tensors, settings)
     chunk_tokens = attention.chunk_tokens
-    state = state_of(runner, division, NAME, settings.policy, chunk_tokens=chunk_tokens)
+    state = state_of(runner, division, settings.policy, chunk_tokens=chunk_tokens)
     asks = model_asks(runner)
     return TreeLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 
@@ -161,7 +160,7 @@ def _latent_layers(runner: Any, host: Any, settings: Settings, largest: int) -> 
     refuse_if(versions.SGLANG.leaves_mla(settings, str(runner.device)))
     largest = planned_on_device(largest, tokens)
     attention, division = latent_attention(runner, largest, tokens, settings)
-    state = state_of(runner, division, NAME, settings.policy, values_apart=False)
+    state = state_of(runner, division, settings.policy, values_apart=False)
     asks = model_asks(runner)
     return LatentLayers(host, attention, state, division, model_asks=asks, verify=settings.verify)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deft_backend.hosts.common.limits import Division, LayerShape
+from deft_backend.hosts.sglang.arguments import NAME
 from deft_backend.hosts.sglang.versions import SGLANG, ranks, resolved
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.decode_log import DecodeLog
@@ -16,7 +17,6 @@ from deft_patches.sglang import observe_batch
 def state_of(
     runner: Any,
     division: Division[int, LayerShape],
-    backend: str,
     policy: str,
     *,
     chunk_tokens: int = 0,
@@ -29,7 +29,7 @@ def state_of(
         rank=int(ranks(runner).tp_rank),
         host="sglang",
         host_version=SGLANG.installed() or "unknown",
-        backend=backend,
+        backend=NAME,
         policy=policy,
         chunk_tokens=chunk_tokens,
         device=str(runner.device),

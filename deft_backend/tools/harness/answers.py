@@ -45,6 +45,15 @@ class Answer:
     def __len__(self) -> int:
         return max(len(self.ids), len(self.tokens))
 
+    def add(self, choice: Mapping[str, Any]) -> list[str]:
+        """Add a choice of a response, whole or a piece of it; the texts of its tokens, if told."""
+        likely = choice.get("logprobs") or {}
+        self.ids.extend(choice.get("token_ids") or [])
+        self.text += choice.get("text") or ""
+        self.logprobs.extend(likely.get("token_logprobs") or [])
+        self.top.extend(likely.get("top_logprobs") or [])
+        return likely.get("tokens") or []
+
     @property
     def ttft(self) -> float:
         return self.arrivals[0]
@@ -148,14 +157,8 @@ class StreamReader:
         answer.cached = _whole(details.get("cached_tokens"), answer.cached)
         for choice in content.get("choices") or []:
             self.ended |= choice.get("finish_reason") is not None
-            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
-            answer.ids.extend(ids)
-            answer.text += text
-            likely = choice.get("logprobs") or {}
-            texts = likely.get("tokens") or []
-            answer.logprobs.extend(likely.get("token_logprobs") or [])
-            answer.top.extend(likely.get("top_logprobs") or [])
-            fresh = len(texts) or len(ids)
+            texts, text = answer.add(choice), choice.get("text") or ""
+            fresh = len(texts) or len(choice.get("token_ids") or [])
             if not fresh and usage.get("completion_tokens"):
                 fresh = int(usage["completion_tokens"]) - len(answer.arrivals)
             elif not fresh and text:
@@ -185,11 +188,6 @@ def _whole(value: Any, before: int | None) -> int | None:
 
 
 def whole_answer(choice: Mapping[str, Any]) -> Answer:
-    likely = choice.get("logprobs") or {}
-    return Answer(
-        ids=list(choice.get("token_ids") or []),
-        tokens=list(likely.get("tokens") or []),
-        text=choice.get("text") or "",
-        logprobs=list(likely.get("token_logprobs") or []),
-        top=list(likely.get("top_logprobs") or []),
-    )
+    answer = Answer()
+    answer.tokens.extend(answer.add(choice))
+    return answer

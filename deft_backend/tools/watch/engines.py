@@ -104,12 +104,6 @@ _PATIENCE = 20.0  # seconds after which a question without an answer is asked ag
 
 
 @dataclass(frozen=True)
-class ShownBatch:
-    forest: PrefixForest | None = None
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class Stretch:
     counters: Counters
     seconds: float
@@ -144,7 +138,7 @@ class Rate:
 @dataclass(frozen=True)
 class Row:
     engine: Engine
-    batch: ShownBatch
+    batch: PrefixForest | str  # its last one, or why it is not known
     now: Stretch | None
 
 
@@ -156,7 +150,7 @@ class Follower:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._rate = Rate()
-        self._shown = ShownBatch(problem="no batch has gone through tree attention yet")
+        self._shown: PrefixForest | str = "no batch has gone through tree attention yet"
         self._question: BatchQuestion | None = None
         self._asked_at = float("-inf")
         self._asked_steps = -1
@@ -164,7 +158,7 @@ class Follower:
     def look(self, engine: Engine, wait: float = 0.0) -> Row:
         reading = engine.reading
         if reading is None:
-            return Row(engine, ShownBatch(problem=engine.problem), None)
+            return Row(engine, engine.problem, None)
         if reading.counters.steps_tree:
             end = time.monotonic() + wait
             self._follow(engine, reading.counters.steps_tree)
@@ -184,14 +178,14 @@ class Follower:
         try:
             forest = None if self._question is None else self._question.answer()
             if forest is not None:
-                self._shown, self._question = ShownBatch(forest), None
+                self._shown, self._question = forest, None
             pause = self._seconds if self._question is None else _PATIENCE
             if now - self._asked_at >= pause and steps != self._asked_steps and engine.runs:
                 self.close()
                 self._asked_at, self._asked_steps = now, steps
                 self._question = BatchQuestion(engine.path)
-                if self._shown.forest is None:
-                    self._shown = ShownBatch(problem="the server has not shown its batch yet")
+                if isinstance(self._shown, str):
+                    self._shown = "the server has not shown its batch yet"
         except StateError as error:
             self._question = None
-            self._shown = ShownBatch(problem=str(error).split(": ", 1)[-1])
+            self._shown = str(error).split(": ", 1)[-1]

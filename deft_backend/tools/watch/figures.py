@@ -24,7 +24,6 @@ from deft_backend.tools.watch.engines import (
     UNREADABLE,
     Engine,
     Row,
-    ShownBatch,
     Stretch,
 )
 
@@ -58,9 +57,7 @@ class SharedPrefix(NamedTuple):
         return self.tokens * (self.readers - 1)
 
 
-def shared_prefixes(forest: PrefixForest | None) -> list[SharedPrefix]:
-    if forest is None:
-        return []
+def shared_prefixes(forest: PrefixForest) -> list[SharedPrefix]:
     columns = (forest.start, forest.length, forest.num_queries)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     prefixes = [SharedPrefix(node, *row) for node, row in enumerate(rows)]
@@ -148,10 +145,9 @@ def _reads(counters: Counters, now: Stretch | None) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _batch(batch: ShownBatch) -> Part:
-    forest = batch.forest
-    if forest is None:
-        return batch.problem, DIM
+def _batch(forest: PrefixForest | str) -> Part:
+    if isinstance(forest, str):
+        return forest, DIM
     said = (
         f"{counted(forest.batch_size, 'request')} · share {forest.share:,.1f}: "
         f"{forest.tokens_attended:,} tokens attended to, {forest.tokens_stored:,} stored"
@@ -230,7 +226,7 @@ def _panel(row: Row) -> Panel:
 
 
 def _prefixes(row: Row) -> list[RenderableType]:
-    prefixes = shared_prefixes(row.batch.forest)
+    prefixes = [] if isinstance(row.batch, str) else shared_prefixes(row.batch)
     if not prefixes:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -154,15 +154,14 @@ class Inspector:
                 return {**base, **gone, "lines": [], "batch": None}
             engine = present[min(max(number, 0), len(names) - 1)]
             row = self._followers.setdefault(engine.path, Follower(_ASK_SECONDS)).look(engine)
-            forest = row.batch.forest
             return {
                 **base,
                 "status": engine.status,
                 "said": figures.status(engine),
                 "title": figures.title(engine),
-                "problem": engine.problem or row.batch.problem,
+                "problem": row.batch if isinstance(row.batch, str) else "",
                 "lines": [] if engine.reading is None else list(figures.lines(row)),
-                "batch": None if forest is None else batch_json(forest),
+                "batch": None if isinstance(row.batch, str) else batch_json(row.batch),
             }
 
     def close(self) -> None:

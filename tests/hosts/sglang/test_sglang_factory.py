@@ -291,7 +291,7 @@ def test_how_a_server_describes_itself(host):
     kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
     runner = model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
     given = {"chunk_tokens": 512, "values_apart": False}
-    found = vars(report.state_of(runner, FOUR_HEADS, "deft", "fasttree", **given))
+    found = vars(report.state_of(runner, FOUR_HEADS, "fasttree", **given))
     assert (
         found.items()
         >= {
@@ -301,5 +301,5 @@ def test_how_a_server_describes_itself(host):
             "host_version": report.SGLANG.installed(),
         }.items()
     )
-    plain = report.state_of(runner, FOUR_HEADS, "deft", "fasttree")
+    plain = report.state_of(runner, FOUR_HEADS, "fasttree")
     assert (plain.chunk_tokens, plain.values_apart) == (0, True)

@@ -115,7 +115,7 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
-    assert state_of(runner, division, "deft", "auto").num_layers == 1
+    assert state_of(runner, division, "auto").num_layers == 1
     runner.model = torch.nn.ModuleList([layers[0]])
     with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
         factory.divided(runner)

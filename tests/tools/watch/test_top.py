@@ -29,7 +29,6 @@ from deft_backend.tools.watch.engines import (
     Follower,
     Rate,
     Row,
-    ShownBatch,
     Stretch,
     find_engines,
 )
@@ -228,9 +227,9 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     writer.look()
     (engine,) = find_engines(tmp_path)
     batches = Follower(seconds=0.0)
-    assert batches.look(engine).batch.problem == "the server has not shown its batch yet"
+    assert batches.look(engine).batch == "the server has not shown its batch yet"
     writer.look()
-    found = batches.look(engine).batch.forest
+    found = batches.look(engine).batch
     assert (found.batch_size, found.tokens_stored) == (2, 5)
     state.batch = "its layers differ"
     tree_step(state, 7, 5)
@@ -238,7 +237,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     (engine,) = find_engines(tmp_path)
     batches.look(engine)
     writer.look()
-    assert "its layers differ" in batches.look(engine).batch.problem
+    assert "its layers differ" in batches.look(engine).batch
     batches.close()
 
 
@@ -268,7 +267,7 @@ FEW = Counters(
 HOST_ONLY = Counters(
     {Content("decode", "off"): Steps(1, 1, 1)}, kv_bytes_read=1_000, kv_bytes_query_guided=999
 )
-NO_BATCH = ShownBatch(problem="no batch has gone through tree attention yet")
+NO_BATCH = "no batch has gone through tree attention yet"
 
 
 def row(port, status, since, counters=FEW, batch=NO_BATCH, now=None, dp=None, processes=1, **more):
@@ -295,10 +294,10 @@ def test_the_views_are_as_drawn(monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda shape: {"%H:%M:%S": "12:34:56"}[shape])
     other = {"host": "vllm", "host_version": "0.33.0", "chunk_tokens": 256}
     rows = [
-        row(1, DECODING, 1.0, BUSY, ShownBatch(DRAWN), Stretch(FEW, 0.5), dp=0, processes=2),
+        row(1, DECODING, 1.0, BUSY, DRAWN, Stretch(FEW, 0.5), dp=0, processes=2),
         row(2, IDLE, 119.6, place=Place("another-node", 7), **other),
         row(3, IDLE, 120.0, HOST_ONLY, now=Stretch(Counters(), 1.0)),
-        row(4, SILENT, 7200.0, Counters(), ShownBatch(build_forest([0, 1], [4], [5, 6]))),
+        row(4, SILENT, 7200.0, Counters(), build_forest([0, 1], [4], [5, 6])),
         row(5, UNREADABLE, 0.0),
         row(6, ENDED, 172_800.0),
     ]
