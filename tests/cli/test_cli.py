@@ -89,7 +89,7 @@ def test_refusals_are_as_drawn(commands, model, tmp_path, monkeypatch):
 
 
 def compared(sides, build, model, progress, **given):
-    for workload in build(Offers("m", 4096, True, 4.0)):
+    for workload in build(Offers("m", 4096, 4.0)):
         first = workload.requests[0]
         sizes = f"{len(first.own_part())} characters, {first.max_tokens} tokens, {first.at:.3f} s"
         print(f"{workload.name}: {workload.description}; {workload.arrivals}; {sizes}")

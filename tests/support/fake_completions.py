@@ -20,7 +20,6 @@ class Fake:
     token_seconds: float = 0.0  # between two tokens
     context: int | None = None  # of prompt and answer, one token a character
     shows_context: bool = True  # under ``/v1/models``
-    plain: bool = False  # refuses every field that OpenAI's endpoint does not have
     salt: str = ""  # changes the answers
     margin: float = 5.0
     """Between the two likeliest tokens at the end of any answer; before, they are far apart."""
@@ -53,13 +52,8 @@ class Fake:
         body = await request.json()
         self.bodies.append(body)
         prompt, tokens = body["prompt"], body["max_tokens"]
-        extra = set(body) - {"model", "prompt", "max_tokens", "temperature", "stream", "logprobs"}
-        if body.get("stream_options") == {"include_usage": True}:
-            extra.discard("stream_options")
         if self.dead:
             return self._drop(request)
-        if self.plain and extra:
-            return web.json_response({"error": f"unknown fields {sorted(extra)}"}, status=400)
         if self.context is not None and len(prompt) + tokens > self.context:
             said = f"maximum context length is {self.context} tokens"
             return web.json_response({"error": said}, status=400)
@@ -73,9 +67,9 @@ class Fake:
             margins = [9.0] * (tokens - 1) + [self.margin]
             top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
             return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
-        return await self._stream(request, answer, usage, fault, bool(extra), "logprobs" in body)
+        return await self._stream(request, answer, usage, fault, "logprobs" in body)
 
-    async def _stream(self, request, answer, usage, fault, extra, logprobs):
+    async def _stream(self, request, answer, usage, fault, logprobs):
         response = web.StreamResponse()
         await response.prepare(request)
         times: list[float] = []
@@ -96,9 +90,7 @@ class Fake:
                 break
             await asyncio.sleep(self.token_seconds)
             text = answer[at : at + self.piece_tokens]
-            choice = {"index": 0, "text": text}
-            if extra:
-                choice["token_ids"] = list(map(ord, text))
+            choice = {"index": 0, "text": text, "token_ids": list(map(ord, text))}
             if logprobs:
                 # The second choice is far away where the salt does not change the answer.
                 gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
@@ -109,8 +101,7 @@ class Fake:
                 }
             await self._piece(response, {"choices": [choice]})
             times.append(time.perf_counter())
-        if extra:
-            await self._piece(response, {"choices": [], "usage": usage})
+        await self._piece(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 

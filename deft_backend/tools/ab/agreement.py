@@ -1,8 +1,7 @@
-"""Compare the answers of two servers, by token ids or by text."""
+"""Compare the answers of two servers, by token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from deft_backend.tools.harness.answers import Answer, first_difference
 from deft_backend.tools.harness.workload import Replayed
@@ -46,8 +45,8 @@ class Agreement:
 def agreement(
     first: Replayed, second: Replayed, after: Mapping[str, Sequence[str]] | None = None
 ) -> Agreement:
-    """Compare the answers that both servers gave, by token ids, else by text. Requests that
-    continue (`after`) a different answer had different prompts and are left out.
+    """Compare the answers that both servers gave. Requests that continue (`after`) a different
+    answer had different prompts and are left out.
     """
     given = [_by_request(run) for run in (first, second)]
     differences: list[Difference] = []
@@ -95,17 +94,8 @@ def _by_request(run: Replayed) -> dict[str, Answer]:
 
 
 def _differs(first: Answer, second: Answer) -> int | None:
-    """Tokens of the second before the first difference; None if the answers are equal."""
-    counts = len(first.arrivals), len(second.arrivals)
-    if (len(first.ids), len(second.ids)) == counts:
-        if first.ids == second.ids:
-            return None
-        at = first_difference(first.ids, second.ids)
-        return min(counts) if at is None else at
-    if first.text == second.text:
-        return None
-    characters = first_difference(first.text, second.text)
-    if characters is None:
-        characters = min(len(first.text), len(second.text))
-    ends = accumulate(len(text) for text in second.tokens)
-    return next((at for at, end in enumerate(ends) if end > characters), len(second.tokens))
+    """Tokens before the first difference; None if the answers are equal."""
+    at = first_difference(first.ids, second.ids)
+    if at is None and len(first) != len(second):
+        return min(len(first), len(second))
+    return at

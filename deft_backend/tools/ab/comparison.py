@@ -118,7 +118,6 @@ async def _run_side(
             )
         contexts, close = [offers.context], CLOSE
         if first is not None:
-            client.exact_lengths = offers.exact_lengths and first[0].offers.exact_lengths
             contexts.append(first[0].offers.context)
             close *= EIGHT_BITS if described.eight_bits or first[0].eight_bits else 1
         context = min((c for c in contexts if c is not None), default=None)

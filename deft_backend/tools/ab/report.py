@@ -62,8 +62,6 @@ def notes(result: AbResult) -> Iterator[str]:
     for at, server in enumerate(result.servers):
         if died := _died(result, at):
             yield f"{server.name}: {died}. No further requests were sent."
-        if not server.offers.exact_lengths:
-            yield f"{server.name} does not take ignore_eos: answers may end before their length."
     for w in result.workloads:
         for name, figures in zip(result.names, w.figures, strict=True):
             if figures.late_p95 is not None and figures.late_p95 > _LATE:

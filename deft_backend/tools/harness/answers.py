@@ -43,7 +43,7 @@ class Answer:
     cached: int | None = None
 
     def __len__(self) -> int:
-        return max(len(self.ids), len(self.tokens))
+        return len(self.ids)
 
     def add(self, choice: Mapping[str, Any]) -> list[str]:
         """Add a choice of a response, whole or a piece of it; the texts of its tokens, if told."""
@@ -142,7 +142,6 @@ class StreamReader:
         self.answer.sent = self._sent
         self._on_tokens = on_tokens
         self._prompt: int | None = None
-        self._completion: int | None = None
         self.ended = False
 
     def take(self, content: Any) -> None:
@@ -151,20 +150,16 @@ class StreamReader:
         now = time.perf_counter() - self._sent
         usage = content.get("usage") or {}
         self._prompt = _whole(usage.get("prompt_tokens"), self._prompt)
-        self._completion = _whole(usage.get("completion_tokens"), self._completion)
         answer = self.answer
         details = usage.get("prompt_tokens_details") or {}
         answer.cached = _whole(details.get("cached_tokens"), answer.cached)
         for choice in content.get("choices") or []:
             self.ended |= choice.get("finish_reason") is not None
-            texts, text = answer.add(choice), choice.get("text") or ""
+            texts = answer.add(choice)
             fresh = len(texts) or len(choice.get("token_ids") or [])
-            if not fresh and usage.get("completion_tokens"):
-                fresh = int(usage["completion_tokens"]) - len(answer.arrivals)
-            elif not fresh and text:
-                fresh = 1
-            if fresh > 0:
+            if fresh:
                 # Without log-probabilities, a piece may hold several tokens and only their text.
+                text = choice.get("text") or ""
                 answer.tokens.extend(texts or [text, *[""] * (fresh - 1)])
                 answer.arrivals.extend([now] * fresh)
                 self._on_tokens(fresh)
@@ -176,10 +171,6 @@ class StreamReader:
             raise NotAnswered(LOST, f"{said}, without an end mark")
         if not arrivals:
             raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
-        # If pieces carry no counts, the last piece's count is right. Tokens of one piece share its
-        # time.
-        missing = (self._completion or 0) - len(arrivals)
-        arrivals.extend([arrivals[-1]] * max(0, missing))
         return self.answer, self._prompt
 
 

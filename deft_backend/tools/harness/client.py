@@ -1,4 +1,4 @@
-"""A client of any server with OpenAI's completions, whichever optional fields it lacks."""
+"""A client of the hosts' servers, by OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from deft_backend.tools.harness.answers import (
     FAILED,
-    REFUSED,
-    TOO_LONG,
     Answer,
     NotAnswered,
     Prompt,
@@ -27,14 +25,12 @@ from deft_backend.tools.harness.answers import (
 if TYPE_CHECKING:
     import aiohttp
 
-_OPENAIS_FIELDS: Mapping[str, Any] = {"stream_options": {"include_usage": True}}
-
-_HOSTS_FIELDS: Mapping[str, Any] = {
+_FIELDS: Mapping[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "stream_options": {"include_usage": True},
 }
-"""Fields that SGLang and vLLM take; the client falls back to OpenAI's own."""
+"""Besides OpenAI's: answers have the tokens asked for, and show their ids."""
 
 
 class ServerError(RuntimeError):
@@ -45,7 +41,6 @@ class ServerError(RuntimeError):
 class Offers:
     model: str
     context: int | None  # tokens of prompt and answer that it takes
-    exact_lengths: bool  # whether it takes the hosts' fields, so answers have the tokens asked for
     characters_a_token: float  # of the sample text
 
 
@@ -82,7 +77,6 @@ class ServerClient:
         self.url = url
         self._fields = dict(fields or {})
         self.logprobs = logprobs
-        self.exact_lengths = True
         self.model = ""
         self._seconds = seconds
         self._session: aiohttp.ClientSession  # inside the context
@@ -110,11 +104,15 @@ class ServerClient:
             raise ServerError(f"{self.url} has no model {model!r}; it lists {', '.join(names)}")
         self.model = model or names[0]
         context = listed[names.index(self.model)].get("max_model_len")
-        await self._find_fields()
+        try:
+            await self.ask("Hello", 2)
+        except NotAnswered as error:
+            said = f"{self.url}/v1/completions does not answer: {error}"
+            raise ServerError(said) from error
         tokens = await self._count(sample)
         ratio = len(sample) / tokens if tokens else 4.0
         known = context if isinstance(context, int) else None
-        return Offers(self.model, known, self.exact_lengths, ratio)
+        return Offers(self.model, known, ratio)
 
     async def lives(self) -> bool:
         try:
@@ -141,7 +139,7 @@ class ServerClient:
             **self._body(prompt, tokens),
             "stream": True,
             "temperature": temperature,
-            **(_HOSTS_FIELDS if self.exact_lengths else _OPENAIS_FIELDS),
+            **_FIELDS,
         }
         if self.logprobs:
             body["logprobs"] = 2
@@ -203,18 +201,6 @@ class ServerClient:
             return float(likely[-1] - likely[-2])
         except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
             return None
-
-    async def _find_fields(self) -> None:
-        said = ""
-        for self.exact_lengths in (True, False):
-            try:
-                await self.ask("Hello", 2)
-                return
-            except NotAnswered as error:
-                said = str(error)
-                if error.status not in (REFUSED, TOO_LONG):
-                    break
-        raise ServerError(f"{self.url}/v1/completions does not answer: {said}")
 
     async def _count(self, sample: str) -> int | None:
         try:
