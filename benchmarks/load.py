@@ -160,7 +160,7 @@ def measure(url: str, load: Load, vocabulary: int, clients: int) -> Replayed:
 
 def figures_of(url: str, load: Load, vocabulary: int, clients: int) -> dict[str, Any]:
     run = measure(url, load, vocabulary, clients)
-    seen, answers = Figures.of(run), [o.answer for o in run.outcomes if o.answer is not None]
+    seen, answers = Figures.of(run), run.answers.values()
     lost = [o for o in run.outcomes if o.status != ANSWERED]
     failures = [f"{o.name}: {o.status}: {o.detail}"[:300] for o in lost]
     tokens = sum(len(answer.arrivals) for answer in answers)

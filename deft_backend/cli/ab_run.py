@@ -120,13 +120,6 @@ def asked_workloads(
     return build
 
 
-def make_report_folder(folder: Path) -> None:
-    with written_into(folder):
-        create_private(folder)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
 @contextmanager
 def written_into(folder: Path) -> Iterator[None]:
     try:
@@ -168,7 +161,10 @@ def run_asked(asked: AbOptions) -> None:
                 name, host, *places, progress, baseline=asked.baseline, host_arguments=extra
             )
             say(console, f"deft ab · {name}")
-        make_report_folder(folder)
+        with written_into(folder):
+            create_private(folder)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         with (
             reported(DriverStubError, AbError),
             unwound(console, "no server of this command is left") as stopped,

@@ -182,11 +182,6 @@ def _has_run(entry: Mapping[str, Any]) -> bool:
     return entry["error"] is not None or entry["failure"] is not None
 
 
-def _next_step() -> str:
-    model = "" if tiny_model() is not None else " --model M"
-    return f"try deft ab --quick{model}, or deft serve{model}"
-
-
 def _print(
     sections: dict[str, list[Check]],
     kernels: list[dict[str, Any]],
@@ -221,8 +216,9 @@ def _print(
     if ran:
         _print_check(console, ran)
     if works:
-        said = f"[green]✓ the plugin works here[/green]: {_next_step()}"
-        console.print(said, highlight=False)
+        model = "" if tiny_model() is not None else " --model M"
+        said = f"try deft ab --quick{model}, or deft serve{model}"
+        console.print(f"[green]✓ the plugin works here[/green]: {said}", highlight=False)
     elif ran and not any(map(_has_run, ran)):
         console.print("[red]✗ no case of --check ran[/red], so nothing is known about the kernels")
     else:

@@ -46,7 +46,9 @@ def describe(stretch: Counters) -> str:
         steps.append(f"{tree} {noun} through tree attention")
     if host:
         noun = "" if tree else " step" if stretch.decode_steps == 1 else " steps"
-        steps.append(f"{host}{noun} on the host's kernel ({_why(stretch.steps_host)})")
+        why = stretch.steps_host
+        reason = next(iter(why)) if len(why) == 1 else reasons(why)
+        steps.append(f"{host}{noun} on the host's kernel ({reason})")
     parts = [", ".join(steps)] if steps else []
     if tree and host and stretch.tree_share is not None:
         parts.append(f"tree attention did {100 * stretch.tree_share:.0f} % of the decoding")
@@ -68,10 +70,6 @@ def _by_kind(stretch: Counters, *, tree: bool) -> str:
     numbers = ((stretch.total(kind, tree=tree).steps, kind) for kind in KINDS)
     words = [f"{number:,} {kind}" for number, kind in numbers if number]
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def _why(steps: Mapping[str, int]) -> str:
-    return next(iter(steps)) if len(steps) == 1 else reasons(steps)
 
 
 def reasons(steps: Mapping[str, int], most: int | None = None) -> str:

@@ -48,19 +48,19 @@ def agreement(
     """Compare the answers that both servers gave. Requests that continue (`after`) a different
     answer had different prompts and are left out.
     """
-    given = [_by_request(run) for run in (first, second)]
+    answers = second.answers
     differences: list[Difference] = []
     differ: set[str] = set()
     equal = not_compared = tokens = 0
     gaps: list[float] = []
-    for name, one in given[0].items():
-        if name not in given[1]:
+    for name, one in first.answers.items():
+        if name not in answers:
             continue
         if not differ.isdisjoint((after or {}).get(name, ())):
             differ.add(name)
             not_compared += 1
             continue
-        other = given[1][name]
+        other = answers[name]
         at = _differs(one, other)
         known = len(other.arrivals) if at is None else at
         tokens += known
@@ -87,10 +87,6 @@ def _told(answer: Answer, at: int) -> Told:
     if at >= len(answer.logprobs):
         return "(end)", None
     return answer.tokens[at], answer.logprobs[at]
-
-
-def _by_request(run: Replayed) -> dict[str, Answer]:
-    return {o.name: o.answer for o in run.outcomes if o.answer is not None}
 
 
 def _differs(first: Answer, second: Answer) -> int | None:

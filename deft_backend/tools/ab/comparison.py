@@ -180,7 +180,7 @@ async def _with_margins(
 ) -> Agreement:
     """Ask how close the two likeliest tokens were, where the answers do not tell."""
     requests = {request.name: request for request in workload.requests}
-    answers = {outcome.name: outcome.answer for outcome in run.outcomes}
+    answers = run.answers
     client, first = servers
     asked = []
     async with ServerClient(first.url, seconds=60.0) as other:
@@ -188,7 +188,7 @@ async def _with_margins(
         for at, difference in enumerate(compared.differences):
             request, answer = requests[difference.name], answers[difference.name]
             margin = difference.margin
-            if margin is None and at < MARGINS and request.after is None and answer is not None:
+            if margin is None and at < MARGINS and request.after is None:
                 known = _complete(answer, difference.position)
                 prompt = f"{request.own_part()}{''.join(answer.tokens[:known])}"
                 ahead = difference.position - known

@@ -168,9 +168,7 @@ def paired_change(w: ComparedWorkload) -> tuple[float, float, float] | None:
 
 
 def log_ratios(w: ComparedWorkload, time_of: Callable[[Answer], float | None]) -> list[float]:
-    first, second = (
-        {o.name: o.answer for o in side.run.outcomes if o.answer is not None} for side in w.sides
-    )
+    first, second = (side.run.answers for side in w.sides)
     pairs = [(time_of(first[key]), time_of(second[key])) for key in first if key in second]
     return [math.log(after / before) for before, after in pairs if before and after]
 

@@ -144,7 +144,9 @@ def _times(result: AbResult) -> Table:
     title = "Times (not meaningful without a GPU)" if result.on_cpu else "Times"
     rows = []
     for w in result.workloads:
-        change = paired_change(w)
+        paired = paired_change(w)
+        part = 0.0 if paired is None else 100 * paired[0]
+        change = "" if paired is None else f"{part:+,.0f} %" if part >= 100 else f"{part:+.1f} %"
         for side, f in enumerate(w.figures):
             ttft, tpot = f.ttft_ms, f.tpot_ms
             times = (ttft and ttft.p50, tpot and tpot.p50, tpot and tpot.p95)
@@ -154,7 +156,7 @@ def _times(result: AbResult) -> Table:
                     result.names[side],
                     f"{f.answered}/{f.requests}",
                     *map(_milliseconds, times),
-                    _change(change[0]) if side and change else "",
+                    change if side else "",
                     MISSING if f.tokens_a_second is None else f"{f.tokens_a_second:,.0f}",
                 ]
             )
@@ -199,10 +201,6 @@ def _milliseconds(ms: float | None) -> str:
     if ms is None:
         return MISSING
     return f"{ms:,.1f}" if ms < 1000 else f"{ms:,.0f}"
-
-
-def _change(part: float) -> str:
-    return f"{100 * part:+.1f} %" if part < 1 else f"{100 * part:+,.0f} %"
 
 
 def _agreement(w: ComparedWorkload) -> list[str]:

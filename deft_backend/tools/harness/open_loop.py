@@ -61,7 +61,7 @@ class Figures:
 
     @classmethod
     def of(cls, run: Replayed) -> Figures:
-        answers = [o.answer for o in run.outcomes if o.answer is not None]
+        answers = run.answers.values()
         pieces = [sorted(set(answer.arrivals)) for answer in answers]
         late = sorted(o.sent - o.at for o in run.outcomes if o.answer is not None and o.at)
         tokens = sum(len(answer.arrivals) for answer in answers)

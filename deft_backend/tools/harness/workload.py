@@ -127,17 +127,13 @@ def thought_requests(
         thought = tree.nodes[node]
         name = after
         if thought.tokens:
-            name = thought_name(node)
+            name = f"thought {node}"
             own = mark(node)
             if after is None:
                 own = prompt + own  # type: ignore[operator]
             requests.append(Request(name, own, thought.tokens, after=after))
         pending.extend(_children(tree, node, name))
     return tuple(requests)
-
-
-def thought_name(node: int) -> str:
-    return f"thought {node}"
 
 
 def _children(tree: ThoughtTree, node: int, name: str | None) -> list[tuple[int, str | None]]:
@@ -167,6 +163,11 @@ class Replayed:
     seconds: float  # until the last answer
     died: str = ""  # why the run believes that the server died; empty if it did not
     interrupted: bool = False
+
+    @property
+    def answers(self) -> dict[str, Answer]:
+        """Answers by the names of their requests."""
+        return {o.name: o.answer for o in self.outcomes if o.answer is not None}
 
 
 async def replay(

@@ -137,7 +137,11 @@ LISTED = [{"id": "M", "max_model_len": 64}, {"id": "N", "max_model_len": "?"}]
     ],
 )
 def test_what_a_server_offers(asked, tokens, offers):
-    content = {"data": LISTED, "usage": {"prompt_tokens": tokens}, "choices": [{"text": "a", "token_ids": [1, 2]}]}
+    content = {
+        "data": LISTED,
+        "usage": {"prompt_tokens": tokens},
+        "choices": [{"text": "a", "token_ids": [1, 2]}],
+    }
     assert asyncio.run(client_of(Session(content)).offers(asked, 10 * "x")) == offers
     with pytest.raises(ServerError, match="http://x has no model 'O'; it lists M, N"):
         asyncio.run(client_of(Session(content)).offers("O", "x"))
