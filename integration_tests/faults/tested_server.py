@@ -23,12 +23,12 @@ VERDICTS = ("right", "wrong", "lost", "cut")
 was cut off after right tokens."""
 
 
-def draw_prompts(seed, count, shared, own, vocabulary=256):
+def draw_prompts(seed, count, shared, own):
     """Prompts of random tokens that share a prefix, each with a tail of its own."""
     choose = random.Random(seed)
 
     def draw(tokens):
-        return tuple(choose.randrange(vocabulary) for _ in range(tokens))
+        return tuple(choose.randrange(256) for _ in range(tokens))
 
     prefix = draw(shared)
     return [prefix + draw(choose.randint(1, own)) for _ in range(count)]

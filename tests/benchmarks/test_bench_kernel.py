@@ -30,12 +30,8 @@ RAGGED = forest_from_parents([-1, 0, 0, 2, 2, -1, -1], [37, 5, 16, 9, 1, 20, 33]
 """Contexts of 37+5, 37+16+9 and 37+16+1 tokens, and two unshared requests of 20 and 33 tokens."""
 
 
-def case(forest, page_size, heads=(4, 2)):
-    return Case(Workload("own", "a tree", lambda: forest), *heads, page_size)
-
-
-def inputs_of(forest, page_size, layout="shuffled"):
-    return make_inputs(case(forest, page_size), 16, torch.float32, None, CPU, layout)
+def case(forest, page_size):
+    return Case(Workload("own", "a tree", lambda: forest), 4, 2, page_size)
 
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_trees.json").read_text())
@@ -70,7 +66,7 @@ def test_page_tables_share_exactly_the_full_pages_of_the_forest(page_size, layou
 def test_batched_reference_is_the_plain_one(page_size, monkeypatch):
     monkeypatch.setattr(reference_module, "_TILE_TOKENS", 7)
     monkeypatch.setattr(reference_module, "_TILE_BYTES", 2 * 7 * 2 * 16 * 8)  # two requests
-    inputs = inputs_of(RAGGED, page_size)
+    inputs = make_inputs(case(RAGGED, page_size), 16, torch.float32, None, CPU)
     lens = inputs.seq_lens.clone()
     lens[2] = 0
     tensors = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, lens)

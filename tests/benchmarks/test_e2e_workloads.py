@@ -121,13 +121,13 @@ class Clocked:
         return answer, None
 
 
-def timed(client, monkeypatch, sizes=(8, 4, 4), gen=10, host="sglang", how=BATCHES, repeats=3):
+def timed(client, monkeypatch, sizes=(8, 4, 4), gen=10, host="sglang", repeats=3):
     async def seconds(client, prompts, tokens):
         return client.seconds(prompts, tokens)
 
     monkeypatch.setattr(timing, "_timed", seconds)
     row = make_row("few-shot", host, "deft", "fake", "")
-    job = Job("few-shot", few_shot, how, Sizes(*sizes), gen, repeats)
+    job = Job("few-shot", few_shot, BATCHES, Sizes(*sizes), gen, repeats)
     asyncio.run(measure(job, fake_launch(host), client, row))
     return row
 

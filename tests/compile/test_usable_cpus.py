@@ -10,11 +10,8 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
 POD = "/kubepods/pod7"
 
 
-def v1(folder, quota, period=100_000):
-    return {
-        f"{folder}/cpu.cfs_quota_us": f"{quota}\n",
-        f"{folder}/cpu.cfs_period_us": f"{period}\n",
-    }
+def v1(folder, quota):
+    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,9 @@ needs_gluon = pytest.mark.skipif(
 )
 
 
-def server(host, heads=(32, 8), head_dim=128):
-    return DescribedServer(
-        host, *heads, head_dim, torch.bfloat16, {"sglang": 1, "vllm": 16}[host], 2048
-    )
+def server(host, heads=(32, 8)):
+    page_size = {"sglang": 1, "vllm": 16}[host]
+    return DescribedServer(host, *heads, 128, torch.bfloat16, page_size, 2048)
 
 
 def attention_of(described):

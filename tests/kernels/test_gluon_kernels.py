@@ -77,9 +77,7 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
     `policy` may be a number: the chunk of DeFT-Flatten, which runs in the masked tile.
     """
     policy = given.pop("policy", "fasttree")
-    is_tree, ragged, heads_first = (
-        given.pop(name, False) for name in ("is_tree", "ragged", "heads_first")
-    )
+    is_tree, ragged = (given.pop(name, False) for name in ("is_tree", "ragged"))
     flat = isinstance(policy, int)
 
     def prepare(attention):
@@ -100,7 +98,6 @@ def check(seed, requests, query_tokens=1, *, lookahead=1, programs=3, longest=30
         prepare=prepare,
         tree=tree_bits(seed, requests, query_tokens) if is_tree else None,
         counts=random.integers(0, query_tokens + 1, requests).tolist() if ragged else None,
-        layout="heads first" if heads_first else "apart",
         policy="deft-flatten" if flat else policy,
         **{"heads": (4, 1), **given},
     )

@@ -310,15 +310,15 @@ def test_the_longest_contexts_are_ordered_and_cut(length):
     assert made.segment_start[own[1:]].tolist() == made.segment_end[own[:-1]].tolist()
 
 
-def many(requests, seed=0):
+def many(requests):
     """Short contexts, one long shared document, and a few long unshared contexts."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     shared = random.choice([0, 16, 96, 96, 400, 400], size=requests - 1)
     some = min(40, requests // 3)
     shared[:some] = 20000
     longest = np.maximum(np.append(shared, 0), np.append(0, shared)) + 5
     longest[-2:] += 4000
-    return batch_of(build_forest(np.arange(requests), shared, longest), seed)
+    return batch_of(build_forest(np.arange(requests), shared, longest))
 
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the same kernels, compiled")

@@ -43,8 +43,8 @@ def imports(path):
     return frozenset(names)
 
 
-def module_name(path, source=ROOT):
-    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def room(name):

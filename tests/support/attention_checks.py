@@ -56,7 +56,7 @@ def check(
     grow=0,
     sm_scale=None,
     values=1.0,
-    layout="apart",
+    heads_first=False,
     kv_dtype=None,
     scales_on_device=False,
     sinks=None,
@@ -68,10 +68,9 @@ def check(
     """Plan, let sequences grow by `grow` tokens, run, and compare the result with float64.
 
     `counts` are the requests' query tokens if they differ, `tree` their ancestors. `group` makes
-    the grouping instead of `policy`, `values` scales V, and `layout` is the memory layout of K and
-    V. A cache of 8 bits has scales. Without `own_rows` the page table holds the requests in another
-    order, and outputs lie in wider rows. The attention has `room` for more requests. `prepare` gets
-    the attention before it plans.
+    the grouping instead of `policy`, and `values` scales V. A cache of 8 bits has scales. Without
+    `own_rows` the page table holds the requests in another order, and outputs lie in wider rows.
+    The attention has `room` for more requests. `prepare` gets the attention before it plans.
     """
     query_heads, kv_heads = heads
     requests = len(batch.seq_lens)
@@ -83,11 +82,8 @@ def check(
     q = normal(requests * query_tokens if counts is None else sum(counts), query_heads, head_dim)
     pages = (batch.num_pages, page_size, kv_heads)
     k_cache = normal(*pages, head_dim)
-    if layout == "apart":
-        v_cache = normal(*pages, head_dim)
-    elif layout == "interleaved":  # K and V of a head are contiguous
-        k_cache, v_cache = normal(*pages, 2, head_dim).unbind(-2)
-    else:  # heads first, and gaps between pages
+    v_cache = normal(*pages, head_dim)
+    if heads_first:  # and gaps between pages
         wide = normal(2, batch.num_pages, kv_heads + 1, page_size, head_dim)
         k_cache, v_cache = wide[:, :, 1:].transpose(2, 3)
     v_cache *= values

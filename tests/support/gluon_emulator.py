@@ -265,16 +265,9 @@ def _unchanged(function):
 def _language():
     """The module that kernels import as ``gl``."""
     gl = ModuleType("triton.experimental.gluon.language")
-    layouts = (
-        "NVMMADistributed",
-        "DotOperand",
-        "Slice",
-        "NVMMAShared",
-        "Blocked",
-        "SwizzledShared",
-    )
-    for layout in layouts:
+    for layout in ("NVMMADistributed", "DotOperand", "Slice", "NVMMAShared", "Blocked"):
         setattr(gl, f"{layout}Layout", lambda *args, **options: None)
+    gl.SwizzledSharedLayout = gl.BlockedLayout
     for name in ("int16", "int32", "uint32", "int64", "uint64", "float16", "float32"):
         setattr(gl, name, DType(np.dtype(name)))
     gl.int1 = DType(np.dtype(bool))

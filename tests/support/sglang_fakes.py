@@ -179,8 +179,8 @@ class SWAKVPool:
 class HybridLinearKVPool:
     """Full-attention layers in a pool; linear layers keep a state elsewhere."""
 
-    def __init__(self, full, slots=64):
-        self.full_kv_pool = MHATokenToKVPool(slots)
+    def __init__(self, full):
+        self.full_kv_pool = MHATokenToKVPool()
         self.full_attention_layer_id_mapping = {layer: at for at, layer in enumerate(full)}
 
 

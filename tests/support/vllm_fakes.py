@@ -102,22 +102,8 @@ class LatentImplementation:
 
     need_to_return_lse_for_decode = False
 
-    def __init__(
-        self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads=None,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        sinks=None,
-        **mla,
-    ):
-        self.num_heads, self.scale, self.value_dim = num_heads, scale, mla["kv_lora_rank"]
+    def __init__(self, num_heads, head_size, scale, **others):
+        self.num_heads, self.scale, self.value_dim = num_heads, scale, others["kv_lora_rank"]
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         tokens = len(q[0] if isinstance(q, tuple) else q)

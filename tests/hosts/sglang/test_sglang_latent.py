@@ -38,8 +38,10 @@ class MLATokenToKVPool:
 
     store_dtype = torch.float32
 
-    def __init__(self, slots=64, dim=VALUE + ROPE):
-        self.buffers = torch.randn(3, slots, 1, dim, generator=torch.Generator().manual_seed(0))
+    def __init__(self, slots=64):
+        self.buffers = torch.randn(
+            3, slots, 1, VALUE + ROPE, generator=torch.Generator().manual_seed(0)
+        )
 
     def set_mla_kv_buffer(self, layer, loc, k, k_rope):
         self.buffers[layer.layer_id][loc] = torch.cat([k, k_rope], -1).view(-1, 1, VALUE + ROPE)

@@ -39,10 +39,10 @@ LENS = [40, 37, 33, 50, 5]
 MIXED = [1, 1, 1, 30, 5]  # three decode, one ends its prompt, one begins
 
 
-def mixed(query_lens=MIXED, layers=None, shared=2, lens=LENS, **changes):
+def mixed(query_lens=MIXED, layers=None, lens=LENS, **changes):
     """A mixed step of requests that share their first blocks."""
     kind = replace(KINDS["mixed"], lens=lens, query_lens=query_lens)
-    return kind.step(layers or tree_layers(), shared, changes)
+    return kind.step(layers or tree_layers(), changes=changes)
 
 
 @pytest.mark.parametrize("seed", range(6))
