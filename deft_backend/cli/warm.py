@@ -107,7 +107,7 @@ def warm(
 
 def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
     """What the server verifies; refuses arguments that the host does not accept."""
-    from deft_backend.hosts.common.described_server import drafts_of
+    from deft_backend.hosts.common.warm_up import Drafts
     from deft_backend.shapes import MAX_QUERY_TOKENS
 
     if tokens is None:
@@ -126,7 +126,9 @@ def _drafts(host: str, tokens: int | None, trees: bool) -> Drafts | None:
             f"--draft-tokens is {tokens}; expected {least} to {most}, the most that the kernels "
             "verify for a request"
         )
-    return drafts_of(host, tokens, trees=trees)
+    if host == "sglang":
+        return Drafts(tokens, trees=trees, always=True)
+    return Drafts(tokens + 1, ragged=True)  # a request may have fewer drafts, or none
 
 
 def _gpu(target: str | None) -> Gpu:

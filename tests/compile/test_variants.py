@@ -19,9 +19,9 @@ from attention_checks import tree_attention
 from deft_backend.compile import variants
 from deft_backend.compile.variants import Variant, compile_all, compiling_for, recorded
 from deft_backend.forest.token_tree import ancestors_of_links
-from deft_backend.hosts.common.described_server import DescribedServer, drafts_of
+from deft_backend.hosts.common.described_server import DescribedServer
 from deft_backend.hosts.common.limits import planned_on_device
-from deft_backend.hosts.common.warm_up import LayerKind
+from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.kernels import Gpu, configurations
 from deft_backend.kernels.configurations import REDUCE_PARTIALS
 from deft_backend.kernels.hopper import versions as gluon_versions
@@ -80,21 +80,21 @@ SINKS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
 SERVED = {
     "sglang": {},
     "vllm": {},
-    "sglang-chain": {"drafts": drafts_of("sglang", 5)},
-    "sglang-long-chain": {"drafts": drafts_of("sglang", 40)},
-    "sglang-tree": {"drafts": drafts_of("sglang", 8, trees=True)},
-    "sglang-large-tree": {"drafts": drafts_of("sglang", 64, trees=True)},
-    "vllm-chain": {"drafts": drafts_of("vllm", 4)},
-    "vllm-long-chain": {"drafts": drafts_of("vllm", 39)},
+    "sglang-chain": {"drafts": Drafts(5, always=True)},
+    "sglang-long-chain": {"drafts": Drafts(40, always=True)},
+    "sglang-tree": {"drafts": Drafts(8, trees=True, always=True)},
+    "sglang-large-tree": {"drafts": Drafts(64, trees=True, always=True)},
+    "vllm-chain": {"drafts": Drafts(5, ragged=True)},
+    "vllm-long-chain": {"drafts": Drafts(40, ragged=True)},
     "sglang-e4m3": {"kv_dtype": E4M3},
-    "sglang-e5m2-chain": {"drafts": drafts_of("sglang", 5), "kv_dtype": E5M2},
+    "sglang-e5m2-chain": {"drafts": Drafts(5, always=True), "kv_dtype": E5M2},
     "vllm-e4m3": {"kv_dtype": E4M3},
-    "vllm-e5m2-chain": {"drafts": drafts_of("vllm", 4), "kv_dtype": E5M2},
+    "vllm-e5m2-chain": {"drafts": Drafts(5, ragged=True), "kv_dtype": E5M2},
     "sglang-sinks": {"layers": SINKS},
     "vllm-sinks": {"layers": SINKS[2:]},
-    "vllm-all": {"drafts": drafts_of("vllm", 4), "kv_dtype": E4M3, "layers": SINKS},
+    "vllm-all": {"drafts": Drafts(5, ragged=True), "kv_dtype": E4M3, "layers": SINKS},
     "sglang-all": {
-        "drafts": drafts_of("sglang", 5, trees=True),
+        "drafts": Drafts(5, trees=True, always=True),
         "kv_dtype": E4M3,
         "layers": SINKS,
     },

@@ -51,7 +51,7 @@ class Fake:
     async def completions(self, request):
         body = await request.json()
         self.bodies.append(body)
-        prompt, tokens = body["prompt"], body["max_tokens"]
+        prompt, tokens = "".join(map(letter, body["prompt"])), body["max_tokens"]
         if self.dead:
             return self._drop(request)
         if self.context is not None and len(prompt) + tokens > self.context:
@@ -66,7 +66,8 @@ class Fake:
         if not body.get("stream"):
             margins = [9.0] * (tokens - 1) + [self.margin]
             top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
-            return web.json_response({"choices": [{"text": "a", "logprobs": top}], "usage": usage})
+            choice = {"text": "a", "logprobs": top, "prompt_token_ids": list(map(ord, prompt))}
+            return web.json_response({"choices": [choice], "usage": usage})
         return await self._stream(request, answer, usage, fault, "logprobs" in body)
 
     async def _stream(self, request, answer, usage, fault, logprobs):
@@ -116,6 +117,11 @@ class Fake:
     def _drop(self, request):
         request.transport.abort()
         return web.Response()
+
+
+def letter(token):
+    """Of a prompt of text or of ids."""
+    return token if isinstance(token, str) else chr(token)
 
 
 @contextmanager

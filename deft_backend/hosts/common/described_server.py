@@ -27,7 +27,7 @@ class DescribedServer:
     page_size: int  # tokens of a page; 1 with SGLang
     max_batch: int  # most requests that decode at once
     kv_dtype: torch.dtype | None = None  # of the KV cache; None: `dtype`
-    drafts: Drafts | None = None  # what it verifies: see :func:`drafts_of`; None: nothing
+    drafts: Drafts | None = None  # what it verifies; None: nothing
     layers: tuple[LayerKind, ...] = (LayerKind(),)  # each kind of those through tree attention
 
     @property
@@ -70,18 +70,3 @@ class DescribedServer:
             drafts=self.drafts,
             layers=self.layers,
         )
-
-
-def drafts_of(host: str, draft_tokens: int, *, trees: bool = False) -> Drafts:
-    """What a server with this number of draft tokens verifies.
-
-    SGLang's ``--speculative-num-draft-tokens`` counts the token before the drafts, vLLM's
-    ``num_speculative_tokens`` does not. SGLang verifies in every step; a request of vLLM may have
-    fewer drafts, or none.
-
-    >>> drafts_of("sglang", 5).query_tokens, drafts_of("vllm", 5).query_tokens
-    (5, 6)
-    """
-    if host == "sglang":
-        return Drafts(draft_tokens, trees=trees, always=True)
-    return Drafts(draft_tokens + 1, ragged=True)

@@ -10,7 +10,7 @@ from deft_backend.files.provenance import provenance
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS, Agreement, agreement
 from deft_backend.tools.ab.result import AbResult, ComparedWorkload, Measured, Server
 from deft_backend.tools.ab.sides import Progress, RunningServer, Side
-from deft_backend.tools.harness.answers import EIGHT_BITS, Answer
+from deft_backend.tools.harness.answers import EIGHT_BITS
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
 from deft_backend.tools.harness.open_loop import Figures, Goodput, GoodputSearch
 from deft_backend.tools.harness.workload import Replayed, Workload, replay
@@ -189,22 +189,8 @@ async def _with_margins(
             request, answer = requests[difference.name], answers[difference.name]
             margin = difference.margin
             if margin is None and at < MARGINS and request.after is None:
-                known = _complete(answer, difference.position)
-                prompt = f"{request.own_part()}{''.join(answer.tokens[:known])}"
-                ahead = difference.position - known
-                margins = [await server.margin(prompt, ahead) for server in (client, other)]
+                asked_of = (request.own_part(), answer.ids[: difference.position])
+                margins = [await server.margin(*asked_of) for server in (client, other)]
                 margin = max((m for m in margins if m is not None), default=None)
             asked.append(replace(difference, margin=margin))
     return replace(compared, differences=tuple(asked))
-
-
-def _complete(answer: Answer, position: int) -> int:
-    """The last token up to `position` before which the streamed text is complete."""
-    start = len(answer.tokens)
-    for at in range(len(answer.tokens) - 1, -1, -1):
-        if at and answer.arrivals[at] == answer.arrivals[at - 1]:
-            continue  # the same piece
-        if start <= position and answer.tokens[at]:
-            return start
-        start = at
-    return 0

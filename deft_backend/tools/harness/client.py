@@ -193,11 +193,13 @@ class ServerClient:
             **self._fields,
         }
 
-    async def margin(self, prompt: str, ahead: int) -> float | None:
-        """How far the likeliest token is ahead of the second, after `ahead` tokens; or None."""
+    async def margin(self, prompt: Prompt, answer: Sequence[int]) -> float | None:
+        """How far the likeliest token is ahead of the second, behind an answer's ids; or None."""
         try:
-            content = await self._whole(prompt, ahead + 1, logprobs=2)
-            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][ahead].values())
+            told = await self._whole(prompt, 1, return_token_ids=True)
+            ids = (*told["choices"][0]["prompt_token_ids"], *answer)
+            content = await self._whole(ids, 1, logprobs=2)
+            likely = sorted(content["choices"][0]["logprobs"]["top_logprobs"][0].values())
             return float(likely[-1] - likely[-2])
         except (NotAnswered, KeyError, IndexError, TypeError, ValueError):
             return None
@@ -208,7 +210,7 @@ class ServerClient:
         except (NotAnswered, KeyError, TypeError, ValueError):
             return None
 
-    async def _whole(self, prompt: str, tokens: int, **fields: Any) -> Any:
+    async def _whole(self, prompt: Prompt, tokens: int, **fields: Any) -> Any:
         return await self.post("/v1/completions", self._body(prompt, tokens) | fields)
 
     async def models(self) -> list[dict[str, Any]]:

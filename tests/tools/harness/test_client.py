@@ -120,9 +120,11 @@ def test_the_session_of_a_client(monkeypatch):
     [([{"a": -1.0, "b": -3.5, "c": -2.0}], 1.0), ([{"a": -1.0}], None), ([], None), (None, None)],
 )
 def test_how_far_the_likeliest_token_is_ahead(likely, margin, monkeypatch):
-    told = {"choices": [{"logprobs": {"top_logprobs": likely}}]}
-    monkeypatch.setattr(ServerClient, "_whole", AsyncMock(return_value=told))
-    assert asyncio.run(ServerClient("http://x").margin("p", 0)) == margin
+    told = {"choices": [{"prompt_token_ids": [1], "logprobs": {"top_logprobs": likely}}]}
+    whole = AsyncMock(return_value=told)
+    monkeypatch.setattr(ServerClient, "_whole", whole)
+    assert asyncio.run(ServerClient("http://x").margin("p", [5, 6])) == margin
+    assert [call.args for call in whole.await_args_list] == [("p", 1), ((1, 5, 6), 1)]
 
 
 LISTED = [{"id": "M", "max_model_len": 64}, {"id": "N", "max_model_len": "?"}]
