@@ -80,7 +80,12 @@ class Check:
 
 def check_packages() -> Iterator[Check]:
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()}")
-    yield _own_package()
+    version = installed_version("deft-backend")
+    if version is None:  # without the entry point, this is a problem
+        text = f"{VERSION}, not installed: it runs from its folder"
+        yield Check("deft-backend", "note", text, _INSTALL)
+    else:
+        yield Check("deft-backend", "ok", version)
     installed = hosts_with_metadata()
     for host in HOSTS:
         # Hosts exclude each other, so an environment holds one of them.
@@ -144,28 +149,25 @@ def hosts_with_metadata() -> list[Host]:
 
 def check_entry_point() -> Iterator[Check]:
     for host in hosts_with_metadata() or HOSTS[:1]:
-        yield from _entry_point(host)
-
-
-def _entry_point(host: Host) -> Iterator[Check]:
-    points = {point.value: point for point in entry_points(group=host.group, name="deft")}
-    if not points:
-        name = host.versions.name
-        text = f"no entry point 'deft' in the group {host.group}: {name} cannot find us"
-        yield Check("plugin", "problem", text, _INSTALL)
-        return
-    for value, point in points.items():
-        try:
-            point.load()
-        except Exception as error:
-            yield Check("plugin", "problem", f"{value} cannot be imported: {error}", _INSTALL)
-        else:
-            yield Check("plugin", "ok", f"{value} is registered in {host.group}")
-    if host.leaves_us_out():
-        allowed = os.environ[host.selection]
-        text = f"{host.selection} is {allowed!r}, which leaves out 'deft'"
-        kept = ",".join([*(word.strip() for word in allowed.split(",") if word.strip()), "deft"])
-        yield Check("plugin", "problem", text, f"export {host.selection}={kept}")
+        points = {point.value: point for point in entry_points(group=host.group, name="deft")}
+        if not points:
+            name = host.versions.name
+            text = f"no entry point 'deft' in the group {host.group}: {name} cannot find us"
+            yield Check("plugin", "problem", text, _INSTALL)
+            continue
+        for value, point in points.items():
+            try:
+                point.load()
+            except Exception as error:
+                yield Check("plugin", "problem", f"{value} cannot be imported: {error}", _INSTALL)
+            else:
+                yield Check("plugin", "ok", f"{value} is registered in {host.group}")
+        if host.leaves_us_out():
+            allowed = os.environ[host.selection]
+            text = f"{host.selection} is {allowed!r}, which leaves out 'deft'"
+            kept = [word.strip() for word in allowed.split(",") if word.strip()]
+            remedy = f"export {host.selection}={','.join([*kept, 'deft'])}"
+            yield Check("plugin", "problem", text, remedy)
 
 
 def check_device() -> Iterator[Check]:
@@ -203,14 +205,6 @@ def check_settings() -> Iterator[Check]:
     for name, hint in unknown_settings(os.environ):
         yield Check(name, "note", f"set, but no such setting exists; {hint}", f"unset {name}")
     yield from _state_folder()
-
-
-def _own_package() -> Check:
-    version = installed_version("deft-backend")
-    if version is None:  # without the entry point, this is a problem
-        text = f"{VERSION}, not installed: it runs from its folder"
-        return Check("deft-backend", "note", text, _INSTALL)
-    return Check("deft-backend", "ok", version)
 
 
 def _stub() -> Iterator[Check]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from deft_backend.costs import CostModel
     from deft_backend.costs.table_lookup import TableInUse
     from deft_backend.costs.tables import TableKey
-    from deft_backend.tools.tuning.measure import Tuned
 
 
 def tune(
@@ -85,18 +84,14 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
     except OSError as error:
         raise fail(f"cannot write {path}: {error.strerror}; set DEFT_CACHE_DIR") from None
     _print(tuned.model, console)
-    say(console, _comparison(tuned))
-    say(console, f"{path}, in {time.perf_counter() - began:.0f} s")
-
-
-def _comparison(tuned: Tuned) -> str:
-    tried = f"{tuned.batches} batches, {tuned.plans} different plans"
-    if tuned.ratio == 1.0:
-        return f"{tried}: no costs make faster plans than those in use, which the table keeps"
-    return (
-        f"{tried}: attention takes {1 - tuned.ratio:.1%} less time than with the costs in use, "
-        "in the geometric mean"
+    found = (
+        f"attention takes {1 - tuned.ratio:.1%} less time than with the costs in use, in the "
+        "geometric mean"
     )
+    if tuned.ratio == 1.0:
+        found = "no costs make faster plans than those in use, which the table keeps"
+    say(console, f"{tuned.batches} batches, {tuned.plans} different plans: {found}")
+    say(console, f"{path}, in {time.perf_counter() - began:.0f} s")
 
 
 def _show(key: TableKey, used: TableInUse) -> None:

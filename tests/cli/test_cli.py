@@ -93,7 +93,7 @@ def compared(sides, build, model, progress, **given):
         first = workload.requests[0]
         sizes = f"{len(first.own_part())} characters, {first.max_tokens} tokens, {first.at:.3f} s"
         print(f"{workload.name}: {workload.description}; {workload.arrivals}; {sizes}")
-    print([side.name for side in sides], model, given)
+    print([*sides], model, given)
     one = SimpleNamespace(agreement=SimpleNamespace(compared=model != "nothing"))
     return SimpleNamespace(faults=model == "faults", workloads=[one])
 
@@ -103,7 +103,7 @@ def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
 
     def sides(*given, **named):
         print(given[:-1], named)
-        return [SimpleNamespace(name=name) for name in "AB"]
+        return {"A": None, "B": None}
 
     follower, nodes = engines.Follower, get_policy("deft-node")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from deft_backend.files.provenance import provenance
 from deft_backend.tools.ab.agreement import CLOSE, MARGINS, Agreement, agreement
 from deft_backend.tools.ab.result import AbResult, ComparedWorkload, Measured, Server
-from deft_backend.tools.ab.sides import Progress, RunningServer, Side
+from deft_backend.tools.ab.sides import Progress, RunningServer, Sides
 from deft_backend.tools.harness.answers import EIGHT_BITS
 from deft_backend.tools.harness.client import Offers, ServerClient, ServerError
 from deft_backend.tools.harness.open_loop import Figures, Goodput, GoodputSearch
@@ -37,7 +37,7 @@ def both_answer(urls: Sequence[str]) -> None:
 
 
 def compare(
-    sides: tuple[Side, Side],
+    sides: Sides,
     build: Callable[[Offers], list[Workload]],
     model: str | None,
     progress: Progress,
@@ -54,19 +54,19 @@ def compare(
 
     sent: list[tuple[Server, list[Measured]]] = []
     interrupted = False
-    for side in sides:
+    for name, opened in sides.items():
         first = sent[0] if sent else None
         try:
-            with side.open() as server:
+            with opened() as server:
                 run = asyncio.run(
-                    _run_side(server, side.name, workloads, model, first, progress, exact, goodput)
+                    _run_side(server, name, workloads, model, first, progress, exact, goodput)
                 )
         except ServerError as error:
             if first is None:
                 raise
             # Keep what the first one did.
             silent = [Measured(Replayed((), 0.0, died=str(error))) for _ in first[1]]
-            run = Server(side.name, "", first[0].offers), silent
+            run = Server(name, "", first[0].offers), silent
         except KeyboardInterrupt:  # while the second server starts
             if first is None:
                 raise
@@ -84,8 +84,9 @@ def compare(
             texts = (workload.name, workload.description, workload.arrivals)
             same = two.agreement or Agreement(0, 0)
             compared.append(ComparedWorkload(*texts, (one, two), same))
-    names, servers = (sides[0].name, sides[1].name), tuple(server for server, _ in sent)
-    return AbResult(names, servers, tuple(compared), interrupted, provenance(), exact)
+    old, new = sides
+    servers = tuple(server for server, _ in sent)
+    return AbResult((old, new), servers, tuple(compared), interrupted, provenance(), exact)
 
 
 async def _run_side(

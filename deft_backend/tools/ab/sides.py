@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,13 +59,11 @@ class RunningServer:
         )
 
 
-@dataclass(frozen=True)
-class Side:
-    name: str  # in the report
-    open: Callable[[], AbstractContextManager[RunningServer]]  # a context manager around the server
+Sides = Mapping[str, Callable[[], AbstractContextManager[RunningServer]]]
+"""The two servers by their names in the report; each runs while its context manager is open."""
 
 
-def running_sides(urls: tuple[str, str], folder: Path, progress: Progress) -> tuple[Side, Side]:
+def running_sides(urls: tuple[str, str], folder: Path, progress: Progress) -> Sides:
     """Two running servers, called A and B; `folder` holds state files of this machine."""
 
     @contextmanager
@@ -73,8 +71,7 @@ def running_sides(urls: tuple[str, str], folder: Path, progress: Progress) -> tu
         progress.announce(f"{name}: {url}")
         yield RunningServer(url, folder)
 
-    first, second = urls
-    return Side("A", partial(opened, "A", first)), Side("B", partial(opened, "B", second))
+    return {name: partial(opened, name, url) for name, url in zip("AB", urls, strict=True)}
 
 
 def started_sides(
@@ -86,29 +83,26 @@ def started_sides(
     *,
     baseline: str | None,
     host_arguments: Sequence[str],
-) -> tuple[Side, Side]:
+) -> Sides:
     """The host with its own backend, and with the plugin; each runs while it is measured."""
-
-    def command(side: str) -> ServerCommand:
-        return server_command(
-            model,
-            free_port(),
-            host=host,
-            backend=baseline if side == "host" else BACKEND,
-            host_arguments=host_arguments,
-        )
 
     @contextmanager
     def opened(side: str) -> Iterator[RunningServer]:
-        log = logs / f"{side}.log"
-        started = command(side)
-        answers = progress.starting(side, started)
-        with ServerProcess(started, log) as server:
+        ours, log = side == "deft", logs / f"{side}.log"
+        command = server_command(
+            model,
+            free_port(),
+            host=host,
+            backend=BACKEND if ours else baseline,
+            host_arguments=host_arguments,
+        )
+        answers = progress.starting(side, command)
+        with ServerProcess(command, log) as server:
             answers()
-            plugin, typed = BACKEND_NAMES[host] if side == "deft" else "", started.shell()
+            plugin, typed = BACKEND_NAMES[host] if ours else "", command.shell()
             yield RunningServer(server.url, folder, typed, log, server.check_alive, plugin)
 
-    return Side("host", partial(opened, "host")), Side("deft", partial(opened, "deft"))
+    return {side: partial(opened, side) for side in ("host", "deft")}
 
 
 def refusal(log: str) -> str | None:
