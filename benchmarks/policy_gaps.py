@@ -32,6 +32,7 @@ from benchmarks.kernel.sets import read_set
 from benchmarks.kernel.tree_workloads import parse_heads
 from benchmarks.row_files import RowsError, read_json, write_rows
 from deft_backend.attention.run_inputs import target_of
+from deft_backend.costs.table_lookup import table_key
 from deft_backend.costs.tables import shipped_for
 from deft_backend.files.provenance import provenance
 from deft_backend.forest import PrefixForest
@@ -315,7 +316,7 @@ def target_on_hopper(heads: str, gpu: str = "") -> Target:
     shape = AttentionShape(query_heads, kv_heads, 128, dtype, dtype, on_cpu, 16)
     group, hopper = shape.gqa_group, Gpu.named("sm_90")
     target = target_of(kernel_configuration(128, dtype, on_cpu, group, hopper), shape)
-    return replace(target, cost_model=shipped_for(query_heads, 128, "bfloat16", gpu, group=group))
+    return replace(target, cost_model=shipped_for(replace(table_key(shape), gpu=gpu)))
 
 
 def policy_gaps(

@@ -11,7 +11,7 @@ from typer import Option
 
 from deft_backend.cli.errors import fail, reported
 from deft_backend.cli.models import ChosenModel, ModelFilesError, chosen_model, text_config
-from deft_backend.shapes import EIGHT_BIT_CACHES, SHORT_DTYPES
+from deft_backend.shapes import EIGHT_BIT_CACHES, SHORT_DTYPES, AttentionShape
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,8 @@ def table_of(shape: HeadShape, page_size: int = 1) -> tuple[TableKey, TableInUse
     from deft_backend.files.folders import tables_directory
 
     device = this_device()
-    key = table_key(device, *shape[:3], getattr(torch, shape.dtype), page_size)
+    kind = getattr(torch, shape.dtype)
+    key = table_key(AttentionShape(*shape[:3], kind, kind, device, page_size))
     return key, table_in_use(key, tables_directory(), gpu_facts(device))
 
 

@@ -70,24 +70,18 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
             damage = str(error)
         if damage is not None:
             damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
-    shipped = nearest_table(key.gpu, facts, key.dtype, key.gqa_group)
+    shipped = nearest_table(key, facts)
     notice = None
     if key.gpu and damage is None and key.gpu != shipped.key.gpu:
         notice = _notice(key, shipped.key.gpu, facts)
-    return TableInUse(_shipped(key, facts), shipped.path, tuned=False, notice=notice, damage=damage)
-
-
-def _shipped(key: TableKey, facts: GpuFacts | None) -> CostModel:
-    return shipped_for(key.query_heads, key.head_dim, key.dtype, key.gpu, facts, key.gqa_group)
+    model = shipped_for(key, facts)
+    return TableInUse(model, shipped.path, tuned=False, notice=notice, damage=damage)
 
 
 def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
     derived = "it is used as it is, because the driver does not tell this GPU's clocks"
     if facts is not None:
-        derived = (
-            f"its times are carried to {facts.sms} SMs at {facts.sm_clock_mhz:.0f} MHz and a "
-            f"memory of {facts.memory_gb_s:.0f} GB/s"
-        )
+        derived = f"its times are carried to {facts}"
     return (
         f"deft: planning with the cost table of an {measured_on}: none was measured on this "
         f"{key.gpu} for {key.shape}; {derived}. To measure one: {key.command}"
@@ -108,42 +102,31 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def table_key(
-    device: torch.device,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 1,
-) -> TableKey:
-    """Key of the cost table for an attention on `device`, with the installed versions."""
+def table_key(shape: AttentionShape) -> TableKey:
+    """Key of the cost table for an attention, with the installed versions."""
+    device = shape.device
     return TableKey(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         package=VERSION,
         kernels=kernels_digest(),
         torch=torch.__version__,
         triton=installed_version("triton") or "unknown",
-        query_heads=num_query_heads,
-        kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        page_size=page_size,
+        query_heads=shape.num_query_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=str(shape.kv_dtype).removeprefix("torch."),
+        page_size=shape.page_size,
     )
 
 
 def cost_model_on(shape: AttentionShape) -> CostModel:
     """The cost table to plan with on the shape's device, with the log of :func:`cost_model_for`."""
-    return cost_model_for(_key_of(shape), tables_directory(), gpu_facts(shape.device))
+    return cost_model_for(table_key(shape), tables_directory(), gpu_facts(shape.device))
 
 
 def shipped_on(shape: AttentionShape) -> CostModel:
     """The shipped table for the shape's device: the same on every machine with this GPU."""
-    return _shipped(_key_of(shape), gpu_facts(shape.device))
-
-
-def _key_of(shape: AttentionShape) -> TableKey:
-    heads = (shape.num_query_heads, shape.num_kv_heads, shape.head_dim)
-    return table_key(shape.device, *heads, shape.kv_dtype, shape.page_size)
+    return shipped_for(table_key(shape), gpu_facts(shape.device))
 
 
 @lru_cache(maxsize=1)

@@ -35,6 +35,10 @@ class GpuFacts:
     # fast; a cost table holds what one reads.
     memory_gb_s: float
 
+    def __str__(self) -> str:
+        clock, memory = f"{self.sm_clock_mhz:.0f} MHz", f"{self.memory_gb_s:.0f} GB/s"
+        return f"{self.sms} SMs at {clock} and a memory of {memory}"
+
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
     """The facts of a CUDA device; None for the CPU, and for a driver that does not tell them."""
@@ -143,26 +147,27 @@ def shipped_tables() -> tuple[ShippedTable, ...]:
     return tuple(_read(path) for path in SHIPPED_TABLES)
 
 
-def nearest_table(gpu: str, facts: GpuFacts | None, dtype: str, group: int) -> ShippedTable:
-    """The shipped table of `gpu`, else of the GPU most like `facts`; the first if none is known.
+def nearest_table(key: TableKey, facts: GpuFacts | None) -> ShippedTable:
+    """The shipped table of the key's GPU, else of the GPU most like `facts`; the first if none is
+    known.
 
-    Tables of caches whose elements have as many bytes as `dtype` come first. Tiles of 8 bits are
+    Tables of caches whose elements have as many bytes come first. Tiles of 8 bits are
     converted on their way to the tensor cores, so their times do not follow from those of 16 bits.
-    Of a GPU's tables, the one measured with the most similar GQA group, to `group`, is taken.
+    Of a GPU's tables, the one measured with the most similar GQA group is taken.
 
     Two GPUs are alike if an SM has the same share of the memory's bandwidth in each clock. This
     share decides whether an item waits for the memory or for the SM.
     """
-    size = DTYPE_BYTES[dtype]
+    size = DTYPE_BYTES[key.dtype]
     tables = shipped_tables()
     tables = tuple(t for t in tables if DTYPE_BYTES[t.key.dtype] == size) or tables
 
     def differences(table: ShippedTable) -> tuple[float, float]:
         other = 0.0 if facts is None else abs(math.log(_balance(facts) / _balance(table.facts)))
-        same = -1.0 if table.key.gpu == gpu else other
-        return same, abs(math.log(group / table.key.gqa_group))
+        same = -1.0 if table.key.gpu == key.gpu else other
+        return same, abs(math.log(key.gqa_group / table.key.gqa_group))
 
-    if facts is None and all(table.key.gpu != gpu for table in tables):
+    if facts is None and all(table.key.gpu != key.gpu for table in tables):
         tables = tuple(table for table in tables if table.key.gpu == tables[0].key.gpu)
     return min(tables, key=differences)
 
@@ -182,10 +187,7 @@ def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
     tiles = model.tiles
     return replace(
         model,
-        source=(
-            f"{model.source}; derived for {facts.sms} SMs at {facts.sm_clock_mhz:.0f} MHz and a "
-            f"memory of {facts.memory_gb_s:.0f} GB/s"
-        ),
+        source=f"{model.source}; derived for {facts}",
         time_ms=model.launch_ms + (model.time_ms - model.launch_ms) * slower,
         bandwidth_gb_s=model.bandwidth_gb_s * facts.memory_gb_s / was.memory_gb_s,
         tiles=replace(
@@ -199,14 +201,7 @@ def derived_table(table: ShippedTable, facts: GpuFacts | None) -> CostModel:
 
 
 @lru_cache(maxsize=64)
-def shipped_for(
-    query_heads: int,
-    head_dim: int,
-    dtype: str,
-    gpu: str = "",
-    facts: GpuFacts | None = None,
-    group: int = 4,
-) -> CostModel:
+def shipped_for(key: TableKey, facts: GpuFacts | None = None) -> CostModel:
     """The nearest shipped table, carried to the GPU of `facts` and scaled to the head shape.
 
     - ``token_ns``, and ``C_est`` beyond its launch, scale with the bytes of a token and KV head:
@@ -215,16 +210,18 @@ def shipped_for(
     - The constant times (``item_ns``, ``reduce_ns``, ``launch_ms``) and the bandwidth stay. So do
       FastTree's coefficients, of which only the ratios matter.
     """
-    table = nearest_table(gpu, facts, dtype, group)
+    table = nearest_table(key, facts)
     model, measured = derived_table(table, facts), table.key
-    per_token = head_dim * DTYPE_BYTES[dtype] / (measured.head_dim * DTYPE_BYTES[measured.dtype])
-    per_result = query_heads * head_dim / (measured.query_heads * measured.head_dim)
-    if per_token == per_result == 1.0 and head_dim == measured.head_dim:
+    element, was = DTYPE_BYTES[key.dtype], DTYPE_BYTES[measured.dtype]
+    per_token = key.head_dim * element / (measured.head_dim * was)
+    per_result = key.query_heads * key.head_dim / (measured.query_heads * measured.head_dim)
+    if per_token == per_result == 1.0 and key.head_dim == measured.head_dim:
         return model
+    scaled = f"scaled to {key.query_heads} query heads of {key.head_dim} {key.dtype}"
     return replace(
         model,
-        source=f"{model.source}; scaled to {query_heads} query heads of {head_dim} {dtype}",
-        head_dim=head_dim,
+        source=f"{model.source}; {scaled}",
+        head_dim=key.head_dim,
         time_ms=model.launch_ms + (model.time_ms - model.launch_ms) * per_token,
         tiles=replace(
             model.tiles,

@@ -29,7 +29,7 @@ from deft_backend.costs.tables import (
     shipped_tables,
 )
 from deft_backend.settings.version import VERSION
-from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS
+from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from failure_lines import raising
 
 
@@ -103,8 +103,9 @@ def test_a_damaged_file_is_named_in_one_warning_and_ignored(
 def test_the_key_of_an_attention(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     heads = {"query_heads": 32, "kv_heads": 8, "head_dim": 128}
-    given = (torch.device("cuda" if gpu else "cpu"), *heads.values(), torch.bfloat16)
-    key = table_lookup.table_key(*given, 16)
+    device, kind = torch.device("cuda" if gpu else "cpu"), torch.bfloat16
+    shape = AttentionShape(*heads.values(), torch.float16, kind, device, 16)
+    key = table_lookup.table_key(shape)
     versions = {"torch": torch.__version__, "triton": version("triton")}
     own = {"package": VERSION, "kernels": table_lookup.kernels_digest()}
     assert key == TableKey(gpu=gpu, **own, **versions, **heads, dtype="bfloat16", page_size=16)
@@ -115,7 +116,7 @@ def test_the_key_of_an_attention(gpu, monkeypatch):
     )
     assert key.command == ("deft tune --heads 32/8 --head-dim 128 --dtype bf16 --page-size 16")
     monkeypatch.setattr(table_lookup, "installed_version", lambda name: None)
-    assert table_lookup.table_key(*given) == replace(key, triton="unknown", page_size=1)
+    assert table_lookup.table_key(shape) == replace(key, triton="unknown")
 
 
 @pytest.mark.parametrize("untold", [None, "clock_rate", "memory_clock_rate", "memory_bus_width"])
@@ -150,14 +151,14 @@ def test_only_a_users_own_table_must_be_private(tmp_path):
 
 def test_the_shipped_table_is_scaled_by_bytes():
     model = default_cost_model()
-    key = read_key(DEFAULT_TABLE)
-    assert shipped_for(key.query_heads, key.head_dim, key.dtype) is model
-    assert shipped_for(key.query_heads, key.head_dim, "bfloat16") is model
-    half = shipped_for(16, 64, "bfloat16")
+    key = replace(read_key(DEFAULT_TABLE), gpu="")
+    assert shipped_for(key) is model
+    assert shipped_for(replace(key, dtype="bfloat16")) is model
+    half = shipped_for(replace(key, query_heads=16, kv_heads=4, head_dim=64, dtype="bfloat16"))
     assert half.head_dim == 64
     assert half.source == f"{model.source}; scaled to 16 query heads of 64 bfloat16"
     assert tree_attention()._shapes[1].target.cost_model.head_dim == 64
-    wider = shipped_for(2 * key.query_heads, key.head_dim, key.dtype)
+    wider = shipped_for(replace(key, query_heads=2 * key.query_heads, kv_heads=2 * key.kv_heads))
     assert wider.tiles == replace(model.tiles, partial_ns=2 * model.tiles.partial_ns)
     assert half.tiles.token_ns == tuple(time / 2 for time in model.tiles.token_ns)
     assert half.tiles.item_ns == model.tiles.item_ns
@@ -165,7 +166,8 @@ def test_the_shipped_table_is_scaled_by_bytes():
     np.testing.assert_allclose(half.time_ms - half.launch_ms, (model.time_ms - model.launch_ms) / 2)
     for head_dim in (64, 96, 128, 256):  # tables that CostModel accepts
         for dtype in DTYPE_BYTES:
-            assert isinstance(shipped_for(8, head_dim, dtype), CostModel)
+            small = replace(key, query_heads=8, kv_heads=2, head_dim=head_dim, dtype=dtype)
+            assert isinstance(shipped_for(small), CostModel)
 
 
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: table.path.stem)
@@ -202,9 +204,9 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
     h100, h200, *_ = shipped_tables()
     lean = GpuFacts(sms=108, sm_clock_mhz=1410.0, memory_gb_s=1555.0)
     rich = GpuFacts(sms=66, sm_clock_mhz=1980.0, memory_gb_s=2400.0)
-    assert nearest_table(KEY.gpu, lean, "float16", 4) is h100
-    assert nearest_table(KEY.gpu, rich, "float16", 4) is h200
-    assert nearest_table(KEY.gpu, None, "float16", 4) is h100
+    assert nearest_table(KEY, lean) is h100
+    assert nearest_table(KEY, rich) is h200
+    assert nearest_table(KEY, None) is h100
     with caplog.at_level(logging.INFO):
         model = cost_model_for(KEY, tmp_path, rich)
     assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
@@ -215,8 +217,9 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
 def test_a_gpu_plans_with_the_table_of_the_gqa_group_most_like_its_own():
     _, h200, mha, *_ = shipped_tables()
     for group, table in ((1, mha), (3, h200), (4, h200), (16, h200)):
-        assert nearest_table(h200.key.gpu, None, "bfloat16", group) is table
-        assert nearest_table(KEY.gpu, h200.facts, "bfloat16", group) is table
+        key = replace(KEY, query_heads=group, kv_heads=1, dtype="bfloat16")
+        assert nearest_table(replace(key, gpu=h200.key.gpu), None) is table
+        assert nearest_table(key, h200.facts) is table
 
 
 def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
@@ -225,7 +228,7 @@ def test_a_cache_of_8_bits_takes_a_table_of_8_bits(tmp_path):
     for table, other in zip(eight_bits, (h100, h200), strict=True):
         assert table.key.dtype == "float8_e4m3fn"
         for dtype, size in DTYPE_BYTES.items():
-            found = nearest_table(table.key.gpu, h200.facts, dtype, 4)
+            found = nearest_table(replace(KEY, gpu=table.key.gpu, dtype=dtype), h200.facts)
             assert found is (table if size == 1 else other)
     key = replace(KEY, gpu="another", dtype="float8_e5m2")
     half = replace(h100.facts, memory_gb_s=h100.facts.memory_gb_s / 2)

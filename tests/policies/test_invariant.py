@@ -1,5 +1,7 @@
 """Policy `invariant`: fixed chunks, plans that always fit, and bits that depend on nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_checks import tree_attention
+from cost_keys import KEY
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
@@ -64,7 +67,8 @@ H200 = ("NVIDIA H200", GpuFacts(132, 1980.0, 4814.304))
 def test_the_costs_of_a_head_shape_choose_the_chunks(heads, head_dim, dtype, gpu, expected):
     """Of 128 to 2,048 tokens, those by which a query behind 4,096 tokens takes the least time."""
     group = heads[0] // heads[1]
-    costs = shipped_for(heads[0], head_dim, dtype, *gpu, group)
+    sizes = {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": dtype}
+    costs = shipped_for(replace(KEY, gpu=gpu[0], **sizes), gpu[1])
     programs = 264 // heads[1]
     target = Target(*heads, head_dim, tile_programs=(programs,) * 3, cost_model=costs)
     assert Invariant.for_target(target).chunk_tokens == expected

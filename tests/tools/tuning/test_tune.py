@@ -249,7 +249,8 @@ def test_the_command_is_as_drawn(tmp_path, monkeypatch):
     check_drawn(re.sub("-[0-9a-f]{12}[.]json", "-KEY.json", text), path)
     (written,) = (tmp_path / "cache" / "tables").glob("*-16x4-*.json")
     assert read_key(written) == replace(
-        table_key(torch.device("cuda"), 16, 4, 64, torch.bfloat16, 16), gpu="NVIDIA L40S"
+        table_key(AttentionShape(16, 4, 64, *[torch.bfloat16] * 2, torch.device("cuda"), 16)),
+        gpu="NVIDIA L40S",
     )
     assert CostModel.load(written).source == "made up"
     (tmp_path / "full").mkdir()
