@@ -5,13 +5,8 @@ The reference is the model itself, which no control request reaches.
 
 import pytest
 
+from integration_tests.common import control
 from integration_tests.common.answers import PREFIX, TOPICS, check, on
-from integration_tests.common.control import (
-    changed_weights,
-    check_while_decoding,
-    until,
-    while_decoding,
-)
 from integration_tests.common.plain_model import PlainModel
 from integration_tests.common.server import MODEL, Ask, together
 from integration_tests.hosts import HOST, HostServer
@@ -53,15 +48,15 @@ def test_paused_requests_go_on(server, model, mode):
         server.pause(mode)
         server.resume()
 
-    check_while_decoding(server, model, asked("It paused at", 16), pause)
+    control.check_while_decoding(server, model, asked("It paused at", 16), pause)
 
 
 @on_small_cache
 def test_the_cache_is_flushed(server, model):
     """While requests decode, SGLang refuses; vLLM preempts them and computes all of them again."""
     asks = asked("They flushed", 14)
-    check_while_decoding(server, model, asks, server.flush_while_decoding)
-    until(server.flush)
+    control.check_while_decoding(server, model, asks, server.flush_while_decoding)
+    control.until(server.flush)
     check(server, model, [*asks, Ask(PREFIX + "After it.")])
 
 
@@ -69,7 +64,7 @@ def test_the_cache_is_flushed(server, model):
 def test_every_request_is_aborted(server, model):
     """What came before an abort is right; requests that come later get their answers."""
     asks = [together([Ask(PREFIX + f"Stop {t} {i}", 40) for i in range(3)]) for t in TOPICS[:3]]
-    found = while_decoding(server, asks, server.abort_all)
+    found = control.while_decoding(server, asks, server.abort_all)
     for ours, theirs in zip(found, model.answers(asks), strict=True):
         assert len(ours) == len(theirs) == 3
         assert all(b.text.startswith(a.text) for a, b in zip(ours, theirs, strict=True))
@@ -85,7 +80,7 @@ def test_weights_change_between_rollouts(server, model, tmp_path):
     """
     asks = [Ask(PREFIX + f"Of {topic}", n=4, tokens=6) for topic in TOPICS[:2]]
     first = check(server, model, asks)
-    other = changed_weights(MODEL, tmp_path)
+    other = control.changed_weights(MODEL, tmp_path)
     server.load_weights(other)
     second = check(server, PlainModel(other), asks)
     assert [a.text for c in first for a in c] != [a.text for c in second for a in c]

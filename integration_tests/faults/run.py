@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import psutil
@@ -78,7 +77,7 @@ class Harness:
                 self._end("sigkill", first)
         return self.rows
 
-    @contextmanager
+    @contextlib.contextmanager
     def _server(self, name, armed=(), *, spoilt=False):
         began, shared = time.monotonic(), self._folder / "cache"
         before = partial(spoil, shared) if spoilt else None

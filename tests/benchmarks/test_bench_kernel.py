@@ -15,7 +15,6 @@ from benchmarks.kernel import measure_case as run_module
 from benchmarks.kernel.batched_reference import batched_reference
 from benchmarks.kernel.case_inputs import lay_out, make_inputs
 from benchmarks.kernel.kernel_rows import key_of
-from benchmarks.kernel.measure_case import Setup, measure_case, roof_us
 from benchmarks.kernel.methods import OURS, Method, Prepared, Refused, make_method
 from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec, read_set
@@ -80,8 +79,8 @@ def test_roof_is_the_larger_of_memory_and_arithmetic():
     moved = 10 * 2 * 2 * 16 * 2 + 2 * (2 * 4 * 16 * 2)  # 10 tokens; q and output of 2 requests
     flops = 4 * 16 * 4 * 16  # 16 tokens attended
     slow_memory, slow_products = Ceilings(1e-3, 1.0, 1.0), Ceilings(1e9, 1.0, 1e-6)
-    assert roof_us(inputs, slow_memory) == pytest.approx(moved / 1e-3 / 1e3)
-    assert roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
+    assert run_module.roof_us(inputs, slow_memory) == pytest.approx(moved / 1e-3 / 1e3)
+    assert run_module.roof_us(inputs, slow_products) == pytest.approx(flops / 1e-6 / 1e6)
 
 
 class Fixed(Method):
@@ -106,11 +105,11 @@ def correct(inputs):
 def setup(*peers, policy="auto", kv_dtype="same"):
     spec = Spec(head_dim=64, dtype="fp16", policy=policy, kv_dtype=kv_dtype)
     absent = {"absent": "is not here"}
-    return Setup(spec, Ours(OURS, policy), peers, CPU, 15, None, absent)
+    return run_module.Setup(spec, Ours(OURS, policy), peers, CPU, 15, None, absent)
 
 
 def test_every_result_is_checked():
-    row = measure_case(
+    row = run_module.measure_case(
         case(RAGGED, 1),
         setup(
             Fixed("right", correct),
@@ -139,7 +138,7 @@ def test_every_result_is_checked():
 
 @pytest.mark.parametrize(("policy", "kv_dtype"), [("auto", "fp8_e4m3"), ("deft-node", "same")])
 def test_ours_is_right_and_repeatable(policy, kv_dtype):
-    row = measure_case(case(RAGGED, 5), setup(policy=policy, kv_dtype=kv_dtype))
+    row = run_module.measure_case(case(RAGGED, 5), setup(policy=policy, kv_dtype=kv_dtype))
     assert "deft" not in row["skipped"]
     assert row["error"]["deft"] < 1e-3
     assert row["repeatable"] is True
@@ -160,7 +159,7 @@ def test_a_result_that_changes_from_run_to_run_is_seen():
 
             return replace(prepared, launch=launch)
 
-    row = measure_case(
+    row = run_module.measure_case(
         case(described("1,2 4,2").forest, 1), replace(setup(), ours=Drifting(OURS, "auto"))
     )
     assert row["repeatable"] is False
@@ -186,8 +185,8 @@ def test_bits_say_who_sees_whom():
 def test_verified_queries_are_right(mask):
     spec = Spec(head_dim=64, planner="device")
     peers = [make_method(name, "device") for name in PEERS] if mask == "drafts" else []
-    measured = Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, 15, None, {})
-    row = measure_case(Case(VERIFIED[mask], 4, 2, 16), measured)
+    measured = run_module.Setup(spec, Ours(OURS, "auto", "device"), peers, CPU, 15, None, {})
+    row = run_module.measure_case(Case(VERIFIED[mask], 4, 2, 16), measured)
     assert all(error < 1e-3 for error in row["error"].values())
     kind = "chain" if mask == "chain" else "tree"
     assert (row["query_tokens"], row["mask"], row["skipped"]) == (5, kind, {})

@@ -21,7 +21,6 @@ from benchmarks.e2e.served_model import write_model
 from benchmarks.e2e.workloads import BATCHES, Job, Sizes, few_shot
 from benchmarks.load import Load, figures_of, read_loads
 from benchmarks.row_files import RowsError, write_rows
-from benchmarks.soak import Traffic, is_level, level, totals
 
 GRID = Job("few-shot", few_shot, BATCHES, Sizes(16, 3, 4), 6, 1)
 OTHER = Job("unshared", few_shot, BATCHES, Sizes(0, 2, 4), 4, 1)
@@ -147,7 +146,7 @@ def test_loads_are_the_files():
     assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
 
 
-TRAFFIC = Traffic(
+TRAFFIC = soaks.Traffic(
     0.5, 1, workers=3, documents=2, document_tokens=12, most_question=4, most_answer=9, samples=5
 )
 
@@ -163,9 +162,9 @@ def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend
     assert row["finished"] >= 3
     assert row["checked_tokens"] > 0
     assert bool(row["wrong"]) is wrong
-    assert totals([row])["ok"] is not wrong
-    assert not totals([row, {**row, "error": "died"}])["ok"]
-    assert not totals([{**row, "wrong": 0, "checked_tokens": 0}])["ok"]
+    assert soaks.totals([row])["ok"] is not wrong
+    assert not soaks.totals([row, {**row, "error": "died"}])["ok"]
+    assert not soaks.totals([{**row, "wrong": 0, "checked_tokens": 0}])["ok"]
 
 
 BUSY = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
@@ -181,11 +180,11 @@ BUSY = [10.0, 30.0, 90.0, 31.0, 70.0, 70.0, 90.0, 80.0, 31.0, 99.0]
 )
 def test_the_growth_of_memory_after_the_first_fifth(name, mib, begin, end):
     samples = [{"s": float(at), "used": used, name: used} for at, used in enumerate(mib)]
-    found = level(samples, name)
+    found = soaks.level(samples, name)
     assert found == {"after_first_fifth": begin, "end": end, "growth": end - begin}
-    assert is_level(found)
-    assert not is_level({**found, "end": begin + 100.0, "growth": 100.0})
-    assert level(samples, "other") is None
+    assert soaks.is_level(found)
+    assert not soaks.is_level({**found, "end": begin + 100.0, "growth": 100.0})
+    assert soaks.level(samples, "other") is None
 
 
 def test_the_command_measures_and_shows(tmp_path, monkeypatch):

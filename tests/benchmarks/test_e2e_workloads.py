@@ -14,7 +14,6 @@ from benchmarks.e2e.answers import check
 from benchmarks.e2e.launch import ChoiceError
 from benchmarks.e2e.rows import make_row
 from benchmarks.e2e.run import client_of
-from benchmarks.e2e.timing import measure, steady
 from benchmarks.e2e.workloads import (
     BATCHES,
     TABLE,
@@ -128,7 +127,7 @@ def timed(client, monkeypatch, sizes=(8, 4, 4), gen=10, host="sglang", repeats=3
     monkeypatch.setattr(timing, "_timed", seconds)
     row = make_row("few-shot", host, "deft", "fake", "")
     job = Job("few-shot", few_shot, BATCHES, Sizes(*sizes), gen, repeats)
-    asyncio.run(measure(job, fake_launch(host), client, row))
+    asyncio.run(timing.measure(job, fake_launch(host), client, row))
     return row
 
 
@@ -168,9 +167,9 @@ def test_steady_time_counts_only_while_all_requests_decode():
     early = [0.0] * 3 + [0.01] * 3 + [0.02] * 3 + [0.05] * 3 + [0.08] * 3 + [0.11] * 3
     late = [1.02] * 3 + [1.05] * 3 + [1.08] * 3 + [1.11] * 3 + [1.12] * 3 + [1.13] * 3
     answers = [Answer(arrivals=early, sent=5.0), Answer(arrivals=late, sent=4.0)]
-    assert steady(answers) == pytest.approx(0.010)
-    assert steady([*answers, Answer(arrivals=[0.2], sent=5.0)]) is None  # never all together
-    assert steady([*answers, Answer()]) is None
+    assert timing.steady(answers) == pytest.approx(0.010)
+    assert timing.steady([*answers, Answer(arrivals=[0.2], sent=5.0)]) is None  # never all together
+    assert timing.steady([*answers, Answer()]) is None
 
 
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
@@ -188,7 +187,7 @@ def test_trees_and_beams_are_replayed(host):
             ):
                 row = make_row(name, host, "deft", "fake", "")
                 job = Job(name, TABLE[name].make, TABLE[name].how, Sizes(*sizes), 8, 2)
-                await measure(job, launch, client, row)
+                await timing.measure(job, launch, client, row)
                 rows.append(row)
         return rows
 

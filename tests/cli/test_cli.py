@@ -22,7 +22,6 @@ from deft_backend.hosts.common.described_server import DescribedServer
 from deft_backend.policies import Invariant, get_policy
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
-from deft_backend.telemetry.state_reader import read_state
 from deft_backend.tools.harness.client import Offers
 from deft_backend.tools.servers import command as command_module
 from deft_backend.tools.servers.command import installed_hosts
@@ -213,7 +212,7 @@ def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=size)))
     kinds = {"dtype": torch.float16, "kv_dtype": getattr(torch, dtype)}
     attention = tree_attention(num_query_heads=16, max_batch=4, page_size=16, **kinds)
-    target = server_target(read_state(path), 16)
+    target = server_target(state_reader.read_state(path), 16)
     assert target == attention.target
     assert target.dtype_bytes == size
     assert target.costs.source == attention.target.costs.source

@@ -13,7 +13,6 @@ import torch
 from commands import run
 from deft_backend import kernels
 from deft_backend.attention import self_check
-from deft_backend.attention.self_check import Case, Outcome
 from deft_backend.cli import checks, doctor
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import TableInUse
@@ -129,7 +128,7 @@ def printed(name, model, monkeypatch):
         assert (device, until) == (doctor.this_device(), 1018.0)
         for at, shape in enumerate(shapes):
             found = given["errors"][at % len(given["errors"])]
-            yield shape, Outcome(Case(on_device=at > 0), *found)
+            yield shape, self_check.Outcome(self_check.Case(on_device=at > 0), *found)
 
     monkeypatch.setattr(self_check, "check_shapes", check_shapes)
     environment = {"DEFT_CACHE_DIR": "/cache", **given["environment"]}

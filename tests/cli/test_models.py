@@ -8,13 +8,7 @@ import huggingface_hub.constants
 import huggingface_hub.errors
 import pytest
 
-from deft_backend.cli.models import (
-    ChosenModel,
-    ModelFilesError,
-    is_hub_name,
-    served_context,
-    served_model,
-)
+from deft_backend.cli import models
 from deft_backend.cli.shapes import model_shape
 from integration_tests.common.hub import NAME, REVISION, write_hub_cache
 
@@ -34,16 +28,16 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variable", ["SGLANG_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE"])
 def test_which_names_are_the_hub_s(variable, monkeypatch):
-    assert is_hub_name("Qwen/Qwen3-8B")
-    assert is_hub_name("gpt2")
+    assert models.is_hub_name("Qwen/Qwen3-8B")
+    assert models.is_hub_name("gpt2")
     others = ("s3://bucket/model", "unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "/models/qwen", "a/b/c")
-    assert not any(map(is_hub_name, others))
+    assert not any(map(models.is_hub_name, others))
     monkeypatch.setenv(variable, "True")  # the names of another hub are the host's affair
-    assert not is_hub_name("Qwen/Qwen3-8B")
+    assert not models.is_hub_name("Qwen/Qwen3-8B")
 
 
 def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
-    folder, name = ChosenModel(str(TINY)), ChosenModel(NAME, REVISION)
+    folder, name = models.ChosenModel(str(TINY)), models.ChosenModel(NAME, REVISION)
     assert folder.file("config.json") == TINY / "config.json"
     assert folder.file("nothing.json") is None
     found = name.file("config.json")
@@ -52,10 +46,10 @@ def test_files_and_shapes_of_a_folder_and_of_a_hub_name_at_a_revision(hub):
     config = json.loads(found.read_text())
     assert model_shape(name) == model_shape(folder)
     assert model_shape(name)[:2] == (config["num_attention_heads"], config["num_key_value_heads"])
-    for known in (name, folder, ChosenModel("s3://bucket/model")):
+    for known in (name, folder, models.ChosenModel("s3://bucket/model")):
         known.check()
-    with pytest.raises(ModelFilesError, match="someone/unknown is not a folder here"):
-        ChosenModel("someone/unknown").check()
+    with pytest.raises(models.ModelFilesError, match="someone/unknown is not a folder here"):
+        models.ChosenModel("someone/unknown").check()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +69,8 @@ def test_why_the_hub_cannot_be_used(revision, error, said, monkeypatch):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
-    with pytest.raises(ModelFilesError, match=said):
-        ChosenModel("m", revision).file("c.json")
+    with pytest.raises(models.ModelFilesError, match=said):
+        models.ChosenModel("m", revision).file("c.json")
 
 
 def test_what_a_text_model_leaves_to_its_kinds_defaults(tmp_path):
@@ -84,7 +78,7 @@ def test_what_a_text_model_leaves_to_its_kinds_defaults(tmp_path):
     text = {"model_type": "llama", "hidden_size": 512, "dtype": "bfloat16"}
     around = {"model_type": "llava", "dtype": "float16", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(around))
-    shape = model_shape(ChosenModel(str(tmp_path)))
+    shape = model_shape(models.ChosenModel(str(tmp_path)))
     assert shape == (32, 32, 16, "bfloat16", False, False)
 
 
@@ -93,7 +87,7 @@ def test_what_a_text_model_leaves_to_its_kinds_defaults(tmp_path):
     [([], None), (["--revision", "v2"], "v2"), (["--seed", "1", "--revision=v2"], "v2")],
 )
 def test_the_model_has_the_revision_that_the_host_gets(behind, revision):
-    assert served_model("a/b", behind) == ChosenModel("a/b", revision)
+    assert models.served_model("a/b", behind) == models.ChosenModel("a/b", revision)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +106,4 @@ def test_the_model_has_the_revision_that_the_host_gets(behind, revision):
 def test_the_context_of_a_server_before_it_starts(config, arguments, context, tmp_path):
     content = config if isinstance(config, bytes) else json.dumps(config).encode()
     (tmp_path / "config.json").write_bytes(content)
-    assert served_context(ChosenModel(str(tmp_path)), arguments) == context
+    assert models.served_context(models.ChosenModel(str(tmp_path)), arguments) == context

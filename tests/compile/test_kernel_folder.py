@@ -10,19 +10,10 @@ from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
 from deft_backend.compile import kernel_folder
-from deft_backend.compile.kernel_folder import (
-    KernelFolderError,
-    Origin,
-    Taken,
-    check_fillable,
-    fill,
-    is_filled,
-    take,
-)
 from drawings import check_asked
 from made_kernels import made_kernel
 
-HERE = Origin.of("sm_90")
+HERE = kernel_folder.Origin.of("sm_90")
 
 
 @pytest.fixture
@@ -35,15 +26,15 @@ def cache(tmp_path):
 
 def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
     made = tmp_path / "made"
-    assert fill(made, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)]) == 3
+    assert kernel_folder.fill(made, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)]) == 3
     moved = tmp_path / "image" / "kernels"
     moved.parent.mkdir()
     made.rename(moved)
     shutil.rmtree(tmp_path / "k")  # nothing points back to where the kernels were compiled
-    assert is_filled(moved)
-    assert not is_filled(made)
-    assert take(moved, HERE) == Taken(copied=3, held=0, damaged=0)
-    assert take(moved, HERE) == Taken(copied=0, held=3, damaged=0)
+    assert kernel_folder.is_filled(moved)
+    assert not kernel_folder.is_filled(made)
+    assert kernel_folder.take(moved, HERE) == kernel_folder.Taken(copied=3, held=0, damaged=0)
+    assert kernel_folder.take(moved, HERE) == kernel_folder.Taken(copied=0, held=3, damaged=0)
     group = get_cache_manager(f"{1:064x}").get_group("k1.json")
     assert {name: Path(path).read_text() for name, path in group.items()} == {
         "k1.json": "json 1",
@@ -54,10 +45,13 @@ def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
 
 def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
     folder = tmp_path / "folder"
-    assert fill(folder, HERE, [made_kernel(tmp_path / "k", 1)]) == 1
-    assert fill(folder, HERE, [made_kernel(tmp_path / "k", 2)]) == 2
+    assert kernel_folder.fill(folder, HERE, [made_kernel(tmp_path / "k", 1)]) == 1
+    assert kernel_folder.fill(folder, HERE, [made_kernel(tmp_path / "k", 2)]) == 2
     shutil.rmtree(folder / f"{2:064x}")  # by somebody else
-    assert fill(folder, replace(HERE, triton="9.9.0"), [made_kernel(tmp_path / "k", 3)]) == 1
+    assert (
+        kernel_folder.fill(folder, replace(HERE, triton="9.9.0"), [made_kernel(tmp_path / "k", 3)])
+        == 1
+    )
     assert {path.name for path in folder.iterdir()} == {"manifest.json", f"{3:064x}"}
 
 
@@ -72,9 +66,11 @@ def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
     ],
 )
 def test_kernels_of_another_origin_are_refused(field, value, said, tmp_path, cache):
-    fill(tmp_path / "folder", replace(HERE, **{field: value}), [made_kernel(tmp_path / "k", 1)])
-    with pytest.raises(KernelFolderError, match=said):
-        take(tmp_path / "folder", HERE)
+    kernel_folder.fill(
+        tmp_path / "folder", replace(HERE, **{field: value}), [made_kernel(tmp_path / "k", 1)]
+    )
+    with pytest.raises(kernel_folder.KernelFolderError, match=said):
+        kernel_folder.take(tmp_path / "folder", HERE)
     assert not cache.exists()
 
 
@@ -92,16 +88,16 @@ def test_every_folder_of_sources_decides_their_digest(tmp_path, monkeypatch):
     ):
         for text in ("1", "2"):
             (tmp_path / name).write_text(text)
-            digests.add(Origin.of("sm_90").sources)
+            digests.add(kernel_folder.Origin.of("sm_90").sources)
     assert len(digests) == 8
 
 
 def test_damaged_kernels_are_left_out(tmp_path, cache):
     folder = tmp_path / "folder"
-    fill(folder, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)])
+    kernel_folder.fill(folder, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)])
     (folder / f"{0:064x}" / "k0.cubin").write_bytes(b"cubin 7")
     (folder / f"{2:064x}" / "k2.cubin").unlink()
-    assert take(folder, HERE) == Taken(copied=1, held=0, damaged=2)
+    assert kernel_folder.take(folder, HERE) == kernel_folder.Taken(copied=1, held=0, damaged=2)
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
 
 
@@ -118,14 +114,14 @@ def test_what_no_command_filled_is_refused(tmp_path, cache):
                 content = json.dumps({**asdict(HERE), "kernels": content})
             manifest.write_text(content)
             manifest.chmod(0o600)
-        assert is_filled(tmp_path) is (asked is not None)
+        assert kernel_folder.is_filled(tmp_path) is (asked is not None)
         said = set()
-        for read in (check_fillable, lambda folder: take(folder, HERE)):
-            with pytest.raises(KernelFolderError) as refused:
+        for read in (kernel_folder.check_fillable, lambda folder: kernel_folder.take(folder, HERE)):
+            with pytest.raises(kernel_folder.KernelFolderError) as refused:
                 read(tmp_path)
             said.add(str(refused.value))
         return sorted(said)
 
     check_asked(Path(__file__).with_name("manifests.txt"), answer)
-    assert check_fillable(tmp_path / "missing") is None
+    assert kernel_folder.check_fillable(tmp_path / "missing") is None
     assert not cache.exists()

@@ -6,7 +6,6 @@ from test_variants import HOPPER, reductions, server
 from triton import knobs
 
 from deft_backend.compile import kernel_folder
-from deft_backend.compile.kernel_folder import SharedCache
 from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.settings.config import Settings
 
@@ -18,7 +17,7 @@ def compiled_into(folder, own, wanted):
     """Compile as a rank does, whose own cache of Triton is another folder."""
     with knobs.cache.scope(), compiling_for(90):
         knobs.cache.dir = str(own)
-        cache = SharedCache(folder)
+        cache = kernel_folder.SharedCache(folder)
         with cache.in_use():
             done = compile_all(wanted, threads=2, shared=cache)
         assert knobs.cache.dir == str(own)
@@ -58,7 +57,7 @@ def test_each_kernel_is_compiled_by_one_process(tmp_path):
 def test_a_process_compiles_what_a_stopped_one_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_folder, "PATIENCE", 2.0)
     wanted = reductions(1)
-    held = SharedCache(tmp_path / "shared").lock(repr(wanted[0]), wait=False)
+    held = kernel_folder.SharedCache(tmp_path / "shared").lock(repr(wanted[0]), wait=False)
     with held as mine:
         assert mine
         done = compiled_into(tmp_path / "shared", tmp_path / "own", wanted)

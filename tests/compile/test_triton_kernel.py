@@ -11,7 +11,6 @@ from triton.compiler.compiler import CompiledKernel, LazyDict
 from triton.runtime import driver
 
 from deft_backend.compile import clock, triton_kernel, variants
-from deft_backend.compile.clock import CompileClock
 from deft_backend.compile.triton_kernel import Kernel, _Compiled, addresses_of, named
 
 
@@ -127,7 +126,7 @@ def test_structures_and_addresses():
 def test_only_the_outermost_compilation_of_a_thread_counts(monkeypatch):
     now = iter([1.0, 3.5, 10.0, 11.0])
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
-    found = CompileClock()
+    found = clock.CompileClock()
     with found.running(), found.running():
         assert found.seconds == 0.0
     assert found.seconds == 2.5

@@ -8,16 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deft_backend.costs import CostModel
-from deft_backend.costs.cost_model import (
-    LEAVES_NS,
-    MARGIN,
-    STEP_NS,
-    CostModelError,
-    TileCosts,
-    default_cost_model,
-    latent_costs,
-)
+from deft_backend.costs import CostModel, cost_model
 from deft_backend.files.json_fields import FieldError
 from deft_backend.forest import build_forest
 from deft_backend.policies import Target, get_policy
@@ -107,7 +98,7 @@ def test_a_table_that_is_impossible_is_refused():
             place[name] = literal_eval(value)
         try:
             _replaced(**changes)
-        except (CostModelError, FieldError, ValueError) as error:
+        except (cost_model.CostModelError, FieldError, ValueError) as error:
             return [str(error)]
         return ["a table"]
 
@@ -119,9 +110,9 @@ def test_numbers_of_a_measurement_are_finite(wrong):
     model = _replaced()
     weights = replace(model.fasttree, beta=wrong)
     for changes in ({"launch_ms": wrong}, {"bandwidth_gb_s": wrong}, {"fasttree": weights}):
-        with pytest.raises(CostModelError, match=f"is {wrong}; expected a number"):
+        with pytest.raises(cost_model.CostModelError, match=f"is {wrong}; expected a number"):
             replace(model, **changes)
-    with pytest.raises(CostModelError, match="time_ms holds a time"):
+    with pytest.raises(cost_model.CostModelError, match="time_ms holds a time"):
         replace(model, time_ms=np.array([[1.0, 2.0], [wrong, 3.0]]))
     with pytest.raises(ValueError, match=f"partial_ns holds {wrong}; expected numbers above 0"):
         replace(model.tiles, partial_ns=wrong)
@@ -147,7 +138,7 @@ def test_a_file_without_a_table_is_named(text, said, tmp_path):
     path = tmp_path / "table.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(CostModelError, match=f"cost table {path}.*{said}"):
+    with pytest.raises(cost_model.CostModelError, match=f"cost table {path}.*{said}"):
         CostModel.load(path)
 
 
@@ -160,8 +151,12 @@ def test_a_table_reads_back_what_it_writes():
 
 def test_the_costs_of_the_hosts_mla_kernel():
     """Times of the whole GPU, for FlashAttention-3 in bfloat16 on an H100."""
-    model = latent_costs(16)
-    assert model.tiles == TileCosts((20.0, 20.0), (0.19, 0.19), 32.0, 14_000.0)
-    assert (LEAVES_NS, STEP_NS, MARGIN) == (33_000.0, 700_000.0, 1.2)
-    assert model.bandwidth_gb_s == default_cost_model().bandwidth_gb_s
+    model = cost_model.latent_costs(16)
+    assert model.tiles == cost_model.TileCosts((20.0, 20.0), (0.19, 0.19), 32.0, 14_000.0)
+    assert (cost_model.LEAVES_NS, cost_model.STEP_NS, cost_model.MARGIN) == (
+        33_000.0,
+        700_000.0,
+        1.2,
+    )
+    assert model.bandwidth_gb_s == cost_model.default_cost_model().bandwidth_gb_s
     assert model.transfer_ms(2e6 * model.bandwidth_gb_s) == 2.0

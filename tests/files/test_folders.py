@@ -7,16 +7,6 @@ from pathlib import Path
 import pytest
 
 from deft_backend.files import folders
-from deft_backend.files.folders import (
-    cache_directory,
-    compiled_directory,
-    create_private,
-    driver_stub_directory,
-    kernels_directory,
-    state_directory,
-    tables_directory,
-    write_fails,
-)
 from deft_backend.settings.config import Settings, SettingsError
 
 
@@ -36,38 +26,38 @@ def test_every_folder_follows_the_cache_folder(monkeypatch):
         with monkeypatch.context() as context:
             for name, value in env.items():
                 context.setenv(name, value)
-            assert cache_directory() == cache
-            assert state_directory(Settings.from_env(env)) == cache / "servers"
-            assert tables_directory() == cache / "tables"
-            assert driver_stub_directory() == cache / "driver-stub" / "1"
+            assert folders.cache_directory() == cache
+            assert folders.state_directory(Settings.from_env(env)) == cache / "servers"
+            assert folders.tables_directory() == cache / "tables"
+            assert folders.driver_stub_directory() == cache / "driver-stub" / "1"
             context.setattr(folders, "_USERS_TRITON_CACHE", None)
-            assert compiled_directory(Settings.from_env(env)) == cache / "triton"
-            assert kernels_directory(Settings.from_env(env)) == cache / "kernels"
+            assert folders.compiled_directory(Settings.from_env(env)) == cache / "triton"
+            assert folders.kernels_directory(Settings.from_env(env)) == cache / "kernels"
             context.setattr(folders, "_USERS_TRITON_CACHE", "/t")
-            assert compiled_directory(Settings.from_env(env)) == Path("/t")
-    assert kernels_directory(Settings(kernel_cache=Path("/k"))) == Path("/k")
+            assert folders.compiled_directory(Settings.from_env(env)) == Path("/t")
+    assert folders.kernels_directory(Settings(kernel_cache=Path("/k"))) == Path("/k")
 
 
 def test_a_cache_folder_that_is_a_file_is_named(tmp_path, monkeypatch):
     # Another setting that is wrong is not read.
     monkeypatch.setenv("DEFT_POLICY", "best")
-    assert tables_directory().is_absolute()
+    assert folders.tables_directory().is_absolute()
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(file))
     with pytest.raises(SettingsError, match=f"DEFT_CACHE_DIR is '{file}'; expected a directory"):
-        cache_directory()
+        folders.cache_directory()
 
 
 def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         looks = iter([False, True])
         context.setattr(Path, "is_dir", lambda path: next(looks) if path == tmp_path else True)
-        create_private(tmp_path)
-    assert write_fails(tmp_path / "new" / "one") is None
-    assert write_fails(Path("/proc/self")) is not None  # it is there, and takes no file
+        folders.create_private(tmp_path)
+    assert folders.write_fails(tmp_path / "new" / "one") is None
+    assert folders.write_fails(Path("/proc/self")) is not None  # it is there, and takes no file
     (tmp_path / "file").write_text("")
-    assert write_fails(tmp_path / "file" / "one") == "File exists"
+    assert folders.write_fails(tmp_path / "file" / "one") == "File exists"
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "another user's"])
@@ -77,9 +67,9 @@ def test_without_a_home_only_a_folder_of_this_users_own_is_taken(tmp_path, monke
     user = os.getuid() + (kind == "another user's")
     monkeypatch.setattr(os, "getuid", lambda: user)
     folder = tmp_path / f"deft-backend-{user}"
-    assert cache_directory() == folder
+    assert folders.cache_directory() == folder
     folder.mkdir()
-    assert kind == "another user's" or cache_directory() == folder
+    assert kind == "another user's" or folders.cache_directory() == folder
     folder.rmdir()
     if kind == "file":
         folder.write_text("")
@@ -88,4 +78,4 @@ def test_without_a_home_only_a_folder_of_this_users_own_is_taken(tmp_path, monke
     else:
         folder.mkdir()
     with pytest.raises(SettingsError, match=r"no home folder, .* another user's; set DEFT_CACHE"):
-        cache_directory()
+        folders.cache_directory()

@@ -3,7 +3,6 @@
 import pytest
 
 from deft_backend.files import json_fields
-from deft_backend.files.json_fields import FieldError
 
 TOP = (1 << 31) - 1
 
@@ -33,9 +32,9 @@ def test_limits(field, given, accepted, refused):
         found = read({"here": value}, "here", **given)
         assert found == value if not isinstance(value, list) else found.tolist() == value
     for value in refused:
-        with pytest.raises(FieldError, match=r"here is .*; expected "):
+        with pytest.raises(json_fields.FieldError, match=r"here is .*; expected "):
             read({"here": value}, "here", **given)
-    with pytest.raises(FieldError, match="here is missing"):
+    with pytest.raises(json_fields.FieldError, match="here is missing"):
         read({}, "here", **given)
 
 
@@ -47,7 +46,7 @@ def test_what_a_message_says():
         ({"least": 1, "most": 2}, "a whole number from 1 to 2"),
         (given, "a whole number"),
     ):
-        with pytest.raises(FieldError) as error:
+        with pytest.raises(json_fields.FieldError) as error:
             json_fields.whole({"x": 90 * "x"}, "x", **limits)
         assert str(error.value) == f"x is '{37 * 'x'}...{38 * 'x'}'; expected {said}"
     assert json_fields.shown([[["at", [1]]]]) == "[[['at', [...]]]]"

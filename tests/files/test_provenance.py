@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from deft_backend.files import provenance as origin
-from deft_backend.files.provenance import provenance
 
 
 def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
@@ -22,14 +21,14 @@ def test_a_gpu_is_named_without_starting_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: pytest.fail("CUDA was started"))
-    assert provenance()["device"] == f"A GPU (CUDA {torch.version.cuda})"
+    assert origin.provenance()["device"] == f"A GPU (CUDA {torch.version.cuda})"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the same GPU")
-    assert provenance()["device"] == f"the same GPU (CUDA {torch.version.cuda})"
+    assert origin.provenance()["device"] == f"the same GPU (CUDA {torch.version.cuda})"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     python.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(subprocess.CalledProcessError):
-        provenance()
+        origin.provenance()
 
 
 @pytest.mark.parametrize("changed", ["", " M file"])
@@ -49,9 +48,9 @@ def test_the_commit_is_the_checkouts_wherever_the_process_runs(changed, monkeypa
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     fake = SimpleNamespace(run=git, CalledProcessError=subprocess.CalledProcessError)
     monkeypatch.setattr("deft_backend.files.provenance.subprocess", fake)
-    assert provenance()["commit"] == ("0123456789ab+" if changed else "0123456789ab")
+    assert origin.provenance()["commit"] == ("0123456789ab+" if changed else "0123456789ab")
     monkeypatch.setenv("GIT_COMMIT", "abc")
-    found = provenance()
+    found = origin.provenance()
     assert (found["commit"], found["device"]) == ("abc", "CPU: x86_64")
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["date"])
     assert found["versions"].keys() >= {"torch", "triton", "numpy"}
@@ -65,6 +64,6 @@ def test_the_commit_of_an_archive(archived, commit, tmp_path, monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setattr(origin, "__file__", str(tmp_path / "deft_backend/files/provenance.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance()["commit"] is None
+    assert origin.provenance()["commit"] is None
     (tmp_path / ".git_archival.txt").write_text(f"describe: v1\n{archived}\n")
-    assert provenance()["commit"] == commit
+    assert origin.provenance()["commit"] == commit

@@ -14,15 +14,9 @@ from test_query_tokens import drafts, tree_bits
 
 import attention_checks
 import gluon_emulator
-from attention_checks import tree_attention
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.forest import build_forest
 from deft_backend.kernels import configurations
-from deft_backend.kernels.configurations import (
-    HOPPER_LARGE_TILE,
-    HOPPER_MASKED_TILE,
-    HOPPER_SMALL_TILE,
-)
 from deft_backend.kernels.hopper import large_tile as hopper_large_tile
 from deft_backend.kernels.hopper import large_tile_copies, masked_tile_segments
 from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
@@ -50,9 +44,9 @@ def emulated(kernel, module):
 def emulation():
     with pytest.MonkeyPatch.context() as patch:
         for kernel, module in (
-            (HOPPER_LARGE_TILE, hopper_large_tile),
-            (HOPPER_MASKED_TILE, hopper_masked_tile),
-            (HOPPER_SMALL_TILE, hopper_small_tile),
+            (configurations.HOPPER_LARGE_TILE, hopper_large_tile),
+            (configurations.HOPPER_MASKED_TILE, hopper_masked_tile),
+            (configurations.HOPPER_SMALL_TILE, hopper_small_tile),
         ):
             patch.setattr(kernel, "launch", emulated(kernel, module))
         yield
@@ -249,7 +243,7 @@ def test_a_stem_writes_outputs_and_partial_results(group, longer):
         k_cache[: shared - 1] = k_cache[0]  # one weight, rounded 99 times
         v_cache[:shared], v_cache[shared:] = torch.finfo(torch.float16).max, 0.0
     shape = {"num_query_heads": heads[0], "num_kv_heads": heads[1], "max_batch": requests}
-    attention = tree_attention(**shape, dtype=torch.float16)
+    attention = attention_checks.tree_attention(**shape, dtype=torch.float16)
     use_gluon(attention, 2, 3)
     order = [r for r in range(requests) if r not in longer] + longer
     forest = build_forest(order, [shared] * (requests - 1), lens.tolist())

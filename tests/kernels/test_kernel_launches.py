@@ -11,7 +11,6 @@ import torch
 from deft_backend.kernels import Partials, Step, both_stages, configurations, launches, run_plan
 from deft_backend.kernels.arguments import Heads
 from deft_backend.kernels.configurations import KernelConfiguration, ReduceConfig, TileConfig
-from deft_backend.kernels.launches import heads_of
 from deft_backend.planner import DevicePlan, PlanCapacity
 from deft_backend.shapes import QueryBlocks
 from drawings import check_asked
@@ -313,7 +312,7 @@ def test_what_each_launch_is_given(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_the_constants_of_heads(tokens, ragged, tree):
     """20 tokens of 6 vectors fill two blocks of a large tile."""
-    found = heads_of(12, 2, 96, QueryBlocks.of(tokens, 6), bool(ragged), bool(tree))
+    found = launches.heads_of(12, 2, 96, QueryBlocks.of(tokens, 6), bool(ragged), bool(tree))
     single, held = tokens == 1 and not ragged and not tree, min(tokens, 10)
     blocks = -(-tokens // 10)
     assert found == Heads(

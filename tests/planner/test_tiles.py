@@ -11,7 +11,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from deft_backend.compile.triton_kernel import interpreted_copy
 from deft_backend.planner.on_device import tiles
 from deft_backend.planner.on_device.launch_numbers import Numbers
-from deft_backend.planner.on_device.tiles import Estimate
 from deft_backend.policies import Invariant, Target
 from deft_backend.policies.chunk_choice import machine_of
 
@@ -49,7 +48,7 @@ def test_estimates_are_the_cost_tables(heads):
     length = sorted({1, 2, *around, *((a + b) // 2 for a, b in pairwise(knots)), 10**6})
     numbers = Numbers.of(target)
     assert numbers.sms == machine_of(target, 1).sms == 132 / heads[1]
-    estimate = Estimate(*numbers.estimate)
+    estimate = tiles.Estimate(*numbers.estimate)
     assert len(estimate.knots) == len(knots) - 2
     found = computed(estimates, lanes(length), estimate, dtype=torch.float32)[:, : len(length)]
     for shape, times in enumerate(found):
@@ -85,7 +84,7 @@ def test_chunks_of_ranges(chunk, block):
     """``scheduled`` divides nanoseconds: no more chunks than KV blocks, however long they take."""
     length = list(range(LANES))
     by_tokens = [max(1, -(-n // chunk)) for n in length]
-    given = (lanes(length), chunk, block, Estimate((), (0.0, 3.0), (0.0, 5.0)))
+    given = (lanes(length), chunk, block, tiles.Estimate((), (0.0, 3.0), (0.0, 5.0)))
     parts, sizes = computed(parted, *given, CHUNKS="balanced")
     assert (parts.tolist(), sizes.tolist()) == (by_tokens, length)
     parts, sizes = computed(parted, *given, CHUNKS="scheduled")

@@ -16,8 +16,6 @@ from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import decode_log, metrics
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
-from deft_backend.telemetry.decode_log import DecodeLog, describe, time_of_a_plan
-from deft_backend.telemetry.metrics import publisher, register_states
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import SILENT_SECONDS
 from drawings import check_drawn
@@ -110,7 +108,7 @@ def test_what_cannot_be_published_costs_one_line(what, said, monkeypatch, caplog
         monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path / "missing"))
     if what == "client":
         monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert publisher({"tp_rank": "0"}) is None
+    assert metrics.publisher({"tp_rank": "0"}) is None
     assert len(caplog.records) == 1
     assert said in caplog.text
 
@@ -135,7 +133,7 @@ def test_an_api_server_shows_the_counters_of_its_engines(tmp_path, monkeypatch):
     """Files of other ports, of dead processes and without a process are ignored."""
     monkeypatch.setattr(COMPILING, "seconds", 9.5)
     registry = client.CollectorRegistry()
-    register_states(tmp_path / "states", 1, registry)
+    metrics.register_states(tmp_path / "states", 1, registry)
     assert b"deft_" not in client.generate_latest(registry)  # a server without this option
     writer = write(tmp_path / "states", 0)
     write(tmp_path / "states", 1)
@@ -164,13 +162,13 @@ def test_nothing_is_registered_where_the_page_is_made_from_files(monkeypatch, tm
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
     registry = client.CollectorRegistry()
     write(tmp_path, 0)
-    register_states(tmp_path, 1, registry)
+    metrics.register_states(tmp_path, 1, registry)
     assert page(registry) == []
 
 
 def test_a_line_every_so_many_steps(caplog):
     caplog.set_level(logging.INFO, "deft_backend")
-    log = DecodeLog(steps=4)
+    log = decode_log.DecodeLog(steps=4)
     for tree, host in ((0, 0), (3, 0), (3, 1), (3, 1), (6, 1), (9, 3)):
         log(Counters(steps(tree, small=host)))
     said = "deft: {} decode steps through tree attention, {} decode on the host's kernel (small); "
@@ -182,7 +180,7 @@ def test_a_line_every_so_many_seconds(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "deft_backend")
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(decode_log, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    log = DecodeLog(seconds=10)
+    log = decode_log.DecodeLog(seconds=10)
     for now, tree in ((1009, 3), (1010, 4), (1019, 5), (1020, 6)):
         clock.now = now
         log(Counters(steps(tree)))
@@ -205,17 +203,17 @@ def test_what_the_line_says():
         310_500_000_000,
         0.0804,
     )
-    assert describe(whole) == (
+    assert decode_log.describe(whole) == (
         "4,100 decode and 20 mixed steps through tree attention, 10 decode and 2 mixed on the "
         "host's kernel (10 × batch smaller than DEFT_MIN_BATCH=2, 2 × shares nothing); tree "
         "attention did 97 % of the decoding; KV read 41.2 GB of 310.5 GB query by query (13 %); "
         "planning 0.4 ms a plan"
     )
-    slow = [time_of_a_plan(Counters(plans=2, plan_seconds=s)) for s in (0.0192, 3.0)]
+    slow = [decode_log.time_of_a_plan(Counters(plans=2, plan_seconds=s)) for s in (0.0192, 3.0)]
     assert slow == ["9.6 ms", "1,500 ms"]
     # A reading may fall between the counts of a plan and of its time.
     between = Counters(steps(1), 0, 50, 100, 0.002)
-    assert describe(between) == (
+    assert decode_log.describe(between) == (
         "1 decode step through tree attention; KV read 50 B of 100 B query by query (50 %)"
     )
 
@@ -223,10 +221,10 @@ def test_what_the_line_says():
 @pytest.mark.parametrize(
     ("enabled", "rank", "level", "listening"),
     [
-        (True, 0, "info", [metrics.Publisher, DecodeLog]),
+        (True, 0, "info", [metrics.Publisher, decode_log.DecodeLog]),
         (True, 1, "info", [metrics.Publisher]),  # the host logs on the first rank only
         (True, 0, "quiet", [metrics.Publisher]),
-        (False, 0, "debug", [DecodeLog]),
+        (False, 0, "debug", [decode_log.DecodeLog]),
         (False, 0, "quiet", []),
     ],
 )

@@ -9,15 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from deft_backend.hosts.common.contract import (
-    Member,
-    TestedVersions,
-    check_contract,
-    first_missing,
-    matches,
-    members_of,
-    tries_others,
-)
+from deft_backend.hosts.common import contract
 from deft_backend.hosts.windows import TESTED
 from deft_backend.settings.config import Settings
 from drawings import check_asked
@@ -74,7 +66,7 @@ SOURCE = """
             raise AttributeError(name)
 """
 
-GONE = Member("madeup", "Walker")
+GONE = contract.Member("madeup", "Walker")
 
 
 @pytest.fixture
@@ -94,32 +86,32 @@ def test_what_a_made_up_host_has_and_lacks(host):
     """A module with a member and its parameters; what a machine cannot tell proves nothing."""
 
     def answer(module, member=""):
-        (wanted,) = members_of(f"{module}\n    {member}")
-        (problem,) = check_contract([wanted], "1.0") or [None]
+        (wanted,) = contract.members_of(f"{module}\n    {member}")
+        (problem,) = contract.check_contract([wanted], "1.0") or [None]
         proven = problem is not None and problem.proven
-        assert first_missing([wanted], "1.0") == (str(problem) if proven else None)
+        assert contract.first_missing([wanted], "1.0") == (str(problem) if proven else None)
         said = re.sub("<object .*> is", "<object> is", str(problem))
         return [f"{'lacks' if proven else 'unknown'}: {said}" if problem else "has it"]
 
     check_asked(Path(__file__).with_name("members.txt"), answer)
-    line = first_missing([replace(GONE, use="read"), GONE], "1.0")
+    line = contract.first_missing([replace(GONE, use="read"), GONE], "1.0")
     assert line == "madeup: Walker: madeup has no 'Walker' (our use: read) and 1 more"
 
 
 def test_members_of_other_versions_are_left_out(host):
     gone = replace(GONE, versions=">=1.2,<2")
-    assert check_contract([gone], "1.1.9") == []
-    assert len(check_contract([gone], "1.2.0.post1+cu130")) == 1
-    assert first_missing([gone], None) is None  # the host is not installed
-    assert check_contract([gone], "2.0") == []
+    assert contract.check_contract([gone], "1.1.9") == []
+    assert len(contract.check_contract([gone], "1.2.0.post1+cu130")) == 1
+    assert contract.first_missing([gone], None) is None  # the host is not installed
+    assert contract.check_contract([gone], "2.0") == []
 
 
 @pytest.mark.parametrize(("value", "tries"), [("1", True), ("0", False), ("soup", False)])
 def test_other_versions_are_tried_if_a_setting_says_so(value, tries, monkeypatch):
     """Others report a value that is not allowed."""
     monkeypatch.setenv("DEFT_UNTESTED_HOST", value)
-    monkeypatch.setattr(TestedVersions, "installed", lambda self: "0.5.16")
-    assert tries_others() is tries
+    monkeypatch.setattr(contract.TestedVersions, "installed", lambda self: "0.5.16")
+    assert contract.tries_others() is tries
     assert (TESTED["sglang"].refuse() is None) == tries
 
 
@@ -133,10 +125,12 @@ def test_which_versions_get_what(monkeypatch):
         if what == "mla":
             device, *rest = words
             asked = True if "on" in rest else False if "off" in rest else None
-            monkeypatch.setattr(TestedVersions, "installed", lambda self: literal_eval(version))
+            monkeypatch.setattr(
+                contract.TestedVersions, "installed", lambda self: literal_eval(version)
+            )
             return [str(window.leaves_mla(Settings(mla=asked), device))]
         try:
-            return [str(matches(version, *words or [""]))]
+            return [str(contract.matches(version, *words or [""]))]
         except ValueError as error:
             return [str(error)]
 
@@ -150,10 +144,10 @@ def test_the_installed_host_holds_its_contract(host):
     version = TESTED[host].installed()
     if version is None:
         pytest.skip(f"{host} is not installed")
-    members = [m for m in contract_of(host) if matches(version, m.versions)]
+    members = [m for m in contract_of(host) if contract.matches(version, m.versions)]
     stated = [(m.module, m.name) for m in members]
     assert len(set(stated)) == len(stated)
-    problems = check_contract(members, version)
+    problems = contract.check_contract(members, version)
     assert not [str(problem) for problem in problems if problem.proven]
     hidden = {problem.member for problem in problems}
     for member in members:
@@ -161,10 +155,10 @@ def test_the_installed_host_holds_its_contract(host):
             continue
         renamed = replace(member, name=f"{member.name}_of_the_test")
         longer = replace(member, parameters=(*member.parameters, "of_the_test"))
-        assert check_contract([renamed], version), member
-        assert check_contract([longer], version), member
+        assert contract.check_contract([renamed], version), member
+        assert contract.check_contract([longer], version), member
 
 
 def test_a_window_names_its_newest_version():
     with pytest.raises(ValueError, match=r"the window ends before 0\.6\.0; expected no 0"):
-        _ = TestedVersions("host", ("host",), "0.5.17", "0.6.0").newest
+        _ = contract.TestedVersions("host", ("host",), "0.5.17", "0.6.0").newest

@@ -11,7 +11,6 @@ from triton import knobs
 from deft_backend.compile.kernel_folder import Origin, fill
 from deft_backend.files import folders
 from deft_backend.hosts.common import warm_up
-from deft_backend.hosts.common.warm_up import ranks_cache, take_compiled_kernels
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from made_kernels import made_kernel
@@ -36,7 +35,7 @@ def filled(folder, gpu="sm_90"):
 
 def lines(caplog, settings):
     with caplog.at_level(logging.INFO, logger="deft_backend"):
-        take_compiled_kernels(settings, GPU)
+        warm_up.take_compiled_kernels(settings, GPU)
     return caplog.messages
 
 
@@ -73,7 +72,7 @@ def test_a_folder_that_does_not_fit_is_one_line_in_the_log(gpu, said, tmp_path, 
 def test_without_a_folder_or_a_gpu_there_is_nothing_to_say(tmp_path, caplog):
     assert lines(caplog, Settings(cache_dir=tmp_path)) == []
     settings = Settings(kernel_cache=filled(tmp_path / "image" / "kernels"))
-    with ranks_cache(settings, torch.device("cpu")) as shared:
+    with warm_up.ranks_cache(settings, torch.device("cpu")) as shared:
         assert shared is None
     assert caplog.messages == []
 
@@ -93,19 +92,19 @@ def test_ranks_compile_into_one_folder(tmp_path, caplog, monkeypatch):
     monkeypatch.setenv(folders.TRITON_CACHE, str(tmp_path / "of GPU 3"))
     settings = Settings(cache_dir=tmp_path / "cache")
     filled(tmp_path / "cache" / "kernels")
-    with ranks_cache(settings, GPU) as shared:
+    with warm_up.ranks_cache(settings, GPU) as shared:
         assert shared is not None
         assert knobs.cache.dir == str(tmp_path / "cache" / "triton")
     assert list((tmp_path / "cache" / "triton").glob("*/k1.cubin")), "the kernels of `deft warm`"
     monkeypatch.setattr(folders, "_USERS_TRITON_CACHE", str(tmp_path / "user's"))
-    with ranks_cache(settings, GPU):
+    with warm_up.ranks_cache(settings, GPU):
         assert knobs.cache.dir == str(tmp_path / "user's")
     assert os.environ[folders.TRITON_CACHE] == str(tmp_path / "of GPU 3")
 
 
 def test_a_cache_that_nobody_can_write_is_one_line_in_the_log(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(warm_up, "SharedCache", raising(OSError("read-only")))
-    with ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared:
+    with warm_up.ranks_cache(Settings(cache_dir=tmp_path), GPU) as shared:
         assert shared is None
     (line,) = caplog.messages
     assert line.startswith(f"deft: {tmp_path}/triton cannot be written (read-only); each rank")

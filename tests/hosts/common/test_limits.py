@@ -13,17 +13,9 @@ import pytest
 import torch
 
 from deft_backend.attention import AttentionError
-from deft_backend.hosts.common import latent
+from deft_backend.hosts.common import latent, limits
 from deft_backend.hosts.common.eager_steps import Repeats, has_one_way, shares_too_little
 from deft_backend.hosts.common.latches import FailureLatch, OnceLog, differ
-from deft_backend.hosts.common.limits import (
-    Unsupported,
-    for_any_batch,
-    other_policy,
-    planned_on_device,
-    refused,
-    same_on_all_ranks,
-)
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.planner.on_device import largest_batch
 from deft_backend.settings.config import Settings
@@ -32,9 +24,9 @@ from failure_lines import raising
 
 
 def test_the_log_says_if_the_device_planner_holds_fewer_requests(caplog):
-    assert planned_on_device(largest_batch(), 1) == largest_batch()
+    assert limits.planned_on_device(largest_batch(), 1) == largest_batch()
     assert not caplog.records
-    assert planned_on_device(4096, 1) == largest_batch()
+    assert limits.planned_on_device(4096, 1) == largest_batch()
     assert "DEFT_MAX_BATCH asks for batches of up to 4096 requests, but the device" in caplog.text
 
 
@@ -47,7 +39,7 @@ def test_the_batches_that_tree_attention_decodes():
 
     def answer(what, first, second, *where):
         if what == "requests":
-            yield str(refused(int(first), sizes, planned=int(second)))
+            yield str(limits.refused(int(first), sizes, planned=int(second)))
             return
         costs, prefills = moves if "gpu" in where else None, "prefills" in where
         yield str(shares_too_little(literal_eval(first), int(second), costs, prefills=prefills))
@@ -58,19 +50,22 @@ def test_the_batches_that_tree_attention_decodes():
 @pytest.mark.parametrize("policy", ["auto", "invariant", "fasttree"])
 def test_modes_whose_results_must_not_depend_on_the_batch(policy):
     settings = Settings(policy=policy, min_batch=3)
-    equal = for_any_batch(settings, equal_bits=True)
+    equal = limits.for_any_batch(settings, equal_bits=True)
     assert equal == replace(settings, policy="invariant", min_batch=1)
-    own = for_any_batch(settings, equal_bits=False)
+    own = limits.for_any_batch(settings, equal_bits=False)
     assert own == (equal if policy == "invariant" else settings)
     said = "the mode takes policy invariant, and DEFT_POLICY is fasttree: unset it"
-    assert other_policy(settings, "the mode") == (said if policy == "fasttree" else None)
+    assert limits.other_policy(settings, "the mode") == (said if policy == "fasttree" else None)
     assert has_one_way(settings) == (policy == "invariant")
     assert has_one_way(replace(settings, verify=True))
 
 
 @pytest.mark.parametrize("group", [None, SimpleNamespace(world_size=1)])
 def test_a_rank_alone_agrees_with_itself(group):
-    assert (same_on_all_ranks(group, ()), same_on_all_ranks(group, None)) == (True, None)
+    assert (limits.same_on_all_ranks(group, ()), limits.same_on_all_ranks(group, None)) == (
+        True,
+        None,
+    )
 
 
 PROGRAM = """
@@ -221,16 +216,16 @@ def latent_attention(monkeypatch, device, dims=(512, 64), capability=(9, 0), **s
     ],
 )
 def test_mla_that_is_the_hosts(device, changes, said, monkeypatch):
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(limits.Unsupported, match=said):
         latent_attention(monkeypatch, device, **changes)
 
 
 def test_mla_that_cannot_be_made_or_that_fails_its_check_is_the_hosts(monkeypatch):
     monkeypatch.setattr(latent, "failed_latent_check", lambda attention: "row 3 is off")
-    with pytest.raises(Unsupported, match="row 3 is off"):
+    with pytest.raises(limits.Unsupported, match="row 3 is off"):
         latent_attention(monkeypatch, CPU)
     monkeypatch.setattr(latent, "LatentAttention", raising(AttentionError("no room")))
-    with pytest.raises(Unsupported, match="no room"):
+    with pytest.raises(limits.Unsupported, match="no room"):
         latent.checked_latent_attention(
             8, (512, 64), torch.float32, CPU, "kernel", Settings(), integers=()
         )

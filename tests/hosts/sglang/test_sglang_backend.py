@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from attention_checks import tree_attention
 from deft_backend.hosts.common.limits import LayerShape
 from deft_backend.hosts.sglang.backend import surround
@@ -18,20 +19,6 @@ from deft_backend.telemetry.counters import Content, Steps
 from deft_backend.telemetry.shown_batch import forest_of
 from drawings import check_asked
 from failure_lines import raising
-from sglang_fakes import (
-    FakeServer,
-    MHATokenToKVPool,
-    SWAKVPool,
-    decode_attention,
-    eight_bit_pool,
-    make_batch,
-    make_layer,
-    mode,
-    query,
-    recording_backend,
-    requests_of,
-    tree_layers,
-)
 
 PREFIX = list(range(10, 510))
 SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -40,20 +27,20 @@ SHARED = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 @pytest.fixture
 def server(host):
     """Its batches share a prefix; the host's graphs hold static tensors."""
-    _, table, lens = requests_of(SHARED)
+    _, table, lens = fakes.requests_of(SHARED)
 
     def batch(kind="decode", size=2):
         rows, lengths = [1, 2, 0, 0, 0, 0][:size], [*lens.tolist(), 1, 1, 1, 1][:size]
-        return make_batch(kind, table, rows, lengths)
+        return fakes.make_batch(kind, table, rows, lengths)
 
-    own = recording_backend(host, MHATokenToKVPool(520), table)()
-    return FakeServer(own, tree_attention(max_batch=4), batch)
+    own = fakes.recording_backend(host, fakes.MHATokenToKVPool(520), table)()
+    return fakes.FakeServer(own, tree_attention(max_batch=4), batch)
 
 
 def written(server, batch, layer_id=0):
     """Whether the step's keys are in the cache."""
     keys = server.pool.get_key_buffer(layer_id)[batch.out_cache_loc]
-    return torch.equal(keys.flatten(), query(len(keys))[1].flatten())
+    return torch.equal(keys.flatten(), fakes.query(len(keys))[1].flatten())
 
 
 def test_an_eager_step_is_planned_from_the_page_table(server):
@@ -92,7 +79,7 @@ def test_small_large_and_other_batches_are_the_hosts(server):
         for in_capture in (True, False):
             batch = server.batch(size=size)
             server.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-        assert not server.steps.reads_during_forward(mode("decode"))
+        assert not server.steps.reads_during_forward(fakes.mode("decode"))
     server.step(server.batch("extend"))
     assert server.calls == ["metadata", "decode", "capture", "replay"] * 2 + ["metadata", "extend"]
     assert server.state.counters().steps_host == {
@@ -103,13 +90,13 @@ def test_small_large_and_other_batches_are_the_hosts(server):
 
 
 def test_a_graph_that_was_captured_with_a_hosts_layer_gets_its_metadata(server, caplog):
-    server.capture(server.batch(), make_layer(sliding_window_size=8, layer_id=1))
+    server.capture(server.batch(), fakes.make_layer(sliding_window_size=8, layer_id=1))
     assert server.calls == ["capture", "in graph", "decode"]
     assert server.state.device_tree_layers == server.state.num_layers - 1
     assert "layers with a sliding window decode through the host's" in caplog.text
     server.replay(server.batch())
     assert server.calls[-1] == "replay"
-    assert server.steps.reads_during_forward(mode("decode"))
+    assert server.steps.reads_during_forward(fakes.mode("decode"))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +106,11 @@ def test_a_failure_leaves_the_capture_to_the_host(server, monkeypatch, failures,
     """The graph may hold what was launched before the failure: it reads page tables."""
     monkeypatch.setattr(server.attention, broken, raising(RuntimeError("out of resources")))
     batch = server.batch()
-    server.capture(batch, make_layer(), make_layer(layer_id=1))
+    server.capture(batch, fakes.make_layer(), fakes.make_layer(layer_id=1))
     assert written(server, batch, 0)
     assert written(server, batch, 1)
     server.replay(server.batch())
-    assert server.steps.reads_during_forward(mode("decode"))
+    assert server.steps.reads_during_forward(fakes.mode("decode"))
     server.backend.init_forward_metadata(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "decode", "replay", "metadata"]
     (line,) = failures
@@ -141,11 +128,11 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
     """The host's pool divides its arguments in place, once, and tree attention multiplies. After a
     failed kernel the host writes nothing, but its `triton` also reads the arguments of drafts.
     """
-    pool = eight_bit_pool(64)
+    pool = fakes.eight_bit_pool(64)
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
     seen = []
 
-    class Host(recording_backend(host, pool, table)):
+    class Host(fakes.recording_backend(host, pool, table)):
         def write(self, k, v, layer, batch, save_kv_cache):
             assert not save_kv_cache
             seen.extend((k, v))
@@ -154,10 +141,10 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
     attention = tree_attention(**kinds, max_batch=4, query_tokens=tokens)
     drafts = tokens > 1
     verification = Verification(tokens, 4, attention.device) if drafts else None
-    backend = FakeServer(Host(), attention, verification=verification).backend
+    backend = fakes.FakeServer(Host(), attention, verification=verification).backend
     spec = SimpleNamespace(topk=1, draft_token_num=tokens)
     kind = "verify" if drafts else "decode"
-    batch = make_batch(kind, table, [0, 1], [5, 6], tokens, spec_info=spec)
+    batch = fakes.make_batch(kind, table, [0, 1], [5, 6], tokens, spec_info=spec)
     slots = batch.out_cache_loc
     backend.init_forward_metadata(batch)
     if fails:
@@ -165,7 +152,7 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
     k, v = (torch.full((2 * tokens, 2, 64), value, dtype=torch.bfloat16) for value in (1.0, 2.0))
     k_scale, v_scale = (None if scale is None else torch.tensor(scale) for scale in scales)
     q = torch.randn(2 * tokens, 256).bfloat16()
-    out = backend.forward(q, k, v, make_layer(k_scale=k_scale, v_scale=v_scale), batch)
+    out = backend.forward(q, k, v, fakes.make_layer(k_scale=k_scale, v_scale=v_scale), batch)
     k_scale, v_scale = (scale or 1.0 for scale in scales)
     keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
     assert (keys[slots].float() * k_scale == 1.0).all()
@@ -178,7 +165,7 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
         return
     caches = SimpleNamespace(k=keys.double() * k_scale, v=values.double() * v_scale)
     rows, held = [0] * tokens + [1] * tokens, [*range(6 - tokens, 6), *range(7 - tokens, 7)]
-    expected = decode_attention(caches, table, rows, held, q.double())
+    expected = fakes.decode_attention(caches, table, rows, held, q.double())
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 
@@ -200,7 +187,7 @@ def test_graphs_captured_anew_hold_what_is_captured_then(server, monkeypatch, fa
     server.replay(server.batch())
     assert server.calls == ["capture", "in graph", "decode", "replay"]
     # An earlier graph of the size may still exist.
-    assert server.steps.reads_during_forward(mode("decode"))
+    assert server.steps.reads_during_forward(fakes.mode("decode"))
     assert server.state.counters().steps_host == {
         "kernel failed": 2
     }  # the eager step and the replay
@@ -236,12 +223,12 @@ def test_plans_are_counted_but_not_those_of_captures(server, monkeypatch):
 
 def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(server):
     """The host asks before it names the graph that it replays."""
-    backend, decode = server.backend, mode("decode")
+    backend, decode = server.backend, fakes.mode("decode")
     type(server.own).shared_read_ends = lambda self, mode: "the host's"
     assert backend.shared_read_ends(decode) == "the host's"
     backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
     assert backend.shared_read_ends(decode) == read_end()
-    assert backend.shared_read_ends(mode("extend")) == "the host's"
+    assert backend.shared_read_ends(fakes.mode("extend")) == "the host's"
     # The host captures the size again, for itself: its earlier graph may still run.
     server.layers.failure.reason = "planning failed"
     backend.init_forward_metadata_out_graph(server.batch(), in_capture=True)
@@ -250,14 +237,15 @@ def test_page_tables_are_read_until_the_end_once_a_graph_holds_tree_attention(se
 
 def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     """The host's metadata is part of each replay; the full layer writes to the full pool alone."""
-    pool = SWAKVPool(full=[1], windowed=[0, 2], slots=520)
+    pool = fakes.SWAKVPool(full=[1], windowed=[0, 2], slots=520)
     left = dict.fromkeys((0, 2), "a sliding window")
-    own = recording_backend(host, pool, server.table)()
-    layers = partial(tree_layers, host_layers=left)
-    server = FakeServer(own, server.attention, server.batch, layers)
+    own = fakes.recording_backend(host, pool, server.table)()
+    layers = partial(fakes.tree_layers, host_layers=left)
+    server = fakes.FakeServer(own, server.attention, server.batch, layers)
     server.pool = SimpleNamespace(**dict(zip("kv", pool.full_kv_pool.buffers[1], strict=True)))
     first, full, last = (
-        make_layer(layer_id=at, sliding_window_size=8 if at in left else -1) for at in range(3)
+        fakes.make_layer(layer_id=at, sliding_window_size=8 if at in left else -1)
+        for at in range(3)
     )
     eager = server.batch()
     server.backend.init_forward_metadata(eager)
@@ -267,7 +255,7 @@ def test_full_and_windowed_layers_share_a_graph(server, host, caplog):
     assert server.calls == ["metadata", "decode", "decode"]
     for layer_id in range(3):
         keys = pool.get_key_buffer(layer_id)[eager.out_cache_loc]
-        assert torch.equal(keys.flatten(), query()[1].flatten())
+        assert torch.equal(keys.flatten(), fakes.query()[1].flatten())
 
     server.calls.clear()
     static = server.batch()
@@ -283,7 +271,7 @@ def test_why_the_host_runs_a_layer():
     """Of a layer that other layers have the shape of, and as one of MLA."""
 
     def answer(*words):
-        layer = make_layer()
+        layer = fakes.make_layer()
         for name, _, value in (word.partition("=") for word in words):
             if name == "without":  # as in versions without this kind of attention
                 delattr(layer, value)
@@ -295,7 +283,9 @@ def test_why_the_host_runs_a_layer():
         yield f"MLA: {unsupported_layer(layer, latent=True)}"
 
     check_asked(Path(__file__).with_name("layers.txt"), answer)
-    assert unsupported_layer(make_layer(tp_q_head_num=8)) is None  # the first layer has any shape
+    assert (
+        unsupported_layer(fakes.make_layer(tp_q_head_num=8)) is None
+    )  # the first layer has any shape
 
 
 @pytest.mark.parametrize(
@@ -322,9 +312,9 @@ def test_a_layers_sinks_scale_and_soft_cap_are_used(server):
     server.backend.init_forward_metadata(batch)
     server.close(server.forward(batch, sinks=sinks), batch, sinks=sinks)
     server.close(server.forward(batch, q_rope=None), batch)  # the same layer without sinks
-    out = server.forward(batch, make_layer(scaling=0.7))
+    out = server.forward(batch, fakes.make_layer(scaling=0.7))
     server.close(out, batch, scale=0.7)
-    capped = server.forward(batch, make_layer(scaling=0.7, logit_cap=0.5))
+    capped = server.forward(batch, fakes.make_layer(scaling=0.7, logit_cap=0.5))
     assert (capped - out).abs().max() > 0.01
     assert server.calls == []
 
@@ -336,7 +326,9 @@ def test_arguments_that_are_not_known_are_handed_on(server, change):
     assert server.calls == []
     server.forward(batch, **change)
     assert server.calls == ["metadata", "decode"]
-    server.forward(batch, make_layer(layer_id=1), **change)  # also if a layer's first call has them
+    server.forward(
+        batch, fakes.make_layer(layer_id=1), **change
+    )  # also if a layer's first call has them
     assert server.calls == ["metadata", "decode", "decode"]
     assert server.layers.tree_layers == server.state.num_layers - 1
 
@@ -349,10 +341,10 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
         assert not save_kv_cache  # tree attention has written them
         server.calls.append("decode")
         rows, lens = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
-        return decode_attention(server.pool, server.table, rows, lens, q).float() + wrong
+        return fakes.decode_attention(server.pool, server.table, rows, lens, q).float() + wrong
 
     type(server.own).forward_decode = forward_decode
-    server.surround(partial(tree_layers, verify=True))
+    server.surround(partial(fakes.tree_layers, verify=True))
     batch = server.batch()
     out = server.step(batch)
     if not wrong:
@@ -363,7 +355,7 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
         assert server.calls == ["capture", "in graph"]
         return
     assert (
-        torch.equal(out, forward_decode(server.own, query()[0], 0, 0, 0, batch, False))
+        torch.equal(out, forward_decode(server.own, fakes.query()[0], 0, 0, 0, batch, False))
         or wrong != 0.5
     )
     assert "the results of tree attention and of the host's kernel differ by" in failures.pop()
@@ -376,11 +368,11 @@ def test_verification_compares_each_layer_with_the_hosts(server, failures, wrong
 
 def test_models_that_call_their_backend_find_its_metadata(server):
     """Their calls may read the host's metadata, so tree steps also make it, exactly once."""
-    server.surround(partial(tree_layers, model_asks=True))
+    server.surround(partial(fakes.tree_layers, model_asks=True))
     batch = server.batch()
     assert server.step(batch).any()
     assert server.calls == ["metadata"]  # whatever layers follow
-    server.forward(batch, make_layer(sliding_window_size=8, layer_id=1))
+    server.forward(batch, fakes.make_layer(sliding_window_size=8, layer_id=1))
     assert server.calls == ["metadata", "decode"]
     server.capture(server.batch())
     server.calls.clear()

@@ -10,23 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from attention_checks import latent_attention, tree_attention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.sglang import factory, report
 from deft_backend.hosts.sglang import layers as model_layers
 from deft_backend.hosts.sglang.latent import LatentLayers
-from deft_backend.hosts.sglang.layers import unsupported_model
 from deft_backend.hosts.sglang.steps import TreeSteps
 from deft_backend.settings.config import Settings
 from drawings import check_asked
-from sglang_fakes import (
-    MHATokenToKVPool,
-    SWAKVPool,
-    make_state,
-    model_runner,
-    recording_backend,
-    tree_layers,
-)
 
 FOUR_HEADS = Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
 """Both layers of a model decode through tree attention."""
@@ -64,13 +56,13 @@ def test_a_backend_that_ignores_the_scales_of_8_bits_decodes_itself(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"token_to_kv_pool": SWAKVPool([], [0])}, "without full-attention layers"),
+        ({"token_to_kv_pool": fakes.SWAKVPool([], [0])}, "without full-attention layers"),
         ({"kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16 under a model in torch.float32"),
         ({"dtype": torch.bfloat16, "kv_cache_dtype": torch.bfloat16}, "KV in torch.bfloat16"),
     ],
 )
 def test_model_runners_that_are_not_supported(changes, reason):
-    found = unsupported_model(model_runner(**changes))
+    found = model_layers.unsupported_model(fakes.model_runner(**changes))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -140,7 +132,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind(
     monkeypatch.setattr(torch.distributed, "all_reduce", reduced)
     monkeypatch.setattr(factory, "_steps", steps)
     group = SimpleNamespace(world_size=2, **({} if at == "no group" else {"cpu_group": GROUP}))
-    runner, undone, works = model_runner(tp_group=group), [], at == "nowhere"
+    runner, undone, works = fakes.model_runner(tp_group=group), [], at == "nowhere"
     own = own_backend(runner)
     made = factory.wrap_backend(runner, "triton", own)
     assert [line for line in caplog.messages if line.startswith(said)]
@@ -157,7 +149,7 @@ def test_deterministic_inference_plans_every_batch_by_policy_invariant(
     """The host's kernel would give a batch that no plan holds other bits."""
     caplog.set_level("INFO", logger="deft_backend")
     monkeypatch.setenv("DEFT_CACHE_DIR", str(tmp_path))
-    runner = model_runner("disabled", rows, tp_group=SimpleNamespace(world_size=1))
+    runner = fakes.model_runner("disabled", rows, tp_group=SimpleNamespace(world_size=1))
     own = own_backend(runner)
     runner.server_args.enable_deterministic_inference = True
     monkeypatch.setenv("DEFT_LOG", "debug")
@@ -191,7 +183,7 @@ def test_what_an_attention_is_made_for(host, device, monkeypatch):
     monkeypatch.setattr(factory, "_step_tensors", lambda runner, layers: [*layers])
     monkeypatch.setattr(factory, "prepare_kernels", lambda *given: prepared.append(given))
     dtypes = {"dtype": torch.bfloat16, "kv_cache_dtype": torch.float8_e4m3fn}
-    runner = model_runner(device=device.type, gpu_id=1, **dtypes)
+    runner = fakes.model_runner(device=device.type, gpu_id=1, **dtypes)
     layers = factory._tree_layers(runner, own_backend(runner), settings, 3)
     assert sizes == [
         {
@@ -224,14 +216,14 @@ def test_what_a_server_gets(host, monkeypatch):
         given |= {name: literal_eval(value) for name, value in (word.split("=") for word in words)}
         settings = Settings(policy=given.pop("policy"), verify=given.pop("verify"))
         monkeypatch.setattr(factory.versions, "read_end", lambda: given["read_end"])
-        runner = model_runner(given["graphs"])
+        runner = fakes.model_runner(given["graphs"])
         own = own_backend(runner)
         vars(runner.server_args).update(given)
         size = {"max_batch": 4, "query_tokens": int(tokens)}
         if attends == "latent":
-            layers = LatentLayers(own, latent_attention(**size), make_state(), FOUR_HEADS)
+            layers = LatentLayers(own, latent_attention(**size), fakes.make_state(), FOUR_HEADS)
         else:
-            layers = tree_layers(own, tree_attention(**size))
+            layers = fakes.tree_layers(own, tree_attention(**size))
         layers.attention.device = torch.device(device)
         with ExitStack() as undo:
             steps = factory._steps(runner, layers, settings, undo)
@@ -262,9 +254,9 @@ def test_why_the_host_computes_steps_that_prefill(
     caplog.set_level("INFO", "deft_backend")
     for name, value in {"backend_names": ("fa3",) * 2, "decodes_per_rank": False, **server}.items():
         monkeypatch.setattr(factory.versions, name, lambda arguments, value=value: value)
-    own = recording_backend(host, MHATokenToKVPool(), np.zeros((2, 2), np.int32))()
+    own = fakes.recording_backend(host, fakes.MHATokenToKVPool(), np.zeros((2, 2), np.int32))()
     attention = tree_attention(query_tokens=options.pop("query_tokens", 1))
-    layers = None if options.pop("latent", False) else tree_layers(own, attention, **options)
+    layers = None if options.pop("latent", False) else fakes.tree_layers(own, attention, **options)
     found = factory._unsplit(SimpleNamespace(server_args=None), layers)
     assert found == reason or (reason is not None and str(found).startswith(reason))
     assert ("in steps that also prefill: " in caplog.text) == (reason is not None)
@@ -277,11 +269,11 @@ def test_what_a_server_reports(host, monkeypatch):
     monkeypatch.setattr(report, "report_counters", lambda *given, **named: told.update(named))
 
     def answer(*words):
-        runner = model_runner()
+        runner = fakes.model_runner()
         vars(runner.ps).update(pp_rank=None, dp_rank=None)
         for name, _, value in (word.partition("=") for word in words):
             setattr(runner.ps if "rank" in name else runner.server_args, name, literal_eval(value))
-        report.start_reporting(make_state(), runner, Settings())
+        report.start_reporting(fakes.make_state(), runner, Settings())
         return [str(told)]
 
     check_asked(Path(__file__).with_name("reports.txt"), answer)
@@ -289,7 +281,7 @@ def test_what_a_server_reports(host, monkeypatch):
 
 def test_how_a_server_describes_itself(host):
     kind = {"kv_cache_dtype": torch.bfloat16, "device": "cuda"}
-    runner = model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
+    runner = fakes.model_runner(**kind, ps=SimpleNamespace(tp_rank=3))
     given = {"chunk_tokens": 512, "values_apart": False}
     found = vars(report.state_of(runner, FOUR_HEADS, "fasttree", **given))
     assert (

@@ -7,23 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.sglang import factory
 from deft_backend.hosts.sglang import layers as model_layers
-from deft_backend.hosts.sglang.factory import _step_tensors as step_tensors
 from deft_backend.hosts.sglang.layers import FullCache, divide_layers, division_of, full_cache
 from deft_backend.hosts.sglang.report import state_of
 from deft_backend.hosts.sglang.versions import sinks_of_layers
 from drawings import check_asked
-from sglang_fakes import (
-    HybridLinearKVPool,
-    MHATokenToKVPool,
-    SWAKVPool,
-    make_layer,
-    model_runner,
-)
 
 
 def found(pool):
@@ -33,31 +26,35 @@ def found(pool):
 
 
 def test_the_full_layers_of_each_kind_of_cache():
-    plain = MHATokenToKVPool()
+    plain = fakes.MHATokenToKVPool()
     assert found(plain) == FullCache(plain, None)
-    windowed = SWAKVPool(full=[1, 3], windowed=[0, 2])
+    windowed = fakes.SWAKVPool(full=[1, 3], windowed=[0, 2])
     assert found(windowed) == FullCache(windowed.full_kv_pool, {1, 3})
-    linear = HybridLinearKVPool(full=[3, 7])
+    linear = fakes.HybridLinearKVPool(full=[3, 7])
     assert found(linear) == FullCache(linear.full_kv_pool, {3, 7})
     assert found(linear).keys is linear.full_kv_pool.k
 
 
 def test_caches_that_tree_attention_cannot_read():
-    other = type("MLATokenToKVPool", (MHATokenToKVPool,), {})
+    other = type("MLATokenToKVPool", (fakes.MHATokenToKVPool,), {})
     assert full_cache(other()) == "a KV cache of kind MLATokenToKVPool is not supported"
-    mixed = HybridLinearKVPool(full=[1])
+    mixed = fakes.HybridLinearKVPool(full=[1])
     mixed.full_kv_pool = other()
     assert "HybridLinearKVPool over MLATokenToKVPool is not supported" in str(full_cache(mixed))
-    only_windows = SWAKVPool(full=[], windowed=[0, 1])
+    only_windows = fakes.SWAKVPool(full=[], windowed=[0, 1])
     assert "SWAKVPool without full-attention layers" in str(full_cache(only_windows))
     for name, value in (("kv_cache_layout", "hnd"), ("use_hnd", True)):
-        packed = SWAKVPool(full=[0], windowed=[])
+        packed = fakes.SWAKVPool(full=[0], windowed=[])
         setattr(packed.full_kv_pool, name, value)
         assert "layout hnd" in str(full_cache(packed))
 
 
 SHAPE = LayerShape(4, 2, 64)
-POOLS = {"windows": SWAKVPool, "linear": HybridLinearKVPool, "plain": MHATokenToKVPool}
+POOLS = {
+    "windows": fakes.SWAKVPool,
+    "linear": fakes.HybridLinearKVPool,
+    "plain": fakes.MHATokenToKVPool,
+}
 LAYERS = {
     "plain": {},
     "window": {"sliding_window_size": 128},
@@ -75,7 +72,7 @@ def test_layers_are_divided_one_by_one():
 
     def answer(pool, layers, *rest):
         (name, *ids), kinds = pool.split(":"), layers.split(",")
-        made = [make_layer(layer_id=at, **LAYERS[kind]) for at, kind in enumerate(kinds)]
+        made = [fakes.make_layer(layer_id=at, **LAYERS[kind]) for at, kind in enumerate(kinds)]
         given = {name: literal_eval(value) for name, value in (word.split("=") for word in rest)}
 
         def refused(shape):
@@ -111,7 +108,7 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     """The host's own layers are found in the model; counters count the layers with a plan."""
     layers = attention_layer(0, 32), attention_layer(1), attention_layer(2, 32)
     model = torch.nn.ModuleList([*layers, torch.nn.Linear(2, 2)])
-    runner = model_runner(model=model, token_to_kv_pool=SWAKVPool([1], [0, 2]))
+    runner = fakes.model_runner(model=model, token_to_kv_pool=fakes.SWAKVPool([1], [0, 2]))
     assert factory.unsupported_model(runner) is None
     division = division_of(runner)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
@@ -120,7 +117,7 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
         factory.divided(runner)
     # Models may keep their layers in a dictionary, where nobody finds them.
-    hidden = model_runner()
+    hidden = fakes.model_runner()
     hidden.token_to_kv_pool.start_layer = 1
     monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
     assert division_of(hidden) == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
@@ -140,13 +137,13 @@ def test_a_server_compiles_kernels_for_the_kinds_of_its_layers(host):
     blocks = torch.nn.ModuleList([Block(0, False), Block(1, True)])
     assert sinks_of_layers(blocks) == {1: blocks[1].sinks}
     blocks[0].attn.logit_cap = 30.0
-    runner = model_runner(model=blocks)
+    runner = fakes.model_runner(model=blocks)
     capped, with_sinks = LayerKind(soft_cap=True), LayerKind(sinks=torch.float32)
     for ids, kinds in [((0, 1), {capped, with_sinks}), ((1,), {with_sinks}), ((), {LayerKind()})]:
-        tensors = step_tensors(runner, ids)
+        tensors = factory._step_tensors(runner, ids)
         assert set(tensors.layers) == kinds
         assert (tensors.drafts, tensors.table_columns) == (None, [6400])
     runner.server_args = SimpleNamespace(
         speculative_algorithm="EAGLE", speculative_num_draft_tokens=6, speculative_eagle_topk=2
     )
-    assert step_tensors(runner, ()).drafts == Drafts(6, trees=True, always=True)
+    assert factory._step_tensors(runner, ()).drafts == Drafts(6, trees=True, always=True)

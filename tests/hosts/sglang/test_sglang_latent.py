@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from attention_checks import latent_attention
 from deft_backend.attention.reference_attention import reference_attention
 from deft_backend.hosts.common.limits import Division, LayerShape, Unsupported
@@ -17,16 +18,6 @@ from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from failure_lines import raising
 from flash_attention_3 import attend, latent_call
-from sglang_fakes import (
-    RADIX_CACHE,
-    FakeServer,
-    make_batch,
-    make_layer,
-    make_state,
-    model_runner,
-    recording_backend,
-    requests_of,
-)
 
 HEADS, VALUE, ROPE = 4, 64, 32
 DRAFTED = 3  # query tokens of a verification
@@ -58,22 +49,22 @@ def latent_server(host, tokens=1):
     drafts if it is not one.
     """
     prefix = list(range(1000, 3000))
-    _, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]], private=1 + tokens)
-    own = recording_backend(host, MLATokenToKVPool(2100), table)()
+    _, table, lens = fakes.requests_of([[*prefix, 1], [*prefix, 2, 3]], private=1 + tokens)
+    own = fakes.recording_backend(host, MLATokenToKVPool(2100), table)()
     dims = {"value_dim": VALUE, "rope_dim": ROPE}
     attention = latent_attention(max_batch=4, query_tokens=tokens, **dims)
     verification = Verification(tokens, 4, attention.device) if tokens > 1 else None
 
     def layers(*given):
         division = Division(dict.fromkeys(range(3), LayerShape(HEADS, 1, VALUE + ROPE)), {})
-        return latent.LatentLayers(*given, make_state(), division)
+        return latent.LatentLayers(*given, fakes.make_state(), division)
 
     def batch(kind="decode" if tokens == 1 else "verify"):
         drafts = SimpleNamespace(topk=1, draft_token_num=tokens)
-        return make_batch(kind, table, [1, 2], lens, tokens, spec_info=drafts)
+        return fakes.make_batch(kind, table, [1, 2], lens, tokens, spec_info=drafts)
 
     of_steps = {"verification": verification, "decodes": tokens == 1}
-    server = FakeServer(own, attention, batch, layers, **of_steps)
+    server = fakes.FakeServer(own, attention, batch, layers, **of_steps)
     server.lens = lens
     return server
 
@@ -99,7 +90,7 @@ def test_layers_run_over_the_plan(host, tokens, in_two, graph):
     else:
         server.backend.init_forward_metadata(batch)
     for layer_id in range(3):
-        layer = make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
+        layer = fakes.make_layer(layer_id=layer_id, scaling=0.3, **LAYER)
         generator = torch.Generator().manual_seed(layer_id)
         q = torch.randn(rows, HEADS, VALUE + ROPE, generator=generator)
         k = torch.randn(rows, 1, VALUE + ROPE, generator=generator)
@@ -156,7 +147,7 @@ def test_chains_replay_the_graph_that_their_sharing_asks_for(host):
 def sharing():
     """Asks about batches: `requests` of a prefix of 200 tokens; the costs say `answer`."""
     prefix = list(range(1000, 1200))
-    requests, table, lens = requests_of([[*prefix, 1], [*prefix, 2, 3]])
+    requests, table, lens = fakes.requests_of([[*prefix, 1], [*prefix, 2, 3]])
     for request, tokens in zip(requests, lens, strict=True):
         request.seqlen = int(tokens)
     asking = SimpleNamespace(requests=requests, lens=lens, asked=[], answer=False)
@@ -169,9 +160,9 @@ def sharing():
     observer = BatchObserver("runner")
     decides = latent.LatentSharing(attention, observer, 27)
 
-    def say(requests, cache=RADIX_CACHE):
+    def say(requests, cache=fakes.RADIX_CACHE):
         """The answer for a new batch; the host asks twice about each."""
-        batch = make_batch("verify", table, [1, 2], lens, rids=list(requests))
+        batch = fakes.make_batch("verify", table, [1, 2], lens, rids=list(requests))
         observer.observe(batch, SimpleNamespace(reqs=requests, tree_cache=cache), "runner")
         said = decides.too_little(batch)
         assert decides.too_little(batch) == said
@@ -213,7 +204,7 @@ def test_sharing_that_cannot_be_found_is_the_hosts(sharing, failures):
     assert "AttributeError" in failures.pop()
     assert sharing.settle(requests[::-1], object()) == "unreadable prefix cache"
     sharing.attention.gains, sharing.answer = gains, True  # EAGLE's caches hold bigrams
-    of_bigrams = type("RadixCache", (), {**vars(type(RADIX_CACHE)), "is_eagle": True})()
+    of_bigrams = type("RadixCache", (), {**vars(type(fakes.RADIX_CACHE)), "is_eagle": True})()
     assert sharing.settle(requests, of_bigrams) is None
 
 
@@ -222,8 +213,8 @@ def test_layers_of_another_shape_are_the_hosts(host):
     server = latent_server(host)
     batch = server.batch()
     server.backend.init_forward_metadata(batch)
-    windowed = make_layer(layer_id=1, sliding_window_size=8, **LAYER)
-    for layer in (make_layer(layer_id=2), windowed):
+    windowed = fakes.make_layer(layer_id=1, sliding_window_size=8, **LAYER)
+    for layer in (fakes.make_layer(layer_id=2), windowed):
         server.forward(batch, layer, save_kv_cache=False)
     assert server.calls == ["metadata", "decode", "decode"]
 
@@ -235,14 +226,14 @@ def runner(**changes):
     class Layer(RadixAttention):
         def __init__(self, **attributes):
             torch.nn.Module.__init__(self)
-            vars(self).update(vars(make_layer(**attributes)))
+            vars(self).update(vars(fakes.make_layer(**attributes)))
 
     layers = [Layer(layer_id=i, **{**LAYER, **changes.pop(f"layer{i}", {})}) for i in range(2)]
     # Only a layer with one head of keys that are wider than values is latent.
     others = {}, {**LAYER, "v_head_dim": VALUE + ROPE}, {**LAYER, "tp_k_head_num": 2}
     layers += [Layer(layer_id=at, **each) for at, each in zip((0, 2, 3), others, strict=True)]
     made = {"token_to_kv_pool": MLATokenToKVPool(), "model": torch.nn.ModuleList(layers)}
-    return model_runner(**made, **changes)
+    return fakes.model_runner(**made, **changes)
 
 
 @pytest.mark.parametrize("drafted", [None, 2])

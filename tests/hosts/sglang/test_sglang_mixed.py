@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from attention_checks import repeated_layers, tree_attention
 from deft_backend.hosts.common.eager_steps import DECODES, PREFILLS
 from deft_backend.hosts.sglang import tree_layers, versions
@@ -19,18 +20,6 @@ from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import MIXED, Content, Steps
 from drawings import check_asked
 from failure_lines import raising
-from sglang_fakes import (
-    RADIX_CACHE,
-    FakeServer,
-    MHATokenToKVPool,
-    decode_attention,
-    make_batch,
-    make_layer,
-    mode,
-    query,
-    recording_backend,
-    requests_of,
-)
 
 
 def first_rows(batch, tokens, requests):
@@ -59,16 +48,16 @@ def test_the_hosts_slice_has_so_many_tokens_and_requests(host, monkeypatch):
     assert ranges == [[0, 5], [0, 3]]
 
 
-class MixedServer(FakeServer):
+class MixedServer(fakes.FakeServer):
     """A server whose last requests decode and whose first ones prefill `chunks`."""
 
     def __init__(self, host, prompts, chunks):
-        self.requests, table, self.lens = requests_of(prompts)
+        self.requests, table, self.lens = fakes.requests_of(prompts)
         self.chunks, self.observer = chunks, BatchObserver("runner")
-        self.tree_cache = RADIX_CACHE
-        pool = MHATokenToKVPool(int(table.max()) + 1)
+        self.tree_cache = fakes.RADIX_CACHE
+        pool = fakes.MHATokenToKVPool(int(table.max()) + 1)
 
-        class Host(recording_backend(host, pool, table)):
+        class Host(fakes.recording_backend(host, pool, table)):
             """Computes every row over the page table, if its metadata is of the same batch."""
 
             def init_forward_metadata(self, batch):
@@ -99,7 +88,7 @@ class MixedServer(FakeServer):
         rows, requests = range(first + 1, len(self.lens) + 1), self.requests[first:]
         rids = [request.rid for request in requests]
         of_step = {"seq_lens_cpu": lens, "extend_seq_lens_cpu": new, "rids": rids}
-        made = make_batch(kind, self.table, rows, lens, new, **of_step)
+        made = fakes.make_batch(kind, self.table, rows, lens, new, **of_step)
         decode = self.requests[len(self.chunks) :] if kind == "mixed" else None
         self.observe(made, reqs=requests, decoding_reqs=decode)
         return made
@@ -115,8 +104,8 @@ class MixedServer(FakeServer):
         self.backend.init_forward_metadata(batch)
         tokens = len(batch.out_cache_loc)
         for layer_id in range(layers):
-            q, k, v = query(tokens + padding, layer_id)
-            out = self.backend.forward(q, k, v, make_layer(layer_id=layer_id), given or batch)
+            q, k, v = fakes.query(tokens + padding, layer_id)
+            out = self.backend.forward(q, k, v, fakes.make_layer(layer_id=layer_id), given or batch)
             for held, new in zip(self.pool.buffers[layer_id], (k, v), strict=True):
                 assert torch.equal(held[batch.out_cache_loc], new[:tokens])
             expected = attended(q[:tokens], batch, self.pool, layer_id, self.table)
@@ -136,7 +125,7 @@ def attended(q, batch, pool, layer_id, table):
         rows += [row] * new
         lens += range(length - new + 1, length + 1)
     held = SimpleNamespace(**dict(zip("kv", pool.buffers[layer_id], strict=True)))
-    out = decode_attention(held, table, rows, lens, q[: len(rows)])
+    out = fakes.decode_attention(held, table, rows, lens, q[: len(rows)])
     return torch.cat([out, out.new_zeros((len(q) - len(rows), out.shape[1]))])
 
 
@@ -217,7 +206,7 @@ def test_an_unknown_copy_of_a_split_batch_is_the_hosts(server, caplog):
 )
 def test_what_is_not_split_is_the_hosts(host, change, reason):
     server = MixedServer(host, change.pop("prompts", PROMPTS), [16])
-    server.tree_cache = change.pop("tree", RADIX_CACHE)
+    server.tree_cache = change.pop("tree", fakes.RADIX_CACHE)
     batch = server.batch()
     vars(batch).update(change)
     server.run(batch)
@@ -252,7 +241,7 @@ def test_the_tree_is_read_again_after_other_requests_or_32_steps(server):
 def test_a_prefill_alone_is_the_hosts(server):
     """Also a batch that nobody has observed."""
     batch = server.batch()
-    batch.forward_mode = mode("extend")
+    batch.forward_mode = fakes.mode("extend")
     server.observe(batch, reqs=server.requests, tree_cache=None)
     server.run(batch)
     batch.rids = ["another"]
@@ -327,7 +316,7 @@ def test_page_tables_are_read_until_a_split_step_ends(server):
     assert ends(batch, num_qo_tokens=19) == "the host's"
     server.backend.init_forward_metadata(batch)
     assert ends(batch, num_qo_tokens=19) == versions.read_end()
-    assert server.backend.shared_read_ends(mode("extend")) == versions.read_end()
+    assert server.backend.shared_read_ends(fakes.mode("extend")) == versions.read_end()
     server.mixed.unsplit = "not now"
     server.backend.init_forward_metadata(server.batch())
     assert ends(batch, num_qo_tokens=19) == "the host's"
@@ -387,5 +376,5 @@ def test_later_layers_repeat_the_first(server, monkeypatch):
             [part.clone() for part in pair] for pair in server.pool.buffers[1:]
         ]
         if kind == "decode":
-            server.capture(batch, make_layer(), make_layer(layer_id=1))
+            server.capture(batch, fakes.make_layer(), fakes.make_layer(layer_id=1))
             assert not repeated

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from deft_backend.hosts.sglang import arguments, factory, layers, plugin, versions
-from deft_backend.hosts.sglang.arguments import _FEATURES
-from deft_backend.hosts.sglang.versions import decode_graphs
 from deft_backend.settings.config import VARIABLES, SettingsError
 from drawings import check_asked
 from failure_lines import raising
@@ -109,7 +107,7 @@ def test_what_becomes_of_a_servers_arguments(caplog, monkeypatch):
                 yield re.sub("of .*triton.*", "of ... triton ...", str(error))
                 return
         decodes = getattr(made, arguments.HOST_DECODE, "the host alone")
-        yield f"{decodes} decodes, with graphs of the kind {decode_graphs(made)}"
+        yield f"{decodes} decodes, with graphs of the kind {versions.decode_graphs(made)}"
         for record in caplog.records:
             line = f"{record.levelname}: {record.getMessage()}"
             own = f"SGLang {versions.SGLANG.installed()}"
@@ -125,7 +123,7 @@ def test_arguments_that_a_process_gets_resolved_and_models_without_backends(monk
     monkeypatch.setattr(versions, "backend_names", lambda made: (None, None))
     made = make_arguments()
     assert served(made) is None
-    assert decode_graphs(made) == "full"
+    assert versions.decode_graphs(made) == "full"
 
 
 @pytest.mark.parametrize("variable", ["DEFT_POLICY", "DEFT_FALLBACK_BACKEND"])
@@ -138,7 +136,7 @@ def test_a_wrong_setting_of_a_command_line_is_the_last_line(variable, monkeypatc
 
 
 def test_every_feature_of_the_host_that_is_refused(caplog):
-    for name, words in _FEATURES:
+    for name, words in arguments._FEATURES:
         caplog.clear()
         assert served(make_arguments(**{name: True})) is None
         assert f"{words} is not supported ({name}=True)" in caplog.text
@@ -150,7 +148,7 @@ def test_the_page_of_the_host_names_every_argument_that_is_refused():
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert all(len(row) == 6 and all(cell.strip() for cell in row[1:5]) for row in rows)
     stated = {name for row in rows for name in re.findall("`(.*?)`", row[1])}
-    refused = {name for name, _ in _FEATURES}
+    refused = {name for name, _ in arguments._FEATURES}
     assert refused <= stated
     source = inspect.getsource(arguments) + inspect.getsource(layers)
     stated.remove("SGLANG_USE_HND_KVCACHE")  # seen in the pool: `use_hnd`

@@ -5,23 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sglang_fakes as fakes
 from attention_checks import tree_attention
 from counted_steps import host_step
 from deft_backend.hosts.sglang import report
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_patches.sglang import observe_batch
-from sglang_fakes import (
-    FakeServer,
-    MHATokenToKVPool,
-    decode_attention,
-    make_batch,
-    make_layer,
-    make_state,
-    mode,
-    query,
-    recording_backend,
-    requests_of,
-)
 
 PREFIX = list(range(10, 310))
 PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -57,24 +46,24 @@ CHAIN, NO_LINKS = SimpleNamespace(topk=1, draft_token_num=N), trees()
 
 @pytest.fixture
 def server(host):
-    _, table, lens = requests_of(PROMPTS, private=1 + N)
+    _, table, lens = fakes.requests_of(PROMPTS, private=1 + N)
 
-    class HostBackend(recording_backend(host, MHATokenToKVPool(410), table)):
+    class HostBackend(fakes.recording_backend(host, fakes.MHATokenToKVPool(410), table)):
         def update_verify_buffers_to_fill_after_draft(self, spec, bucket):
             self.calls.append("after draft")
 
     def batch(spec, kind="verify", size=2):
         rows, lengths = [1, 2, 0][:size], [*lens.tolist(), 1 + N][:size]
-        return make_batch(kind, table, rows, lengths, N, spec_info=spec)
+        return fakes.make_batch(kind, table, rows, lengths, N, spec_info=spec)
 
     attention = tree_attention(max_batch=3, query_tokens=N)
     verification = Verification(N, attention.max_batch, attention.device)
-    return FakeServer(HostBackend(), attention, batch, verification=verification)
+    return fakes.FakeServer(HostBackend(), attention, batch, verification=verification)
 
 
 def check(server, batch, parents, out):
     """Attention in float64, token by token: the prefix and the token's ancestors."""
-    q = query(batch.batch_size * N)[0].view(-1, N, 256)
+    q = fakes.query(batch.batch_size * N)[0].view(-1, N, 256)
     for request, tree in enumerate(parents):
         prefix = int(batch.seq_lens[request])
         row = server.table[int(batch.req_pool_indices[request])]
@@ -85,7 +74,7 @@ def check(server, batch, parents, out):
                 place = tree[place]
             held = row[None, [*range(prefix), *seen]]
             own = q[request, token : token + 1]
-            expected = decode_attention(server.pool, held, [0], [held.shape[1]], own)
+            expected = fakes.decode_attention(server.pool, held, [0], [held.shape[1]], own)
             found = out.view(-1, N, 256)[request, token : token + 1].double()
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -100,8 +89,8 @@ def test_an_eager_step(server, spec, parents):
     assert server.state.counters().verified_tokens == 2 * N
     assert server.state.counters().steps_tree == 1
     # The host's pair of backends for prefill and decode calls another method.
-    q, k, v = query(2 * N)
-    check(server, batch, parents, server.backend.forward_extend(q, k, v, make_layer(), batch))
+    q, k, v = fakes.query(2 * N)
+    check(server, batch, parents, server.backend.forward_extend(q, k, v, fakes.make_layer(), batch))
 
 
 def test_a_block_of_drafts(server):
@@ -125,8 +114,8 @@ def test_rows_beyond_the_requests_query_tokens(server, caplog):
     for spec, parents in ((CHAIN, chain(2)), (n_grams, PARENTS)):
         batch = server.batch(spec)
         server.backend.init_forward_metadata(batch)
-        q, k, v = (torch.cat([x, torch.full_like(x[:1], float("nan"))]) for x in query(2 * N))
-        out = server.backend.forward(q, k, v, make_layer(), batch, False)
+        q, k, v = (torch.cat([x, torch.full_like(x[:1], float("nan"))]) for x in fakes.query(2 * N))
+        out = server.backend.forward(q, k, v, fakes.make_layer(), batch, False)
         assert server.calls == []
         assert out.shape == (2 * N + 1, 4 * 64)
         check(server, batch, parents, out[: 2 * N])
@@ -142,7 +131,7 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
     server.capture(static)
     assert server.calls == ["capture", "in graph"]
     ends = server.backend.shared_read_ends
-    assert ends(mode("verify")) is ends(mode("decode"))
+    assert ends(fakes.mode("verify")) is ends(fakes.mode("decode"))
     for parents in (PARENTS, chain(2), PARENTS[::-1]):
         real = server.batch(trees(parents), size=3)
         static.seq_lens.copy_(real.seq_lens)
@@ -202,7 +191,9 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     server.step(server.batch(None, kind="extend"))
     assert not server.state.counters().steps_host  # a prefill is no decode step
     batch = server.batch(CHAIN)
-    out = server.step(batch, make_layer(sliding_window_size=8, layer_id=1), make_layer())
+    out = server.step(
+        batch, fakes.make_layer(sliding_window_size=8, layer_id=1), fakes.make_layer()
+    )
     check(server, batch, chain(2), out)
     assert server.calls == ["metadata", "extend"] * 2
     server.steps.verification = None  # of a server that does not speculate
@@ -214,7 +205,7 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
 def test_the_hosts_own_warm_up_is_not_counted(host, kind, monkeypatch):
     """Counting begins with the first other request, even if it asks while the warm-up decodes."""
     monkeypatch.setattr(observe_batch, "_observers", {})
-    state, runner = make_state(), object()
+    state, runner = fakes.make_state(), object()
     report.leave_out_warm_up(state, runner)
 
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: bytes(ids).decode() + " ")

@@ -17,7 +17,6 @@ from deft_backend.attention import LatentAttention
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
-from deft_backend.hosts.vllm.latent import UNEVEN, UNKNOWN, LatentSharing
 from deft_backend.hosts.vllm.step import attach, step_of
 from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
@@ -200,7 +199,7 @@ def test_batches_that_lack_drafts_are_the_hosts(query_lens, padding, rows):
     assert not step.builder.deft_group.takes_step()
     found = state().counters()
     assert (found.steps_tree, found.verified_tokens) == (0, 0)
-    assert found.steps_host == {UNEVEN: 1}
+    assert found.steps_host == {latent.UNEVEN: 1}
 
 
 def test_prompts_as_long_as_a_chain_are_computed_like_chains():
@@ -252,7 +251,7 @@ def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
         if at != "verify":
             owner, name = {
                 "run": (LatentAttention, "run"),
-                "sharing": (LatentSharing, "too_little"),
+                "sharing": (latent.LatentSharing, "too_little"),
             }[at]
             patch.setattr(owner, name, raising(ValueError("planted")))
         if at == "sharing":
@@ -373,7 +372,7 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
             assert found.eq(5.0).all()
     counters, taken = state().counters(), 3 if tokens == 1 else 2
     assert counters.steps_tree - before == taken
-    lacking = {UNEVEN: 1} if tokens > 1 else {}
+    lacking = {latent.UNEVEN: 1} if tokens > 1 else {}
     assert counters.steps_host == {"shares nothing": 2, **lacking}  # the first step, too
     # Without attention metadata of its own, a batch replays the host's graph.
     step.builder.build_for_cudagraph_capture(step.batch.common(**step.changes))
@@ -463,7 +462,7 @@ def shared_by(batch, gains=True):
     attention = SimpleNamespace(
         device=torch.device("cuda"), gains=lambda forest, layers: (asked.append(forest), gains)[1]
     )
-    sharing = LatentSharing(attention, 27, PAGE)
+    sharing = latent.LatentSharing(attention, 27, PAGE)
     if batch is not None:
         sharing.observe(message(batch))
     return sharing, asked
@@ -476,14 +475,14 @@ def test_costs_count_query_tokens(tokens, gains):
     size = {"num_query_heads": 8, "page_size": PAGE, "max_batch": 64, "query_tokens": tokens}
     attention = latent_attention(**size)
     asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
-    sharing = LatentSharing(asked, 27, PAGE)
+    sharing = latent.LatentSharing(asked, 27, PAGE)
     sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))
     assert (sharing.too_little() is None) is gains
 
 
 def test_costs_decide_once_for_the_requests_of_a_batch():
     batch = Batch(DECODE, shared=2)
-    assert shared_by(None)[0].too_little() == UNKNOWN
+    assert shared_by(None)[0].too_little() == latent.UNKNOWN
     sharing, asked = shared_by(batch, gains=False)
     told = message(batch, scheduled_new_reqs=[])
     for _ in range(3):
@@ -494,7 +493,7 @@ def test_costs_decide_once_for_the_requests_of_a_batch():
     assert asked[0].page_size == PAGE
     told.num_scheduled_tokens["of another worker"] = 1
     sharing.observe(told)
-    assert sharing.too_little() == UNKNOWN
+    assert sharing.too_little() == latent.UNKNOWN
     for request in ("of another worker", "4"):
         del told.num_scheduled_tokens[request]
     sharing.observe(told)

@@ -29,7 +29,6 @@ from deft_backend.hosts.vllm.factory import LayerGroup, build, unsupported_serve
 from deft_backend.hosts.vllm.layers import LINEAR, Layer, divide_layers, layer_of, unsupported_kind
 from deft_backend.hosts.vllm.plugin import asks_for_us, port_of
 from deft_backend.hosts.vllm.step import step_of
-from deft_backend.hosts.vllm.versions import blank_cache, has_standard_cache, unknown_cache
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.state import ServerState
 from drawings import check_asked
@@ -92,7 +91,7 @@ def test_what_a_layer_must_not_have():
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN"])
 def test_a_plain_layer_of_the_hosts_own_is_taken(name):
     """With the real signatures and defaults of the host's implementations."""
-    assert name == "CPU_ATTN" or has_standard_cache(original_backend(name))
+    assert name == "CPU_ATTN" or versions.has_standard_cache(original_backend(name))
     impl = original_backend(name).get_impl_cls()
     init = impl.__init__.__get__(object.__new__(impl))
     plain = (8, 128, 0.1, 2, None, None, "auto", None, "decoder", None)
@@ -147,8 +146,8 @@ def test_a_cache_of_an_unknown_kind_is_refused():
         block_size: int
         slots: int | None = None
 
-    assert unknown_cache(Packed(16)) is None
-    assert unknown_cache(Packed(16, slots=4)) == "slots=4"
+    assert versions.unknown_cache(Packed(16)) is None
+    assert versions.unknown_cache(Packed(16, slots=4)) == "slots=4"
     assert unsupported_spec(make_spec(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) is None
     for mode in KVQuantMode:
         if mode.name.endswith("PER_TOKEN_HEAD"):
@@ -167,7 +166,7 @@ def test_backends_that_state_their_caches_shape(monkeypatch):
         (lambda blocks, tokens, heads, dim: (2, blocks, tokens, heads, dim), False),
         (raising(ValueError("no such shape")), False),
     ):
-        assert has_standard_cache(SimpleNamespace(get_kv_cache_shape=shape)) == standard
+        assert versions.has_standard_cache(SimpleNamespace(get_kv_cache_shape=shape)) == standard
 
 
 ORDERS_CACHES = hasattr(AttentionBackend, "get_kv_cache_shape")  # each backend, to 0.28
@@ -197,7 +196,7 @@ def test_a_warm_up_sees_the_strides_of_the_servers_caches(order, strides, monkey
         monkeypatch.setattr(versions, "_backends_state_shapes", lambda: True)
         host = SimpleNamespace(**{"get_kv_cache_stride_order": order} if order else {})
     shape = (2, 2, 16, 128)
-    cache = blank_cache(host, config, shape, 3, torch.float16, torch.device("cpu"))
+    cache = versions.blank_cache(host, config, shape, 3, torch.float16, torch.device("cpu"))
     assert (cache.shape, cache.stride(), cache.any()) == (shape, (*strides, 1), False)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import weakref
-from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+import vllm_fakes as fakes
 from attention_checks import repeated_layers
 from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.hosts.common.limits import LayerShape
@@ -20,20 +20,6 @@ from deft_backend.hosts.vllm.layers import Layer
 from deft_patches.vllm import observe_steps
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBuilder
-from vllm_fakes import (
-    DIM,
-    KINDS,
-    KV_HEADS,
-    Batch,
-    Step,
-    close,
-    make_config,
-    make_spec,
-    reference,
-    speculating,
-    state,
-    tree_layers,
-)
 
 LENS = [40, 37, 33, 50, 5]
 MIXED = [1, 1, 1, 30, 5]  # three decode, one ends its prompt, one begins
@@ -41,8 +27,8 @@ MIXED = [1, 1, 1, 30, 5]  # three decode, one ends its prompt, one begins
 
 def mixed(query_lens=MIXED, layers=None, lens=LENS, **changes):
     """A mixed step of requests that share their first blocks."""
-    kind = replace(KINDS["mixed"], lens=lens, query_lens=query_lens)
-    return kind.step(layers or tree_layers(), changes=changes)
+    kind = dataclasses.replace(fakes.KINDS["mixed"], lens=lens, query_lens=query_lens)
+    return kind.step(layers or fakes.tree_layers(), changes=changes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -54,7 +40,9 @@ def test_every_division_of_a_batch(seed, rests):
     lens = [draw.randint(40, 70) for _ in range(decoding + prompts)]
     queries = [draw.randint(1, 1 + 3 * drafts) for _ in range(decoding)]
     queries += [draw.randint(5, lens[decoding + at]) for at in range(prompts)]
-    layers = tree_layers(make_config(speculative_config=speculating(3)) if drafts else None)
+    layers = fakes.tree_layers(
+        fakes.make_config(speculative_config=fakes.speculating(3)) if drafts else None
+    )
     prefilling = torch.tensor([False] * decoding + [True] * prompts)
     step = mixed(queries, layers, lens=lens, is_prefilling=prefilling)
     assert step.tree is not None
@@ -62,12 +50,12 @@ def test_every_division_of_a_batch(seed, rests):
     assert rests == [sum(queries[decoding:])] * 2
     several = sum(queries[:decoding]) > decoding
     assert step.tree.query_tokens == (4 if several else 1)
-    assert state().counters().verified_tokens == (sum(queries[:decoding]) if several else 0)
+    assert fakes.state().counters().verified_tokens == (sum(queries[:decoding]) if several else 0)
 
 
 def test_a_fused_kernel_has_written_keys_and_values(rests):
     step = mixed()
-    close(step.run(written=True), reference(step.batch, step.cache))
+    fakes.close(step.run(written=True), fakes.reference(step.batch, step.cache))
     assert rests == [35]
 
 
@@ -99,31 +87,31 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
     assert step.tree is None
     step.check()
     assert caplog.text.count("made no metadata for a part of a batch") == 1
-    assert state().counters().total("mixed", tree=False).steps == 2
+    assert fakes.state().counters().total("mixed", tree=False).steps == 2
 
 
 def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):
     from deft_backend.hosts.vllm import factory
 
     monkeypatch.setattr(factory, "untold", lambda config: "workers under Ray get other messages")
-    layers = tree_layers()
-    builder = layers.builder(make_spec())
+    layers = fakes.tree_layers()
+    builder = layers.builder(fakes.make_spec())
     assert "steps with prefills are the host's alone: workers under Ray" in caplog.text
     assert builder.deft_rest is None
-    batch = Batch(LENS, shared=2, query_lens=MIXED)
-    step = Step(batch, layers, KINDS["mixed"].changes)
+    batch = fakes.Batch(LENS, shared=2, query_lens=MIXED)
+    step = fakes.Step(batch, layers, fakes.KINDS["mixed"].changes)
     assert step.tree is None
     step.check()
 
 
 def test_decode_rows_come_first_in_model_runner_v1(monkeypatch):
     """V1 sorts for the smallest threshold that a builder names; FLASH_ATTN names none."""
-    config = make_config(speculative_config=speculating(3))
-    assert tree_layers(config).builder(make_spec()).reorder_batch_threshold == 4
+    config = fakes.make_config(speculative_config=fakes.speculating(3))
+    assert fakes.tree_layers(config).builder(fakes.make_spec()).reorder_batch_threshold == 4
     monkeypatch.setattr(PlainCpuBuilder, "reorder_batch_threshold", 1)
-    assert tree_layers(config).builder(make_spec()).reorder_batch_threshold == 1
+    assert fakes.tree_layers(config).builder(fakes.make_spec()).reorder_batch_threshold == 1
     monkeypatch.undo()
-    windows = tree_layers(arguments={"sliding_window": 9}).builder(make_spec())
+    windows = fakes.tree_layers(arguments={"sliding_window": 9}).builder(fakes.make_spec())
     assert windows.reorder_batch_threshold is None
 
 
@@ -133,7 +121,7 @@ def on_gpu(monkeypatch):
 
     def decide(step, tokens):
         monkeypatch.setattr(CachedPrefixes, "shared_tokens", tokens)
-        held, token = step.builder.deft_group, 2 * KV_HEADS * DIM * 4
+        held, token = step.builder.deft_group, 2 * fakes.KV_HEADS * fakes.DIM * 4
         held.costs = SimpleNamespace(transfer_ms=lambda saved: saved / token * 4096 / 4e9)
         held.tree_layers = 32
         step.build()
@@ -155,22 +143,22 @@ def on_gpu(monkeypatch):
 )
 def test_costs_decide_on_a_gpu(name, tokens, ours, on_gpu):
     """The saved reads against launches: of a plan, and in mixed steps of a part of each layer."""
-    step = KINDS[name].step()
+    step = fakes.KINDS[name].step()
     assert on_gpu(step, tokens) == ours
     what = "a step with prefills whose other" if name == "mixed" else "an eager step whose"
     reasons = {} if ours else {f"{what} requests share too little": 1}
-    assert state().counters().steps_host == reasons
+    assert fakes.state().counters().steps_host == reasons
 
 
 @pytest.mark.parametrize("name", ["decode", "verification"])
 def test_graphs_hold_tree_attention_whatever_requests_share(name, on_gpu):
     """A replay costs the CPU nothing. Steps of other sizes have no graph."""
-    step = KINDS[name].step()
+    step = fakes.KINDS[name].step()
     assert not on_gpu(step, 0)
     step.capture()
     assert on_gpu(step, 0)
     of_fewer = step.batch.query_lens and step.batch.query_lens[:4]
-    step.batch = Batch(step.batch.seq_lens[:4], shared=2, query_lens=of_fewer)
+    step.batch = fakes.Batch(step.batch.seq_lens[:4], shared=2, query_lens=of_fewer)
     assert not on_gpu(step, 0)
 
 
@@ -178,11 +166,11 @@ def test_graphs_hold_tree_attention_whatever_requests_share(name, on_gpu):
 def test_some_servers_decode_one_way_whatever_requests_share(setting, on_gpu, monkeypatch):
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    assert on_gpu(KINDS["decode"].step(), 0)
+    assert on_gpu(fakes.KINDS["decode"].step(), 0)
 
 
 def test_a_worker_that_is_told_nothing_decodes_every_eager_step(on_gpu):
-    step = KINDS["decode"].step()
+    step = fakes.KINDS["decode"].step()
     step.builder.deft_group.prefixes = None
     assert on_gpu(step, 0)
 
@@ -204,7 +192,7 @@ def repeating(layers=None):
 
 
 def test_later_layers_repeat_the_first(repeated):
-    step = repeating(tree_layers(count=3))
+    step = repeating(fakes.tree_layers(count=3))
     assert repeated == [38]  # a trial of the second layer; each layer has to run once
     repeated.clear()
     for _ in range(2):
@@ -212,10 +200,10 @@ def test_later_layers_repeat_the_first(repeated):
         step.check()
         assert repeated == [38, 38]
         repeated.clear()
-    assert state().counters().plans == 3
+    assert fakes.state().counters().plans == 3
     step.check()  # the same metadata again: another pass, with another plan
     assert repeated == [38, 38]
-    assert state().counters().plans == 4
+    assert fakes.state().counters().plans == 4
 
 
 def test_a_repeat_that_fails_is_a_kernel_that_fails(repeated, rests, monkeypatch, failures):
@@ -224,10 +212,10 @@ def test_a_repeat_that_fails_is_a_kernel_that_fails(repeated, rests, monkeypatch
     step.run(0)
     rests.clear()
     monkeypatch.setattr(TreeAttention, "repeat", raising(RuntimeError("no launch")))
-    close(step.run(1), reference(step.batch, step.cache))
+    fakes.close(step.run(1), fakes.reference(step.batch, step.cache))
     assert rests == [len(step.batch.query)]
     assert "a kernel failed (RuntimeError('no launch'))" in failures.pop()
-    assert state().counters().steps_host == {"kernel failed": 1}
+    assert fakes.state().counters().steps_host == {"kernel failed": 1}
 
 
 @pytest.mark.parametrize("change", ["cache", "scale", "failed"])
@@ -247,12 +235,12 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
         step.run(0)
         group_of_step.failure.kernel_failed(RuntimeError("planted"))
         failures.clear()
-    close(step.run(1), reference(step.batch, step.cache, **options))
+    fakes.close(step.run(1), fakes.reference(step.batch, step.cache, **options))
     assert not repeated
     step.build()
     if step.tree is not None:
         step.run(0)
-        close(step.run(1), reference(step.batch, step.cache, **options))
+        fakes.close(step.run(1), fakes.reference(step.batch, step.cache, **options))
         assert repeated == [38]
 
 

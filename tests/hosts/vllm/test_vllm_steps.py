@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import vllm_fakes as fakes
 from deft_backend.attention import TreeAttention
 from deft_backend.hosts.vllm import server
 from deft_backend.hosts.vllm.content import DOCUMENTS, RestBuilder, content_of, unsplit
@@ -21,25 +22,9 @@ from deft_patches.vllm import observe_steps
 from drawings import check_asked
 from failure_lines import raising
 from vllm_cpu_backend import PlainCpuBackend, PlainCpuBuilder, PlainCpuImplementation
-from vllm_fakes import (
-    DIM,
-    KINDS,
-    KV_HEADS,
-    Batch,
-    Cache,
-    Layers,
-    close,
-    make_config,
-    make_spec,
-    reference,
-    run,
-    speculating,
-    state,
-    told,
-)
 
-VERIFICATION = KINDS["verification"]
-TOKEN = 2 * 2 * KV_HEADS * DIM * 4  # bytes: layers, keys and values
+VERIFICATION = fakes.KINDS["verification"]
+TOKEN = 2 * 2 * fakes.KV_HEADS * fakes.DIM * 4  # bytes: layers, keys and values
 
 
 def steps_of(kind, reason=None):
@@ -51,7 +36,7 @@ def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kin
     assert step.tree.query_tokens == 1 + kind.drafts
     step.check()
     assert rests == [kind.rest] * 2 * bool(kind.rest)
-    counted = state().counters()
+    counted = fakes.state().counters()
     assert counted.steps == steps_of(kind)
     assert counted.plans == 1
     assert counted.verified_tokens == (sum(kind.query_lens) if kind.drafts else 0)
@@ -65,7 +50,7 @@ def test_decode_rows_go_through_tree_attention_and_the_rest_through_the_host(kin
 def test_padding_tokens_behind_the_batch_stay_as_they_are(kind):
     step = kind.step()
     found = step.run(rows=3)
-    close(found[:-3], reference(step.batch, step.cache))
+    fakes.close(found[:-3], fakes.reference(step.batch, step.cache))
     assert found[-3:].eq(7.0).all()
 
 
@@ -82,13 +67,13 @@ def test_padding_tokens_behind_the_batch_stay_as_they_are(kind):
     ],
 )
 def test_steps_of_another_kind_are_counted(name, query_lens, changes, reason, monkeypatch):
-    kind = replace(KINDS[name], query_lens=query_lens or KINDS[name].query_lens)
+    kind = replace(fakes.KINDS[name], query_lens=query_lens or fakes.KINDS[name].query_lens)
     step, changes = kind.step(), {**kind.changes, **changes}
-    before = state().counters()
+    before = fakes.state().counters()
     monkeypatch.setattr(PlainCpuBuilder, "build", lambda *args, **kwargs: SimpleNamespace())
     metadata = step.builder.build(changes.pop("prefix", 0), step.batch.common(**changes))
     assert step_of(metadata) is None
-    counted = state().counters() - before
+    counted = fakes.state().counters() - before
     ((content, steps),) = counted.steps.items()
     assert (content, steps.steps) == (Content(name, reason), 1)
     assert counted.kv_bytes_read == counted.kv_bytes_query_guided > 0
@@ -101,7 +86,7 @@ def test_sinks_and_soft_caps_are_the_layers_own(kind):
     found = step.check(sinks=sinks, cap=2.0)
     for one in ({"sinks": sinks}, {"cap": 2.0}):
         assert not torch.allclose(
-            found.double(), reference(step.batch, step.cache, **one), atol=1e-2
+            found.double(), fakes.reference(step.batch, step.cache, **one), atol=1e-2
         )
 
 
@@ -110,9 +95,12 @@ def test_a_cache_of_eight_bits(kind, cache):
     """A layer holds one scale for all keys, and one for all values."""
     step = kind.step(kind.layers(arguments={"kv_cache_dtype": cache}), dtype=torch.uint8)
     step.check_quantised(cache)
-    assert (state().counters().total(tree=True).steps, state().counters().steps_host) == (1, {})
+    assert (
+        fakes.state().counters().total(tree=True).steps,
+        fakes.state().counters().steps_host,
+    ) == (1, {})
     attach(step.metadata, None)
-    step.cache = Cache(step.batch.pages, step.batch.block_size)
+    step.cache = fakes.Cache(step.batch.pages, step.batch.block_size)
     step.check_quantised(cache)  # the host's own
 
 
@@ -122,23 +110,23 @@ def test_after_a_failure_the_host_computes_all_of_the_step(
 ):
     """The first layer may have run. A launch that failed would fail again: no later step tries."""
     step = kind.step()
-    expected = reference(step.batch, step.cache)
+    expected = fakes.reference(step.batch, step.cache)
     if failing == "run":
-        close(step.run(0), expected)
+        fakes.close(step.run(0), expected)
         rests.clear()
     monkeypatch.setattr(TreeAttention, failing, raising(RuntimeError("no such instruction")))
-    close(step.run(1), expected)
+    fakes.close(step.run(1), expected)
     assert rests == [len(step.batch.query)]
     (line,) = failures
     assert "no such instruction" in line
     failures.clear()
     reason = {"run": "kernel failed", "plan_batch": "planning failed"}[failing]
-    assert state().counters().steps == steps_of(kind, reason)
-    assert state().counters().verified_tokens == 0
+    assert fakes.state().counters().steps == steps_of(kind, reason)
+    assert fakes.state().counters().verified_tokens == 0
     step.build()
     assert step.tree is None
     step.check()
-    assert state().counters().total(kind.name, tree=False).steps == 2
+    assert fakes.state().counters().total(kind.name, tree=False).steps == 2
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-5])
@@ -180,11 +168,11 @@ def test_another_group_with_the_same_requests(kind, slices, rests, monkeypatch):
     monkeypatch.setattr(PlainCpuBuilder, "update_block_table", update, raising=False)
     config = kind.config()
     groups = [kind.layers(config, prefix=name) for name in ("first", "second")]
-    builders = [layers.builder(make_spec()) for layers in groups]
+    builders = [layers.builder(fakes.make_spec()) for layers in groups]
     batches = [kind.batch(), kind.batch(shared=0, first_page=3)]
     batches[1].query = batches[0].query
-    told(batches[0])
-    cache = Cache(max(batch.pages for batch in batches), 16)
+    fakes.told(batches[0])
+    cache = fakes.Cache(max(batch.pages for batch in batches), 16)
     metadata = builders[0].build(0, batches[0].common(**kind.changes))
     if not slices:
         builders[1].deft_rest = None
@@ -195,13 +183,15 @@ def test_another_group_with_the_same_requests(kind, slices, rests, monkeypatch):
     assert not taken or step_of(updated).group is builders[1].deft_group
     for index in range(2):  # the groups' layers take turns
         for layers, batch, held in zip(groups, batches, (metadata, updated), strict=True):
-            close(run(layers.impls[index], batch, cache, held), reference(batch, cache))
-    assert state().counters().plans == 1  # the first group counts
+            fakes.close(
+                fakes.run(layers.impls[index], batch, cache, held), fakes.reference(batch, cache)
+            )
+    assert fakes.state().counters().plans == 1  # the first group counts
     rest = [kind.rest] * bool(kind.rest)
     assert rests == (rest + (rest if taken else [len(batches[0].query)])) * 2
 
 
-LENS = KINDS["mixed"].lens
+LENS = fakes.KINDS["mixed"].lens
 
 
 def batch_of(queries, words):
@@ -221,7 +211,7 @@ def batch_of(queries, words):
         changes["num_actual_tokens"] = int(said["tokens"])
     if "documents" in said:
         changes["mm_req_doc_ranges"] = {3: literal_eval(said["documents"])}
-    batch = Batch(LENS, shared=2, query_lens=[*map(int, queries.split(","))])
+    batch = fakes.Batch(LENS, shared=2, query_lens=[*map(int, queries.split(","))])
     return batch.common(**changes), int(said.get("most", 1)), "equal_bits" in said
 
 
@@ -260,7 +250,7 @@ def test_the_rest_of_a_batch_gets_a_builder_of_its_own(workspace):
     first = SimpleNamespace(_get_workspace_buffer=lambda: "the workspace")
     rests = RestBuilder(SimpleNamespace(get_builder_cls=lambda: Builder), first, ("a", "b"))
     for prefilling in (None, torch.tensor([False] * 3 + [True] * 2)):
-        batch = Batch(LENS, shared=2, query_lens=[1, 1, 1, 30, 5])
+        batch = fakes.Batch(LENS, shared=2, query_lens=[1, 1, 1, 30, 5])
         common = batch.common(is_prefilling=prefilling)
         rest = rests.build(content_of(common, 1), common, fast_build=True)
         assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (2, 35, 30)
@@ -279,7 +269,7 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     monkeypatch.setattr(server, "untold", lambda config: None)
     step = VERIFICATION.step()
     step.check()
-    assert replace(state().counters(), compile_seconds=0.0) == Counters()
+    assert replace(fakes.state().counters(), compile_seconds=0.0) == Counters()
     observe = server._current.observe
     assert observe in observe_steps._observers
     assert server._current.prefixes.observe in observe_steps._observers
@@ -288,25 +278,25 @@ def test_a_server_counts_from_its_first_request(monkeypatch):
     for _ in range(2):
         step.build()
         step.check()
-    found = state().counters()
+    found = fakes.state().counters()
     assert (found.steps_tree, found.plans, found.verified_tokens) == (2, 2, 26)
     assert (
         found.kv_bytes_query_guided
-        == 2 * VERIFICATION.tokens * state().token_bytes * state().num_layers
+        == 2 * VERIFICATION.tokens * fakes.state().token_bytes * fakes.state().num_layers
     )
 
 
 def test_the_same_metadata_serves_another_batch_of_a_graph():
     """A replay fills the host's tensors anew: other lengths, fewer requests, fewer tokens."""
     step = replace(VERIFICATION, query_lens=[5] * 5).step()
-    counted, batch = state().counters().verified_tokens, step.batch
+    counted, batch = fakes.state().counters().verified_tokens, step.batch
     step.metadata = step.builder.build_for_cudagraph_capture(batch.common())
-    other = Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
+    other = fakes.Batch([35, 38, 41], shared=2, padding=2, query_lens=[5, 5, 5, 0, 0])
     batch.table[:, : other.table.shape[1]] = other.table
     batch.lens.copy_(other.lens)
     batch.starts.copy_(other.starts)
-    close(step.run()[:15], reference(batch, step.cache)[:15])
-    assert state().counters().verified_tokens == counted == 25  # a capture is no step
+    fakes.close(step.run()[:15], fakes.reference(batch, step.cache)[:15])
+    assert fakes.state().counters().verified_tokens == counted == 25  # a capture is no step
 
 
 @pytest.mark.parametrize("prefilling", [None, torch.tensor([False, False, True, False, False])])
@@ -316,7 +306,7 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
     step = replace(VERIFICATION, query_lens=[5, 1, 5, 1, 5]).step(shared=0, changes=changes)
     assert step.tree is None
     step.check()
-    counters = state().counters()
+    counters = fakes.state().counters()
     assert counters.verified_tokens == counters.steps_tree == 0
     assert counters.total("verification").steps == 1
     one_each = replace(VERIFICATION, query_lens=[1] * 5).batch().common(**changes)
@@ -327,22 +317,22 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
 
 def test_the_draft_models_layers_are_the_hosts(caplog):
     layers = VERIFICATION.layers()
-    draft = Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
+    draft = fakes.Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
     with caplog.at_level(logging.INFO, "deft_backend"):
-        builder = draft.builder(make_spec())
+        builder = draft.builder(fakes.make_spec())
     assert builder.deft_group is None
     assert "the draft model gets no tree attention" in caplog.text
-    batch = Batch(VERIFICATION.lens, shared=2)
+    batch = fakes.Batch(VERIFICATION.lens, shared=2)
     assert step_of(builder.build(0, batch.common())) is None
-    target = layers.builder(make_spec())
+    target = layers.builder(fakes.make_spec())
     metadata = target.build(0, batch.common())
-    assert state().num_layers == layers.count
+    assert fakes.state().num_layers == layers.count
     # A draft's first pass may get the metadata of the target's step.
-    cache = Cache(batch.pages, 16)
-    close(run(draft.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().counters().plans == 0
-    close(run(layers.impls[0], batch, cache, metadata), reference(batch, cache))
-    assert state().counters().plans == state().counters().steps_tree == 1
+    cache = fakes.Cache(batch.pages, 16)
+    fakes.close(fakes.run(draft.impls[0], batch, cache, metadata), fakes.reference(batch, cache))
+    assert fakes.state().counters().plans == 0
+    fakes.close(fakes.run(layers.impls[0], batch, cache, metadata), fakes.reference(batch, cache))
+    assert fakes.state().counters().plans == fakes.state().counters().steps_tree == 1
 
 
 def test_a_layer_that_the_host_marks_is_the_draft_models():
@@ -351,13 +341,13 @@ def test_a_layer_that_the_host_marks_is_the_draft_models():
     Their builder may get a copy of the server's configuration; it must not replace the server.
     """
     layers = VERIFICATION.layers()
-    group = layers.builder(make_spec()).deft_group
-    draft = Layers(layers.backend, layers.config, count=1, prefix="draft.layers")
+    group = layers.builder(fakes.make_spec()).deft_group
+    draft = fakes.Layers(layers.backend, layers.config, count=1, prefix="draft.layers")
     layers.config.compilation_config.static_forward_context["draft.layers.0"].is_draft_layer = True
     draft.config = copy.copy(layers.config)
-    assert draft.builder(make_spec()).deft_group is None
-    assert layers.builder(make_spec()).deft_group is group
-    assert state().num_layers == layers.count
+    assert draft.builder(fakes.make_spec()).deft_group is None
+    assert layers.builder(fakes.make_spec()).deft_group is group
+    assert fakes.state().num_layers == layers.count
 
 
 @pytest.mark.parametrize(
@@ -375,9 +365,9 @@ def test_a_layer_that_the_host_marks_is_the_draft_models():
 )
 def test_draft_layers_are_known_by_their_names(name, expected):
     """The target has two layers."""
-    assert drafts(name, make_config(speculative_config=speculating(2))) is expected
-    assert not drafts(name, make_config())
-    unknown = make_config(speculative_config=speculating(2))
+    assert drafts(name, fakes.make_config(speculative_config=fakes.speculating(2))) is expected
+    assert not drafts(name, fakes.make_config())
+    unknown = fakes.make_config(speculative_config=fakes.speculating(2))
     unknown.model_config.hf_text_config = SimpleNamespace()  # not how many layers the target has
     assert drafts(name, unknown) is (expected and not name.startswith("model.layers"))
 
@@ -391,16 +381,16 @@ def mode(monkeypatch):
 
 
 def step_of_requests(lens, query_lens, prefilling, shared=2, **changes):
-    kind = replace(KINDS["picked"], lens=lens, query_lens=query_lens, prefilling=prefilling)
+    kind = replace(fakes.KINDS["picked"], lens=lens, query_lens=query_lens, prefilling=prefilling)
     return kind.step(shared=shared, changes=changes)
 
 
 def alone(step, row, query):
     """The output of one request of a step in a step of its own, which decodes one token."""
-    batch = Batch([int(step.batch.lens[row])], shared=0)
+    batch = fakes.Batch([int(step.batch.lens[row])], shared=0)
     batch.table, batch.query = step.batch.table[row : row + 1], query
     metadata = step.builder.build(0, batch.common())
-    return run(step.layers.impls[0], batch, step.cache, metadata)
+    return fakes.run(step.layers.impls[0], batch, step.cache, metadata)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -419,7 +409,7 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
     others = len(found) - (len(decodes) if in_front else 0)
     assert hosts == ([others] if len(decodes) < len(kinds) else [])
     own = torch.full(found.shape, 7.0)
-    kv = torch.full((2, len(found), KV_HEADS, DIM), float("nan"))
+    kv = torch.full((2, len(found), fakes.KV_HEADS, fakes.DIM), float("nan"))
     host = PlainCpuBackend.get_builder_cls().build(step.builder, 0, step.batch.common())
     PlainCpuImplementation.forward(
         step.layers.impls[0], None, step.batch.query, *kv, step.cache.tensor, host, own
@@ -429,7 +419,7 @@ def test_bits_of_a_request_are_those_of_the_request_alone(seed, rests):
         expected = own[rows] if kind != "decode" else alone(step, row, step.batch.query[rows])
         assert torch.equal(found[rows], expected)
     torch.testing.assert_close(
-        found.double(), reference(step.batch, step.cache), rtol=2e-5, atol=2e-5
+        found.double(), fakes.reference(step.batch, step.cache), rtol=2e-5, atol=2e-5
     )
 
 

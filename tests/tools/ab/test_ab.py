@@ -31,7 +31,6 @@ from deft_backend.tools.ab.result import AbResult, ComparedWorkload, Measured, S
 from deft_backend.tools.harness import open_loop
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.harness.client import Offers, ServerClient
-from deft_backend.tools.harness.open_loop import Goodput
 from deft_backend.tools.harness.server_counters import ServerCounters, counters_of_page
 from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
 from deft_backend.tools.servers.command import ServerCommand, StartError
@@ -419,7 +418,7 @@ def drawn_results():
 
     host_steps = {Content("decode", "off"): Steps(3), Content("mixed", None): Steps(1)}
     counted = Counters(host_steps, 1, 0, 4_000)
-    rates = Goodput(4.0, True, 50.0, ()), Goodput(6.0, False, 50.0, ())
+    rates = open_loop.Goodput(4.0, True, 50.0, ()), open_loop.Goodput(6.0, False, 50.0, ())
     runs = late(side(0.02, lost=1), 0.049), late(side(0.01, lost=7), 0.0501)
     fast = result(runs, (side(0.01), side(0.0099)), interrupted=True, exact=True)
     first, second = fast.workloads

@@ -10,16 +10,6 @@ import aiohttp
 import pytest
 
 from deft_backend.tools.harness import answers
-from deft_backend.tools.harness.answers import (
-    Answer,
-    NotAnswered,
-    StreamReader,
-    _broken,
-    _refused,
-    first_difference,
-    reason,
-    whole_answer,
-)
 from deft_backend.tools.harness.workload import Request, Workload, WorkloadError, poisson
 from drawings import check_drawn
 
@@ -35,7 +25,7 @@ from drawings import check_drawn
     ],
 )
 def test_statuses(status, said, name):
-    found = _refused(status, said)
+    found = answers._refused(status, said)
     assert (found.status, str(found)) == (name, f"{status}: {said}")
 
 
@@ -53,25 +43,29 @@ def test_statuses(status, said, name):
     ],
 )
 def test_errors(error, name, said):
-    found = _broken(error)
-    assert isinstance(found, NotAnswered)
+    found = answers._broken(error)
+    assert isinstance(found, answers.NotAnswered)
     assert (found.status, str(found)) == (name, said)
 
 
 def test_other_errors_are_ours():
     ours = MemoryError()
-    assert _broken(ours) is ours
+    assert answers._broken(ours) is ours
     wrapped = OSError(0, "zero")
-    assert reason(wrapped) == str(wrapped)
+    assert answers.reason(wrapped) == str(wrapped)
 
 
 def test_the_figures_of_an_answer():
-    answer = Answer(ids=[1, 2, 3], tokens=["a", "b"], arrivals=[0.5, 1.0, 2.5])
+    answer = answers.Answer(ids=[1, 2, 3], tokens=["a", "b"], arrivals=[0.5, 1.0, 2.5])
     assert (len(answer), answer.ttft, answer.tpot) == (3, 0.5, 1.0)
-    assert Answer(tokens=["a"], arrivals=[0.5]).tpot is None
+    assert answers.Answer(tokens=["a"], arrivals=[0.5]).tpot is None
     answer.logprobs, answer.top = [-0.25, -1.0], [{"a": -0.25, "b": -1.5, "c": -9.0}, {"b": -1.0}]
     assert [answer.margin(at) for at in range(3)] == [1.25, 0.0, 0.0]
-    assert [first_difference("abc", other) for other in ("abd", "ab", "xbc")] == [2, None, 0]
+    assert [answers.first_difference("abc", other) for other in ("abd", "ab", "xbc")] == [
+        2,
+        None,
+        0,
+    ]
 
 
 def test_streams_are_read_as_drawn(monkeypatch):
@@ -82,12 +76,12 @@ def test_streams_are_read_as_drawn(monkeypatch):
     for line in path.read_text().splitlines()[::2]:
         clock, told = count(10.0).__next__, []
         monkeypatch.setattr(answers.time, "perf_counter", clock)
-        reader = StreamReader(told.append, Answer())
+        reader = answers.StreamReader(told.append, answers.Answer())
         try:
             for content in json.loads(line):
                 reader.take(content)
             found = (*reader.end(4), told, reader.ended)
-        except NotAnswered as error:
+        except answers.NotAnswered as error:
             found = f"{error.status}: {error}"
         every += [line, str(found)]
     check_drawn("\n".join(every) + "\n", path)
@@ -95,9 +89,11 @@ def test_streams_are_read_as_drawn(monkeypatch):
 
 def test_an_answer_at_once():
     likely = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
-    found = whole_answer({"text": "a", "token_ids": [1], "logprobs": likely})
-    assert found == Answer(ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}])
-    assert whole_answer({}) == Answer()
+    found = answers.whole_answer({"text": "a", "token_ids": [1], "logprobs": likely})
+    assert found == answers.Answer(
+        ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}]
+    )
+    assert answers.whole_answer({}) == answers.Answer()
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])

@@ -15,7 +15,6 @@ from deft_backend.tools.servers import command as command_module
 from deft_backend.tools.servers import process as process_module
 from deft_backend.tools.servers import sessions
 from deft_backend.tools.servers.command import ServerCommand, StartError, free_port, server_command
-from deft_backend.tools.servers.process import ServerProcess
 from drawings import check_drawn
 
 SERVER = """
@@ -66,7 +65,7 @@ def test_a_free_port_is_none_that_listens_or_that_a_connection_may_get(monkeypat
 def test_the_whole_tree_ends_with_the_block(path, tmp_path):
     waited = []
     log = tmp_path / "log"
-    with ServerProcess(command(SERVER, path), log, progress=waited.append) as server:
+    with process_module.ServerProcess(command(SERVER, path), log, progress=waited.append) as server:
         leader = server.pid
         child = int(log.read_text().split()[1])
         os.kill(child, 0)
@@ -136,7 +135,7 @@ def test_what_ends_its_starter_ends_it(number, times, code, tmp_path):
 @pytest.mark.timeout(60)
 def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
     """An interrupted `Popen.poll` may leave its lock taken for good."""
-    with ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
+    with process_module.ServerProcess(command(SERVER, "/health"), tmp_path / "log") as server:
         child = int((tmp_path / "log").read_text().split()[1])
         process = server._process
         process._waitpid_lock.acquire()
@@ -150,7 +149,7 @@ def test_an_interrupt_at_the_wrong_moment_does_not_hang(tmp_path):
 def test_a_server_that_does_not_end_by_itself_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(sessions, "PATIENCE", 0.5)
     deaf = SERVER.replace('lambda *_: sys.exit(print("asked", flush=True))', "signal.SIG_IGN")
-    with ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
+    with process_module.ServerProcess(command(deaf, "/health"), tmp_path / "log") as server:
         leader = server.pid
     assert gone(leader)
     sessions.end_session(leader)  # finds nobody
@@ -169,7 +168,7 @@ def test_a_signal_while_it_starts_ends_it(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            ServerProcess(command(SERVER, "/health"), tmp_path / "log").__enter__()
+            process_module.ServerProcess(command(SERVER, "/health"), tmp_path / "log").__enter__()
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(started) == 2
@@ -181,7 +180,7 @@ def test_early_death_shows_the_end_of_the_log(tmp_path):
 [print("line", n) for n in range(40)]; raise SystemExit(3)"""
     log = tmp_path / "folder" / "log"
     with pytest.raises(StartError) as error:
-        ServerProcess(command(script), log).__enter__()
+        process_module.ServerProcess(command(script), log).__enter__()
     said = str(error.value)
     assert "exit code 3" in said
     assert str(log) in said

@@ -23,7 +23,6 @@ from deft_backend.forest import build_forest
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import launch_clock
 from deft_backend.tools.tuning import measure as measure_module
-from deft_backend.tools.tuning.measure import Trials, search
 from drawings import check_drawn
 
 
@@ -36,7 +35,7 @@ def _trials(page_size, clock, descriptions, kv_dtype=torch.float16):
     shape = AttentionShape(
         4, 2, 64, torch.float16, kv_dtype, device=torch.device("cpu"), page_size=page_size
     )
-    return Trials(shape, clock, descriptions)
+    return measure_module.Trials(shape, clock, descriptions)
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, "float16"), (16, "float8_e4m3fn")])
@@ -55,7 +54,7 @@ def test_a_rehearsal_of_the_whole_measurement(page_size, dtype, tmp_path):
     trials = _trials(page_size, clock, ["1 9", "1,3 8,2"], getattr(torch, dtype))
     assert {cache.dtype for cache in trials.kv} == {getattr(torch, dtype)}
     assert sum(cache.nbytes for cache in trials.kv) == 4 << 20  # a quarter of what is free
-    tuned = search(trials, before, 1234.0)
+    tuned = measure_module.search(trials, before, 1234.0)
     assert launches == tuned.plans >= 2  # equal plans share a measurement
     np.testing.assert_array_equal(tuned.model.time_ms, before.time_ms)  # FlashForge's
     assert tuned.model.fasttree == before.fasttree
@@ -146,13 +145,13 @@ def _with_item(nanoseconds):
 
 def test_the_search_never_takes_slower_plans():
     before = _with_item(2000.0)
-    found = search(MadeUpTrials(2000.0), before, 321.0)
+    found = measure_module.search(MadeUpTrials(2000.0), before, 321.0)
     assert (found.model, found.ratio) == (before, 1.0)
 
 
 def test_the_search_finds_better_costs():
     trials = MadeUpTrials(700.0)
-    found = search(trials, _with_item(2000.0), 321.0)
+    found = measure_module.search(trials, _with_item(2000.0), 321.0)
     item = found.model.tiles.item_ns[1]
     assert item == pytest.approx(700.0, rel=0.02)
     assert found.model.tiles.item_ns[0] == 5300.0
