@@ -158,7 +158,6 @@ class DeviceCounters:
     def __init__(self) -> None:
         self._array = self._start = np.zeros(len(DeviceCounts._fields), np.int64)
         self._held: npt.NDArray[np.int64] | None = None
-        self._attached = False
 
     def attach(self, array: npt.NDArray[np.int64]) -> None:
         """Count what is added to `array` [4] int64 from now on; raises ValueError."""
@@ -167,9 +166,6 @@ class DeviceCounters:
                 f"device counters of shape {array.shape} and type {array.dtype}; expected (4,) "
                 "int64: steps, tokens attended, tokens loaded, nanoseconds"
             )
-        if self._attached:
-            raise ValueError("device counters are attached already; expected one source a server")
-        self._attached = True
         self.hold()  # so that no reading sees the new array with the old start
         self._array = array
         self.go_on()

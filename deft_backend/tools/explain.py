@@ -84,8 +84,6 @@ def explain(
     - `target`: Shape of the attention, and the tiles that items run in.
     - `num_layers`: layers of the model; bytes are sums over them.
 
-    Raises ValueError if `num_layers` is not positive.
-
     >>> from deft_backend.forest import build_forest
     >>> from deft_backend.policies import Target, get_policy
     >>> forest = build_forest([0, 1], [100], [110, 120])
@@ -94,8 +92,6 @@ def explain(
     >>> e.kv_bytes, e.kv_bytes_flash_decoding
     (66560, 117760)
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers}; expected at least 1")
     plan = plan_grouping(grouping, forest, target)
     tokens = grouping.num_tokens()
     token = kv_bytes(1, target) * num_layers

@@ -67,8 +67,6 @@ def counts_by_hand(grouping, target):
 def test_figures_are_those_of_the_groups_and_of_the_plan(name, batch, target, dtype_bytes):
     forest, target = batch.forest(), replace(target, dtype_bytes=dtype_bytes)
     grouping = get_policy(name).group(forest, target)
-    with pytest.raises(ValueError, match="num_layers is 0; expected at least 1"):
-        explain(forest, grouping, target, num_layers=0)
     explanation = explain(forest, grouping, target, num_layers=3)
     counts = counts_by_hand(grouping, target)
     head = target.head_dim * target.dtype_bytes * 3
