@@ -28,14 +28,13 @@ three times bfloat16's 0.26, none of a soak's 26,281 tokens was wrong
 @dataclass
 class Answer:
     request: str = ""  # name of the request
-    # Token ids, and their texts. Servers without a tokenizer give no texts.
     ids: list[int] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
-    text: str = ""  # the whole text
+    text: str = ""  # servers without a tokenizer give none
     # Seconds from sending the request to each token; empty unless the answer was streamed.
     arrivals: list[float] = field(default_factory=list)
     sent: float = 0.0  # time of sending, on :func:`time.perf_counter`'s clock
-    # Log-probability of each token, if the client asked for it.
+    # Text and log-probability of each token, if the client asked for it.
+    tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     # For each token, the log-probabilities of the likeliest ones, by id or by text.
     top: list[Mapping[Any, float]] = field(default_factory=list)
@@ -45,14 +44,15 @@ class Answer:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def add(self, choice: Mapping[str, Any]) -> list[str]:
-        """Add a choice of a response, whole or a piece of it; the texts of its tokens, if told."""
-        likely = choice.get("logprobs") or {}
-        self.ids.extend(choice.get("token_ids") or [])
+    def add(self, choice: Mapping[str, Any]) -> int:
+        """Add a choice of a response, whole or a piece of it, and return how many tokens it has."""
+        ids, likely = choice.get("token_ids") or [], choice.get("logprobs") or {}
+        self.ids.extend(ids)
         self.text += choice.get("text") or ""
+        self.tokens.extend(likely.get("tokens") or [])
         self.logprobs.extend(likely.get("token_logprobs") or [])
         self.top.extend(likely.get("top_logprobs") or [])
-        return likely.get("tokens") or []
+        return len(ids)
 
     @property
     def ttft(self) -> float:
@@ -155,12 +155,7 @@ class StreamReader:
         answer.cached = _whole(details.get("cached_tokens"), answer.cached)
         for choice in content.get("choices") or []:
             self.ended |= choice.get("finish_reason") is not None
-            texts = answer.add(choice)
-            fresh = len(texts) or len(choice.get("token_ids") or [])
-            if fresh:
-                # Without log-probabilities, a piece may hold several tokens and only their text.
-                text = choice.get("text") or ""
-                answer.tokens.extend(texts or [text, *[""] * (fresh - 1)])
+            if fresh := answer.add(choice):
                 answer.arrivals.extend([now] * fresh)
                 self._on_tokens(fresh)
 
@@ -176,9 +171,3 @@ class StreamReader:
 
 def _whole(value: Any, before: int | None) -> int | None:
     return before if value is None else int(value)
-
-
-def whole_answer(choice: Mapping[str, Any]) -> Answer:
-    answer = Answer()
-    answer.tokens.extend(answer.add(choice))
-    return answer

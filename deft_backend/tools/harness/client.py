@@ -19,7 +19,6 @@ from deft_backend.tools.harness.answers import (
     StreamReader,
     reason,
     sent,
-    whole_answer,
 )
 
 if TYPE_CHECKING:
@@ -169,7 +168,9 @@ class ServerClient:
             body |= {"logprobs": likeliest, "return_tokens_as_token_ids": True}
         content = await self.post("/v1/completions", body)
         choices = sorted(content["choices"], key=lambda choice: int(choice["index"]))
-        answers = [whole_answer(choice) for choice in choices]
+        answers = [Answer() for _ in choices]
+        for answer, choice in zip(answers, choices, strict=True):
+            answer.add(choice)
         found = sorted({len(answer.ids) for answer in answers})
         if len(answers) != len(prompts) or found != [tokens]:
             raise NotAnswered(

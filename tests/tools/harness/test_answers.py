@@ -89,11 +89,12 @@ def test_streams_are_read_as_drawn(monkeypatch):
 
 def test_an_answer_at_once():
     likely = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
-    found = answers.whole_answer({"text": "a", "token_ids": [1], "logprobs": likely})
+    found = answers.Answer()
+    assert found.add({"text": "a", "token_ids": [1], "logprobs": likely}) == 1
     assert found == answers.Answer(
         ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}]
     )
-    assert answers.whole_answer({}) == answers.Answer()
+    assert found.add({}) == 0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
