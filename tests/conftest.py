@@ -5,6 +5,7 @@ edges are pinned by `@example`. `make draws` draws new ones, and prints how to d
 """
 
 import os
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
@@ -18,8 +19,15 @@ settings.register_profile("random", deadline=None, print_blob=True, database=Non
 settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
 settings.load_profile("random" if os.environ.get("DEFT_RANDOM_TESTS") == "1" else "repeatable")
 
-triton_kernel.check_overflow = True
+unchecked_integers = triton_kernel.unchecked_integers
+triton_kernel.unchecked_integers = nullcontext
 quick_interpreter.install()
+
+
+@pytest.fixture(name="unchecked_integers")
+def _unchecked_integers():
+    """What launches outside of tests run in."""
+    return unchecked_integers
 
 
 @pytest.fixture(autouse=True)

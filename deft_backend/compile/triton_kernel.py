@@ -29,11 +29,6 @@ def named(structure: Any, value: Any) -> Any:
     return structure(*(named(hints[name], field) for name, field in zip(hints, value, strict=True)))
 
 
-check_overflow = False
-"""Whether the interpreter checks integers for overflow. The check slows down every operation, so
-only tests switch it on."""
-
-
 Runner = Callable[..., None]
 """Launches a compiled kernel for its grid: ``runner(*arguments, *constants, stream=stream)``.
 
@@ -165,7 +160,7 @@ class Kernel:
             return
         if interpreted:
             kernel = getattr(interpreted_copy(self._module), self._name)
-            with _overflow_checks(check_overflow):
+            with unchecked_integers():
                 kernel[grid](*self.named(arguments), **constants)
             return
         known = self._variants.get(variant) if aligned else None
@@ -188,14 +183,11 @@ class Kernel:
 
 
 @contextmanager
-def _overflow_checks(on: bool) -> Iterator[None]:
-    """Switch the interpreter's overflow checks, if this version of Triton has them."""
-    builder: Any = getattr(interpreter, "interpreter_builder", None)
-    options: Any = getattr(builder, "options", None)
-    if not hasattr(options, "sanitize_overflow"):
-        yield
-        return
-    builder.options = replace(options, sanitize_overflow=on)
+def unchecked_integers() -> Iterator[None]:
+    """Without the interpreter's checks for overflow, which slow down every operation."""
+    builder: Any = interpreter.interpreter_builder
+    options = builder.options
+    builder.options = replace(options, sanitize_overflow=False)
     try:
         yield
     finally:

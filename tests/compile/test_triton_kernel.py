@@ -1,5 +1,6 @@
 """Launches of a kernel that Triton has compiled, and the clock of compilations."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -8,9 +9,9 @@ import torch
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import CompiledKernel, LazyDict
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 
-from deft_backend.compile import clock, triton_kernel, variants
+from deft_backend.compile import clock, variants
 from deft_backend.compile.triton_kernel import Kernel, _Compiled, addresses_of, named
 
 
@@ -136,13 +137,10 @@ def test_only_the_outermost_compilation_of_a_thread_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_overflow_checks_are_switched_for_a_launch(before, monkeypatch):
-    builder = triton_kernel.interpreter.interpreter_builder
-    options = triton_kernel.replace(builder.options, sanitize_overflow=before)
+def test_a_launch_checks_no_integers(before, unchecked_integers, monkeypatch):
+    builder = interpreter.interpreter_builder
+    options = replace(builder.options, sanitize_overflow=before)
     monkeypatch.setattr(builder, "options", options)
-    with triton_kernel._overflow_checks(not before):
-        assert builder.options.sanitize_overflow is not before
+    with unchecked_integers():
+        assert not builder.options.sanitize_overflow
     assert builder.options is options
-    monkeypatch.delattr(triton_kernel.interpreter, "interpreter_builder")  # another Triton has none
-    with triton_kernel._overflow_checks(not before):
-        assert builder.options is options
