@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from deft_backend.tools.tuning.launch_clock import copy_ms, median_ms, read_gb_s
+from deft_backend.tools.tuning.measure import copy_ms, median_ms, read_gb_s
 
 _COPIED_BYTES = 4 << 30
 _PRODUCT = 8192

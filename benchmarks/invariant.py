@@ -34,7 +34,7 @@ from deft_backend import TreeAttention, forest_from_page_tables
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.cli.errors import fail
 from deft_backend.files.provenance import provenance
-from deft_backend.tools.tuning.launch_clock import captured
+from deft_backend.tools.tuning.measure import captured
 
 REQUESTS, SIZES = 54, (8, 64, 256)
 """Requests of the pool, and of the CUDA graphs."""

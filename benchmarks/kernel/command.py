@@ -27,7 +27,6 @@ from deft_backend.forest import ForestError
 from deft_backend.kernels import HEAD_DIMS, Gpu
 from deft_backend.policies import PolicyError
 from deft_backend.tools.traces.arrivals import TraceError
-from deft_backend.tools.tuning.launch_clock import LAUNCH_MS
 
 ERRORS = (WorkloadChoiceError, TraceError, ForestError, PolicyError, RowsError)
 
@@ -166,7 +165,7 @@ def make_setup(spec: Spec, device: torch.device, *, quick: bool) -> Setup:
         Ours(OURS, spec.policy, spec.planner, spec.kernels_of or None),
         [method for method in peers if reasons[method.name] is None],
         device,
-        15 if quick else LAUNCH_MS,
+        15 if quick else 40,
         measure_ceilings(DTYPES[spec.dtype]) if device.type == "cuda" else None,
         {name: reason for name, reason in reasons.items() if reason is not None},
     )

@@ -18,7 +18,7 @@ from benchmarks.kernel.methods.ours import Ours
 from benchmarks.kernel.sets import Spec
 from benchmarks.kernel.tree_workloads import Case
 from deft_backend.attention.reference_attention import relative_error
-from deft_backend.tools.tuning.launch_clock import captured, launch_us
+from deft_backend.tools.tuning.measure import captured, launch_us
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Relative error above which a result is wrong: several times the error of rounding."""

@@ -13,7 +13,7 @@ from benchmarks.latent.latent_case import SCALE, LatentCase, LatentInputs, hosts
 from deft_backend.attention import LatentAttention
 from deft_backend.attention.reference_attention import relative_error
 from deft_backend.shapes import gains_nothing
-from deft_backend.tools.tuning.launch_clock import captured, launch_us
+from deft_backend.tools.tuning.measure import captured, launch_us
 
 TREES = (
     (64, 16384, 256),

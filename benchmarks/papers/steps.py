@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from deft_backend.tools.tuning.launch_clock import captured, launch_us
+from deft_backend.tools.tuning.measure import captured, launch_us
 
 
 class Shape(NamedTuple):

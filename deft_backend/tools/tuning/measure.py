@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 
 from deft_backend.attention import TreeAttention
 from deft_backend.costs import CostModel
@@ -20,7 +21,6 @@ from deft_backend.planner import Plan
 from deft_backend.planner.reference import plan_forest
 from deft_backend.shapes import AttentionShape
 from deft_backend.tools.traces.tree_forests import forest_from_levels
-from deft_backend.tools.tuning.launch_clock import captured, launch_us, read_gb_s
 
 Launch = Callable[[], torch.Tensor]
 Clock = Callable[[Launch], float]  # microseconds that a launch takes
@@ -28,7 +28,10 @@ Clock = Callable[[Launch], float]  # microseconds that a launch takes
 _MOST_CACHE_BYTES = 4 << 30
 _CACHE_SHARE_OF_FREE = 4
 
-_LAUNCH_MS = 20
+_LAUNCH_MS = 20  # for which a launch is repeated
+_WARMUP_MS = 10
+
+_READ_BYTES = 4 << 30
 
 UNSHARED = ("1 1024", "1 8192", "4 32768", "8 8192", "32 2048", "64 2048", "128 512", "256 1024")
 """Batches that share nothing: requests, then tokens of each."""
@@ -60,6 +63,40 @@ class Tuned(NamedTuple):
     ratio: float  # Geometric mean of the times over those of the costs before; at most 1
     plans: int  # Different plans that were measured
     batches: int  # Batches that each table was compared on
+
+
+def captured(launch: Launch) -> tuple[Callable[[], None], torch.Tensor]:
+    """A CUDA graph of a launch, as in a server, and the tensor that its replays write."""
+    launch()  # compile the kernels, allocate memory
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch()
+    return graph.replay, out
+
+
+def median_ms(work: Callable[[], object], warmup: int = 25, rep: int = 100) -> float:
+    """Median GPU milliseconds; the L2 cache is flushed before each repetition."""
+    time: float = triton.testing.do_bench(work, warmup=warmup, rep=rep, return_mode="median")
+    return time
+
+
+def launch_us(launch: Callable[[], object], rep_ms: int) -> float:
+    return 1e3 * median_ms(launch, _WARMUP_MS, rep_ms)
+
+
+def read_gb_s() -> float:
+    """Bytes that a large reduction or a copy reads, in 1e9 per second."""
+    large = torch.zeros(_READ_BYTES // 4, dtype=torch.float32, device="cuda")
+    # Of two reductions, the faster one is closer to the memory's bandwidth.
+    read_ms = min(median_ms(lambda: large.sum()), median_ms(lambda: large.amax()), copy_ms(large))
+    return _READ_BYTES / read_ms / 1e6
+
+
+def copy_ms(large: torch.Tensor) -> float:
+    """Milliseconds of a copy from one half of a tensor into the other."""
+    half = len(large) // 2
+    return median_ms(lambda: large[:half].copy_(large[half:]))
 
 
 def gpu_clock(launch: Launch) -> float:

@@ -21,7 +21,6 @@ from deft_backend.costs.table_lookup import save_table, table_in_use, table_key
 from deft_backend.costs.tables import GpuFacts, read_key
 from deft_backend.forest import build_forest
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
-from deft_backend.tools.tuning import launch_clock
 from deft_backend.tools.tuning import measure as measure_module
 from drawings import check_drawn
 
@@ -107,21 +106,19 @@ def test_times_are_medians_with_a_cold_cache(monkeypatch):
         graphs.append(made)
         yield
 
-    monkeypatch.setattr(launch_clock.triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(measure_module.triton.testing, "do_bench", do_bench)
     monkeypatch.setattr(torch, "zeros", lambda size, **given: given and zeros(size >> 28) + 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: graphs.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    assert launch_clock.read_gb_s() == pytest.approx((4 << 30) / 1.25 / 1e6)
+    assert measure_module.read_gb_s() == pytest.approx((4 << 30) / 1.25 / 1e6)
     assert [found.tolist() for found, _ in benched] == [4.0, 1.0, [1.0, 1.0]]
     given = {"warmup": 25, "rep": 100, "return_mode": "median"}
     assert [each for _, each in benched] == [given] * 3
     launches = []
-    monkeypatch.setattr(measure_module, "launch_us", lambda replay, ms: (replay(), ms))
-    assert measure_module.gpu_clock(lambda: launches.append(1)) == ("replayed", 20)
+    assert measure_module.gpu_clock(lambda: launches.append(1)) == 250.0
     assert (len(launches), graphs[0], type(graphs[1])) == (2, "synchronized", Graph)
-    assert launch_clock.launch_us(lambda: "launched", 40) == 250.0
-    assert benched[3] == ("launched", {"warmup": 10, "rep": 40, "return_mode": "median"})
+    assert benched[3] == ("replayed", {"warmup": 10, "rep": 20, "return_mode": "median"})
 
 
 class MadeUpTrials:
