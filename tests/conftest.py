@@ -12,6 +12,7 @@ from hypothesis import settings
 
 import quick_interpreter
 from deft_backend.compile import triton_kernel, variants
+from deft_backend.costs import table_lookup
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -31,7 +32,8 @@ def _unchecked_integers():
 
 
 @pytest.fixture(autouse=True)
-def _nothing_records():
-    """A recorder that a test leaves behind would swallow every launch of later tests."""
+def _new_process():
+    """Warnings come again. A recorder that stays would swallow every launch of later tests."""
+    table_lookup._warn_once.cache_clear()
     yield
     assert variants.recorder is None

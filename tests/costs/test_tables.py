@@ -21,11 +21,6 @@ from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from failure_lines import raising
 
 
-@pytest.fixture(autouse=True)
-def _forgotten_warnings():
-    table_lookup._warn_once.cache_clear()
-
-
 def test_a_tuned_table_is_found_again(tmp_path):
     model = replace(default_cost_model(), source="tuned here")
     table_lookup.save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)

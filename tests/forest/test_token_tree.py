@@ -6,15 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deft_backend.forest.token_tree import ancestors_of_links, words_of
-
-
-def links_of(parents):
-    """First children and next siblings; token 0 is the root, and parents come before children."""
-    child, sibling = [-1] * len(parents), [-1] * len(parents)
-    for token in range(len(parents) - 1, 0, -1):
-        sibling[token] = child[parents[token]]
-        child[parents[token]] = token
-    return child, sibling
+from forest_oracle import links_of
 
 
 def attended(bits):
@@ -42,10 +34,7 @@ def trees(draw):
 @example([[-1, *range(129)], [-1, *(token // 2 for token in range(129))]])  # three words
 @settings(max_examples=40, deadline=None)
 def test_every_token_attends_to_its_ancestors_and_itself(forest):
-    links = [links_of(parents) for parents in forest]
-    found = ancestors_of_links(
-        torch.tensor([child for child, _ in links]), torch.tensor([sibling for _, sibling in links])
-    )
+    found = ancestors_of_links(*links_of(forest))
     assert found.shape == (len(forest), len(forest[0]), words_of(len(forest[0])))
     for parents, bits in zip(forest, found, strict=True):
         expected = []

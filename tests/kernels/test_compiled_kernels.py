@@ -47,15 +47,6 @@ class Resources(NamedTuple):
         return min(by_registers, gpu.shared_per_sm // (self.shared + RESERVED))
 
 
-def _usage(binary):
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
-
-
 def check_order(variant, gpu, ptx):
     """A kernel that may start early waits for the one before; all but the last let the next start.
 
@@ -77,7 +68,12 @@ def resources(variant, gpu):
     with compiling_for(gpu.arch):
         (kernel,) = compile_all([variant]).kernels
     check_order(variant, gpu, kernel.asm["ptx"])
-    found = _usage(kernel.asm["cubin"])
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
     registers = -(-found["REG"] // 8) * 8
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
     return Resources(registers, shared, found["STACK"], warps)

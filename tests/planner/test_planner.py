@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deft_backend import policies
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.forest import build_forest
 from deft_backend.planner import (
@@ -21,24 +22,17 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.on_device import DevicePlanner
-from deft_backend.policies import (
-    POLICY_NAMES,
-    PolicyError,
-    Segment,
-    Target,
-    get_policy,
-)
 from strategies import GROWTH, batch_of, batches, check_plan, grouping_of, regular_forest, targets
 
-GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
+GQA = policies.Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", policies.POLICY_NAMES)
 @settings(max_examples=80)
 @given(batch=batches(), target=targets, data=st.data())
 def test_plans_cover_every_query_once(name, batch, target, data):
     forest = batch.forest()
-    plan = plan_grouping(get_policy(name).group(forest, target), forest, target)
+    plan = plan_grouping(policies.get_policy(name).group(forest, target), forest, target)
     rows = len(batch.seq_lens)
     check_plan(batch, plan, target)
     growth = data.draw(st.lists(st.integers(0, GROWTH), min_size=rows, max_size=rows))
@@ -51,7 +45,7 @@ def wide_batch(lens, shared):
     return batch_of(build_forest(range(len(lens)), agreed, list(lens)))
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", policies.POLICY_NAMES)
 @pytest.mark.parametrize(
     ("lens", "shared"),
     [
@@ -67,7 +61,7 @@ def wide_batch(lens, shared):
 def test_every_tile_shape_and_special_batches(name, lens, shared):
     batch = wide_batch(lens, shared)
     forest = batch.forest()
-    plan = plan_grouping(get_policy(name).group(forest, GQA), forest, GQA)
+    plan = plan_grouping(policies.get_policy(name).group(forest, GQA), forest, GQA)
     check_plan(batch, plan, GQA, 7)
 
 
@@ -102,7 +96,9 @@ def _corruptions(plan):
 def test_the_checker_finds_every_corruption(name):
     batch = wide_batch([360] * 20, 300)
     target = replace(GQA, tile_segments=(1, 1, 2))
-    plan = plan_grouping(get_policy(name).group(batch.forest(), target), batch.forest(), target)
+    plan = plan_grouping(
+        policies.get_policy(name).group(batch.forest(), target), batch.forest(), target
+    )
     check_plan(batch, plan, target, 1)
     missed = []
     for what, corrupted in _corruptions(plan).items():
@@ -118,10 +114,10 @@ def test_the_checker_finds_every_corruption(name):
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
     batch = wide_batch([60] * 3, 50)
-    groups = [([0, 1, 2], Segment(run[0], 0, 50, False, *run))]
+    groups = [([0, 1, 2], policies.Segment(run[0], 0, 50, False, *run))]
     for row in range(3):
         start = 50 if row in range(*run) else 0
-        groups.append(([row], Segment(row, start, 60, True, 0, 1)))
+        groups.append(([row], policies.Segment(row, start, 60, True, 0, 1)))
     plan = plan_grouping(grouping_of(groups), batch.forest(), GQA)
     check_plan(batch, plan, GQA)
     assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
@@ -130,7 +126,7 @@ def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
 @given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=40))
 def test_items_come_longest_first_and_equal_ones_in_the_order_of_the_policy(lens):
     forest = build_forest(range(len(lens)), [0] * (len(lens) - 1), lens)
-    plan = plan_grouping(get_policy("deft-node").group(forest, GQA), forest, GQA)
+    plan = plan_grouping(policies.get_policy("deft-node").group(forest, GQA), forest, GQA)
     assert plan.segment_request.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
 
 
@@ -151,8 +147,8 @@ def test_the_room_for_a_batch(given, expected):
     assert astuple(PlanCapacity.for_chunks(7, 6)) == (7, 42, 42, 42)
     target = replace(GQA, tile_programs=(37, 4, 9))
     large = PlanCapacity(2000, 9000, 9000, 9000)
-    assert large.room(get_policy("auto"), 100, target) is large
-    assert astuple(large.room(get_policy("deft-node-chunk"), 100, target)) == (
+    assert large.room(policies.get_policy("auto"), 100, target) is large
+    assert astuple(large.room(policies.get_policy("deft-node-chunk"), 100, target)) == (
         *(2000, 696, 1496, 896),
     )
 
@@ -164,7 +160,7 @@ def test_one_chunk_a_query_fits_every_capacity(batch, entry_bytes):
     forest = build_forest(range(batch), [40] * (batch - 1), np.full(batch, 1000))
     target = replace(GQA, num_programs=4096)
     for name in ("auto", "deft-node-chunk", "flash-decoding"):
-        plan, grouping = plan_forest(forest, get_policy(name), target, capacity)
+        plan, grouping = plan_forest(forest, policies.get_policy(name), target, capacity)
         assert plan.num_items <= capacity.max_items
         assert plan.num_partials <= len(plan.entry_query) <= capacity.max_entries
         assert len(plan.segment_request) <= capacity.max_segments
@@ -174,15 +170,15 @@ def test_one_chunk_a_query_fits_every_capacity(batch, entry_bytes):
 def test_limits_are_named():
     forest = regular_forest([1, 3], [100, 10])
     with pytest.raises(PlanError, match=r"the batch holds 3 requests; the plan was sized for 2"):
-        plan_forest(forest, get_policy("auto"), GQA, PlanCapacity.for_batch(2))
+        plan_forest(forest, policies.get_policy("auto"), GQA, PlanCapacity.for_batch(2))
     long = build_forest([0], [], [1 << 25])
     with pytest.raises(PlanError, match="a request holds 33554432 tokens"):
-        plan_forest(long, get_policy("auto"), GQA, PlanCapacity.for_batch(1))
-    grouping = grouping_of([([0, 2], Segment(0, 0, 100, False, 0, 2))])
+        plan_forest(long, policies.get_policy("auto"), GQA, PlanCapacity.for_batch(1))
+    grouping = grouping_of([([0, 2], policies.Segment(0, 0, 100, False, 0, 2))])
     with pytest.raises(PlanError, match="request 1 belongs to no group"):
         plan_grouping(grouping, forest, GQA)
     with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile"):
-        plan_grouping(grouping, forest, Target(256, 1, 64))
+        plan_grouping(grouping, forest, policies.Target(256, 1, 64))
 
 
 def test_what_does_not_fit_is_read_request_by_request(caplog, monkeypatch):
@@ -191,7 +187,7 @@ def test_what_does_not_fit_is_read_request_by_request(caplog, monkeypatch):
     forest = regular_forest([1, 8, 8], [100, 50, 20])
     capacity = PlanCapacity(max_batch=64, max_items=70, max_entries=140, max_segments=140)
     for _ in range(2):
-        plan, grouping = plan_forest(forest, get_policy("deft-node"), GQA, capacity)
+        plan, grouping = plan_forest(forest, policies.get_policy("deft-node"), GQA, capacity)
         assert (np.bincount(grouping.queries) == 1).all()
         assert plan.loaded_tokens(forest.seq_lens) == forest.tokens_attended
     assert [record.getMessage() for record in caplog.records] == [
@@ -208,8 +204,8 @@ def test_a_bad_cost_table_is_an_error_and_no_batch_that_does_not_fit(policy):
     forest, target = regular_forest([1, 3], [100, 10]), replace(GQA, cost_model=three)
     capacity = PlanCapacity.for_batch(3)
     expected = "the cost table holds 3 tile shapes; expected 2"
-    with pytest.raises(PolicyError, match=f"{expected}: measure .* `deft tune` .table: "):
-        plan_forest(forest, get_policy(policy), target, capacity)
+    with pytest.raises(policies.PolicyError, match=f"{expected}: measure .* `deft tune` .table: "):
+        plan_forest(forest, policies.get_policy(policy), target, capacity)
     plan, cpu = DevicePlan(capacity, torch.device("cpu")), torch.device("cpu")
-    with pytest.raises(PolicyError, match=expected):
-        DevicePlanner(target, get_policy(policy), plan, cpu, 1, overlapped=False)
+    with pytest.raises(policies.PolicyError, match=expected):
+        DevicePlanner(target, policies.get_policy(policy), plan, cpu, 1, overlapped=False)

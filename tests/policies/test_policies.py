@@ -11,17 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.policy_gaps import target_on_hopper
+from deft_backend import policies
 from deft_backend.costs import FastTreeCoefficients
 from deft_backend.forest import build_forest, forest_from_page_tables
 from deft_backend.planner.reference import plan_grouping
-from deft_backend.policies import (
-    POLICY_NAMES,
-    DeftFlatten,
-    FastTree,
-    PolicyError,
-    Target,
-    get_policy,
-)
 from deft_backend.policies.chunk_choice import makespan
 from deft_backend.policies.fixed_edges import DeftNodeChunk
 from deft_backend.policies.grouping import longest_first
@@ -30,14 +23,14 @@ from deft_backend.tools.traces.tree_forests import forest_from_levels
 from strategies import Batch, batches, check_coverage, check_plan, regular_forest, targets
 
 PROGRAMS = {"num_programs": 16, "tile_programs": (16, 16, 16)}
-MHA = Target(num_query_heads=4, num_kv_heads=4, head_dim=64, **PROGRAMS)
-GQA = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, **PROGRAMS)
+MHA = policies.Target(num_query_heads=4, num_kv_heads=4, head_dim=64, **PROGRAMS)
+GQA = policies.Target(num_query_heads=8, num_kv_heads=2, head_dim=64, **PROGRAMS)
 
 
 # --- all policies ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", policies.POLICY_NAMES)
 def test_coverage_of_pages_in_two_copies(name):
     """vLLM's rows may hold either copy of a page. Copies hold the same tokens."""
     for seed in range(40):
@@ -53,14 +46,14 @@ def test_coverage_of_pages_in_two_copies(name):
         lens = random.integers(0, 16 * pages - 7, rows).astype(np.int32)
         held = 2 * prefix + (random.random((rows, pages)) > random.choice([0.5, 0.9]))
         forest = forest_from_page_tables(held, lens, 16, check=False)
-        grouping = get_policy(name).group(forest, GQA)
+        grouping = policies.get_policy(name).group(forest, GQA)
         check_coverage(Batch(2 * prefix, lens, 16), grouping, GQA, 7, forest)
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", policies.POLICY_NAMES)
 def test_an_empty_batch_is_an_empty_grouping(name):
     forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
-    grouping = get_policy(name).group(forest, GQA)
+    grouping = policies.get_policy(name).group(forest, GQA)
     assert grouping.num_groups == 0
     assert len(grouping.queries) == len(grouping.request) == 0
 
@@ -68,7 +61,7 @@ def test_an_empty_batch_is_an_empty_grouping(name):
 ONE_LONG = Batch(np.arange(129, dtype=np.int32)[None], np.array([129]), page_size=1)
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", policies.POLICY_NAMES)
 @settings(max_examples=40)
 @given(batch=batches(), slack=st.integers(0, 8), segments=st.sampled_from([2, 32]))
 @example(batch=ONE_LONG, slack=0, segments=2)
@@ -82,8 +75,8 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack, segmen
         tile_segments=(1, 1, segments),
     )
     try:
-        grouping = get_policy(name).group(forest, limited)
-    except PolicyError as error:
+        grouping = policies.get_policy(name).group(forest, limited)
+    except policies.PolicyError as error:
         refusal = str(error)
     else:
         refusal = ""
@@ -103,7 +96,7 @@ def test_limits_are_kept_or_refused_with_both_numbers(name, batch, slack, segmen
 
 def test_flash_decoding_splits_only_to_fill_the_programs():
     forest = build_forest(range(4), [0, 0, 0], [1024] * 4)
-    policy = get_policy("flash-decoding")
+    policy = policies.get_policy("flash-decoding")
     assert policy.group(forest, replace(GQA, tile_programs=(4,) * 3)).num_groups == 4
     split = policy.group(forest, replace(GQA, tile_programs=(8,) * 3))
     assert split.num_tokens().tolist() == [512] * 8
@@ -114,7 +107,7 @@ def test_flash_decoding_splits_only_to_fill_the_programs():
 
 def test_deft_node_is_one_group_a_node():
     forest = regular_forest([1, 3, 4], [100, 70, 30])
-    grouping = get_policy("deft-node").group(forest, GQA)
+    grouping = policies.get_policy("deft-node").group(forest, GQA)
     assert grouping.num_groups == forest.num_nodes == 16
     assert grouping.num_tokens().sum() == forest.tokens_stored
     assert sorted(grouping.num_queries().tolist()) == [1] * 12 + [4] * 3 + [12]
@@ -122,24 +115,28 @@ def test_deft_node_is_one_group_a_node():
 
 def test_deft_node_chunk_has_table_12s_number_of_groups():
     forest = regular_forest([1, 3, 4], [1000, 129, 0])
-    grouping = get_policy("deft-node-chunk").group(forest, GQA)
+    grouping = policies.get_policy("deft-node-chunk").group(forest, GQA)
     # k = sum_i ceil(n_i / b_s): 8 for the root, 2 for each of 3 nodes, an empty leaf stays open.
     assert grouping.num_groups == 8 + 3 * 2 + 12
     assert grouping.num_tokens()[:8].tolist() == [128] * 7 + [104]
-    coarse = get_policy("deft-node-chunk").group(forest, GQA.within(UNLIMITED._replace(items=20)))
+    coarse = policies.get_policy("deft-node-chunk").group(
+        forest, GQA.within(UNLIMITED._replace(items=20))
+    )
     assert coarse.num_groups <= 20
-    with pytest.raises(PolicyError, match="chunk_tokens is 0; expected at least 1"):
+    with pytest.raises(policies.PolicyError, match="chunk_tokens is 0; expected at least 1"):
         DeftNodeChunk(chunk_tokens=0)
 
 
 def test_deft_flatten_has_table_12s_even_blocks():
     forest = regular_forest([1, 3, 4], [1000, 129, 31])
-    grouping = get_policy("deft-flatten").group(forest, GQA)
+    grouping = policies.get_policy("deft-flatten").group(forest, GQA)
     stored = 1000 + 3 * 129 + 12 * 31
     assert grouping.num_groups == -(-stored // 128)
     assert set(grouping.num_tokens().tolist()[:-1]) == {128}
     assert grouping.num_tokens().sum() == stored
-    coarse = get_policy("deft-flatten").group(forest, GQA.within(UNLIMITED._replace(items=10)))
+    coarse = policies.get_policy("deft-flatten").group(
+        forest, GQA.within(UNLIMITED._replace(items=10))
+    )
     assert coarse.num_groups <= 5
 
 
@@ -147,14 +144,14 @@ def test_flattened_chunks_double_until_the_programs_hold_all_at_once():
     forest = regular_forest([1, 8], [2000, 500])
     for programs, longest in ((47, 128), (46, 256), (23, 256), (22, 512), (1, 512)):
         target = replace(GQA, tile_programs=(132, 33, programs))
-        grouping = DeftFlatten().group(forest, target)
+        grouping = policies.DeftFlatten().group(forest, target)
         assert grouping.num_tokens()[:-1].max() == longest
-        assert DeftFlatten(longer=1).group(forest, target).num_groups == 47
+        assert policies.DeftFlatten(longer=1).group(forest, target).num_groups == 47
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(319, [128, 191]), (320, [128, 128, 64])])
 def test_a_rest_of_less_than_half_a_chunk_joins_the_last_chunk(tokens, sizes):
-    grouping = DeftFlatten().group(regular_forest([1], [tokens]), GQA)
+    grouping = policies.DeftFlatten().group(regular_forest([1], [tokens]), GQA)
     assert grouping.num_tokens().tolist() == sizes
 
 
@@ -179,17 +176,17 @@ def test_fasttree_decides_as_the_published_artifact():
             query_heads, kv_heads = map(int, heads.split("/"))
             group = query_heads // kv_heads
             large, small = (held * group for held in expected["query_tiles"])
-            target = Target(
+            target = policies.Target(
                 query_heads,
                 kv_heads,
                 128,
                 tile_heights=(small, large, large),
                 tile_blocks=(32,) * 3,
             )
-            policy = FastTree(FastTreeCoefficients(*PUBLISHED["alpha_beta_gamma"]))
+            policy = policies.FastTree(FastTreeCoefficients(*PUBLISHED["alpha_beta_gamma"]))
             wanted = np.array([value == "0" for value in expected["concatenated"]])[level]
             np.testing.assert_array_equal(policy.cut_edges(forest, target), wanted, err_msg=heads)
-            shipped = FastTree().cut_edges(forest, target_on_hopper(heads))
+            shipped = policies.FastTree().cut_edges(forest, target_on_hopper(heads))
             as_shipped += np.array_equal(shipped, wanted)
     assert as_shipped == 28
 
@@ -205,7 +202,7 @@ def test_fasttree_decides_as_the_published_artifact():
 )
 def test_fasttree_concatenates_the_whole_path_and_drops_or_opens_parents(forest, ends):
     """Only the reduction has a cost, so every edge is concatenated: Q-guided grouping."""
-    policy = FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
+    policy = policies.FastTree(FastTreeCoefficients(0.0, 0.0, 1.0))
     grouping = policy.group(forest, replace(MHA, tile_programs=(1, 1, 1)))
     assert grouping.start.tolist() == [0] * len(ends)
     assert grouping.end.tolist() == ends
@@ -221,7 +218,7 @@ def test_fasttree_concatenates_the_whole_path_and_drops_or_opens_parents(forest,
 def test_flashforge_cuts_nodes_as_equation_5(batch, target):
     """Chunks of each node and tile shape are those of one cost ``c``."""
     forest = batch.forest()
-    grouping = get_policy("flashforge").group(forest, target)
+    grouping = policies.get_policy("flashforge").group(forest, target)
     heights = [h for h, s in zip(target.tile_heights, target.tile_segments, strict=True) if s == 1]
     at, of_shape = 0, {}
     for node in range(forest.num_nodes):
@@ -266,7 +263,7 @@ def test_longest_first_is_grahams_rule():
     costs = np.array([3.0, 5, 4, 3, 5, 4, 3])
     assert longest_first(costs, 3) == 11.0  # Graham's worst case: the optimum is 9
     assert longest_first(np.zeros(0), 3) == 0.0
-    with pytest.raises(PolicyError, match="num_programs is 0"):
+    with pytest.raises(policies.PolicyError, match="num_programs is 0"):
         longest_first(np.ones(1), 0)
 
 
@@ -291,7 +288,7 @@ def test_the_papers_page_names_what_exists():
 def test_flattened_blocks_stay_within_what_the_kernels_address(monkeypatch):
     forest = regular_forest([1, 2], [900, 200])
     target = MHA.within(UNLIMITED._replace(items=4))
-    assert DeftFlatten().group(forest, target).num_groups <= 2
+    assert policies.DeftFlatten().group(forest, target).num_groups <= 2
     monkeypatch.setattr("deft_backend.policies.deft_flatten.MAX_ITEM_TOKENS", 1024)
-    with pytest.raises(PolicyError, match=r"makes 6 items .* holds 4"):
-        DeftFlatten().group(forest, target)
+    with pytest.raises(policies.PolicyError, match=r"makes 6 items .* holds 4"):
+        policies.DeftFlatten().group(forest, target)

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import (
-    machine_of,
-    shape_costs,
-    small_tiles,
-)
+from deft_backend.policies.chunk_choice import machine_of, shape_costs, small_tiles
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import (
     EXPOSED,

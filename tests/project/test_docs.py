@@ -67,16 +67,10 @@ def test_every_module_exists(page):
     for name in named:
         if name.rsplit(".", 1)[-1] in {"json", "md", "svg", "py", "html"}:
             continue
-        parts = name.split(".")
-        if not any(is_module(parts[:length]) for length in (len(parts), len(parts) - 1)):
+        path = ROOT.joinpath(*name.split("."))  # of a module, or of a name that a module defines
+        if not any(at.is_dir() or at.with_suffix(".py").is_file() for at in (path, path.parent)):
             missing.add(name)
     assert not missing
-
-
-def is_module(parts):
-    """A folder of the checkout, or a file with that name and the ending .py."""
-    path = ROOT.joinpath(*parts)
-    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def test_the_readme_is_short():

@@ -1,6 +1,5 @@
 """Settings: every variable, its limits, and the table in the documentation."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -43,8 +42,7 @@ def test_removed_variables_name_what_replaced_them(caplog, monkeypatch):
 def test_unknown_variables_are_said_once(caplog, monkeypatch):
     monkeypatch.setattr(config, "_warned", set())
     env = {"DEFT_POLCY": "auto", "DEFT_POLICY": "auto", "PATH": "/bin", "DEFT_XYZZY": "1"}
-    with caplog.at_level(logging.WARNING):
-        warn_unknown(env)
+    for _ in range(2):
         warn_unknown(env)
     assert [r.message for r in caplog.records] == [
         "deft: DEFT_POLCY is set, but no such setting exists; did you mean DEFT_POLICY?",

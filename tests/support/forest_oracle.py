@@ -1,6 +1,7 @@
-"""The forest in plain Python: the reference for the builders, array by array."""
+"""The forest in plain Python: the reference for the builders, array by array; links of trees."""
 
 import numpy as np
+import torch
 
 from deft_backend.forest import VIRTUAL_ROOT
 
@@ -84,3 +85,15 @@ def oracle_of_neighbours(order, shared, lens):
             path.append(add(position, stop, depth))
         found["leaf"].append(add(position, position + 1, lens[order[position]]))
     return found
+
+
+def links_of(forest):
+    """[2, B, N]: first children and next siblings of token trees, each a list of parents. Token 0
+    is the root, and parents come before children.
+    """
+    child, sibling = torch.full((2, len(forest), len(forest[0])), -1)
+    for row, parents in enumerate(forest):
+        for token in range(len(parents) - 1, 0, -1):
+            sibling[row, token] = child[row, parents[token]]
+            child[row, parents[token]] = token
+    return child, sibling

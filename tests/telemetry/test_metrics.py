@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import sglang_fakes
 from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
 from deft_backend.settings.config import Settings
@@ -19,7 +20,6 @@ from deft_backend.telemetry.counters import Content, Counters, Place, Steps
 from deft_backend.telemetry.state import StateWriter
 from deft_backend.telemetry.state_reader import SILENT_SECONDS
 from drawings import check_drawn
-from sglang_fakes import make_state
 from state_files import state_path
 
 client = pytest.importorskip("prometheus_client")
@@ -115,7 +115,7 @@ def test_what_cannot_be_published_costs_one_line(what, said, monkeypatch, caplog
 
 def write(folder, rank, **changes):
     """The state file of a rank of the server on port 1, after `rank + 1` tree steps."""
-    state = make_state()
+    state = sglang_fakes.make_state()
     state.rank = rank
     for _ in range(rank + 1):
         tree_step(state, tokens=10, loaded=4)
@@ -236,12 +236,9 @@ def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_p
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))
     started = []
     monkeypatch.setattr(StateWriter, "start", lambda writer: started.append(writer))
-    arguments = SimpleNamespace(
-        enable_metrics=enabled, decode_log_interval=40, pp_size=2, dp_size=2
-    )
-    place = SimpleNamespace(tp_rank=rank, attn_tp_rank=rank, pp_rank=0, dp_rank=1)
-    runner = SimpleNamespace(server_args=arguments, ps=place)
-    state = make_state()
+    runner, state = sglang_fakes.model_runner(), sglang_fakes.make_state()
+    vars(runner.server_args).update(enable_metrics=enabled, pp_size=2, dp_size=2)
+    runner.ps = SimpleNamespace(tp_rank=rank, attn_tp_rank=rank, pp_rank=0, dp_rank=1)
     state.rank = rank
     start_reporting(state, runner, Settings(cache_dir=tmp_path, log=level))
     (writer,) = started

@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.hosts.sglang.prefixes import (
-    BatchObserver,
-    CachedTree,
-    PathNode,
-    TreeError,
-    forest_of_paths,
-    tree_paths,
-    walk_paths,
-)
+from deft_backend.hosts.sglang import prefixes
 from sglang_fakes import Tree, assert_same_forest, mode, requests_of
 
-forest_of = partial(forest_of_paths, walk_paths)
+forest_of = partial(prefixes.forest_of_paths, prefixes.walk_paths)
 
 
 class _VirtualNode:
@@ -54,7 +46,7 @@ def test_cut_paths_give_the_forest_of_their_tokens(seed):
 
 def test_a_split_changes_nothing():
     """A plan survives the split of a node: rows, ranges and requests stay."""
-    tree, cached = Tree(), CachedTree("")
+    tree, cached = Tree(), prefixes.CachedTree("")
     requests, _, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 4]], tree=tree)
     before = forest_of(requests, lens)
     assert cached.changed(requests)
@@ -80,15 +72,15 @@ def test_a_split_changes_nothing():
 def test_trees_that_are_read(name, bigrams, read):
     module, _, name = f"sglang.srt.{name}".rpartition(".")
     cache = type(name, (), {"__module__": module, "is_eagle": bigrams})()
-    assert (tree_paths(cache) is not None) == read
-    assert (tree_paths(cache, bigrams=True) is not None) == (read or bigrams)
+    assert (prefixes.tree_paths(cache) is not None) == read
+    assert (prefixes.tree_paths(cache, bigrams=True) is not None) == (read or bigrams)
 
 
 def test_a_tree_that_fails_is_given_up(caplog):
     """Once for each cache; another cache is tried again."""
     requests, table, lens = requests_of([[1, 2, 3, 4], [1, 2, 3, 9]])
     cache = type("RadixCache", (), {"__module__": "sglang.srt.mem_cache.radix_cache"})
-    source = CachedTree("the host decodes")
+    source = prefixes.CachedTree("the host decodes")
     requests[0].last_node.key = []
     given = cache()
     for _ in range(2):
@@ -104,7 +96,7 @@ def test_a_tree_that_fails_is_given_up(caplog):
 
 def test_the_observer_knows_its_batch_by_the_list_of_ids():
     runner, rids = object(), ["a", "b"]
-    observer = BatchObserver(runner)
+    observer = prefixes.BatchObserver(runner)
 
     def observe(kind, rids, runner):
         batch = SimpleNamespace(reqs=["ra", "rb"], tree_cache="tree")
@@ -128,15 +120,17 @@ def test_the_observer_knows_its_batch_by_the_list_of_ids():
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        (PathNode(8, 4, 9, 2), "node 8 .* has 2 of its 5 tokens on the device"),
-        (PathNode(8, 4, 4, 0), "node 8 .* has 0 of its 0 tokens"),
-        (PathNode(8, 5, 9, 4), "node 8 .* starts at token 5, its parent ends at 4"),
+        (prefixes.PathNode(8, 4, 9, 2), "node 8 .* has 2 of its 5 tokens on the device"),
+        (prefixes.PathNode(8, 4, 4, 0), "node 8 .* has 0 of its 0 tokens"),
+        (prefixes.PathNode(8, 5, 9, 4), "node 8 .* starts at token 5, its parent ends at 4"),
     ],
 )
 def test_a_path_that_is_not_on_the_device_is_refused(last, message):
     request = SimpleNamespace(last_node=8, req_pool_idx=1, cache_protected_len=9)
-    with pytest.raises(TreeError, match=message):
-        forest_of_paths(lambda ends: [[PathNode(7, 0, 4, 4), last]], [request], np.array([12]))
+    with pytest.raises(prefixes.TreeError, match=message):
+        prefixes.forest_of_paths(
+            lambda ends: [[prefixes.PathNode(7, 0, 4, 4), last]], [request], np.array([12])
+        )
 
 
 # The host's own unified tree ------------------------------------------------------------------
@@ -200,9 +194,12 @@ def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed)
     prompts = [[draw.randrange(1, 3) for _ in range(draw.randint(2, 12))] for _ in range(14)]
     cache, requests, table, lens = unified(core, prompts, bigrams)
     assert core in type(cache.tree_core).__name__.lower() or core == "python"
-    assert (tree_paths(cache) is None) == bigrams
-    tree = tree_paths(cache, bigrams=True)
-    ours, theirs = forest_of_paths(tree, requests, lens), forest_from_page_tables(table[1:], lens)
+    assert (prefixes.tree_paths(cache) is None) == bigrams
+    tree = prefixes.tree_paths(cache, bigrams=True)
+    ours, theirs = (
+        prefixes.forest_of_paths(tree, requests, lens),
+        forest_from_page_tables(table[1:], lens),
+    )
     assert ours.tokens_stored < ours.tokens_attended
     assert_same_forest(ours, theirs)
 
@@ -211,14 +208,14 @@ def test_the_unified_tree_and_the_page_table_agree(unified, core, bigrams, seed)
 def test_what_the_unified_tree_does_not_own_is_private(unified, core):
     """A prefill without a result yet, an ended request, and a request as long as its path."""
     cache, requests, _, lens = unified(core, [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2]])
-    tree = tree_paths(cache)
+    tree = prefixes.tree_paths(cache)
     requests[1].kv.cache_protected_len = 3
     requests[2].kv.req_pool_idx = None
     lens[3] = 2
-    forest = forest_of_paths(tree, requests, lens)
+    forest = prefixes.forest_of_paths(tree, requests, lens)
     assert forest.tokens_attended - forest.tokens_stored == 2  # a part of a node is another node
     requests[1].kv.cache_protected_len = 4
-    forest = forest_of_paths(tree, requests, lens)
+    forest = prefixes.forest_of_paths(tree, requests, lens)
     shared = forest.num_queries > 1
     assert [forest.queries(n).tolist() for n in np.flatnonzero(shared)] == [[0, 1]]
     assert forest.length[shared].tolist() == [4]
@@ -227,6 +224,6 @@ def test_what_the_unified_tree_does_not_own_is_private(unified, core):
 def test_trees_of_several_components_are_not_read(unified):
     cache, *_ = unified("python", [[1, 2]])
     cache.tree_components = (*cache.tree_components, "sliding window")
-    assert tree_paths(cache) is None
+    assert prefixes.tree_paths(cache) is None
     derived = type("LMCacheUnifiedRadixCache", (type(cache),), {"__init__": lambda self: None})
-    assert tree_paths(derived()) is None
+    assert prefixes.tree_paths(derived()) is None

@@ -11,6 +11,7 @@ from counted_steps import host_step
 from deft_backend.hosts.sglang import report
 from deft_backend.hosts.sglang.step_inputs import Verification
 from deft_patches.sglang import observe_batch
+from forest_oracle import links_of
 
 PREFIX = list(range(10, 310))
 PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
@@ -20,23 +21,13 @@ N = 4
 PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
 
 
-def links(parents):
-    child = torch.full((len(parents), N), -1)
-    sibling = torch.full((len(parents), N), -1)
-    for request, tree in enumerate(parents):
-        for token in range(N - 1, 0, -1):
-            sibling[request, token] = child[request, tree[token]]
-            child[request, tree[token]] = token
-    return child, sibling
-
-
 def chain(requests):
     return [[-1, 0, 1, 2]] * requests
 
 
 def trees(parents=None):
     """What the host verifies: trees with links, as EAGLE's with ``topk`` of 2, or without."""
-    child, sibling = (None, None) if parents is None else links(parents)
+    child, sibling = (None, None) if parents is None else links_of(parents)
     given = {"retrieve_next_token": child, "retrieve_next_sibling": sibling}
     return SimpleNamespace(topk=2, draft_token_num=N, **given)
 
@@ -132,27 +123,24 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
     assert server.calls == ["capture", "in graph"]
     ends = server.backend.shared_read_ends
     assert ends(fakes.mode("verify")) is ends(fakes.mode("decode"))
-    for parents in (PARENTS, chain(2), PARENTS[::-1]):
+
+    def replay(parents):
         real = server.batch(trees(parents), size=3)
         static.seq_lens.copy_(real.seq_lens)
         static.req_pool_indices.copy_(real.req_pool_indices)
-        server.replay(
-            SimpleNamespace(**{**vars(real), "seq_lens": static.seq_lens, "num_padding": 1})
-        )
+        vars(real).update(seq_lens=static.seq_lens, num_padding=1)
+        server.replay(real)
         assert server.steps.reads_during_forward(real.forward_mode)
-        check(server, real, parents, server.launch(static))
-    assert server.calls == ["capture", *["in graph"] * 4]
-    assert server.state.counters().verified_tokens == 3 * 2 * N
+        return real
 
-
-def test_links_that_come_after_the_preparation_of_a_replay(server):
-    """With a stream for plans, the host drafts while it prepares the replay."""
-    static = server.batch(NO_LINKS)
-    server.capture(static)
-    server.replay(server.batch(trees(chain(2))))
-    server.backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 2)
-    assert server.calls[-1] == "after draft"
-    check(server, static, PARENTS, server.launch(static))
+    for parents in (PARENTS, chain(2), PARENTS[::-1]):
+        check(server, replay(parents), parents, server.launch(static))
+    real = replay(chain(2))
+    # With a stream for plans, the host drafts while it prepares the replay.
+    server.backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 3)
+    check(server, real, PARENTS, server.launch(static))
+    assert server.calls == ["capture", *["in graph"] * 4, "after draft", "in graph"]
+    assert server.state.counters().verified_tokens == 4 * 2 * N
 
 
 def test_links_of_batches_that_the_host_verifies_are_not_loaded(server):

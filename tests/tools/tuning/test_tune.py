@@ -15,7 +15,7 @@ import torch
 from commands import run
 from cost_keys import KEY
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.costs import CostModel, table_lookup
+from deft_backend.costs import CostModel
 from deft_backend.costs.cost_model import default_cost_model
 from deft_backend.costs.table_lookup import save_table, table_in_use, table_key
 from deft_backend.costs.tables import GpuFacts, read_key
@@ -23,11 +23,6 @@ from deft_backend.forest import build_forest
 from deft_backend.shapes import DTYPE_BYTES, TILE_SEGMENTS, AttentionShape
 from deft_backend.tools.tuning import measure as measure_module
 from drawings import check_drawn
-
-
-@pytest.fixture(autouse=True)
-def _forgotten_warnings():
-    table_lookup._warn_once.cache_clear()
 
 
 def _trials(page_size, clock, descriptions, kv_dtype=torch.float16):

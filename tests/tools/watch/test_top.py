@@ -19,19 +19,6 @@ from deft_backend.telemetry.shown_batch import Batch, answer_file, request_file
 from deft_backend.telemetry.state import KEPT_SECONDS, StateWriter
 from deft_backend.telemetry.state_reader import StateReading, running_here, server_file
 from deft_backend.tools.watch import engines
-from deft_backend.tools.watch.engines import (
-    DECODING,
-    ENDED,
-    IDLE,
-    SILENT,
-    UNREADABLE,
-    Engine,
-    Follower,
-    Rate,
-    Row,
-    Stretch,
-    find_engines,
-)
 from deft_backend.tools.watch.figures import view
 from drawings import check_drawn, terminal
 from sglang_fakes import make_state
@@ -78,7 +65,7 @@ def dead_pid():
 
 def status(path, later=0.0):
     """Of the server, so many seconds after its file was written."""
-    (engine,) = find_engines(path.parent, now=WRITTEN + later)
+    (engine,) = engines.find_engines(path.parent, now=WRITTEN + later)
     return engine.status
 
 
@@ -86,25 +73,31 @@ def test_the_states_of_a_server(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: WRITTEN)
     _, writer = decoding(tmp_path)
     os.utime(writer.path, (0, WRITTEN))
-    assert status(writer.path) == DECODING
-    assert [status(writer.path, later=later) for later in (4.9, 5, 15)] == [DECODING, IDLE, IDLE]
-    assert status(writer.path, later=15.1) == SILENT  # its writer would have touched the file
+    assert status(writer.path) == engines.DECODING
+    assert [status(writer.path, later=later) for later in (4.9, 5, 15)] == [
+        engines.DECODING,
+        engines.IDLE,
+        engines.IDLE,
+    ]
+    assert (
+        status(writer.path, later=15.1) == engines.SILENT
+    )  # its writer would have touched the file
     os.utime(writer.path, (0, WRITTEN + 100))
-    assert status(writer.path, later=100) == IDLE
+    assert status(writer.path, later=100) == engines.IDLE
 
     writer.path.write_text("{")
-    assert status(writer.path) == UNREADABLE
+    assert status(writer.path) == engines.UNREADABLE
     writer.path.unlink()
 
     _, ended = decoding(tmp_path, pid=dead_pid())
     os.utime(ended.path, (0, WRITTEN))
-    assert status(ended.path) == ENDED
+    assert status(ended.path) == engines.ENDED
     # Elsewhere, its process id means nothing here: the file's age tells.
     container = state_path(tmp_path, port=7, pid=1, place=Place("another-node", 7))
     ended.path.rename(container)
-    assert status(container) == DECODING
+    assert status(container) == engines.DECODING
     monkeypatch.setattr(time, "time", lambda: WRITTEN + 100)
-    assert status(container, later=100) == ENDED
+    assert status(container, later=100) == engines.ENDED
 
 
 def test_servers_of_one_port_and_one_home_are_told_apart(tmp_path):
@@ -115,7 +108,7 @@ def test_servers_of_one_port_and_one_home_are_told_apart(tmp_path):
     other.path = state_path(tmp_path, port=7, place=Place("another-node", 7))
     other.look()
     own.look()
-    here, there = find_engines(tmp_path)
+    here, there = engines.find_engines(tmp_path)
     assert (here.name, there.name) == ("7", "7 on another-node")
     assert [engine.counters.decode_steps for engine in (here, there)] == [1, 2]
     assert "7 on another-node decoding" in shown(tmp_path, "--once")[1]
@@ -146,7 +139,7 @@ def test_ranks_add_their_bytes_but_not_their_steps(tmp_path):
     decoding(tmp_path)
     decoding(tmp_path, rank=1)
     decoding(tmp_path, port=8)
-    first, second = find_engines(tmp_path)
+    first, second = engines.find_engines(tmp_path)
     assert (first.port, first.processes, second.processes) == (7, 2, 1)
     assert first.counters.decode_steps == second.counters.decode_steps == 1
     assert first.counters.kv_bytes_read == 2 * second.counters.kv_bytes_read
@@ -157,7 +150,7 @@ def decoded(steps):
 
 
 def test_the_rate_is_of_the_last_seconds_and_starts_again_with_another_server():
-    rate = Rate()
+    rate = engines.Rate()
     assert rate.add(0.0, 1, decoded(10)) is None
     for second in range(1, 21):
         now = rate.add(float(second), 1, decoded(10 + second * second))
@@ -176,8 +169,8 @@ def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
     """The file's last sign of life counts, not the last change of a counter."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     state, writer = decoding(tmp_path, pid=process.pid)
-    follower = Follower(seconds=0.0)
-    (engine,) = find_engines(tmp_path)
+    follower = engines.Follower(seconds=0.0)
+    (engine,) = engines.find_engines(tmp_path)
     follower.look(engine)
     process.kill()
     process.wait()
@@ -186,8 +179,8 @@ def test_an_ended_server_shows_when_it_ended_and_no_rate(tmp_path):
     content = json.loads(writer.path.read_text())
     writer.path.write_text(json.dumps({**content, "updated": time.time() - 88}))
     os.utime(writer.path, (0, time.time() - 10))
-    (engine,) = find_engines(tmp_path)
-    assert engine.status == ENDED
+    (engine,) = engines.find_engines(tmp_path)
+    assert engine.status == engines.ENDED
     assert engine.since == pytest.approx(10, abs=3)
     assert follower.look(engine).now is None
     assert "7: ended 1" in shown(tmp_path, "--once")[1]
@@ -199,11 +192,11 @@ def test_a_question_without_an_answer_is_asked_again(tmp_path, monkeypatch):
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
     monkeypatch.setattr(engines, "time", fake)
     state, writer = decoding(tmp_path)
-    question, follower, asked = request_file(writer.path), Follower(seconds=2.0), []
+    question, follower, asked = request_file(writer.path), engines.Follower(seconds=2.0), []
 
     def look(at, wait=0.0):
         now[0] = at
-        (engine,) = find_engines(tmp_path, now=time.time())
+        (engine,) = engines.find_engines(tmp_path, now=time.time())
         follower.look(engine, wait)
         asked.append(question.exists())
         question.unlink(missing_ok=True)
@@ -225,8 +218,8 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state.batch = Batch(torch.tensor([[1, 2, 3, 0], [1, 2, 4, 5]]), torch.tensor([3, 4]), 1)
     tree_step(state, 7, 5)
     writer.look()
-    (engine,) = find_engines(tmp_path)
-    batches = Follower(seconds=0.0)
+    (engine,) = engines.find_engines(tmp_path)
+    batches = engines.Follower(seconds=0.0)
     assert batches.look(engine).batch == "the server has not shown its batch yet"
     writer.look()
     found = batches.look(engine).batch
@@ -234,7 +227,7 @@ def test_a_server_with_the_device_planner_is_asked(tmp_path):
     state.batch = "its layers differ"
     tree_step(state, 7, 5)
     writer.look()
-    (engine,) = find_engines(tmp_path)
+    (engine,) = engines.find_engines(tmp_path)
     batches.look(engine)
     writer.look()
     assert "its layers differ" in batches.look(engine).batch
@@ -276,12 +269,12 @@ def row(port, status, since, counters=FEW, batch=NO_BATCH, now=None, dp=None, pr
     described |= {"device": "NVIDIA H100", "policy": "auto", **more}
     times = {"updated": 0.0, "sign_of_life": 0.0}
     read = StateReading(**described, path=Path("x"), counters=counters, **times)
-    reading = None if status == UNREADABLE else read
+    reading = None if status == engines.UNREADABLE else read
     problem = "" if reading else "it holds a list; expected an object"
-    engine = Engine(
+    engine = engines.Engine(
         port, place, dp, Path("x"), status, since, reading, counters, processes, problem
     )
-    return Row(engine, batch, now)
+    return engines.Row(engine, batch, now)
 
 
 def drawn(rows, **given):
@@ -294,12 +287,12 @@ def test_the_views_are_as_drawn(monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda shape: {"%H:%M:%S": "12:34:56"}[shape])
     other = {"host": "vllm", "host_version": "0.33.0", "chunk_tokens": 256}
     rows = [
-        row(1, DECODING, 1.0, BUSY, DRAWN, Stretch(FEW, 0.5), dp=0, processes=2),
-        row(2, IDLE, 119.6, place=Place("another-node", 7), **other),
-        row(3, IDLE, 120.0, HOST_ONLY, now=Stretch(Counters(), 1.0)),
-        row(4, SILENT, 7200.0, Counters(), build_forest([0, 1], [4], [5, 6])),
-        row(5, UNREADABLE, 0.0),
-        row(6, ENDED, 172_800.0),
+        row(1, engines.DECODING, 1.0, BUSY, DRAWN, engines.Stretch(FEW, 0.5), dp=0, processes=2),
+        row(2, engines.IDLE, 119.6, place=Place("another-node", 7), **other),
+        row(3, engines.IDLE, 120.0, HOST_ONLY, now=engines.Stretch(Counters(), 1.0)),
+        row(4, engines.SILENT, 7200.0, Counters(), build_forest([0, 1], [4], [5, 6])),
+        row(5, engines.UNREADABLE, 0.0),
+        row(6, engines.ENDED, 172_800.0),
     ]
     every = [
         drawn(rows, live=True),
