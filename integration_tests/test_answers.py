@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from integration_tests.common.answers import (
 )
 from integration_tests.common.counted import check_metrics
 from integration_tests.common.plain_model import PlainModel
-from integration_tests.common.server import MODEL, POLICY_GROUPS, Ask, Reference, together
+from integration_tests.common.server import MODEL, POLICY_GROUPS, Ask, Reference, ask_to, together
 from integration_tests.hosts import HOST
 
 NOTHING_CACHED = ("no-radix", "pressed")
@@ -216,3 +217,60 @@ def test_answers_over_an_fp8_cache(server):
     state = server.state()
     assert state["steps_tree"] > 0
     assert state["dtype_bytes"] == 1
+
+
+@on(sglang=("default",))
+def test_turns_of_streaming_sessions_behind_one_prefix(server, model):
+    check(server, model, [Ask(PREFIX)])
+    opened = {"capacity_of_str_len": 10000, "streaming": True}
+    contexts = {server.post("open_session", opened): [] for _ in range(4)}
+    steps = server.state()["steps_tree"]
+
+    def turn(session, text):
+        ids = model.ids(text)
+        sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+        asked = {"input_ids": ids, "session_params": {"id": session}, "sampling_params": sampling}
+        contexts[session] += ids
+        found = server.post("generate", asked)["output_ids"]
+        assert found == model.greedy(contexts[session], 6)[0]
+        contexts[session] += found
+
+    with ThreadPoolExecutor(len(contexts)) as threads:
+        for number in range(3):
+            texts = [f"{'' if number else PREFIX}{topic} {number}," for topic in TOPICS]
+            list(threads.map(turn, contexts, texts))
+    for session in contexts:
+        assert ask_to(server, "close_session", {"session_id": session}) == 200
+    assert server.state()["steps_tree"] > steps
+    assert "cannot be read" not in server.log
+
+
+def bits(answers):
+    return [(a.token_texts, a.logprobs, a.likeliest) for choices in answers for a in choices]
+
+
+@on(vllm=("invariant",))
+def test_a_request_has_equal_bits_alone_and_in_batches(server):
+    """In vLLM's batch-invariant mode: shared prefixes, equal prompts and others; with and without
+    cached prefixes.
+    """
+    pytest.importorskip("vllm.model_executor.determinism")  # what the tests' CPU backend replaces
+    lengths = (97, 113, 161, 200, 40, 31)
+    asks = [
+        Ask(PREFIX[:length] + topic * (at % 2), tokens=10, logprobs=5)
+        for at, (topic, length) in enumerate(zip(TOPICS, lengths, strict=True))
+    ]
+    alone = []
+    for ask in asks:
+        assert ask_to(server, "reset_prefix_cache") == 200
+        alone += bits(server.complete([ask]))
+    for order in (asks, [*asks[::-1], *asks[3:]], [*asks[1:], *asks]):
+        found = dict(zip(order, bits(server.complete(order)), strict=True))
+        assert [found[ask] for ask in asks] == alone
+    assert ask_to(server, "reset_prefix_cache") == 200
+    assert bits(server.complete(asks)) == alone
+    state = server.state()
+    assert state["policy"] == "invariant"
+    assert not state["steps_host"]
+    assert {row["kind"] for row in state["steps"]} == {"decode", "mixed"}
+    assert not server.trouble()

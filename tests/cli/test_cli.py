@@ -1,6 +1,7 @@
-"""The `deft` command: help, one-line errors for bad input, explain and doctor end to end."""
+"""The `deft` command: help and its page, one-line errors for bad input, what commands do."""
 
 import errno
+import inspect
 import json
 import os
 import re
@@ -10,16 +11,23 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
+from triton import knobs
 
 from attention_checks import tree_attention
 from commands import run
 from deft_backend.cli import ab_run, views
+from deft_backend.cli.app import app
+from deft_backend.compile.kernel_folder import Origin, Taken, take
+from deft_backend.compile.variants import compile_all, compiling_for
 from deft_backend.forest import build_forest
 from deft_backend.hosts.common.described_server import DescribedServer
+from deft_backend.kernels import Gpu
 from deft_backend.policies import Invariant, get_policy
+from deft_backend.settings.config import Settings
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
 from deft_backend.tools.harness.client import Offers
@@ -27,9 +35,11 @@ from deft_backend.tools.servers import command as command_module
 from deft_backend.tools.servers.command import installed_hosts
 from deft_backend.tools.watch import engines
 from deft_backend.tools.watch.page_server import PageServer
+from drawings import check_drawn
 from failure_lines import raising
 from sglang_fakes import make_state
 from state_files import state_path
+from tools.cli_page import PAGE, page
 
 FOREST = build_forest([0, 1], [100], [110, 120])
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text())
@@ -216,3 +226,48 @@ def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     assert target == attention.target
     assert target.dtype_bytes == size
     assert target.costs.source == attention.target.costs.source
+
+
+def test_the_page_is_up_to_date_and_short():
+    """After a change of a command: ``python -m tools.cli_page``."""
+    text = page()
+    assert PAGE.read_text(encoding="utf-8") == text
+    assert len(text.split()) <= 1500
+
+
+def options():
+    """Every parameter of every command: type, names, limits and default."""
+    for command in (*app.registered_commands, app.registered_callback):
+        function = command.callback
+        yield f"# {function.__name__}"
+        hints = get_type_hints(function, include_extras=True)
+        for name, parameter in inspect.signature(function).parameters.items():
+            said = hints[name].__metadata__[0]
+            limits = f"{said.min} to {said.max}, eager: {said.is_eager}"
+            words = (name, *(said.param_decls or ()), said.metavar or "", hints[name].__origin__)
+            yield f"{' '.join(map(str, words))}: {limits} = {parameter.default!r}"
+
+
+def test_options_have_the_limits_and_defaults_as_drawn():
+    check_drawn("\n".join(options()) + "\n", Path(__file__).with_name("options.txt"))
+
+
+def test_a_server_finds_its_kernels_in_the_folder(tmp_path):
+    """Batches of two need few kernels."""
+    folder = tmp_path / "kernels"
+    arguments = "--heads 64/8 --tensor-parallel 2 --host sglang --max-batch 2 --target sm_90"
+    environment = {"COLUMNS": "200", "DEFT_KERNEL_CACHE": str(folder)}
+    code, out, err = run("warm", *arguments.split(), **environment)
+    assert (code, err) == (0, "")
+    assert "for sm_90: DescribedServer(host='sglang', num_query_heads=32, num_kv_heads=4, " in out
+    count = len(json.loads((folder / "manifest.json").read_text())["kernels"])
+    assert f"{folder} holds {count} kernels" in out.replace("\n", "")
+    assert f"{count} compiled on " in out
+    server = DescribedServer("sglang", 32, 4, 128, torch.bfloat16, 1, 2)
+    wanted = server.variants(Gpu.named("sm_90"), Settings())
+    assert count == len(wanted)
+    with knobs.cache.scope(), compiling_for(90):
+        knobs.cache.dir = str(tmp_path / "triton")
+        assert take(folder, Origin.of("sm_90")) == Taken(copied=count, held=0, damaged=0)
+        done = compile_all(wanted)
+    assert (done.compiled, done.cached) == (0, count)

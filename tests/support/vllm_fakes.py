@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -71,12 +70,12 @@ def make_spec(block_size=16, **changes):
 class Layers:
     """Layers of one model behind one backend class, registered in a configuration."""
 
-    backend: Any
-    config: Any
+    backend: type
+    config: SimpleNamespace
     count: int = 2
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict = field(default_factory=dict)
     prefix: str = "layer"
-    spec: Any = None
+    spec: object = None
     """The layers' own cache specification; None: only their arguments describe them."""
 
     def __post_init__(self):

@@ -1,8 +1,6 @@
 """Each test is a server of its own: an empty state folder, no earlier server, no earlier log."""
 
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +11,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def new_server(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    failures: list[str],  # noqa: F811
-) -> None:
+def new_server(monkeypatch, tmp_path, failures):  # noqa: F811
     from vllm.v1.attention.backends import utils
 
     from deft_backend.hosts.vllm import factory, registered, server
@@ -31,13 +25,13 @@ def new_server(
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def rests(monkeypatch):
     """Query tokens of every call of the host's implementation, for a step's rest or all of it."""
     from vllm_cpu_backend import PlainCpuImplementation
 
-    tokens, forward = list[int](), PlainCpuImplementation.forward
+    tokens, forward = [], PlainCpuImplementation.forward
 
-    def recorded(self: Any, layer: Any, query: Any, key: Any, value: Any, *args: Any) -> Any:
+    def recorded(self, layer, query, key, value, *args):
         assert key is value is None or len(query) == len(key) == len(value)
         tokens.append(len(query))
         return forward(self, layer, query, key, value, *args)
@@ -47,14 +41,14 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(params=["auto", "deft-node"])
-def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def policy(request, monkeypatch):
     """Two policies whose plans differ."""
     monkeypatch.setenv("DEFT_POLICY", request.param)
     return request.param
 
 
 @pytest.fixture(params=["decode", "verification", "mixed", "picked"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kind(request, monkeypatch):
     """A kind of steps, in a server that has them."""
     from vllm_fakes import KINDS
 
