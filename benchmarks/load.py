@@ -125,7 +125,7 @@ def parse_rate(text: str) -> float | None:
         rate = 0.0
     if not 0 < rate < float("inf"):
         raise ChoiceError(f"--loads holds the rate {text!r}; expected a number, or unlimited")
-    return rate
+    return int(rate) if rate.is_integer() else rate
 
 
 def drive(url: str, load: Load, vocabulary: int, start: float, numbers: Sequence[int]) -> Replayed:
