@@ -65,7 +65,8 @@ def full_cache(pool: Any) -> FullCache | str:
     return cache
 
 
-def division_of(runner: Any) -> Division[int, LayerShape]:
+def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
+    """A model runner's layers, and the shape of those through tree attention; or Unsupported."""
     pool, device = runner.token_to_kv_pool, device_of(runner)
 
     def refused(shape: LayerShape) -> str | None:
@@ -75,14 +76,19 @@ def division_of(runner: Any) -> Division[int, LayerShape]:
     layers = attention_layers(runner.model)
     if not isinstance(cache, str) and layers:
         others = getattr(runner.req_to_token_pool, "mamba_map", ())
-        return divide_layers(layers, cache, others, refused)
-    keys = pool.get_key_buffer(pool.start_layer)
-    heads = runner.model_config.num_attention_heads // attention_ranks()
-    shape = LayerShape(heads, int(keys.shape[-2]), int(keys.shape[-1]))
-    ids, reason = range(int(pool.layer_num)), refused(shape)
-    if reason is not None:
-        return Division({}, dict.fromkeys(ids, reason))
-    return Division(dict.fromkeys(ids, shape), {})
+        division = divide_layers(layers, cache, others, refused)
+    else:
+        keys = pool.get_key_buffer(pool.start_layer)
+        heads = runner.model_config.num_attention_heads // attention_ranks()
+        shape = LayerShape(heads, int(keys.shape[-2]), int(keys.shape[-1]))
+        ids, reason = range(int(pool.layer_num)), refused(shape)
+        division = Division(dict.fromkeys(ids, shape), {})
+        if reason is not None:
+            division = Division({}, dict.fromkeys(ids, reason))
+    if not division.tree:
+        reasons = "; ".join(dict.fromkeys(division.host.values()))
+        raise Unsupported(f"tree attention can run no layer of this model: {reasons}")
+    return division, next(iter(division.tree.values()))
 
 
 def divide_layers(
@@ -179,14 +185,6 @@ def ignored_scales(runner: Any, name: str) -> str | None:
     ):
         return None
     return f"{name} ignores the scales of a KV cache in {runner.kv_cache_dtype}"
-
-
-def divided(runner: Any) -> tuple[Division[int, LayerShape], LayerShape]:
-    division = division_of(runner)
-    if not division.tree:
-        reasons = "; ".join(dict.fromkeys(division.host.values()))
-        raise Unsupported(f"tree attention can run no layer of this model: {reasons}")
-    return division, next(iter(division.tree.values()))
 
 
 def model_asks(runner: Any) -> bool:

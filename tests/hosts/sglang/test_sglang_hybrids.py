@@ -13,7 +13,7 @@ from deft_backend.hosts.common.limits import Division, LayerShape
 from deft_backend.hosts.common.warm_up import Drafts, LayerKind
 from deft_backend.hosts.sglang import factory
 from deft_backend.hosts.sglang import layers as model_layers
-from deft_backend.hosts.sglang.layers import FullCache, divide_layers, division_of, full_cache
+from deft_backend.hosts.sglang.layers import FullCache, divide_layers, divided, full_cache
 from deft_backend.hosts.sglang.report import state_of
 from deft_backend.hosts.sglang.versions import sinks_of_layers
 from drawings import check_asked
@@ -110,19 +110,21 @@ def test_a_model_runner_is_divided_and_counted(host, monkeypatch):
     model = torch.nn.ModuleList([*layers, torch.nn.Linear(2, 2)])
     runner = fakes.model_runner(model=model, token_to_kv_pool=fakes.SWAKVPool([1], [0, 2]))
     assert factory.unsupported_model(runner) is None
-    division = division_of(runner)
+    division, shape = divided(runner)
+    assert shape == (4, 2, 64)
     assert (division.tree, set(division.host)) == ({1: (4, 2, 64)}, {0, 2})
     assert state_of(runner, division, "auto").num_layers == 1
     runner.model = torch.nn.ModuleList([layers[0]])
     with pytest.raises(factory.Unsupported, match="no layer of this model: a sliding window"):
-        factory.divided(runner)
+        divided(runner)
     # Models may keep their layers in a dictionary, where nobody finds them.
     hidden = fakes.model_runner()
     hidden.token_to_kv_pool.start_layer = 1
     monkeypatch.setattr(model_layers, "attention_ranks", lambda: 2)
-    assert division_of(hidden) == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
+    assert divided(hidden)[0] == Division(dict.fromkeys((0, 1), LayerShape(4, 2, 64)), {})
     monkeypatch.setattr(TreeAttention, "unsupported", lambda *given: "a head count of 4")
-    assert division_of(hidden) == Division({}, dict.fromkeys((0, 1), "a head count of 4"))
+    with pytest.raises(factory.Unsupported, match="no layer of this model: a head count of 4"):
+        divided(hidden)
 
 
 def test_a_server_compiles_kernels_for_the_kinds_of_its_layers(host):
