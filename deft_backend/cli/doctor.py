@@ -111,8 +111,7 @@ def _table(shape: HeadShape) -> dict[str, Any]:
         return {"table": f"tuned: {used.path}"}
     scaled = " (scaled)" if used.model.source != CostModel.load(used.path).source else ""
     entry = {"table": f"shipped: {used.path.name}{scaled}"}
-    said = used.damage or used.notice
-    return entry if said is None else {**entry, "remedy": said.removeprefix("deft: ")}
+    return entry if used.notice is None else {**entry, "remedy": used.notice}
 
 
 def _checked(shapes: list[HeadShape], until: float) -> list[dict[str, Any]]:

@@ -97,9 +97,8 @@ def _measure(key: TableKey, before: CostModel, path: Path) -> None:
 def _show(key: TableKey, used: TableInUse) -> None:
     console = Console()
     say(console, f"{key.gpu or 'CPU'}: {key.shape}")
-    for said in (used.damage, used.notice):
-        if said is not None:
-            say(console, said.removeprefix("deft: "))
+    if used.notice is not None:
+        say(console, used.notice)
     say(console, f"{'tuned' if used.tuned else 'shipped'} table {used.path}")
     say(console, used.model.source)
     _print(used.model, console)

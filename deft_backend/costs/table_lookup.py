@@ -39,14 +39,13 @@ class TableInUse:
     tuned: bool  # whether it was measured for this key; False for the shipped table
     # Why the shipped table is used although another would be better, and the remedy.
     notice: str | None = None
-    damage: str | None = None  # the fault of the file that should have been used
 
 
 def cost_model_for(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> CostModel:
     """The cost table to plan with; one log line warns if a better table should be used."""
     table = table_in_use(key, folder, facts)
-    for warning in filter(None, (table.damage, table.notice)):
-        _warn_once(warning)
+    if table.notice is not None:
+        _warn_once(table.notice)
     logger.debug("deft: cost table %s", table.path)
     return table.model
 
@@ -57,25 +56,24 @@ def table_in_use(key: TableKey, folder: Path, facts: GpuFacts | None = None) -> 
     A shipped table is carried to the GPU of `facts` and scaled to the head shape of `key`.
     """
     path = folder / key.file_name
-    damage = None
+    notice = None
     if key.gpu:
         try:
             if path.exists() or path.is_symlink():
-                if read_key(path, private=True) == key:
-                    return TableInUse(CostModel.load(path, private=True), path, tuned=True)
-                damage = f"cost table {path}: its key is another one than its name says"
-        except OSError as error:  # no permission to enter the folder
-            damage = f"cost table {path}: {error.strerror or error}"
-        except CostModelError as error:
+                if read_key(path, private=True) != key:
+                    raise CostModelError(
+                        f"cost table {path}: its key is another one than its name says"
+                    )
+                return TableInUse(CostModel.load(path, private=True), path, tuned=True)
+        except (OSError, CostModelError) as error:
             damage = str(error)
-        if damage is not None:
-            damage = f"deft: {damage}; the file is ignored. {key.command} measures it again"
+            if isinstance(error, OSError):  # no permission to enter the folder
+                damage = f"cost table {path}: {error.strerror or error}"
+            notice = f"{damage}; the file is ignored. {key.command} measures it again"
     shipped = nearest_table(key, facts)
-    notice = None
-    if key.gpu and damage is None and key.gpu != shipped.key.gpu:
+    if key.gpu and notice is None and key.gpu != shipped.key.gpu:
         notice = _notice(key, shipped.key.gpu, facts)
-    model = shipped_for(key, facts)
-    return TableInUse(model, shipped.path, tuned=False, notice=notice, damage=damage)
+    return TableInUse(shipped_for(key, facts), shipped.path, tuned=False, notice=notice)
 
 
 def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
@@ -83,7 +81,7 @@ def _notice(key: TableKey, measured_on: str, facts: GpuFacts | None) -> str:
     if facts is not None:
         derived = f"its times are carried to {facts}"
     return (
-        f"deft: planning with the cost table of an {measured_on}: none was measured on this "
+        f"planning with the cost table of an {measured_on}: none was measured on this "
         f"{key.gpu} for {key.shape}; {derived}. To measure one: {key.command}"
     )
 
@@ -99,7 +97,7 @@ def save_table(model: CostModel, key: TableKey, path: Path) -> None:
 
 @lru_cache(maxsize=256)
 def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+    logger.warning("deft: %s", message)
 
 
 def table_key(shape: AttentionShape) -> TableKey:

@@ -81,8 +81,8 @@ def on_a_gpu(monkeypatch, *, tuned):
     used = TableInUse(default_cost_model(), Path("own.json") if tuned else SHIPPED, tuned)
     own = replace(used.model, source=json.loads(SHIPPED.read_text())["source"])
     tables = {
-        "bfloat16": replace(used, notice="deft: there is none for this GPU"),
-        "float16": replace(used, model=own, damage="deft: it is damaged"),
+        "bfloat16": replace(used, notice="there is none for this GPU"),
+        "float16": replace(used, model=own, notice="it is damaged"),
     }
 
     def configuration(head_dim, dtype, device, group):

@@ -25,7 +25,7 @@ def test_a_tuned_table_is_found_again(tmp_path):
     model = replace(default_cost_model(), source="tuned here")
     table_lookup.save_table(model, KEY, tmp_path / "deeper" / KEY.file_name)
     found = table_lookup.table_in_use(KEY, tmp_path / "deeper")
-    assert (found.tuned, found.notice, found.damage) == (True, None, None)
+    assert (found.tuned, found.notice) == (True, None)
     assert table_lookup.cost_model_for(KEY, tmp_path / "deeper").source == "tuned here"
     np.testing.assert_array_equal(found.model.time_ms, model.time_ms)
     other = replace(KEY, triton="3.7.0")
