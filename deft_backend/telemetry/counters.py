@@ -221,12 +221,6 @@ class ServerDescription:
         return {each.name: getattr(self, each.name) for each in fields(ServerDescription)}
 
 
-def read_description(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        each.name: each.metadata["reader"](content, each.name) for each in fields(ServerDescription)
-    }
-
-
 _UNSAFE = re.compile("[^A-Za-z0-9._-]")
 _NAME = re.compile(
     r"(?P<port>[0-9]{1,5})-tp(?P<tp>[0-9]{1,9})(?:-pp(?P<pp>[0-9]{1,9}))?(?:-dp(?P<dp>[0-9]{1,9}))?"

@@ -3,7 +3,7 @@
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from deft_backend.telemetry.counters import (
     ServerDescription,
     StateName,
     process_runs,
-    read_description,
 )
 from deft_backend.telemetry.shown_batch import answer_file, forest_from_json, request_file
 
@@ -36,7 +35,6 @@ class StateError(ValueError):
 
 @dataclass
 class StateReading(ServerDescription):
-    path: Path
     counters: Counters
     updated: float  # when a counter last changed, in seconds since the epoch
     sign_of_life: float  # when the writer last wrote or touched the file
@@ -132,9 +130,12 @@ def read_state(path: Path) -> StateReading:
             "of deft-backend in the server and here"
         )
     try:
+        described = {
+            each.name: each.metadata["reader"](content, each.name)
+            for each in fields(ServerDescription)
+        }
         return StateReading(
-            path=path,
-            **read_description(content),
+            **described,
             counters=Counters.from_json(content),
             updated=number(content, "updated"),
             sign_of_life=written,

@@ -268,7 +268,7 @@ def row(port, status, since, counters=FEW, batch=NO_BATCH, now=None, dp=None, pr
     described = {**make_state().description(), "pid": 4711, "host_version": "0.5.23"}
     described |= {"device": "NVIDIA H100", "policy": "auto", **more}
     times = {"updated": 0.0, "sign_of_life": 0.0}
-    read = StateReading(**described, path=Path("x"), counters=counters, **times)
+    read = StateReading(**described, counters=counters, **times)
     reading = None if status == engines.UNREADABLE else read
     problem = "" if reading else "it holds a list; expected an object"
     engine = engines.Engine(
