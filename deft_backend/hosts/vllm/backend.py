@@ -78,11 +78,11 @@ class TreeImplementation:
         **kwargs: Any,
     ) -> torch.Tensor:
         """The host's ``AttentionImpl.forward``, except for tree attention; KV is written."""
-
         given = (layer, query, key, value, kv_cache, attn_metadata, output)
-        step, host = step_of(attn_metadata), partial(self._host_forward, *given, *args, **kwargs)
+        step = step_of(attn_metadata)
         if step is None:
-            return host()
+            return self._host_forward(*given, *args, **kwargs)
+        host = partial(self._host_forward, *given, *args, **kwargs)
         # Further arguments are scales of a fused output quantisation.
         if (args or kwargs) and any(a is not None for a in (*args, *kwargs.values())):
             step.group.leave(step, "a fused output quantisation")
