@@ -164,18 +164,11 @@ class CostModel:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": TABLE_FORMAT,
-            "source": self.source,
-            "head_dim": self.head_dim,
-            "query_rows": self.query_rows.tolist(),
-            "tokens": self.tokens.tolist(),
-            "time_ms": self.time_ms.tolist(),
-            "launch_ms": self.launch_ms,
-            "bandwidth_gb_s": self.bandwidth_gb_s,
-            "fasttree": vars(self.fasttree),
-            "tiles": asdict(self.tiles),
+        content = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in asdict(self).items()
         }
+        return {"format": TABLE_FORMAT, **content}
 
 
 def read_table(path: Path, *, private: bool) -> Any:

@@ -78,22 +78,20 @@ FIGURES = {
 """Metrics of one number, by the field of :class:`Counters` that holds it."""
 
 
-class Sample(NamedTuple):
-    metric: Metric
-    labels: tuple[str, ...]
-    value: float
+Sample = tuple[Metric, tuple[str, ...], float]
+"""A metric with the values of its labels, and its own."""
 
 
 def samples(counters: Counters) -> Iterator[Sample]:
     for kind, kernel in product(KINDS, ("tree", "host")):
         total = counters.total(kind, tree=kernel == "tree")
         for metric, value in zip((STEPS, ROWS, CONTEXT), total, strict=True):
-            yield Sample(metric, (kind, kernel), value)
+            yield metric, (kind, kernel), value
     for content, steps in counters.steps.items():
         if content.reason is not None:
-            yield Sample(HOST_STEPS, (content.kind, content.reason), steps.steps)
+            yield HOST_STEPS, (content.kind, content.reason), steps.steps
     for field, metric in FIGURES.items():
-        yield Sample(metric, (), getattr(counters, field))
+        yield metric, (), getattr(counters, field)
 
 
 def page_of_files() -> bool:
