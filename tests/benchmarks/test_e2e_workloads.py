@@ -200,23 +200,18 @@ def test_trees_and_beams_are_replayed(host):
     assert beams["detail"]["tokens"] == 24
 
 
-SAMPLES = [((1, 2, 3, 4), 12), ((9, 9), 7)]
+def test_wrong_tokens_are_told_apart_from_ties():
+    """Positions divisible by five: 5, 10, 15 of the first context, 5 of the second."""
 
-
-def checked(tolerance, answers):
-    samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in SAMPLES]
-
-    async def run():
+    async def checked(tolerance, answers):
+        asked = ((1, 2, 3, 4), 12), ((9, 9), 7)
+        samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in asked]
         async with connected(FakeHost()) as client:
             return await check(samples, client, tolerance)
 
-    return asyncio.run(run())
-
-
-def test_wrong_tokens_are_told_apart_from_ties():
-    """Positions divisible by five: 5, 10, 15 of the first context, 5 of the second."""
     right, tie, near, wrong = (
-        checked(*each) for each in ((0.0, "right"), (GAP, "tie"), (GAP / 2, "tie"), (10.0, "wrong"))
+        asyncio.run(checked(*each))
+        for each in ((0.0, "right"), (GAP, "tie"), (GAP / 2, "tie"), (10.0, "wrong"))
     )
     assert (right.answers, right.ties, right.wrong) == (2, [], [])
     assert {each.tokens for each in (right, tie, near)} == {19}

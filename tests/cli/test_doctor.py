@@ -23,7 +23,6 @@ SHIPPED = Path(kernels.__file__).parents[1] / "costs" / "shipped" / "h100-fp8.js
 
 
 def install(monkeypatch, versions):
-
     def version(name):
         found = versions.get(name)
         if found is None:

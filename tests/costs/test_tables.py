@@ -1,7 +1,6 @@
 """Cost tables: their keys and files, and the table that a GPU without one of its own takes."""
 
 import json
-import logging
 import re
 from dataclasses import replace
 from importlib.metadata import version
@@ -33,9 +32,9 @@ def test_a_tuned_table_is_found_again(tmp_path):
 
 
 def test_elsewhere_the_shipped_table_is_used_and_the_log_says_so_once(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        assert table_lookup.cost_model_for(KEY, tmp_path) is default_cost_model()
-        table_lookup.cost_model_for(KEY, tmp_path)
+    caplog.set_level("INFO")
+    assert table_lookup.cost_model_for(KEY, tmp_path) is default_cost_model()
+    table_lookup.cost_model_for(KEY, tmp_path)
     (record,) = caplog.records
     assert "the cost table of an NVIDIA H100 80GB HBM3" in record.message
     assert "none was measured on this NVIDIA A100-SXM4-40GB" in record.message
@@ -166,9 +165,9 @@ def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
     assert table.path in tables.SHIPPED_TABLES
     measured = table.key
     key = replace(KEY, gpu=measured.gpu, dtype=measured.dtype, kv_heads=measured.kv_heads)
-    with caplog.at_level(logging.INFO):
-        assert table_lookup.cost_model_for(key, tmp_path, table.facts) is table.model
-        assert table_lookup.cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
+    caplog.set_level("INFO")
+    assert table_lookup.cost_model_for(key, tmp_path, table.facts) is table.model
+    assert table_lookup.cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
     assert not caplog.records
     assert len(table.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
 
@@ -198,8 +197,8 @@ def test_another_gpu_takes_the_table_of_the_gpu_most_like_it(tmp_path, caplog):
     assert tables.nearest_table(KEY, lean) is h100
     assert tables.nearest_table(KEY, rich) is h200
     assert tables.nearest_table(KEY, None) is h100
-    with caplog.at_level(logging.INFO):
-        model = table_lookup.cost_model_for(KEY, tmp_path, rich)
+    caplog.set_level("INFO")
+    model = table_lookup.cost_model_for(KEY, tmp_path, rich)
     assert model.bandwidth_gb_s == pytest.approx(h200.model.bandwidth_gb_s * 2400.0 / 4814.304)
     (record,) = caplog.records
     assert "66 SMs at 1980 MHz and a memory of 2400 GB/s" in record.message

@@ -98,15 +98,8 @@ def test_positions_beyond_15_bits(device, policy, on_device):
     attention_checks.check(batch, device=device, policy=policy, on_device=on_device, grow=1, room=2)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"policy": "deft-flatten", "logit_cap": 3.0, "sm_scale": 0.9},
-        {"sm_scale": 40.0, "dtype": torch.bfloat16},  # scores that overflow without a maximum
-    ],
-)
-def test_scales_and_soft_caps(device, given):
-    check(random_batch(8, 1, 8), device=device, **given)
+def test_scores_that_overflow_without_a_maximum(device):
+    check(random_batch(8, 1, 8), device=device, sm_scale=40.0, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

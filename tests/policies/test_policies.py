@@ -50,14 +50,6 @@ def test_coverage_of_pages_in_two_copies(name):
         check_coverage(Batch(2 * prefix, lens, 16), grouping, GQA, 7, forest)
 
 
-@pytest.mark.parametrize("name", policies.POLICY_NAMES)
-def test_an_empty_batch_is_an_empty_grouping(name):
-    forest = forest_from_page_tables(np.zeros((0, 0), dtype=np.int32), [])
-    grouping = policies.get_policy(name).group(forest, GQA)
-    assert grouping.num_groups == 0
-    assert len(grouping.queries) == len(grouping.request) == 0
-
-
 ONE_LONG = Batch(np.arange(129, dtype=np.int32)[None], np.array([129]), page_size=1)
 
 

@@ -1,6 +1,5 @@
 """What a server says of the kernels that `deft warm` left for it."""
 
-import logging
 import os
 from types import SimpleNamespace
 
@@ -34,8 +33,8 @@ def filled(folder, gpu="sm_90"):
 
 
 def lines(caplog, settings):
-    with caplog.at_level(logging.INFO, logger="deft_backend"):
-        warm_up.take_compiled_kernels(settings, GPU)
+    caplog.set_level("INFO", "deft_backend")
+    warm_up.take_compiled_kernels(settings, GPU)
     return caplog.messages
 
 

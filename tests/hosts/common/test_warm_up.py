@@ -1,6 +1,5 @@
 """The warm-up before the first request. Its batch sizes: see tests/compile/test_variants.py."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -197,8 +196,8 @@ def test_an_unknown_gpu_checks_each_kind_of_step(drafts, kinds, attention, monke
     monkeypatch.setattr(warm_up, "gpu_name", lambda device: "NVIDIA L40S")
     monkeypatch.setattr(warm_up, "CHECK_SECONDS", 600.0)
     runs = ran(monkeypatch)
-    with caplog.at_level(logging.INFO, "deft_backend"):
-        assert failed_self_check(attention, tensors_of(drafts)) is None
+    caplog.set_level("INFO", "deft_backend")
+    assert failed_self_check(attention, tensors_of(drafts)) is None
     assert runs == [(rows, 20.0, trees) for rows, trees in kinds]
     # A server of an earlier test may still report from its thread.
     (line,) = [said for said in caplog.messages if "recorded results" in said]

@@ -402,8 +402,8 @@ def test_every_group_decides_for_its_layers(caplog):
     config.compilation_config.static_forward_context["mamba"] = SimpleNamespace(
         get_kv_cache_spec=lambda vllm_config: STATE
     )
-    with caplog.at_level(logging.INFO, "deft_backend"):
-        builders = [windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())]
+    caplog.set_level("INFO", "deft_backend")
+    builders = [windowed.builder(WINDOWED), chunked.builder(CHUNKED), full.builder(make_spec())]
     assert [line for line in caplog.messages if "layers decode through" in line] == [
         "deft: 2 of 6 layers decode through tree attention; 2 with a sliding window, 1 with "
         f"chunked local attention, 1 with {LINEAR} through the host's kernels"
@@ -426,8 +426,8 @@ def test_a_layer_is_the_hosts_in_a_group_of_full_layers(kind, rests, caplog):
     window = layers_of(config, "window", make_spec(sliding_window=9), sliding_window=9)
     spec = make_spec(attention_chunk_size=8, sliding_window=9)
     names = ["window.0", "chunked.0", "full.0"]
-    with caplog.at_level(logging.INFO, "deft_backend"):
-        builder = full.backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
+    caplog.set_level("INFO", "deft_backend")
+    builder = full.backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
     assert [line for line in caplog.messages if "layers decode through" in line] == [
         "deft: 1 of 3 layers decode through tree attention; 1 with chunked local attention, 1 with "
         "a sliding window through the host's kernels"

@@ -53,12 +53,6 @@ def test_every_division_of_a_batch(seed, rests):
     assert fakes.state().counters().verified_tokens == (sum(queries[:decoding]) if several else 0)
 
 
-def test_a_fused_kernel_has_written_keys_and_values(rests):
-    step = mixed()
-    fakes.close(step.run(written=True), fakes.reference(step.batch, step.cache))
-    assert rests == [35]
-
-
 def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeypatch):
     """A builder may keep buffers between builds: FLASH_ATTN's, which graphs read."""
     build = PlainCpuBuilder.build

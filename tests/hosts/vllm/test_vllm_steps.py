@@ -1,7 +1,6 @@
 """Steps of every kind: decode, verification, and those that also prefill, split or picked from."""
 
 import copy
-import logging
 import random
 from ast import literal_eval
 from dataclasses import replace
@@ -52,6 +51,8 @@ def test_padding_tokens_behind_the_batch_stay_as_they_are(kind):
     found = step.run(rows=3)
     fakes.close(found[:-3], fakes.reference(step.batch, step.cache))
     assert found[-3:].eq(7.0).all()
+    # A fused kernel has written keys and values.
+    fakes.close(step.run(written=True), fakes.reference(step.batch, step.cache))
 
 
 @pytest.mark.parametrize(
@@ -318,8 +319,8 @@ def test_documents_of_prompts_are_the_hosts(prefilling):
 def test_the_draft_models_layers_are_the_hosts(caplog):
     layers = VERIFICATION.layers()
     draft = fakes.Layers(layers.backend, layers.config, count=1, prefix="draft_model.model.layers")
-    with caplog.at_level(logging.INFO, "deft_backend"):
-        builder = draft.builder(fakes.make_spec())
+    caplog.set_level("INFO", "deft_backend")
+    builder = draft.builder(fakes.make_spec())
     assert builder.deft_group is None
     assert "the draft model gets no tree attention" in caplog.text
     batch = fakes.Batch(VERIFICATION.lens, shared=2)

@@ -91,9 +91,3 @@ def test_why_loading_fails(code, printed, said, monkeypatch):
 
     monkeypatch.setattr(driver_stub.subprocess, "run", run)
     assert driver_stub.loading_fails(Path("/stub")) == said
-
-
-@pytest.mark.parametrize("driver", [None, object()])
-def test_a_driver_is_one_that_can_be_loaded(driver, monkeypatch):
-    monkeypatch.setattr(driver_stub, "_driver", lambda: driver)
-    assert driver_stub.has_nvidia_driver() is (driver is not None)
