@@ -34,7 +34,7 @@ class Request:
     # Text, token ids, or a function that makes either when it is needed. With `after`, the part
     # behind the earlier request's prompt and answer.
     prompt: Prompt | Callable[[], Prompt]
-    max_tokens: int  # tokens to decode, exactly (the end-of-sequence token is ignored)
+    max_tokens: int  # tokens to decode, exactly: 1 or more (no end-of-sequence token ends them)
     # Name of the request whose answer this request continues; it starts when that answer ends.
     after: str | None = None
     at: float = 0.0  # seconds from the start until it is sent
@@ -43,12 +43,6 @@ class Request:
     # sub-agents found stands before an agent's next turn.
     returned: tuple[str, ...] = ()
     temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise WorkloadError(
-                f"{self.name} asks for {self.max_tokens} tokens; expected 1 or more"
-            )
 
     @property
     def continues(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from deft_backend.hosts.vllm.versions import backend_name
@@ -40,7 +40,7 @@ class ServerCommand:
     environment: Mapping[str, str]
     port: int
     on_gpu: bool
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     address: str = "127.0.0.1"  # where it listens
 
     @property
@@ -130,8 +130,6 @@ def server_command(
     None leaves `backend` or `gpu` to the host. Raises StartError, or DriverStubError if
     SGLang's CPU engine needs the driver stand-in, and it cannot be compiled.
     """
-    if host not in HOSTS:
-        raise StartError(f"there is no host {host!r}; expected one of {', '.join(HOSTS)}")
     on_gpu = use_gpu() if gpu is None else gpu
     if host == "vllm" and gpu is None:
         on_gpu = on_gpu and not vllm_is_cpu_build()
