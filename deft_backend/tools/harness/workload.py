@@ -34,7 +34,7 @@ class Request:
     # Text, token ids, or a function that makes either when it is needed. With `after`, the part
     # behind the earlier request's prompt and answer.
     prompt: Prompt | Callable[[], Prompt]
-    max_tokens: int  # tokens to decode, exactly: 1 or more (no end-of-sequence token ends them)
+    max_tokens: int  # tokens to decode, exactly, 1 or more (the end-of-sequence token is ignored)
     # Name of the request whose answer this request continues; it starts when that answer ends.
     after: str | None = None
     at: float = 0.0  # seconds from the start until it is sent
