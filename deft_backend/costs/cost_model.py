@@ -91,7 +91,11 @@ class CostModel:
         if not np.isfinite(self.time_ms).all() or (self.time_ms <= 0).any():
             raise CostModelError("time_ms holds a time that is not positive")
         if (np.diff(self.time_ms, axis=0) < 0).any():
-            raise CostModelError("time_ms falls with more tokens; expected times that never do")
+            token, rows = np.argwhere(np.diff(self.time_ms, axis=0) < 0)[0]
+            raise CostModelError(
+                f"time_ms falls from {self.tokens[token]:g} to {self.tokens[token + 1]:g} tokens "
+                f"at {self.query_rows[rows]:g} query rows; expected times that never fall"
+            )
         for name, value in (("launch_ms", self.launch_ms), *vars(self.fasttree).items()):
             if not math.isfinite(value) or value < 0:
                 raise CostModelError(f"{name} is {value}; expected a number of 0 or more")

@@ -165,7 +165,10 @@ class StreamReader:
             said = f"the stream ended after {len(arrivals)} of {tokens} tokens"
             raise NotAnswered(LOST, f"{said}, without an end mark")
         if not arrivals:
-            raise NotAnswered(FAILED, f"the stream ended without one of {tokens} tokens")
+            said = f"the stream ended without one of {tokens} tokens"
+            if self.answer.text:
+                said = "its answers show no token ids, as those of SGLang and vLLM do"
+            raise NotAnswered(FAILED, said)
         return self.answer, self._prompt
 
 
