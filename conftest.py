@@ -13,5 +13,5 @@ collect_ignore_glob = [
     path.format(host)
     for host in ("sglang", "vllm")
     if find_spec(host) is None
-    for path in ("deft_backend/hosts/{}/*", "tests/support/{}_cpu_backend.py")
+    for path in ("deft_backend/hosts/{}/*", "tests/support/{}_*.py")
 ]

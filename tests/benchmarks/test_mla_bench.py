@@ -6,7 +6,6 @@ from benchmarks.latent import measure_latent
 from benchmarks.latent.latent_case import LatentCase
 from deft_backend.kernels.latent import plain_latent_attention
 
-CPU = torch.device("cpu")
 CASES = [
     LatentCase(3, 32, 20, 8, 1, 16),
     LatentCase(2, 16, 5, 4, 3, 1),
@@ -25,7 +24,7 @@ def test_every_case_has_a_row(monkeypatch):
     monkeypatch.setattr(measure_latent, "hosts_kernel", lambda: kernels)
     monkeypatch.setattr(measure_latent, "captured", captured)
     monkeypatch.setattr(measure_latent, "launch_us", lambda replay, rep_ms: 3.0)
-    rows = list(measure_latent.measure(CASES, CPU, 5, {}))
+    rows = list(measure_latent.measure(CASES, torch.device("cpu"), 5, {}))
     for row in rows[:2]:
         assert set(row["us"]) == {"host", "plan", "lay_out", "deft"}
         assert set(row["error"]) == {"host", "deft"}

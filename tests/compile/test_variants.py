@@ -42,17 +42,9 @@ def server(host, heads=(32, 8)):
 
 
 def attention_of(described):
-    return tree_attention(
-        num_query_heads=described.num_query_heads,
-        num_kv_heads=described.num_kv_heads,
-        head_dim=described.head_dim,
-        dtype=described.dtype,
-        page_size=described.page_size,
-        max_batch=described.max_batch,
-        kv_dtype=described.kv_dtype,
-        query_tokens=described.query_tokens,
-        compiled_for=HOPPER,
-    )
+    names = ("num_query_heads", "num_kv_heads", "head_dim", "dtype", "page_size", "max_batch")
+    same = {name: getattr(described, name) for name in (*names, "kv_dtype", "query_tokens")}
+    return tree_attention(**same, compiled_for=HOPPER)
 
 
 def step_of(attention, described, batch, width, tokens=1):

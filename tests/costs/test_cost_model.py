@@ -38,18 +38,16 @@ def test_profiled_points_are_exact(paper):
 
 
 def test_interpolation_is_bilinear(paper):
-    model = paper
-    assert float(model.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
-    assert float(model.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
-    assert float(model.time(1.5, 768)) == pytest.approx((0.036 + 0.035 + 0.043 + 0.043) / 4)
-    assert float(model.time(75, 12_288)) == pytest.approx((0.195 + 0.266 + 0.471 + 0.746) / 4)
+    assert float(paper.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
+    assert float(paper.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
+    assert float(paper.time(1.5, 768)) == pytest.approx((0.036 + 0.035 + 0.043 + 0.043) / 4)
+    assert float(paper.time(75, 12_288)) == pytest.approx((0.195 + 0.266 + 0.471 + 0.746) / 4)
 
 
 def test_extrapolation_is_linear_and_never_free(paper):
-    model = paper
-    assert float(model.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
-    assert float(model.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
-    assert float(model.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
+    assert float(paper.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
+    assert float(paper.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
+    assert float(paper.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
     steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])
     assert 0 < float(steep.time(1, 0)) < 1e-3
 

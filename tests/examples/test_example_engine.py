@@ -15,7 +15,6 @@ from examples.page_table_engine.model import Llama
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-llama"
-PAGE = ROOT / "docs" / "writing-a-host.md"
 
 BELMORA = list(b"The town of Belmora stands on the river Isk. Its ruler is King Odo. ")
 PROMPTS = [BELMORA + list(end) for end in (b"People of", b"The town of", b"Its ruler")]
@@ -168,7 +167,8 @@ def test_requests_wait_for_pages_and_rows(model):
 def test_page_quotes_the_example():
     sources = [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
     code = [[line.strip() for line in text.splitlines() if line.strip()] for text in sources]
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "writing-a-host.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) > 8
     for block in blocks:
         lines = [line.strip() for line in block.splitlines() if line.strip()]

@@ -7,8 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from deft_backend.attention.reference_attention import reference_attention
+from deft_backend.hosts.vllm import group, server
+from deft_backend.hosts.vllm.backend import tree_backend
+from deft_backend.hosts.vllm.step import step_of
+from deft_backend.telemetry.metrics import StateCollector
+from vllm_cpu_backend import PlainCpuBackend
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -54,16 +62,12 @@ def speculating(tokens, **changes):
 
 def _layout(name):
     """Set a memory order of caches, in versions whose servers resolve one."""
-    from vllm.v1.kv_cache_interface import KVCacheLayout
-
-    return KVCacheLayout[name]
+    return kv_cache_interface.KVCacheLayout[name]
 
 
 def make_spec(block_size=16, **changes):
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     shape = {"num_kv_heads": KV_HEADS, "head_size": DIM, "dtype": torch.float32}
-    return FullAttentionSpec(**{"block_size": block_size, **shape, **changes})
+    return kv_cache_interface.FullAttentionSpec(**{"block_size": block_size, **shape, **changes})
 
 
 @dataclass
@@ -173,8 +177,6 @@ class Batch:
         self.query = fused[:, :HEADS]  # a part of a fused projection: tokens are far apart
 
     def common(self, **changes):
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-
         rows = len(self.lens)
         queries = self.starts.diff()
         values = {
@@ -237,8 +239,6 @@ class Step:
     @property
     def tree(self):
         """The step of tree attention, or None."""
-        from deft_backend.hosts.vllm.step import step_of
-
         return step_of(self.metadata)
 
     def run(self, layer=0, rows=0, **how):
@@ -246,8 +246,6 @@ class Step:
 
     def capture(self):
         """Run the first layer with metadata made for a capture, as in a capture of a graph."""
-        from deft_backend.hosts.vllm import group
-
         captured = self.builder.build_for_cudagraph_capture(self.batch.common(**self.changes))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "capturing", lambda tensor: True)
@@ -287,8 +285,6 @@ class Step:
 
 def told(batch):
     """The scheduler tells the worker of the batch's requests, which have decoded before."""
-    from deft_backend.hosts.vllm import server
-
     prefixes = server._current.prefixes
     prefixes.observe(message(replace(batch, query_lens=None)))
     prefixes.observe(message(batch, scheduled_new_reqs=[]))
@@ -358,16 +354,11 @@ KINDS = {
 
 
 def state():
-    from deft_backend.hosts.vllm import server
-
     return server._current.state
 
 
 def tree_layers(config=None, **kwargs):
     """Layers behind tree attention around the CPU's backend."""
-    from deft_backend.hosts.vllm.backend import tree_backend
-    from vllm_cpu_backend import PlainCpuBackend
-
     return Layers(tree_backend(PlainCpuBackend), config or make_config(), **kwargs)
 
 
@@ -411,10 +402,6 @@ def run(impl, batch, cache, metadata, rows=0, output=None, written=False):
 
 def forget_collectors():
     """Remove the plugin's registrations from the client's global registry."""
-    from prometheus_client import REGISTRY
-
-    from deft_backend.telemetry.metrics import StateCollector
-
     for collector in list(REGISTRY._collector_to_names):
         if isinstance(collector, StateCollector):
             REGISTRY.unregister(collector)

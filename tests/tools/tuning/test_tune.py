@@ -203,13 +203,11 @@ def test_the_command_in_a_message_asks_for_the_table_of_its_key(dtype, tmp_path,
 
 
 def _on(gpu, monkeypatch):
-    from deft_backend.costs import table_lookup as device_tables
-
     monkeypatch.setattr("deft_backend.tools.servers.command.num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(device_tables.torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     facts = GpuFacts(sms=142, sm_clock_mhz=2520.0, memory_gb_s=864.0)
     monkeypatch.setattr("deft_backend.costs.tables.gpu_facts", lambda device: facts)
 

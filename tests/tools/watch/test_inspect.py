@@ -18,14 +18,6 @@ from sglang_fakes import make_state
 from state_files import batch_of, state_path
 
 
-def forest_of(names):
-    """The first half shares 640 tokens, all share 512; each has 20 of its own."""
-    half = len(names) // 2
-    shared = [640 if at < half else 512 for at in range(1, len(names))]
-    lens = [660 if at < half else 532 for at in range(len(names))]
-    return build_forest(list(range(len(names))), shared, lens)
-
-
 class Served:
     def __init__(self, folder):
         self.state = make_state()
@@ -37,7 +29,11 @@ class Served:
         threading.Thread(target=self.page.serve_forever, args=(0.05,), daemon=True).start()
 
     def decode(self, names):
-        forest = forest_of(names)
+        """The first half shares 640 tokens, all share 512; each has 20 of its own."""
+        half = len(names) // 2
+        shared = [640 if at < half else 512 for at in range(1, len(names))]
+        lens = [660 if at < half else 532 for at in range(len(names))]
+        forest = build_forest(range(len(names)), shared, lens)
         self.state.batch = batch_of(forest)
         tree_step(self.state, forest.tokens_attended, forest.tokens_stored)
         self.writer.look()
