@@ -9,6 +9,7 @@ import torch
 
 import commands
 from benchmarks.__main__ import app_of
+from benchmarks.kernel import measure_case
 from benchmarks.kernel.kernel_rows import merged, read_rows
 from benchmarks.kernel.methods import OURS
 from benchmarks.row_files import RowsError
@@ -71,9 +72,7 @@ def test_checks_results_on_the_cpu_and_merges(tmp_path):
 
 
 def test_a_wrong_result_of_ours_is_an_error(tmp_path, monkeypatch):
-    from benchmarks.kernel import measure_case as run_module
-
-    monkeypatch.setattr(run_module, "TOLERANCE", {torch.float16: 1e-9})
+    monkeypatch.setattr(measure_case, "TOLERANCE", {torch.float16: 1e-9})
     code, _, err = run(
         "kernel", *SMALL, "--tree", "1,2 3,2", "--with", "peers=none", "--out", str(tmp_path)
     )

@@ -30,6 +30,7 @@ from deft_backend.policies import Invariant, get_policy
 from deft_backend.settings.config import Settings
 from deft_backend.settings.version import VERSION
 from deft_backend.telemetry import state_reader
+from deft_backend.tools.explain import server_target
 from deft_backend.tools.harness.client import Offers
 from deft_backend.tools.servers import command as command_module
 from deft_backend.tools.servers.command import installed_hosts
@@ -215,8 +216,6 @@ def state(**changes):
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_explain_plans_for_the_target_of_the_server(dtype, tmp_path):
     """The drawn groups are those of the planner that decodes."""
-    from deft_backend.tools.explain import server_target
-
     path = state_path(tmp_path, 31234)
     size = getattr(torch, dtype).itemsize
     path.write_text(json.dumps(state(num_query_heads=16, dtype=dtype, dtype_bytes=size)))

@@ -14,6 +14,7 @@ import pytest
 import sglang_fakes
 from counted_steps import host_step, tree_step
 from deft_backend.compile.clock import COMPILING
+from deft_backend.hosts.sglang.report import start_reporting
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry import decode_log, metrics
 from deft_backend.telemetry.counters import Content, Counters, Place, Steps
@@ -23,6 +24,7 @@ from drawings import check_drawn
 from state_files import state_path
 
 client = pytest.importorskip("prometheus_client")
+multiprocess = pytest.importorskip("prometheus_client.multiprocess")
 
 
 def steps(tree=0, **host):
@@ -82,8 +84,6 @@ def run_publishing(mode, folder, ranks, readings):
 
 def test_processes_of_one_server_publish_into_its_page(tmp_path):
     """The host's page covers the files of all processes, whenever they imported the client."""
-    from prometheus_client import multiprocess
-
     run_publishing("beside", tmp_path, {"tp_rank": "0"}, READINGS)
     run_publishing("late", tmp_path, {"tp_rank": "1"}, READINGS[:1])
     registry = client.CollectorRegistry()
@@ -229,8 +229,6 @@ def test_what_the_line_says():
     ],
 )
 def test_what_sglang_is_told(enabled, rank, level, listening, monkeypatch, tmp_path):
-    from deft_backend.hosts.sglang.report import start_reporting
-
     metrics._value_class.cache_clear()
     metrics._value.cache_clear()
     monkeypatch.setenv(metrics.MULTIPROCESS, str(tmp_path))

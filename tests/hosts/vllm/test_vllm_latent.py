@@ -9,11 +9,12 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import vllm_fakes
 from attention_checks import latent_attention
-from deft_backend.attention import LatentAttention
+from deft_backend.attention import LatentAttention, self_check
 from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
@@ -266,8 +267,6 @@ def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
 
 
 def test_a_check_at_start_decides(monkeypatch, caplog):
-    from deft_backend.attention import self_check
-
     monkeypatch.setattr(self_check, "LATENT_TOLERANCE", 0.0)
     step = Step(Batch(DECODE, shared=2))
     assert step.builder.deft_group is None
@@ -508,7 +507,6 @@ def test_costs_decide_once_for_the_requests_of_a_batch():
 )
 def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
     """`flags`: what an exchange with the other ranks leaves; None: what this rank gave."""
-    from vllm.distributed import parallel_state
 
     def exchange(tensor, op, group):
         if flags is not None:

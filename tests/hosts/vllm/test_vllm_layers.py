@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -260,8 +261,6 @@ def test_what_a_server_reports(monkeypatch):
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_how_a_server_describes_itself(rank, monkeypatch):
-    from vllm.distributed import parallel_state
-
     asked = raising(AssertionError("outside")) if rank is None else lambda: str(rank)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", asked)
     monkeypatch.setattr("sys.argv", ["server", "--port", "81"])

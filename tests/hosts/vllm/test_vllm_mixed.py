@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.worker import ubatch_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 import vllm_fakes as fakes
 from attention_checks import repeated_layers
 from deft_backend.attention import TreeAttention, layer_addresses
 from deft_backend.hosts.common.limits import LayerShape
-from deft_backend.hosts.vllm import group
+from deft_backend.hosts.vllm import factory, group
 from deft_backend.hosts.vllm.cached_prefixes import NULL_BLOCK, CachedPrefixes
 from deft_backend.hosts.vllm.layers import Layer
 from deft_patches.vllm import observe_steps
@@ -73,8 +74,6 @@ def test_the_whole_batchs_metadata_does_not_share_buffers_with_the_rests(monkeyp
 
 def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
     """The host's function to slice a batch may refuse; then the host computes such steps alone."""
-    from vllm.v1.worker import ubatch_utils
-
     monkeypatch.setattr(ubatch_utils, "_make_metadata_with_slice", raising(AssertionError("empty")))
     step = mixed()
     step.build()
@@ -85,8 +84,6 @@ def test_a_rest_without_metadata_is_said_once(monkeypatch, caplog):
 
 
 def test_a_worker_that_is_told_nothing_splits_nothing(monkeypatch, caplog):
-    from deft_backend.hosts.vllm import factory
-
     monkeypatch.setattr(factory, "untold", lambda config: "workers under Ray get other messages")
     layers = fakes.tree_layers()
     builder = layers.builder(fakes.make_spec())

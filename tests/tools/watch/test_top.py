@@ -43,10 +43,7 @@ def _nobody_waits(monkeypatch):
 
 def decoding(folder, port=7, **fields):
     state = make_state()
-    state.port = port
-    for name, value in fields.items():
-        setattr(state, name, value)
-    state.batch = batch_of(FOREST)
+    vars(state).update(port=port, batch=batch_of(FOREST), **fields)
     tree_step(state, FOREST.tokens_attended, FOREST.tokens_stored)
     writer = StateWriter(state, folder)
     writer.look()
