@@ -252,12 +252,12 @@ class Step:
 
     def _grouping(self) -> Iterator[str]:
         yield "group  positions      of request  tokens  queries"
-        for group in range(self.grouping.num_groups):
-            (segment,) = self.grouping.segments(group)
+        groups = self.grouping  # of one segment each
+        for group, (start, end) in enumerate(zip(groups.start, groups.end, strict=True)):
+            queries = groups.queries[groups.query_ptr[group] : groups.query_ptr[group + 1]]
             yield (
-                f"{group:>5}  {_positions(segment.start, segment.end)}  {segment.request:>10}  "
-                f"{segment.end - segment.start:>6,}  {_numbers(self.grouping.group_queries(group))}"
-                f"{'  (open)' if segment.open else ''}"
+                f"{group:>5}  {_positions(start, end)}  {groups.request[group]:>10}  "
+                f"{end - start:>6,}  {_numbers(queries)}{'  (open)' if groups.open[group] else ''}"
             )
 
     def _items(self) -> Iterator[str]:

@@ -7,8 +7,8 @@ import torch
 
 from deft_backend.attention.checks import AttentionError, check_tensor
 from deft_backend.attention.planned_attention import (
-    GivenRows,
     PlannedAttention,
+    Rows,
     device_as_current,
     numbered,
 )
@@ -154,18 +154,19 @@ class LatentAttention(PlannedAttention):
             spent += LEAVES_NS
         return bool(saved <= MARGIN * spent)
 
-    def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
-        """Plan a batch, and lay it out."""
-        tokens = given.query_tokens
-        if tokens not in (None, self.query_tokens):
-            raise AttentionError(f"expected {self.query_tokens} query tokens, not {tokens}")
-        rows = self._checked(given, self._blocks)
+    def _blocks_of(self, query_tokens: int | None) -> QueryBlocks:
+        if query_tokens not in (None, self.query_tokens):
+            raise AttentionError(f"expected {self.query_tokens} query tokens, not {query_tokens}")
+        return self._blocks
+
+    def _plan_rows(self, rows: Rows, blocks: QueryBlocks, *, on_device: bool) -> None:
+        seq_lens = rows[2]
         if on_device:
-            limits = self._room(len(given.seq_lens)).limits
-            self._launch_plan(rows, self._blocks, self.target, limits)
+            limits = self._room(len(seq_lens)).limits
+            self._launch_plan(rows, blocks, self.target, limits)
         else:
             self._plan_by_reference(rows, self.plan)
-        self.lay_out(given.seq_lens, table_rows=given.table_rows)
+        self.lay_out(seq_lens)
 
     def lay_out(self, seq_lens: torch.Tensor, *, table_rows: torch.Tensor | None = None) -> None:
         """Write the calls of the kernel for a step; needed in each step after :meth:`plan`.

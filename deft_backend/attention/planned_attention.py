@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -22,7 +21,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
-from deft_backend.policies import Policy, Target, check_served
+from deft_backend.policies import Policy, Target
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
@@ -30,15 +29,6 @@ _AS_IT_IS = nullcontext()
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A batch: the page table, the row of each request, and its tokens."""
-
-
-class GivenRows(NamedTuple):
-    """The same as given: the parameters of :meth:`PlannedAttention.plan_batch`."""
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    table_rows: torch.Tensor | None
-    query_tokens: int | None
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -150,11 +140,20 @@ class PlannedAttention(ABC):
         ForestError
             On the CPU, if a request has more pages than the page table has columns.
         """
-        given = GivenRows(page_table, seq_lens, table_rows, query_tokens)
-        self._plan_rows(given, on_device=not self.interpreted if on_device is None else on_device)
+        blocks = self._blocks_of(query_tokens)
+        self._check_size(len(seq_lens), blocks)
+        if table_rows is None:
+            table_rows = self._first_rows(page_table, len(seq_lens))
+        check_batch(page_table, seq_lens, table_rows, self.device)
+        on_device = not self.interpreted if on_device is None else on_device
+        self._plan_rows((page_table, table_rows, seq_lens), blocks, on_device=on_device)
 
     @abstractmethod
-    def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
+    def _blocks_of(self, query_tokens: int | None) -> QueryBlocks:
+        """The query blocks of such requests; AttentionError if the attention has no room."""
+
+    @abstractmethod
+    def _plan_rows(self, rows: Rows, blocks: QueryBlocks, *, on_device: bool) -> None:
         """Plan a batch with the device planner, or with the reference."""
 
     @property
@@ -163,12 +162,10 @@ class PlannedAttention(ABC):
 
         They only grow: plans; tokens of context in them, which decoding query by query reads;
         tokens that their items load; nanoseconds of planning. The device writes them some time
-        after each plan. Raises PolicyError if no server can run the policy, or the device planner
-        cannot plan for this attention. So adapters ask for the counters at start.
+        after each plan. Raises PolicyError if the device planner cannot plan for this attention, so
+        adapters ask for the counters at start.
         """
-        if self.interpreted:
-            check_served(self.policy)
-        else:
+        if not self.interpreted:
             _ = self.device_planner
         return self._counters
 
@@ -179,7 +176,6 @@ class PlannedAttention(ABC):
         Raises PolicyError as the planner does.
         """
         if self._device_planner is None:
-            check_served(self.policy)
             self._device_planner = DevicePlanner(
                 self._target,
                 self.policy,
@@ -218,15 +214,6 @@ class PlannedAttention(ABC):
                 f"{len(self._own_rows)}; expected a row each, or table_rows, and a larger max_batch"
             )
         return self._own_rows[:requests]
-
-    def _checked(self, given: GivenRows, blocks: QueryBlocks) -> Rows:
-        """The rows of a batch; AttentionError if they do not fit together, or are too many."""
-        page_table, seq_lens, table_rows, _ = given
-        self._check_size(len(seq_lens), blocks)
-        if table_rows is None:
-            table_rows = self._first_rows(page_table, len(seq_lens))
-        check_batch(page_table, seq_lens, table_rows, self.device)
-        return page_table, table_rows, seq_lens
 
     def _plan_forest(
         self,

@@ -11,7 +11,7 @@ from deft_backend.attention.planned_attention import PlannedBatch
 from deft_backend.costs.table_lookup import cost_model_on
 from deft_backend.kernels import Gpu, KernelConfiguration, Step, kernel_configuration
 from deft_backend.policies.target import TILE_BLOCKS, Target
-from deft_backend.shapes import ONE_TOKEN, TILE_SEGMENTS, AttentionShape, QueryBlocks
+from deft_backend.shapes import ONE_TOKEN, AttentionShape, QueryBlocks
 
 
 def paged(cache: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -99,7 +99,6 @@ def target_of(
             (most // kv_heads, max(1, count // kv_heads)) for most, count in fewer
         ),
         num_sms=config.sms,
-        tile_segments=TILE_SEGMENTS,
         # The interpreter takes larger KV blocks, for speed; plans are the same on every device.
         block_tokens=min(64, config.tiles[-1].block_tokens),
         tile_blocks=(

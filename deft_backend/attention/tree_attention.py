@@ -10,9 +10,9 @@ import torch
 
 from deft_backend.attention.checks import AttentionError, check_attention, check_step
 from deft_backend.attention.planned_attention import (
-    GivenRows,
     PlannedAttention,
     PlannedBatch,
+    Rows,
     device_as_current,
     numbered,
 )
@@ -231,14 +231,14 @@ class TreeAttention(PlannedAttention):
         shape = self._shape_of(query_tokens)
         return self._plan_forest(forest, shape.blocks, shape.target)
 
-    def _plan_rows(self, given: GivenRows, *, on_device: bool) -> None:
-        tokens = 1 if given.query_tokens is None else given.query_tokens
-        shape = self._shape_of(tokens)
-        rows = self._checked(given, shape.blocks)
+    def _blocks_of(self, query_tokens: int | None) -> QueryBlocks:
+        return self._shape_of(1 if query_tokens is None else query_tokens).blocks
+
+    def _plan_rows(self, rows: Rows, blocks: QueryBlocks, *, on_device: bool) -> None:
         if on_device:
-            self._launch_plan(rows, shape.blocks, shape.target)
+            self._launch_plan(rows, blocks, self._shapes[blocks.query_tokens].target)
         else:
-            self._plan_by_reference(rows, partial(self.plan, query_tokens=tokens))
+            self._plan_by_reference(rows, partial(self.plan, query_tokens=blocks.query_tokens))
 
     def use(self, plan: Plan, forest: PrefixForest, *, query_tokens: int = 1) -> None:
         """Use the given plan; it must cover the batch of `forest`.

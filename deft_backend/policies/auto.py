@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from deft_backend.forest import PrefixForest
+from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
 from deft_backend.policies.chunk_choice import shapes_of, tiles_of
-from deft_backend.policies.edges import ROOT, BoolArray
+from deft_backend.policies.edges import BoolArray
 from deft_backend.policies.measured_chunks import exposed_share
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
@@ -80,7 +80,7 @@ def measured_edges(
     parent, end, is_leaf = forest.parent.tolist(), forest.end.tolist(), forest.is_leaf.tolist()
     below = [0.0] * len(parent)  # time of one token, if the items of the node's children read it
     for v in range(len(parent) - 1, -1, -1):
-        if parent[v] != ROOT:
+        if parent[v] != VIRTUAL_ROOT:
             below[parent[v]] += own[v]
 
     base = [0] * len(parent)  # first token of the ranges below each node
@@ -88,7 +88,7 @@ def measured_edges(
     takes = [False] * len(parent)  # whether the node gets its own items
     for v, children in enumerate(forest.children):
         above = parent[v]
-        if above != ROOT:
+        if above != VIRTUAL_ROOT:
             base[v], merged[v] = base[above], merged[above]
         tokens = end[v] - base[v]
         if is_leaf[v] or tokens == 0:
@@ -106,4 +106,4 @@ def measured_edges(
         results = queries[v] if merged[v] else 2 * queries[v]
         if tokens * own[v] + items[v] + results * partial < saved:
             base[v], merged[v], takes[v] = end[v], True, True
-    return np.array([above != ROOT and takes[above] for above in parent], dtype=np.bool_)
+    return np.array([above != VIRTUAL_ROOT and takes[above] for above in parent], dtype=np.bool_)

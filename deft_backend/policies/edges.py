@@ -11,12 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deft_backend.forest import Int32Array, PrefixForest
+from deft_backend.forest import VIRTUAL_ROOT, Int32Array, PrefixForest
 from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
 
 BoolArray = npt.NDArray[np.bool_]
-
-ROOT = -1
 
 
 class KVRanges(NamedTuple):
@@ -35,7 +33,7 @@ def grouped_ranges(forest: PrefixForest, is_cut: BoolArray) -> KVRanges:
     5).
     """
     parent, queries = forest.parent.tolist(), forest.num_queries.tolist()
-    own = [above == ROOT or cut for above, cut in zip(parent, is_cut.tolist(), strict=True)]
+    own = [above == VIRTUAL_ROOT or cut for above, cut in zip(parent, is_cut.tolist(), strict=True)]
     kept = queries.copy()  # queries that stay with the node
     begin = forest.start.tolist()
     for v, above in enumerate(parent):
@@ -45,7 +43,7 @@ def grouped_ranges(forest: PrefixForest, is_cut: BoolArray) -> KVRanges:
     place = forest.query_begin.tolist()  # of the node's first query
     stay, leave = place.copy(), place.copy()  # where the node's next child of either kind goes
     for v, above in enumerate(parent):
-        if above != ROOT:
+        if above != VIRTUAL_ROOT:
             free = stay if own[v] else leave
             place[v] = free[above]
             free[above] += queries[v]

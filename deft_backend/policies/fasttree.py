@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from deft_backend.costs.cost_model import FastTreeCoefficients
-from deft_backend.forest import PrefixForest
-from deft_backend.policies.edges import ROOT, BoolArray
+from deft_backend.forest import VIRTUAL_ROOT, PrefixForest
+from deft_backend.policies.edges import BoolArray
 from deft_backend.policies.policy import Rules, TwoRulePolicy
 from deft_backend.policies.target import Target
 from deft_backend.settings.policy_names import FASTTREE
@@ -105,7 +105,7 @@ def search_edges(forest: PrefixForest, costs: EdgeCosts) -> BoolArray:
     remaining = queries.copy()
     context = length.copy()  # grows by concatenation
     for child, node in enumerate(parent):
-        if node == ROOT:
+        if node == VIRTUAL_ROOT:
             continue
         held = queries[child]
         split_kv = costs.padding(remaining[node], context[node]) + costs.gamma * held
@@ -119,6 +119,6 @@ def search_edges(forest: PrefixForest, costs: EdgeCosts) -> BoolArray:
     # An empty leaf that stays alone with its parent needs no group: the parent's ends where the
     # query's context ends. As its leaf, the parent's group grows with it.
     for child, node in enumerate(parent):
-        if node != ROOT and length[child] == 0 and is_cut[child] and remaining[node] == 1:
+        if node != VIRTUAL_ROOT and length[child] == 0 and is_cut[child] and remaining[node] == 1:
             is_cut[child] = False
     return is_cut

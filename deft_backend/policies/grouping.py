@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +24,6 @@ def concatenated_ranges(
     shift = begin - np.cumsum(count) + count
     numbers: npt.NDArray[np.int64] = np.arange(int(count.sum())) + np.repeat(shift, count)
     return numbers
-
-
-class Segment(NamedTuple):
-    """A KV range inside a group, with its span."""
-
-    request: int
-    start: int
-    end: int  # positions ``start … end - 1`` of the context of the request with this index
-    open: bool
-    """Whether the range ends where its request currently ends. Then `end` is the request's end at
-    the time the forest was built."""
-    attend_begin: int
-    attend_end: int
-    """The span: the group's queries ``attend_begin … attend_end - 1`` attend to the range."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +79,6 @@ class Grouping:
         partly = (self.attend_begin > 0) | (self.attend_end < self.num_queries()[owner])
         several[owner[partly]] = True
         return several
-
-    def group_queries(self, group: int) -> Int32Array:
-        """Request indices of the queries of `group`."""
-        return self.queries[self.query_ptr[group] : self.query_ptr[group + 1]]
-
-    def segments(self, group: int) -> Iterator[Segment]:
-        tokens = (self.request, self.start, self.end, self.open)
-        arrays = (*tokens, self.attend_begin, self.attend_end)
-        for s in range(int(self.segment_ptr[group]), int(self.segment_ptr[group + 1])):
-            yield Segment(*(array[s].item() for array in arrays))
 
     def num_queries(self) -> Int32Array:
         """[G] queries of each group."""

@@ -165,9 +165,7 @@ class Invariant(Policy):
         """The forest in which requests share whole chunks only, and never their last tokens."""
         length = forest.seq_lens.astype(np.int64)[forest.order]
         limit = np.maximum(length - 1, 0) // forest.page_size * forest.page_size
-        # In depth-first order, the node behind a query's leaf begins where the next query's tokens
-        # begin to differ.
-        shared = forest.start[forest.leaf[:-1] + 1].astype(np.int64)
+        shared = forest.shared.astype(np.int64)
         # Requests whose short chunks begin at other positions share whole chunks only.
         _, begin, _ = self.short_chunks(length)
         whole = self._begin_of(self._whole_at(np.minimum(begin[:-1], begin[1:])))

@@ -15,9 +15,6 @@ from deft_backend.policies.target import Limits, PolicyError, Target, check_limi
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
 
-EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
-"""The rules of edges that the device planner knows."""
-
 ABSOLUTE = "absolute"
 """The rule of chunks of `invariant`: a request's length decides where they begin."""
 
@@ -31,9 +28,9 @@ SHARES = 4
 class Rules(NamedTuple):
     """A policy's two rules, by the names under which the device planner knows them."""
 
-    edges: str  # which edges are cut; one of :data:`EDGE_RULES`
-    # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
-    chunks: str
+    # Which edges are cut: "none", "all", "greedy" (`FastTree`), "measured" (`Auto`) or FLATTENED.
+    edges: str
+    chunks: str  # one of :mod:`~deft_backend.policies.chunk_choice`, or :data:`ABSOLUTE`
     # Tokens of a chunk for the rule ``fixed``, and of the first chunks for the rule ``absolute``.
     chunk_tokens: int = 0
 
@@ -53,7 +50,7 @@ class Policy(ABC):
 
     @property
     def rules(self) -> Rules | None:
-        """What the device planner follows; None: only the reference does, so no server runs it."""
+        """What the device planner follows; None: only the reference makes plans."""
         return None
 
     @abstractmethod

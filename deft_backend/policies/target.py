@@ -121,21 +121,18 @@ class Target:
         """[T, K] nanoseconds of an item of each single-segment tile shape, by profiled length; a
         tile computes all of its query vectors, so its height is FlashForge's ``n_q``.
         """
-        single = zip(self.tile_heights, self.tile_segments, strict=True)
-        heights = [[height] for height, segments in single if segments == 1]
+        heights = [[height] for height in self.tile_heights[:-1]]
         return self.costs.time(np.array(heights), self.costs.tokens) * 1e6
 
     @property
     def phases(self) -> list[tuple[int, int]]:
         """``TS_q`` in query vectors and ``TS_c`` of each tile of one segment (FastTree)."""
-        tiles = zip(self.tile_heights, self.tile_blocks, self.tile_segments, strict=True)
-        return [(height, block) for height, block, segments in tiles if segments == 1]
+        return list(zip(self.tile_heights[:-1], self.tile_blocks[:-1], strict=True))
 
-    @cached_property
+    @property
     def single_range_tiles(self) -> tuple[int, ...]:
         """Queries that each tile shape of one segment serves, ascending (0: none)."""
-        single = zip(self.tile_queries, self.tile_segments, strict=True)
-        return tuple(queries for queries, segments in single if segments == 1)
+        return self.tile_queries[:-1]
 
     @cached_property
     def tile_queries(self) -> tuple[int, ...]:

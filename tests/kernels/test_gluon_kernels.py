@@ -23,8 +23,8 @@ from deft_backend.kernels.hopper import masked_tile as hopper_masked_tile
 from deft_backend.kernels.hopper import small_tile as hopper_small_tile
 from deft_backend.planner import plan_grouping
 from deft_backend.planner.encoding import ARRIVALS
-from deft_backend.policies import DeftFlatten, Segment
-from strategies import grouping_of
+from deft_backend.policies import DeftFlatten
+from strategies import Segment, grouping_of
 
 launched = Counter()
 """Launches of each kernel since the last check began."""

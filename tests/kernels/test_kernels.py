@@ -19,10 +19,10 @@ from deft_backend import AttentionError, forest_from_page_tables
 from deft_backend.forest import build_forest
 from deft_backend.planner import PlanError
 from deft_backend.planner.encoding import ITEM_ORDER, MERGES
-from deft_backend.policies import DeftFlatten, PolicyError, Segment
+from deft_backend.policies import DeftFlatten, PolicyError
 from drawings import check_asked
 from random_batches import random_batch, tensors_of
-from strategies import batch_of, grouping_of
+from strategies import Segment, batch_of, grouping_of
 
 OF_ATTENTION = (
     *("num_query_heads", "head_dim", "kv_dtype", "page_size", "max_batch", "query_tokens"),

@@ -22,7 +22,16 @@ from deft_backend.planner import (
 )
 from deft_backend.planner.encoding import DIRECT, MERGES, OPEN_END
 from deft_backend.planner.on_device import DevicePlanner
-from strategies import GROWTH, batch_of, batches, check_plan, grouping_of, regular_forest, targets
+from strategies import (
+    GROWTH,
+    Segment,
+    batch_of,
+    batches,
+    check_plan,
+    grouping_of,
+    regular_forest,
+    targets,
+)
 
 GQA = policies.Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
 
@@ -114,10 +123,10 @@ def test_the_checker_finds_every_corruption(name):
 def test_a_range_that_some_of_its_queries_skip_goes_to_the_packed_tile(run):
     """In tiles of one range, every query attends to the whole range."""
     batch = wide_batch([60] * 3, 50)
-    groups = [([0, 1, 2], policies.Segment(run[0], 0, 50, False, *run))]
+    groups = [([0, 1, 2], Segment(run[0], 0, 50, False, *run))]
     for row in range(3):
         start = 50 if row in range(*run) else 0
-        groups.append(([row], policies.Segment(row, start, 60, True, 0, 1)))
+        groups.append(([row], Segment(row, start, 60, True, 0, 1)))
     plan = plan_grouping(grouping_of(groups), batch.forest(), GQA)
     check_plan(batch, plan, GQA)
     assert np.diff(plan.items_of(len(GQA.tile_heights) - 1)) == 1
@@ -174,7 +183,7 @@ def test_limits_are_named():
     long = build_forest([0], [], [1 << 25])
     with pytest.raises(PlanError, match="a request holds 33554432 tokens"):
         plan_forest(long, policies.get_policy("auto"), GQA, PlanCapacity.for_batch(1))
-    grouping = grouping_of([([0, 2], policies.Segment(0, 0, 100, False, 0, 2))])
+    grouping = grouping_of([([0, 2], Segment(0, 0, 100, False, 0, 2))])
     with pytest.raises(PlanError, match="request 1 belongs to no group"):
         plan_grouping(grouping, forest, GQA)
     with pytest.raises(PlanError, match="256 query vectors share a KV head; the largest tile"):

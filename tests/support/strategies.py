@@ -5,6 +5,7 @@ that are prefixes of others, equal requests, one request, none. The checkers use
 and lengths, no nodes or policies; test_planner.py shows that they find faults.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,8 +136,11 @@ def check_coverage(batch, grouping, target, growth=0, forest=None):
     check_plan(batch, plan, target, growth)
 
 
+Segment = namedtuple("Segment", "request start end open attend_begin attend_end")
+
+
 def grouping_of(groups):
-    """Groups of queries and one segment each."""
+    """Groups of queries and one :class:`Segment` each."""
     queries, segments = zip(*groups)  # noqa: B905
     fields = [np.array(field, dtype=np.int32) for field in zip(*segments)]  # noqa: B905
     fields[3] = fields[3].astype(bool)

@@ -31,12 +31,13 @@ def counts_by_hand(grouping, target):
     """Cut every group into tiles and items, as docs/how-it-works.md describes."""
     *singles, packed = (rows // target.gqa_group for rows in target.tile_heights)
     items = kv_tokens = masked_tokens = 0
+    length = grouping.end - grouping.start
     tiles_of = {}  # a query's items: smallest shape? queries?
     for group in range(grouping.num_groups):
-        queries = grouping.group_queries(group).tolist()
+        queries = grouping.queries[slice(*grouping.query_ptr[group : group + 2])].tolist()
         small_too = grouping.least_shape is None or grouping.least_shape[group] == 0
-        segments = list(grouping.segments(group))
-        runs = [range(s.attend_begin, s.attend_end) for s in segments]
+        segments = range(*grouping.segment_ptr[group : group + 2])
+        runs = [range(grouping.attend_begin[s], grouping.attend_end[s]) for s in segments]
         plain = runs == [range(len(queries))]
         tiles = -(-len(queries) // (max(singles) if plain else packed))
         for nth in range(tiles):
@@ -44,7 +45,7 @@ def counts_by_hand(grouping, target):
             read = [n for n, run in enumerate(runs) if set(run) & set(tile)]
             for at in range(0, len(read), target.tile_segments[-1]):
                 held = read[at : at + target.tile_segments[-1]]
-                tokens = [segments[n].end - segments[n].start for n in held]
+                tokens = [int(length[segments[n]]) for n in held]
                 stem = tokens[0] if set(tile) <= set(runs[held[0]]) else 0
                 items += 1
                 kv_tokens += sum(tokens)
