@@ -41,9 +41,9 @@ from deft_backend.kernels.configurations import kernel_configuration
 from deft_backend.policies import FlashForge, Grouping, Policy, Target, get_policy
 from deft_backend.policies.chunk_choice import (
     NUM_CHUNKS,
+    Machine,
     chunk_of,
     estimate,
-    machine_of,
     shape_costs,
     shapes_of,
     small_tiles,
@@ -113,7 +113,7 @@ def makespan_gaps(forest: PrefixForest, target: Target) -> dict[str, float]:
 
     Empty for too many divisions. Each tile shape has programs of its own, so makespans add up.
     """
-    machine = machine_of(target, forest.batch_size)
+    machine = Machine(target, forest.batch_size)
     ranges, parts = FlashForge().divided_ranges(forest, target)
     tokens, total = ranges.end - ranges.begin, np.zeros(3)
     shape = shapes_of(ranges.queries, machine.tile_queries)
@@ -180,7 +180,7 @@ def estimate_rows(record: Path) -> Iterator[dict[str, Any]]:
 
 def plan_makespan(name: str, forest: PrefixForest, target: Target, kind: str) -> float:
     """Nanoseconds of a policy's items, longest first, by one of the estimators."""
-    machine = machine_of(target, forest.batch_size)
+    machine = Machine(target, forest.batch_size)
     policy = cast(TwoRulePolicy, get_policy(name))
     ranges, parts = policy.divided_ranges(forest, target)
     shape = shapes_of(ranges.queries, machine.tile_queries)
@@ -208,7 +208,7 @@ class Choice(NamedTuple):
 
 def priced(ranges: KVRanges, division: Int64Array | None, target: Target) -> Choice:
     """A division [R] of some ranges; without one, the cheapest chunk length of each tile shape."""
-    machine = machine_of(target, len(ranges.order))
+    machine = Machine(target, len(ranges.order))
     tokens = ranges.end - ranges.begin
     shape = shapes_of(ranges.queries, machine.tile_queries)
     tiles = tiles_of(ranges.queries, machine.tile_queries)

@@ -6,8 +6,8 @@ from deft_backend.policies.fasttree import FastTree
 from deft_backend.policies.fixed_edges import DeftNode, DeftNodeChunk, FlashDecoding, FlashForge
 from deft_backend.policies.grouping import Grouping
 from deft_backend.policies.invariant import Invariant
-from deft_backend.policies.policy import Policy, PolicyError, Rules
-from deft_backend.policies.target import Target
+from deft_backend.policies.policy import Policy, Rules
+from deft_backend.policies.target import PolicyError, Target
 from deft_backend.settings.policy_names import POLICY_NAMES
 
 POLICIES: dict[str, Policy] = {

@@ -37,26 +37,23 @@ LEVEL = 0.96  # ratio of neighbouring costs there
 MOST_DOUBLINGS = 20  # most doublings of the length of ``fixed`` chunks
 
 
-class Machine(NamedTuple):
-    """What the rules know of the GPU; ``T`` tile shapes of one segment, ascending."""
+class Machine:
+    """What the rules know of the GPU of `target`, for a batch of so many queries; ``T`` tile shapes
+    of one segment, ascending.
+    """
 
-    tile_queries: Int64Array  # [T]: queries that each tile shape holds
-    programs: Int64Array  # [T]: programs of each shape that run at once for each KV head
-    sms: float  # SMs of the GPU for each KV head
-    costs: FloatArray  # [2 T + 2]: `Target.tile_costs`
-    transfer_ns: float  # nanoseconds in which the GPU's memory delivers one token of all KV heads
-    block: int  # tokens of a KV block
-    knots: FloatArray  # [K]: profiled KV lengths of ``C_est``
-    estimates: FloatArray  # [T, K]: ``C_est`` of each tile shape at those lengths, in nanoseconds
-
-
-def machine_of(target: Target, batch: int) -> Machine:
-    """The machine of `target` for a batch of so many queries."""
-    tiles = np.array(target.single_range_tiles, dtype=np.int64)
-    programs = np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64)
-    sms, costs = target.num_sms / target.num_kv_heads, target.tile_costs()
-    profiled = (target.costs.tokens, target.estimates())
-    return Machine(tiles, programs, sms, costs, target.transfer_ns, target.block_tokens, *profiled)
+    def __init__(self, target: Target, batch: int) -> None:
+        tiles = target.single_range_tiles
+        #: [T]: queries that each tile shape holds
+        self.tile_queries = np.array(tiles, dtype=np.int64)
+        #: [T]: programs of each shape that run at once for each KV head
+        self.programs = np.array(target.programs_for(batch)[: len(tiles)], dtype=np.int64)
+        self.sms = target.num_sms / target.num_kv_heads  # for each KV head
+        self.costs = target.tile_costs()  # [2 T + 2]
+        self.transfer_ns = target.transfer_ns
+        self.block = target.block_tokens
+        self.knots = target.costs.tokens  # [K]: profiled KV lengths of ``C_est``
+        self.estimates = target.estimates()  # [T, K]
 
 
 def shapes_of(queries: Int64Array, tile_queries: Int64Array) -> Int64Array:

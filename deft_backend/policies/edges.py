@@ -74,13 +74,18 @@ def cut_ranges(ranges: KVRanges, is_leaf: BoolArray, chunks: Int64Array, unit: i
 def groups_of(
     ranges: KVRanges, of: Int64Array, start: Int64Array, stop: Int64Array, is_open: BoolArray
 ) -> Grouping:
-    """Groups [G] of one KV range each: tokens ``start … stop - 1`` of the range `of`."""
+    """Groups [G] of one KV range each: tokens ``start … stop - 1`` of the range `of`. All of a
+    group's queries attend to its range.
+    """
     queries = ranges.queries[of]
-    return Grouping.of_single_ranges(
+    return Grouping(
         query_ptr=np.append(0, np.cumsum(queries)).astype(np.int32),
         queries=ranges.order[concatenated_ranges(ranges.first[of], queries)],
+        segment_ptr=np.arange(len(of) + 1, dtype=np.int32),
         request=ranges.order[ranges.first[of]],
         start=start.astype(np.int32),
         end=np.minimum(ranges.end[of], stop).astype(np.int32),
-        is_open=is_open,
+        open=is_open,
+        attend_begin=np.zeros(len(of), dtype=np.int32),
+        attend_end=queries.astype(np.int32),
     )

@@ -50,23 +50,6 @@ class Grouping:
     least_shape: npt.NDArray[np.integer] | None = None
     """[G]: the smallest tile shape that a group may take, whatever it holds; None: any."""
 
-    @classmethod
-    def of_single_ranges(
-        cls,
-        query_ptr: Int32Array,
-        queries: Int32Array,
-        request: Int32Array,
-        start: Int32Array,
-        end: Int32Array,
-        is_open: npt.NDArray[np.bool_],
-    ) -> Grouping:
-        """Groups of one segment each, to which all of their queries attend."""
-        groups = len(request)
-        segment_ptr = np.arange(groups + 1, dtype=np.int32)
-        all_from = np.zeros(groups, dtype=np.int32)
-        count = query_ptr[1:] - query_ptr[:-1]
-        return cls(query_ptr, queries, segment_ptr, request, start, end, is_open, all_from, count)
-
     @property
     def num_groups(self) -> int:
         return len(self.query_ptr) - 1

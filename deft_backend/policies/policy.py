@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from deft_backend.forest import PrefixForest
-from deft_backend.policies.chunk_choice import choose_chunks, machine_of, tiles_of
+from deft_backend.policies.chunk_choice import Machine, choose_chunks, tiles_of
 from deft_backend.policies.edges import BoolArray, KVRanges, cut_ranges, grouped_ranges
 from deft_backend.policies.grouping import Grouping, Int64Array
-from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
+from deft_backend.policies.target import Limits, Target, check_limits
 
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
@@ -90,7 +90,7 @@ class TwoRulePolicy(Policy):
     def divided_ranges(self, forest: PrefixForest, target: Target) -> tuple[KVRanges, Int64Array]:
         """The KV ranges, and the number of chunks [R] of each."""
         ranges = grouped_ranges(forest, self.cut_edges(forest, target))
-        machine = machine_of(target, forest.batch_size)
+        machine = Machine(target, forest.batch_size)
         items = int(tiles_of(ranges.queries, machine.tile_queries).sum())
         needed = Limits(items, int(ranges.queries.sum()), segments=items)
         check_limits(self.name, needed, target)
@@ -103,6 +103,3 @@ class TwoRulePolicy(Policy):
         ranges, num_chunks = self.divided_ranges(forest, target)
         unit = self.rules.chunk_tokens or target.block_tokens
         return cut_ranges(ranges, forest.is_leaf, num_chunks, unit)
-
-
-__all__ = ["Policy", "PolicyError", "Rules", "TwoRulePolicy"]

@@ -12,7 +12,7 @@ from deft_backend.compile.triton_kernel import interpreted_copy
 from deft_backend.planner.on_device import tiles
 from deft_backend.planner.on_device.launch_numbers import Numbers
 from deft_backend.policies import Invariant, Target
-from deft_backend.policies.chunk_choice import machine_of
+from deft_backend.policies.chunk_choice import Machine
 
 LANES = 1024
 device = interpreted_copy(tiles)
@@ -46,8 +46,8 @@ def test_estimates_are_the_cost_tables(heads):
     knots = target.costs.tokens.astype(int).tolist()
     around = [max(1, at + by) for at in knots for by in (-1, 0, 1)]
     length = sorted({1, 2, *around, *((a + b) // 2 for a, b in pairwise(knots)), 10**6})
-    numbers = Numbers.of(target)
-    assert numbers.sms == machine_of(target, 1).sms == 132 / heads[1]
+    numbers = Numbers(target)
+    assert numbers.sms == Machine(target, 1).sms == 132 / heads[1]
     estimate = tiles.Estimate(*numbers.estimate)
     assert len(estimate.knots) == len(knots) - 2
     found = computed(estimates, lanes(length), estimate, dtype=torch.float32)[:, : len(length)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deft_backend.costs.cost_model import TileCosts, default_cost_model
 from deft_backend.policies import Target, get_policy
-from deft_backend.policies.chunk_choice import machine_of, shape_costs, small_tiles
+from deft_backend.policies.chunk_choice import Machine, shape_costs, small_tiles
 from deft_backend.policies.edges import grouped_ranges
 from deft_backend.policies.measured_chunks import (
     EXPOSED,
@@ -57,7 +57,7 @@ def test_every_cost_table_gives_an_attention(batch, target, costs, data):
 
 def test_chunks_pay_for_stage_2_only_if_they_cause_it():
     """A range of two queries in a small tile leaves results for stage 2, even uncut."""
-    machine, tokens, one = machine_of(GQA, 8), np.array([300, 900]), np.array([1, 1])
+    machine, tokens, one = Machine(GQA, 8), np.array([300, 900]), np.array([1, 1])
     cut = cut_into(one, tokens, one, np.array([900, 300]))  # whole, and in three chunks
 
     def prices(queries, shape):

@@ -93,8 +93,6 @@ def _show_counters() -> None:
 
 # What only the server's command line shows. Engine and worker processes keep that of the server.
 
-DEFAULT_PORT = 8000
-
 
 def port_of(arguments: Sequence[str]) -> int:
     """The server's port, which vLLM's configuration does not hold.
@@ -103,7 +101,7 @@ def port_of(arguments: Sequence[str]) -> int:
     (8123, 81, 8000)
     """
     ports = [int(text) for text in values_of(arguments, "--port") if text.isdigit()]
-    return ports[-1] if ports else DEFAULT_PORT
+    return ports[-1] if ports else 8000
 
 
 def values_of(arguments: Sequence[str], name: str) -> list[str]:

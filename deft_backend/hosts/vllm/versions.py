@@ -3,7 +3,6 @@
 - 0.28: backends pack caches by ``customize_spec``. See :func:`unknown_cache`.
 - 0.29: a server resolves one KV cache layout; backends have no ``get_kv_cache_shape``. See
   :func:`has_standard_cache`, :func:`blank_cache`.
-- 0.31: ``get_supported_kernel_block_sizes`` takes a cache's specification. Ours takes it always.
 - 0.32: plugins may add backend names. See :func:`register`, :func:`backend_name`. Cascade
   attention is gone: nobody calls a builder's ``use_cascade_attention``.
 

@@ -8,8 +8,7 @@ at the place of their leading cut (``find_nodes``); place 0 stands for the virtu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -187,56 +186,24 @@ class Costs(NamedTuple):
     partial: float
 
 
-@dataclass(frozen=True)
 class Scratch:
-    """The device planner's arrays, besides the plan's.
+    """The device planner's arrays for a batch of `size`, a multiple of 4, besides the plan's.
 
     Groups are plain tuples in the order of their structures' fields, as launches pass them.
+
+    - `num_chunks` [candidates]: the longest range's chunks.
+    - `most_tiles`: 0 unless the policy is `deft-flatten`.
+    - `seen` [4] int64: in CPU memory.
     """
 
-    ranks: tuple[torch.Tensor, ...]
-    guess: torch.Tensor
-    """[B, B]: pages that each two requests had in common in the plan before; above the diagonal."""
-    order: torch.Tensor  # [B]: request index at each place
-    first: torch.Tensor  # [B]: place of each node's first query
-    nodes: tuple[torch.Tensor, ...]
-    ranges: tuple[torch.Tensor, ...]
-    chosen: tuple[torch.Tensor, ...]
-    places: tuple[torch.Tensor, ...]
-    search: torch.Tensor  # [8, B]: `Search`, in the memory of `places`, which are written later
-    results: tuple[torch.Tensor, ...]
-    candidates: tuple[torch.Tensor, ...]
-    counters: tuple[torch.Tensor, ...]
-    flat: tuple[Any, ...]
-    cleared: tuple[torch.Tensor, ...]  # the memory that plans write
-    kept: tuple[torch.Tensor, ...]  # memory with numbers from the start, and the counters
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory, most of them for pairs of requests."""
-        return sum(tensor.nbytes for tensor in (*self.cleared, *self.kept))
-
-    def clear(self) -> None:
-        """Make the arrays as they were before the first plan, except the counters."""
-        for tensor in self.cleared:
-            tensor.zero_()
-        self.candidates[2].fill_(MAX_TOKENS)  # 0 tokens would be endlessly many chunks
-
-    @classmethod
-    def allocate(
-        cls,
+    def __init__(
+        self,
         size: int,
         num_chunks: list[int],
         most_tiles: int,
         seen: torch.Tensor,
         device: torch.device,
-    ) -> Scratch:
-        """Allocate the arrays for a batch of `size`, a multiple of 4.
-
-        `num_chunks` [candidates] are the longest range's chunks. `most_tiles` is 0 unless the
-        policy is `deft-flatten`. `seen` [4] int64 lies in CPU memory.
-        """
-
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -254,27 +221,37 @@ class Scratch:
         counted, began = zeros(4, dtype=torch.int64), zeros(2, dtype=torch.int64)
         starts, tiles = zeros(2 * size, dtype=torch.int64), zeros(15, -(-most_tiles // 4) * 4)
         fits = torch.full((2, CANDIDATES), CANDIDATES, dtype=torch.int32, device=device)
-        ranges, elements, chosen = tuple(by_range[:3]), tuple(by_range[3:]), (count, *by_node)
-        return cls(
-            ranks=(rank, common),
-            guess=guess,
-            order=order,
-            first=first,
-            nodes=(cut, queries, parent, leaf_parent, leaves, below),
-            ranges=ranges,
-            chosen=chosen,
-            places=elements,
-            search=by_range[3:],
-            results=(parts, merged),
-            candidates=candidates,
-            counters=(counted, seen, began),
-            flat=(
-                *(order, cut, first, ranges, chosen, (parts, merged), *fits),
-                *((starts, *elements), tuple(tiles[:6]), tuple(tiles[6:])),
-            ),
-            cleared=(
-                *(by_request, by_range, count, by_node, below, guess),
-                *(*candidates[1:], starts, tiles),
-            ),
-            kept=(candidates[0], counted, began, fits),
+
+        self.ranks = (rank, common)
+        #: [B, B]: pages that each two requests had in common in the plan before; above the diagonal
+        self.guess = guess
+        self.order = order  # [B]: request index at each place
+        self.first = first  # [B]: place of each node's first query
+        self.nodes = (cut, queries, parent, leaf_parent, leaves, below)
+        self.ranges, self.chosen = tuple(by_range[:3]), (count, *by_node)
+        self.places = tuple(by_range[3:])
+        self.search = by_range[3:]  # [8, B]: `Search`, in the memory of `places`, written later
+        self.results = (parts, merged)
+        self.candidates = candidates
+        self.counters = (counted, seen, began)
+        self.flat = (
+            *(order, cut, first, self.ranges, self.chosen, self.results, *fits),
+            *((starts, *self.places), tuple(tiles[:6]), tuple(tiles[6:])),
         )
+        # The memory that plans write, and memory with numbers from the start, and the counters.
+        self.cleared = (
+            *(by_request, by_range, count, by_node, below, guess),
+            *(*candidates[1:], starts, tiles),
+        )
+        self._kept = (candidates[0], counted, began, fits)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory, most of them for pairs of requests."""
+        return sum(tensor.nbytes for tensor in (*self.cleared, *self._kept))
+
+    def clear(self) -> None:
+        """Make the arrays as they were before the first plan, except the counters."""
+        for tensor in self.cleared:
+            tensor.zero_()
+        self.candidates[2].fill_(MAX_TOKENS)  # 0 tokens would be endlessly many chunks

@@ -104,33 +104,19 @@ def largest_batch() -> int:
     return SIZES[-1]
 
 
-@dataclass(frozen=True)
 class Numbers:
     """What the kernels take from a target."""
 
-    target: Target
-    tiles: tuple[int, int]  # queries that the small tile and the large tile serve
-    per_item: tuple[tuple[float, float], ...]
-    """Nanoseconds of an item and of one of its tokens, for the small tile and the large tile."""
-    partial_ns: float
-    reduce_ns: float  # see :class:`~deft_backend.costs.cost_model.TileCosts`
-    sms: float  # SMs for each KV head
-    estimate: tuple[tuple[float, ...], ...]
-    """The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`."""
-
-    @classmethod
-    def of(cls, target: Target) -> Numbers:
-        *times, partial_ns, reduce_ns = target.tile_costs().tolist()
+    def __init__(self, target: Target) -> None:
+        *times, self.partial_ns, self.reduce_ns = target.tile_costs().tolist()
         small, large = target.single_range_tiles
-        return cls(
-            target=target,
-            tiles=(small, large),
-            per_item=((times[0], times[2]), (times[1], times[3])),
-            partial_ns=partial_ns,
-            reduce_ns=reduce_ns,
-            sms=target.num_sms / target.num_kv_heads,
-            estimate=_estimate(target.costs.tokens, target.estimates()),
-        )
+        self.target = target
+        self.tiles = (small, large)  # queries that the small tile and the large tile serve
+        # Nanoseconds of an item and of one of its tokens, for the small tile and the large tile.
+        self.per_item = ((times[0], times[2]), (times[1], times[3]))
+        self.sms = target.num_sms / target.num_kv_heads  # for each KV head
+        #: The fields of :class:`~deft_backend.planner.on_device.tiles.Estimate`.
+        self.estimate = _estimate(target.costs.tokens, target.estimates())
 
 
 def _estimate(

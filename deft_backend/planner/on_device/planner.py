@@ -128,7 +128,7 @@ class DevicePlanner:
         self.counters = new_counters(device) if counters is None else counters
         most_tiles = capacity.max_items if policy.rules.edges == FLATTENED else 0
         chunks = self._work(size).num_chunks()
-        self._scratch = Scratch.allocate(size, chunks, most_tiles, self.counters, device)
+        self._scratch = Scratch(size, chunks, most_tiles, self.counters, device)
         # The launches of plans by all that their arguments depend on; None: not kept.
         self._repeated: dict[tuple[Any, ...], _Launches | None] = {}
         self._kept: _Launches | None = None  # where `_launch` adds those of the current plan
@@ -349,7 +349,7 @@ class DevicePlanner:
                 costs = EdgeCosts.of(self._policy.coefficients or target.costs.fasttree, target)
                 (small, large), (few, many) = costs.tile_heights, costs.tile_tokens
                 rule = assign_edges.EdgeCosts(*costs[:4], small, few, large, many)
-            found = self._known[id(target)] = (target, Numbers.of(target), rule)
+            found = self._known[id(target)] = (target, Numbers(target), rule)
         return found
 
     def _launch(

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 _GRAPHS = "deft_graphs"  # the attribute of a manager that holds its second set
 
-
 _controllers: dict[int, Any] = {}  # by the id of the server's configuration
 
 
@@ -34,16 +33,12 @@ def install(vllm_config: Any, controller: Any) -> None:
     Steps for which ``controller.takes_step()`` is true replay the second set.
     ``controller.capture_tree(capturing)`` hears when its captures begin and end.
     """
-    for name, hook in (("capture", _capture), ("run_fullgraph", _run_fullgraph)):
-        wrap(_manager(), name, hook)
-    _controllers.clear()  # a process serves one configuration
-    _controllers[id(vllm_config)] = controller
-
-
-def _manager() -> Any:
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    return ModelCudaGraphManager
+    wrap(ModelCudaGraphManager, "capture", _capture)
+    wrap(ModelCudaGraphManager, "run_fullgraph", _run_fullgraph)
+    _controllers.clear()  # a process serves one configuration
+    _controllers[id(vllm_config)] = controller
 
 
 def _capture(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:

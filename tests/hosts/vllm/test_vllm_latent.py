@@ -338,7 +338,7 @@ class Manager:
 @pytest.fixture
 def second_set(monkeypatch):
     monkeypatch.setattr(tree_graphs, "_controllers", {})
-    monkeypatch.setattr(tree_graphs, "_manager", lambda: Manager)
+    monkeypatch.setattr("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager", Manager)
     for name in ("capture", "run_fullgraph"):
         monkeypatch.setattr(Manager, name, getattr(Manager, name))  # unwrapped afterwards
 
