@@ -21,7 +21,7 @@ from deft_backend.planner import (
     plan_forest,
 )
 from deft_backend.planner.on_device import DevicePlanner, new_counters
-from deft_backend.policies import Policy, Target
+from deft_backend.policies import Policy, Target, check_served
 from deft_backend.policies.target import Limits
 from deft_backend.shapes import ONE_TOKEN, QueryBlocks
 
@@ -162,10 +162,12 @@ class PlannedAttention(ABC):
 
         They only grow: plans; tokens of context in them, which decoding query by query reads;
         tokens that their items load; nanoseconds of planning. The device writes them some time
-        after each plan. Raises PolicyError if the device planner cannot plan for this attention, so
-        adapters ask for the counters at start.
+        after each plan. Raises PolicyError if no server can run the policy, or the device planner
+        cannot plan for this attention. So adapters ask for the counters at start.
         """
-        if not self.interpreted:
+        if self.interpreted:
+            check_served(self.policy)
+        else:
             _ = self.device_planner
         return self._counters
 
@@ -176,6 +178,7 @@ class PlannedAttention(ABC):
         Raises PolicyError as the planner does.
         """
         if self._device_planner is None:
+            check_served(self.policy)
             self._device_planner = DevicePlanner(
                 self._target,
                 self.policy,

@@ -30,6 +30,9 @@ from deft_backend.policies.target import Limits, Target
 NUM_CHUNKS = (*range(1, 9), *range(10, 33, 2), *range(40, 257, 8))
 """Candidates for the number of chunks of a tile shape's longest range."""
 
+CHUNK_RULES = ("whole", "fixed", "filling", "scheduled", "measured")
+"""The rules' names, as the device planner knows them."""
+
 LEVELS = 64  # costs for which :func:`makespan` counts items that take at least as long
 
 LEVEL = 0.96  # ratio of neighbouring costs there

@@ -15,6 +15,9 @@ from deft_backend.policies.target import Limits, Target, check_limits
 FLATTENED = "flattened"
 """The rule of edges of `deft-flatten`: nodes are cut where even chunks of the forest end."""
 
+EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
+"""The rules of edges that the device planner knows."""
+
 ABSOLUTE = "absolute"
 """The rule of chunks of `invariant`: a request's length decides where they begin."""
 
@@ -28,9 +31,9 @@ SHARES = 4
 class Rules(NamedTuple):
     """A policy's two rules, by the names under which the device planner knows them."""
 
-    # Which edges are cut: "none", "all", "greedy" (`FastTree`), "measured" (`Auto`) or FLATTENED.
-    edges: str
-    chunks: str  # one of :mod:`~deft_backend.policies.chunk_choice`, or :data:`ABSOLUTE`
+    edges: str  # which edges are cut; one of :data:`EDGE_RULES`
+    # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
+    chunks: str
     # Tokens of a chunk for the rule ``fixed``, and of the first chunks for the rule ``absolute``.
     chunk_tokens: int = 0
 
@@ -50,7 +53,7 @@ class Policy(ABC):
 
     @property
     def rules(self) -> Rules | None:
-        """What the device planner follows; None: only the reference makes plans."""
+        """What the device planner follows; None: only the reference does, so no server runs it."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A policy of one's own."""
+"""A policy of one's own, and the policies that no server runs."""
 
 from typing import ClassVar
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from attention_checks import tree_attention
+from deft_backend import PolicyError
 from deft_backend.attention.reference_attention import reference_attention, relative_error
-from deft_backend.policies import POLICIES, Rules
+from deft_backend.policies import POLICIES, FlashDecoding, Policy, Rules
 from deft_backend.policies.policy import TwoRulePolicy
 
 
@@ -34,3 +35,46 @@ def test_a_policy_is_a_name_and_two_rules(on_device, monkeypatch):
     out = attention.run(q, k, v, table, lens)
     assert relative_error(out, reference_attention(q, k, v, table, lens)) < 2e-6
     assert attention.counters[:3].tolist() == [1, 361, 100 + 40 + 20 + 1]
+
+
+class ReferenceOnly(Policy):
+    """A policy that only the reference follows."""
+
+    name: ClassVar[str] = "reference-only"
+
+    def group(self, forest, target):
+        return FlashDecoding().group(forest, target)
+
+
+class Unknown(ReferenceOnly):
+    rules = Rules("all", "by-the-moon")
+
+
+class Greedy(ReferenceOnly):
+    rules = Rules("greedy", "filling")
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (ReferenceOnly(), "it has no rules for the device planner"),
+        (Unknown(), "the device planner does not know its rules (all, by-the-moon)"),
+        (Greedy(), "the rule greedy needs a class derived from FastTree"),
+    ],
+)
+def test_a_policy_without_known_rules_is_refused_at_start(policy, reason, monkeypatch):
+    """By the counters, which adapters attach at start, and by the device planner."""
+    monkeypatch.setitem(POLICIES, policy.name, policy)
+    attention = tree_attention(policy=policy.name)
+    for start in (lambda: attention.counters, lambda: attention.device_planner):
+        with pytest.raises(PolicyError) as refused:
+            start()
+        assert str(refused.value) == f"no server runs policy reference-only: {reason}"
+
+
+def test_the_library_follows_a_policy_without_rules(monkeypatch):
+    policy = ReferenceOnly()
+    monkeypatch.setitem(POLICIES, policy.name, policy)
+    attention = tree_attention(policy=policy.name, max_batch=2)
+    attention.plan_batch(torch.tensor([[0, 1], [0, 2]]).int(), torch.tensor([2, 2]))
+    assert attention.batch.plan.loaded_tokens(torch.tensor([2, 2]).numpy()) == 4
