@@ -1,6 +1,5 @@
 """Forest: who shares what. Sources (page tables, radix tree) in, :class:`PrefixForest` out."""
 
-from deft_backend.forest.page_tables import forest_from_page_tables
 from deft_backend.forest.prefix_forest import (
     VIRTUAL_ROOT,
     ForestError,
@@ -9,7 +8,7 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     forest_of_blocks,
 )
-from deft_backend.forest.radix_tree import forest_from_paths
+from deft_backend.forest.sources import forest_from_page_tables, forest_from_paths
 
 __all__ = [
     "VIRTUAL_ROOT",

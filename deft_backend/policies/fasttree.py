@@ -80,13 +80,10 @@ class FastTree(TwoRulePolicy):
     """
 
     name: ClassVar[str] = FASTTREE
+    rules: ClassVar[Rules] = Rules("greedy", "filling")
 
     # alpha, beta and gamma; default those of the target's cost model.
     coefficients: FastTreeCoefficients | None = None
-
-    @property
-    def rules(self) -> Rules:
-        return Rules("greedy", "filling")
 
     def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
         costs = EdgeCosts.of(self.coefficients or target.costs.fasttree, target)

@@ -45,10 +45,7 @@ class DeftNode(TwoRulePolicy):
     """
 
     name: ClassVar[str] = DEFT_NODE
-
-    @property
-    def rules(self) -> Rules:
-        return Rules("all", "whole")
+    rules: ClassVar[Rules] = Rules("all", "whole")
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,4 @@ class FlashForge(TwoRulePolicy):
     """
 
     name: ClassVar[str] = FLASHFORGE
-
-    @property
-    def rules(self) -> Rules:
-        return Rules("all", "scheduled")
+    rules: ClassVar[Rules] = Rules("all", "scheduled")

@@ -16,10 +16,7 @@ class Halves(TwoRulePolicy):
     """All that CONTRIBUTING asks of a policy of two rules, besides its name in the lists."""
 
     name: ClassVar[str] = "halves"
-
-    @property
-    def rules(self):
-        return Rules("all", "fixed", 32)
+    rules: ClassVar[Rules] = Rules("all", "fixed", 32)
 
 
 @pytest.mark.parametrize("on_device", [None, True])

@@ -154,7 +154,6 @@ def build(layers: LayerGroup, settings: Settings) -> GroupAttention:
         shape=shape,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        page_size=spec.block_size,
         shows_batch=not sleeps,
         equal_bits=envs.VLLM_BATCH_INVARIANT,
     )

@@ -47,7 +47,6 @@ class GroupAttention(ABC):
     shape: LayerShape  # of its layers
     dtype: torch.dtype  # of queries and results
     kv_dtype: torch.dtype
-    page_size: int
     # What the requests share; without it, the host decodes mixed steps.
     prefixes: CachedPrefixes | None = None
     equal_bits: bool = False  # vLLM's batch-invariant mode: tree attention decodes every request
@@ -142,7 +141,7 @@ class GroupAttention(ABC):
         if step is None:
             return
         step.counted = decoded
-        batch = Batch(step.page_table, step.seq_lens, self.page_size)
+        batch = Batch(step.page_table, step.seq_lens, self.attention.page_size)
         self.state.batch = batch if self.shows_batch else HIDDEN_BATCH
 
     def leave(self, step: TreeStep, reason: str) -> None:

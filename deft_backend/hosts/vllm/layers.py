@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -118,8 +118,7 @@ def _named(
     return given
 
 
-def _reason(given: Mapping[str, Any], scale: float, cap: float, cache: str) -> str | None:
-    rest = dict(given)
+def _reason(rest: dict[str, Any], scale: float, cap: float, cache: str) -> str | None:
     kind = rest.pop("attn_type", "decoder")
     kind = str(getattr(kind, "value", kind))
     if kind != "decoder":

@@ -341,7 +341,7 @@ def test_a_server_compiles_for_the_steps_that_it_will_see(longest, columns, draf
     assert (tensors.k_cache.shape, tensors.v_cache.shape) == ((2, 16, KV_HEADS, DIM),) * 2
     assert {tensors.table_dtype, tensors.lens_dtype, tensors.rows_dtype} == {torch.int32}
     assert [*tensors.layers] == [LayerKind(soft_cap=True)]
-    assert (group.counts, group.tree_layers, group.page_size) == (True, 2, 16)
+    assert (group.counts, group.tree_layers) == (True, 2)
 
 
 def test_what_a_command_line_says(tmp_path):

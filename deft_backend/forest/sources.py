@@ -1,6 +1,7 @@
-"""PrefixForest from page tables: equal page id at equal position means equal prefix.
+"""The sources of a PrefixForest: page tables, or a host's radix tree. Both yield a tree in memory.
 
-Rows of page tables are long, and most of their page ids are never read:
+Equal page id at equal position means equal prefix, and so does an equal node on the path. Rows of
+page tables are long, and most of their page ids are never read:
 
 - Equality is monotone: a row that agrees with a tree node at the node's last page agrees with it
   from the root on. So each level costs one or two page ids.
@@ -9,8 +10,7 @@ Rows of page tables are long, and most of their page ids are never read:
 - The search reads the inside of a node only to split it, by bisection.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,10 @@ from deft_backend.forest.prefix_forest import (
     build_forest,
     int32,
 )
+
+Path = Sequence[tuple[Hashable, int]]  # nodes from the root downwards, as (identity, tokens held)
+
+ROOT = 0
 
 
 def forest_from_page_tables(
@@ -41,7 +45,7 @@ def forest_from_page_tables(
       you trust.
 
     Returns the forest, with subtrees ordered by their first request in the batch, as in
-    :func:`~deft_backend.forest.radix_tree.forest_from_paths`: both give equal arrays.
+    :func:`forest_from_paths`: both give equal arrays.
 
     Raises ForestError if shapes do not match, a length is no integer of 32 bits or negative, or a
     row is shorter than its full pages need. With `check`, also if a row is shorter than its last
@@ -65,10 +69,58 @@ def forest_from_page_tables(
     full = np.maximum(lens, 0) // page_size
     if full.size and full.max() > tables.shape[1]:
         raise _too_short(tables, lens, page_size, int(full.argmax()))
-    order, shared = order_of_tree(insert_rows(tables, full))
+    order, shared = _order_of_tree(*_insert_rows(tables, full))
     if check:
         _check_monotone(tables, order, shared, full)
     return build_forest(order, shared * page_size, lens, page_size)
+
+
+def forest_from_paths(
+    paths: Sequence[Path], seq_lens: Sequence[int] | npt.NDArray[np.integer], page_size: int = 1
+) -> PrefixForest:
+    """Group requests by the radix-tree nodes that they hold.
+
+    - `paths` [B]: for each request, the tree nodes that hold the head of its context, root first.
+      What a request holds beyond its path is private to it.
+    - `seq_lens` [B] int: tokens of each request.
+    - `page_size`: tokens a page; a radix tree holds whole pages only.
+
+    Returns the same arrays that :func:`forest_from_page_tables` makes of the same batch. Nodes that
+    only one request of the batch holds become part of its leaf. Chains of nodes that the same
+    requests hold become one node. Subtrees are ordered by their first request.
+
+    Raises ForestError if the numbers of paths and lengths differ, a node's length is not positive,
+    or a path holds more tokens than its request.
+    """
+    if len(paths) != len(seq_lens):
+        raise ForestError(
+            f"{len(paths)} paths for {len(seq_lens)} sequence lengths; expected as many of each"
+        )
+    lens = int32(seq_lens, "seq_lens")
+    children: dict[tuple[int, Hashable], int] = {}  # (node, identity of the child) -> child
+    parent, depth, holder = [ROOT], [0], []
+    for request, path in enumerate(paths):
+        node = ROOT
+        for identity, tokens in path:
+            if tokens <= 0:
+                raise ForestError(
+                    f"request {request}: node {identity!r} holds {tokens} tokens; "
+                    "expected 1 or more"
+                )
+            child = children.get((node, identity))
+            if child is None:
+                child = children[node, identity] = len(parent)
+                parent.append(node)
+                depth.append(depth[node] + tokens)
+            node = child
+        holder.append(node)
+        if depth[node] > lens[request]:
+            raise ForestError(
+                f"request {request} holds {lens[request]} tokens but its path in the radix tree "
+                f"holds {depth[node]}; expected a path no longer than the request"
+            )
+    order, shared = _order_of_tree(parent, depth, holder)
+    return build_forest(order, shared, lens, page_size)
 
 
 def _check_tables(tables: npt.NDArray[np.integer], lens: Int32Array, page_size: int) -> None:
@@ -110,21 +162,13 @@ def _check_monotone(
             )
 
 
-ROOT = 0
-
-
-class PrefixTree(NamedTuple):
-    """The nodes of a tree, and the node where each request ends. Node 0 is the root."""
-
-    parent: Sequence[int] | Int32Array  # of each tree node; the root is its own
-    depth: Sequence[int] | Int32Array  # from the root to the end of each tree node, in any unit
-    holder: Sequence[int] | Int32Array  # [B]: tree node that holds the end of what a request shares
-
-
-def insert_rows(tables: npt.NDArray[np.integer], full: Int32Array) -> PrefixTree:
+def _insert_rows(
+    tables: npt.NDArray[np.integer], full: Int32Array
+) -> tuple[list[int], list[int], list[int]]:
     """Insert the first ``full[b]`` pages of each row of `tables` [B, P] into a tree.
 
-    Depths count pages. Entries from ``full[b] <= P`` on are never read.
+    Returns what :func:`_order_of_tree` takes. Depths count pages. Entries from ``full[b] <= P`` on
+    are never read.
     """
     page_of = tables.item
     parent, depth, holder = [ROOT], [0], []
@@ -161,7 +205,7 @@ def insert_rows(tables: npt.NDArray[np.integer], full: Int32Array) -> PrefixTree
                 child = upper
             node = child
         holder.append(node)
-    return PrefixTree(parent, depth, holder)
+    return parent, depth, holder
 
 
 def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, high: int) -> int:
@@ -183,18 +227,23 @@ def _agreement(tables: npt.NDArray[np.integer], row: int, other: int, low: int, 
     return low
 
 
-def order_of_tree(tree: PrefixTree) -> tuple[Int32Array, Int32Array]:
+def _order_of_tree(
+    parent: list[int], depth: list[int], holder: list[int]
+) -> tuple[Int32Array, Int32Array]:
     """Order the batch so that requests that share are neighbours.
+
+    A tree node has a `parent`, and a `depth` from the root to its end, in any unit; node 0 is the
+    root, its own parent. `holder` [B] is the node that holds the end of what a request shares.
 
     Returns the requests in depth-first order [B]. Also, for neighbours in this order, the depth of
     the deepest node that they have in common [max(0, B - 1)]. The children of a node and the
     requests that end there are ordered by their first request.
     """
-    nodes, parent, depth = len(tree.parent), tree.parent, tree.depth
+    nodes = len(parent)
     # Children are tree nodes and, from `nodes` on, requests. Climb from each request in batch
     # order, so that each node joins its parent's children at its first request.
     children: list[list[int]] = [[] for _ in range(nodes)]
-    for request, above in enumerate(tree.holder):
+    for request, above in enumerate(holder):
         child = nodes + request
         while True:
             is_linked = bool(children[above])
