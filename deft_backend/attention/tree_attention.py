@@ -167,9 +167,8 @@ class TreeAttention(PlannedAttention):
             costs = shipped_on(shape)
             rule = invariant = Invariant.for_target(replace(target, cost_model=costs))
             invariant.check_workspace(max_batch * blocks, max_tokens, result_bytes)
-            capacity = capacity or PlanCapacity.for_chunks(
-                max_batch * blocks, invariant.most_chunks(max_tokens)
-            )
+            most = max_batch * blocks * invariant.most_chunks(max_tokens)  # results of all queries
+            capacity = capacity or PlanCapacity(max_batch * blocks, most, most, most)
         capacity = capacity or PlanCapacity.for_batch(
             max_batch * blocks, max(target.tile_programs), result_bytes
         )

@@ -45,12 +45,6 @@ class PlanCapacity:
             max_segments=items + 2 * max_batch,
         )
 
-    @classmethod
-    def for_chunks(cls, max_batch: int, chunks: int) -> PlanCapacity:
-        """Room for every plan of `max_batch` queries that have up to `chunks` results each."""
-        most = max_batch * chunks
-        return cls(max_batch=max_batch, max_items=most, max_entries=most, max_segments=most)
-
     @property
     def limits(self) -> Limits:
         return Limits(self.max_items, self.max_entries, self.max_segments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,29 +40,20 @@ class Auto(TwoRulePolicy):
         return Rules("measured", self.chunks)
 
     def cut_edges(self, forest: PrefixForest, target: Target) -> BoolArray:
-        tiles = target.single_range_tiles
-        programs = target.programs_for(forest.batch_size)[: len(tiles)]
-        return measured_edges(forest, tiles, programs, target.tile_costs().tolist())
+        return measured_edges(forest, target)
 
 
-def measured_edges(
-    forest: PrefixForest,
-    tile_queries: Sequence[int],
-    programs: Sequence[int],
-    costs: Sequence[float],
-) -> BoolArray:
+def measured_edges(forest: PrefixForest, target: Target) -> BoolArray:
     """[N] whether the edge from each node's parent is cut, by measured costs.
 
     From the root down, either a node gets its own items, whose partial results must be merged, or
     every item below the node reads its tokens as part of a longer range. Either way, each child
     then takes its own cheaper way, as if no node further below got items. The cheaper way for the
     GPU wins.
-
-    - `tile_queries`, `programs` [T]: queries that each tile shape holds, ascending, and programs of
-      each that run at once.
-    - `costs` [2 T + 2]: of :meth:`~deft_backend.costs.TileCosts.as_array`.
     """
+    tile_queries, costs = np.array(target.single_range_tiles), target.tile_costs().tolist()
     shapes = len(tile_queries)
+    programs = target.programs_for(forest.batch_size)[:shapes]
     # A few requests do not fill the GPU, so each of their tokens costs the GPU more time.
     busy = [max(1, min(programs[0], forest.batch_size)), *programs[1:]]
     item_ns = [costs[t] / busy[t] for t in range(shapes)]
@@ -72,8 +62,7 @@ def measured_edges(
     partial = costs[2 * shapes]
 
     count = forest.num_queries.astype(np.int64)
-    shape = shapes_of(count, np.array(tile_queries))
-    tiles = tiles_of(count, np.array(tile_queries))
+    shape, tiles = shapes_of(count, tile_queries), tiles_of(count, tile_queries)
     queries, length = count.tolist(), forest.length.tolist()
     own = (tiles * np.array(token_ns)[shape]).tolist()  # time of one token, by the node's items
     items = (tiles * np.array(item_ns)[shape]).tolist()  # time of those items, besides tokens

@@ -48,8 +48,8 @@ class EdgeCosts(NamedTuple):
             round(weight * WEIGHT_UNIT)
             for weight in (coefficients.alpha, coefficients.beta, coefficients.gamma)
         )
-        rows, tokens = zip(*target.phases, strict=True)
-        return cls(alpha, beta, gamma, target.query_vectors, rows, tokens)
+        tiles = (target.tile_heights[:-1], target.tile_blocks[:-1])  # those of one segment
+        return cls(alpha, beta, gamma, target.query_vectors, *tiles)
 
     def padding(self, queries: int, context: int) -> int:
         """``C_P``; 0 without queries or without context."""

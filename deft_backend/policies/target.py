@@ -125,11 +125,6 @@ class Target:
         return self.costs.time(np.array(heights), self.costs.tokens) * 1e6
 
     @property
-    def phases(self) -> list[tuple[int, int]]:
-        """``TS_q`` in query vectors and ``TS_c`` of each tile of one segment (FastTree)."""
-        return list(zip(self.tile_heights[:-1], self.tile_blocks[:-1], strict=True))
-
-    @property
     def single_range_tiles(self) -> tuple[int, ...]:
         """Queries that each tile shape of one segment serves, ascending (0: none)."""
         return self.tile_queries[:-1]

@@ -131,7 +131,8 @@ def test_absolute_chunks_begin_where_the_references_do(chunk_tokens, data):
         shared = draw(0, int(min(lens[row - 1 : row + 1]))) // 8
         tables[row, :shared] = tables[row - 1, :shared]
     most = max(policy.num_chunks(length) for length in lens.tolist())
-    capacity = PlanCapacity.for_chunks(3, max(most, policy.most_chunks(tables.shape[1] * 8)))
+    most = 3 * max(most, policy.most_chunks(tables.shape[1] * 8))
+    capacity = PlanCapacity(3, most, most, most)
     host, device = plans_of(Batch(tables, lens, 8), TARGET, capacity, policy=policy)
     for request, length in enumerate(lens.tolist()):
         mine = np.repeat(np.arange(device.num_items), np.diff(device.item_query_ptr))

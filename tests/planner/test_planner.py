@@ -153,7 +153,6 @@ def test_the_room_for_a_batch(given, expected):
     capacity = PlanCapacity.for_batch(*given)
     assert astuple(capacity) == expected
     assert capacity.limits == expected[1:]
-    assert astuple(PlanCapacity.for_chunks(7, 6)) == (7, 42, 42, 42)
     target = replace(GQA, tile_programs=(37, 4, 9))
     large = PlanCapacity(2000, 9000, 9000, 9000)
     assert large.room(policies.get_policy("auto"), 100, target) is large
