@@ -40,6 +40,8 @@ _HOMES = {
     "policies": ("POLICY_NAMES", "PolicyError", "Target", "get_policy"),
 }
 
+__all__ = [name for names in _HOMES.values() for name in names]
+
 
 def __getattr__(name: str) -> Any:
     """Import on first use: the command line and servers that do not use us start without torch."""

@@ -48,8 +48,8 @@ def addresses_of(arguments: Any) -> Any:
 class _Compiled:
     """A compiled kernel, launched by the call into the driver that Triton's own launch ends with.
 
-    Before that call, Triton looks for hooks, allocators and metadata, which takes longer than the
-    call. A launch of markers, which does not reach the driver, shows what else the call takes.
+    Before that call, Triton looks for hooks, allocators and metadata each time. A launch of
+    markers, which does not reach the driver, shows what else the call takes.
     """
 
     def __init__(self, kernel: Any) -> None:

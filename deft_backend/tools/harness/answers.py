@@ -167,7 +167,7 @@ class StreamReader:
         if not arrivals:
             said = f"the stream ended without one of {tokens} tokens"
             if self.answer.text:
-                said = "its answers show no token ids, as those of SGLang and vLLM do"
+                said = "the text came without token ids, which SGLang and vLLM give"
             raise NotAnswered(FAILED, said)
         return self.answer, self._prompt
 
