@@ -5,7 +5,7 @@ layers whose implementation is its own. They inherit names, layouts, sizes, KV w
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -82,7 +82,11 @@ class TreeImplementation:
         step = step_of(attn_metadata)
         if step is None:
             return self._host_forward(*given, *args, **kwargs)
-        host = partial(self._host_forward, *given, *args, **kwargs)
+
+        def host() -> torch.Tensor:
+            metadata = attn_metadata if step.whole is None else step.whole()
+            return self._host_forward(*given[:5], metadata, output, *args, **kwargs)
+
         # Further arguments are scales of a fused output quantisation.
         if (args or kwargs) and any(a is not None for a in (*args, *kwargs.values())):
             step.group.leave(step, "a fused output quantisation")
@@ -99,6 +103,8 @@ class TreeImplementation:
             return output
         if not self._tree_attend(step, query, kv_cache, output, host):
             return host()
+        if step.whole is not None:
+            return self._host_forward(*given, *args, **kwargs)
         if step.rest is not None:
             # A fused kernel that has written the cache leaves no keys and values.
             others = slice(step.tokens, None)

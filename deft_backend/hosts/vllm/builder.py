@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import torch
 
+from deft_backend.hosts.common.contract import matches
+from deft_backend.hosts.common.limits import refused
 from deft_backend.hosts.vllm.content import (
     DOCUMENTS,
     Content,
+    GraphBatches,
     RestBuilder,
     content_of,
+    leading_rows,
     prefills,
     sees_later_tokens,
     unsplit,
 )
-from deft_backend.hosts.vllm.factory import LayerGroup, create_group, log, unsupported_server
+from deft_backend.hosts.vllm.factory import (
+    LayerGroup,
+    can_sleep,
+    create_group,
+    log,
+    outside_memory_pools,
+    unsupported_server,
+)
 from deft_backend.hosts.vllm.group import GroupAttention
+from deft_backend.hosts.vllm.layers import divide_layers
+from deft_backend.hosts.vllm.server import server_of
 from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, step_of
+from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
 
@@ -29,16 +44,19 @@ class TreeBuilder:
 
     deft_group: GroupAttention | None
     deft_rest: RestBuilder | None  # for mixed steps, if these may be split
+    deft_batches: GraphBatches | None  # for graphs that hold both attentions, if there may be any
     reorder_batch_threshold: int | None
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self._host().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        group = self.deft_group = create_group(
-            LayerGroup(self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device))
+        layers = LayerGroup(
+            self.host, kv_cache_spec, layer_names, vllm_config, torch.device(device)
         )
+        group = self.deft_group = create_group(layers)
         self.deft_rest = None
+        self.deft_batches = None if group is None else shared_graphs(layers)
         if group is not None and group.prefixes is not None:
             arguments = (kv_cache_spec, layer_names, vllm_config, device)
             self.deft_rest = RestBuilder(self.host, self, arguments)
@@ -61,6 +79,8 @@ class TreeBuilder:
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
         if unsupported_server(vllm_config) is not None:
             return support
+        if server_of(vllm_config).shares_graphs:  # then a graph's tensors tell what its batch is
+            return support
         eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
         if eager and support is not AttentionCGSupport.NEVER:
             leave_full_graphs(vllm_config.compilation_config)
@@ -70,8 +90,48 @@ class TreeBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        metadata = self._host().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        self._attach(metadata, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        common = common_attn_metadata
+        if self._in_shared_graph(common_prefix_len, common):
+            return self._build_for_shared_graph(common, *args, **kwargs)
+        metadata = self._host().build(common_prefix_len, common, *args, **kwargs)
+        self._attach(metadata, common_prefix_len, common, *args, **kwargs)
+        return metadata
+
+    def _in_shared_graph(self, common_prefix_len: int, common: Any) -> bool:
+        """Whether graphs of this size hold both attentions."""
+        if self.deft_group is None or self.deft_batches is None or common_prefix_len:
+            return False
+        size = int(common.num_reqs), int(common.num_actual_tokens)
+        if self._capturing:
+            self.deft_batches.sizes.add(size)
+        return size in self.deft_batches.sizes
+
+    def _build_for_shared_graph(self, common: Any, *args: Any, **kwargs: Any) -> Any:
+        """Metadata of the rows that tree attention leaves, with the step of the others."""
+        group = cast(GroupAttention, self.deft_group)
+        requests = int(common.num_reqs)
+        rows, decoded = (0, None) if self._capturing else leading_rows(common)
+        reason = group.refuses(requests, 1)
+        if reason is None and not group.captured(requests):
+            reason = "graphs without tree attention"
+        if reason is None and common.causal is not True:
+            reason = "attention that is not causal"
+        if reason is None and not rows:
+            reason = "decode rows behind prefills"
+        rows = rows if reason is None else 0
+        build, step = partial(self._host().build, 0), None
+        if refused(requests, group.settings, group.attention.max_batch) is not None:
+            metadata = build(common, *args, **kwargs)
+        else:
+            lens, others = cast(GraphBatches, self.deft_batches).divide(common, rows)
+            metadata = build(others, *args, **kwargs)
+            step = TreeStep(group, common.block_table_tensor[:requests], lens, requests)
+            of_all = cache(partial(build, common, *args, **kwargs))
+            step.whole = of_all if rows else lambda: metadata
+        if decoded is not None:
+            group.count(step if rows else None, decoded, reason)
+        attach(metadata, step)
+        group.current = step
         return metadata
 
     _capturing = False
@@ -215,3 +275,40 @@ def leave_full_graphs(config: Any) -> None:
     if graphs in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE):
         pieces = config.splitting_ops_contain_attention() or graphs != CUDAGraphMode.FULL
         config.cudagraph_mode = CUDAGraphMode["PIECEWISE" if pieces else "FULL_DECODE_ONLY"]
+
+
+def shared_graphs(layers: LayerGroup) -> GraphBatches | None:
+    """Ask vLLM for graphs of all steps, if they may hold both attentions. Its default, piecewise
+    graphs of steps that prefill, leaves attention to Python, which takes most of such a step.
+    """
+    from vllm.config import CUDAGraphMode
+
+    config = layers.vllm_config
+    division = divide_layers(config)
+    alone = not division.host and set(division.tree) == set(layers.layer_names)
+    if not alone or not may_share_graphs(layers.host, config):
+        return None
+    server_of(config).shares_graphs = True
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    make = partial(GraphBatches, config.scheduler_config.max_num_seqs, layers.device)
+    return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
+
+
+def may_share_graphs(host: Any, vllm_config: Any) -> bool:
+    """Whether this host's kernels skip requests without query tokens, which is known of those of
+    FLASH_ATTN, and vLLM's graphs hold any batch.
+    """
+    from vllm import envs
+    from vllm.config import CUDAGraphMode
+
+    full = CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE
+    if host.get_name() != "FLASH_ATTN" or not vllm_config.use_v2_model_runner:
+        return False
+    if not matches(VLLM.installed() or "0", ">=0.33"):  # earlier versions are not tested
+        return False
+    if vllm_config.compilation_config.cudagraph_mode not in full:
+        return False
+    if vllm_config.speculative_config is not None or vllm_config.model_config.is_mm_prefix_lm:
+        return False
+    fast_prefill = vllm_config.cache_config.kv_sharing_fast_prefill
+    return not (fast_prefill or envs.VLLM_BATCH_INVARIANT or Settings.from_env().verify)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION, Decoded
 
@@ -55,6 +56,48 @@ def content_of(common: Any, query_tokens: int, *, equal_bits: bool = False) -> C
     verified = tokens if tokens > requests else 0
     decoded = Decoded(MIXED, len(decoding), int(context[decoding].sum()), verified)
     return Content(MIXED, requests, tokens, decoded, scattered, decoding)
+
+
+def leading_rows(common: Any) -> tuple[int, Decoded | None]:
+    """Requests of one query token that stand before all others, and what decodes among them.
+
+    None if nothing does. Requests of padding stand behind the others and have no query tokens.
+    """
+    starts = common.query_start_loc_cpu.numpy()[: int(common.num_reqs) + 1]
+    single = np.diff(starts) == 1
+    rows = len(single) if single.all() else int(single.argmin())
+    decodes = single.copy()
+    if common.is_prefilling is not None:  # of requests without those of padding
+        prefilling = common.is_prefilling.numpy()[: len(single)]
+        decodes[: len(prefilling)] &= ~prefilling
+    kind = DECODE if starts[rows] == starts[-1] else MIXED
+    if not decodes.any():
+        return rows, None
+    context = _context(common)[: len(single)]
+    tokens = int(context[decodes[: len(context)]].sum())
+    return rows, Decoded(kind, int(np.count_nonzero(decodes)), tokens, 0)
+
+
+class GraphBatches:
+    """Which rows of a batch tree attention computes, and which the host, in tensors that stay: one
+    graph of a size serves every division of its batches.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        self.sizes: set[tuple[int, int]] = set()  # requests and tokens of batches in graphs
+
+    def divide(self, common: Any, rows: int) -> tuple[torch.Tensor, Any]:
+        """The requests' lengths for tree attention, of which only the first `rows` are not 0, and
+        the batch for the host, in which these requests have no query tokens.
+        """
+        requests = int(common.num_reqs)
+        lens, starts = self._lens[:requests], self._starts[: requests + 1]
+        lens[:rows] = common.seq_lens[:rows]
+        lens[rows:] = 0
+        torch.clamp(common.query_start_loc[: requests + 1], min=rows, out=starts)
+        return lens, common.replace(query_start_loc=starts)
 
 
 def sees_later_tokens(common: Any) -> bool:

@@ -41,7 +41,7 @@ vllm.v1.attention.backend
     AttentionCGSupport.{UNIFORM_BATCH NEVER}
     CommonAttentionMetadata.{num_reqs num_actual_tokens max_query_len causal is_prefilling
         mm_req_doc_ranges seq_lens block_table_tensor query_start_loc query_start_loc_cpu
-        seq_lens_cpu_upper_bound}
+        seq_lens_cpu_upper_bound replace}
 vllm.v1.worker.ubatch_utils
     UBatchSlice(request_slice, token_slice)
     _make_metadata_with_slice(ubatch_slice, attn_metadata)
@@ -83,6 +83,7 @@ vllm.v1.attention.backend
     AttentionBackend.customize_spec(spec) | >=0.29 | tells whether a cache is the standard one
 vllm.config.cache
     CacheConfig.get_resolved_kv_cache_layout | >=0.29
+    CacheConfig.kv_sharing_fast_prefill
 
 # The server's configuration, and what its scheduler tells.
 vllm.config
@@ -109,7 +110,7 @@ vllm.config.compilation
     CUDAGraphMode.{FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY PIECEWISE}
 vllm.config.model
     ModelConfig.{hf_text_config architecture rswa_window dtype max_model_len enable_sleep_mode
-        enable_cumem_allocator}
+        enable_cumem_allocator is_mm_prefix_lm}
 vllm.config.parallel
     ParallelConfig.{tensor_parallel_size pipeline_parallel_size data_parallel_size
         data_parallel_rank data_parallel_index rank decode_context_parallel_size

@@ -75,6 +75,10 @@ class GroupAttention(ABC):
             return reason
         return refused(requests, self.settings, self.attention.max_batch)
 
+    def captured(self, requests: int) -> bool:
+        """Whether graphs of so many requests, of one query token each, hold tree attention."""
+        return (requests, 1) in self._captured
+
     @abstractmethod
     def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
         """Why the host decodes a batch that tree attention could, or None, by the scheduler's
@@ -88,6 +92,8 @@ class GroupAttention(ABC):
     def attend(self, step: TreeStep, call: LayerCall) -> bool:
         """Compute a layer into its output; False if the host's implementation must."""
         if not self.takes(call.layer):
+            if step.whole is not None:  # its graph would compute some rows in no layer
+                self.leave(step, call.layer.reason or "layers of several shapes in one graph")
             return False
         if self.failure.reason is not None:
             return self._left(step)
@@ -213,7 +219,7 @@ class TreeGroup(GroupAttention):
         held: HeldLayer | None = getattr(owner, _HELD, None)
         if held is None or not step.ran or id(owner) in step.ran or self.failure.reason is not None:
             return False
-        if not held.holds(owner, kv_cache):
+        if not held.holds(owner, kv_cache) or step.whole is not None:
             return False
         size = step.tokens.bit_length(), step.query_tokens
         try:
@@ -245,7 +251,8 @@ class TreeGroup(GroupAttention):
         # Padding requests have length 0 or no rows. For length 0 the kernels write zeros.
         read, starts = (k_cache, v_cache, step.page_table, step.seq_lens), step.query_start
         full = partial(self.attention.run, query, *read, query_start=starts, out=rows, **of_layer)
-        if query.dtype != call.query.dtype:  # `repeat` gets the latter
+        # `repeat` gets queries as they are; graphs hold full runs.
+        if query.dtype != call.query.dtype or step.whole is not None:
             full()
             return
         addresses = layer_addresses(k_cache, v_cache, **of_layer)

@@ -33,6 +33,7 @@ class Server:
     groups: dict[Hashable, Any] = field(default_factory=dict)
     prefixes: CachedPrefixes | None = None  # what its requests share
     state: ServerState | None = None  # Counters, once there is a group
+    shares_graphs: bool = False  # whether graphs hold tree attention and the host's
     divided: str | None = None  # the last line about layers that vLLM's implementation decodes
 
     def log_division(self, division: Division[str, Layer]) -> None:

@@ -56,6 +56,9 @@ class TreeStep:
     query_start: torch.Tensor | None = None
     # In a mixed step: the host's metadata of the requests behind these. Their rows follow `tokens`.
     rest: Any = None
+    # In a batch of a graph that holds both attentions: the host's metadata of all rows. The one
+    # that carries this step is of the rows that tree attention leaves.
+    whole: Callable[[], Any] | None = None
     # In a mixed step that is not split: the host computes all rows, and these are then replaced.
     picked: Picked | None = None
     counted: Decoded | None = None  # what the counters hold of this step

@@ -1,0 +1,177 @@
+"""vLLM's graphs of whole steps that hold both attentions: FLASH_ATTN's, in the mode FULL."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+
+import vllm_fakes as fakes
+from deft_backend.attention import TreeAttention
+from deft_backend.hosts.vllm import builder, group
+from deft_backend.hosts.vllm.step import step_of
+from deft_backend.hosts.vllm.versions import VLLM
+from failure_lines import raising
+
+REQUESTS, TOKENS = 6, 24
+
+
+class Graph:
+    """A graph of REQUESTS requests and TOKENS tokens: it is captured with a token a request."""
+
+    def __init__(self, layers=None):
+        self.layers = layers or fakes.tree_layers()
+        self.builder = self.layers.builder(fakes.make_spec())
+        self.captured = self.build(fakes.Batch([1] * REQUESTS, shared=0), capture=True)
+
+    def build(self, batch, *, capture=False, **changes):
+        """Metadata of a batch, padded to the graph's sizes."""
+        common = batch.common(num_actual_tokens=TOKENS, **changes)
+        make = self.builder.build_for_cudagraph_capture if capture else self._build
+        metadata = make(common)
+        if capture:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(group, "capturing", lambda tensor: True)
+                self.run(batch, metadata)
+        return metadata
+
+    def _build(self, common):
+        return self.builder.build(0, common)
+
+    def run(self, batch, metadata):
+        """The results of each layer over the batch's tokens."""
+        cache, spare = fakes.Cache(batch.pages, batch.block_size), TOKENS - len(batch.query)
+        outputs = [fakes.run(impl, batch, cache, metadata, spare) for impl in self.layers.impls]
+        return cache, [output[: len(batch.query)] for output in outputs]
+
+    def check(self, batch, metadata):
+        cache, outputs = self.run(batch, metadata)
+        for output in outputs:
+            fakes.close(output, fakes.reference(batch, cache))
+
+
+def padded(lens, queries, **changes):
+    """Requests of these lengths that share two blocks, and padding behind them."""
+    more = [0] * (REQUESTS - len(lens))
+    return fakes.Batch([*lens, *more], shared=2, query_lens=[*queries, *more], **changes)
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    return Graph()
+
+
+MIXED = [40, 37, 33, 50, 5], [1, 1, 1, 12, 5]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_graph_serves_every_batch_of_its_size(seed, graph):
+    """Decode alone, with prompts of any length, prompts alone, and decode behind a prompt."""
+    draw = random.Random(seed)
+    for decoding in (draw.randint(1, REQUESTS), draw.randint(1, 3), 0):
+        prompts = draw.randint(decoding == 0, min(2, REQUESTS - decoding))
+        lens = [draw.randint(34, 70) for _ in range(decoding + prompts)]
+        queries = [1] * decoding + [draw.randint(2, 8) for _ in range(prompts)]
+        if seed % 4 == 3 and decoding + prompts > 1:
+            queries = queries[::-1]
+        batch = padded(lens, queries)
+        metadata = graph.build(batch)
+        step, captured = step_of(metadata), step_of(graph.captured)
+        for ours, theirs in (
+            (step.seq_lens, captured.seq_lens),
+            (metadata.query_start_loc, graph.captured.query_start_loc),
+        ):
+            assert ours.data_ptr() == theirs.data_ptr()
+            assert ours.shape == theirs.shape
+        front = next((at for at, tokens in enumerate(queries) if tokens > 1), len(queries))
+        assert step.seq_lens.tolist() == [*lens[:front], *[0] * (REQUESTS - front)]
+        graph.check(batch, metadata)
+
+
+def test_steps_count_by_what_decodes(graph):
+    lens, queries = MIXED
+    prefilling = torch.tensor([False] * 3 + [True] * 2)  # without the requests of padding
+    graph.build(padded(lens, queries), is_prefilling=prefilling)
+    graph.build(padded(lens[:3], [1, 1, 1]), is_prefilling=torch.tensor([False, False, True]))
+    graph.build(padded([9, 40], [5, 1]), is_prefilling=torch.tensor([True, False]))
+    counters = fakes.state().counters()
+    assert [counters.total(kind, tree=True).steps for kind in ("mixed", "decode")] == [1, 1]
+    assert counters.total("decode", tree=True).rows == 2
+    (left,) = [of.reason for of in counters.steps if of.reason]
+    assert left == "decode rows behind prefills"
+    graph.build(padded([9], [5]), is_prefilling=torch.tensor([True]))
+    assert fakes.state().counters().steps == counters.steps
+
+
+def test_a_kernel_that_fails_loses_no_row(graph, monkeypatch, failures):
+    """Neither the eager step in which it fails nor a later one: graphs keep their division."""
+    batch = padded(*MIXED)
+    metadata = graph.build(batch)
+    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no kernel")))
+    graph.check(batch, metadata)
+    assert graph.builder.deft_group.failure.reason
+    assert fakes.state().counters().total("mixed", tree=False).steps == 1
+    failures.clear()
+
+
+def test_a_graph_without_tree_attention_leaves_all_rows(monkeypatch, failures):
+    """A kernel fails in the capture: the host's part of the graph computes every row."""
+    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no kernel")))
+    graph = Graph()
+    batch = padded(*MIXED)
+    metadata = graph.build(batch)
+    assert metadata.query_start_loc.data_ptr() == graph.captured.query_start_loc.data_ptr()
+    assert step_of(metadata).seq_lens.sum() == 0
+    graph.check(batch, metadata)
+    failures.clear()
+
+
+def test_a_graph_of_more_requests_than_fit_is_the_hosts(monkeypatch):
+    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    monkeypatch.setenv("DEFT_MAX_BATCH", str(REQUESTS - 1))
+    graph = Graph()
+    batch = padded(*MIXED)
+    metadata = graph.build(batch)
+    assert step_of(graph.captured) is step_of(metadata) is None
+    graph.check(batch, metadata)
+    assert fakes.state().counters().total("mixed", tree=False).steps == 1
+
+
+def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
+    batch = fakes.Batch([40, 37], shared=2)
+    assert step_of(graph.builder.build(0, batch.common())).whole is None
+    several = {"prefix": "one"}, {"prefix": "other"}
+    config = fakes.make_config()
+    layers = [fakes.tree_layers(config, **each) for each in several]
+    assert layers[0].builder(fakes.make_spec()).deft_batches is None
+    assert "cudagraph_mode" not in vars(config.compilation_config)
+    assert graph.layers.config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
+
+
+def test_graphs_of_all_steps_are_asked_of_flash_attn_without_drafts(monkeypatch):
+    host = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    config = fakes.make_config()
+    config.use_v2_model_runner = True
+    config.model_config.is_mm_prefix_lm = config.cache_config.kv_sharing_fast_prefill = False
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    monkeypatch.setattr(type(VLLM), "installed", lambda self: "0.33.0")
+    assert builder.may_share_graphs(host, config)
+    assert not builder.may_share_graphs(SimpleNamespace(get_name=lambda: "TRITON_ATTN"), config)
+    for name, value in (
+        ("use_v2_model_runner", False),
+        ("speculative_config", object()),
+        ("model_config", SimpleNamespace(is_mm_prefix_lm=True)),
+        ("cache_config", SimpleNamespace(kv_sharing_fast_prefill=True)),
+        ("compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)),
+    ):
+        changed = SimpleNamespace(**{**vars(config), name: value})
+        assert not builder.may_share_graphs(host, changed), name
+    for setting in ("VLLM_BATCH_INVARIANT", "DEFT_VERIFY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(setting, "1")
+            assert not builder.may_share_graphs(host, config)
+    monkeypatch.setattr(type(VLLM), "installed", lambda self: "0.32.0")
+    assert not builder.may_share_graphs(host, config)
