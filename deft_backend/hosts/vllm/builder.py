@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache, partial
 from typing import Any, ClassVar, cast
 
@@ -35,6 +36,8 @@ from deft_backend.hosts.vllm.step import Picked, TreeStep, attach, is_attached, 
 from deft_backend.hosts.vllm.versions import VLLM
 from deft_backend.settings.config import Settings
 from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
+
+logger = logging.getLogger("deft_backend")
 
 
 class TreeBuilder:
@@ -289,26 +292,33 @@ def shared_graphs(layers: LayerGroup) -> GraphBatches | None:
     if not alone or not may_share_graphs(layers.host, config):
         return None
     server_of(config).shares_graphs = True
+    logger.info("deft: CUDA graphs of whole steps, also of steps with prefills (mode FULL)")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     make = partial(GraphBatches, config.scheduler_config.max_num_seqs, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
 
 
-def may_share_graphs(host: Any, vllm_config: Any) -> bool:
+def may_share_graphs(host: Any, config: Any) -> bool:
     """Whether this host's kernels skip requests without query tokens, which is known of those of
-    FLASH_ATTN, and vLLM's graphs hold any batch.
+    FLASH_ATTN, in a server of a kind that was tried.
     """
     from vllm import envs
     from vllm.config import CUDAGraphMode
 
+    if host.get_name() != "FLASH_ATTN" or not config.use_v2_model_runner:
+        return False
+    if not matches(VLLM.installed() or "0", ">=0.33"):
+        return False
     full = CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE
-    if host.get_name() != "FLASH_ATTN" or not vllm_config.use_v2_model_runner:
+    if config.compilation_config.cudagraph_mode not in full:
         return False
-    if not matches(VLLM.installed() or "0", ">=0.33"):  # earlier versions are not tested
+    parallel, model = config.parallel_config, config.model_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
         return False
-    if vllm_config.compilation_config.cudagraph_mode not in full:
+    if any((config.speculative_config, config.lora_config, config.kv_transfer_config)):
         return False
-    if vllm_config.speculative_config is not None or vllm_config.model_config.is_mm_prefix_lm:
+    if model.is_multimodal_model or model.enable_prompt_embeds:
         return False
-    fast_prefill = vllm_config.cache_config.kv_sharing_fast_prefill
-    return not (fast_prefill or envs.VLLM_BATCH_INVARIANT or Settings.from_env().verify)
+    if config.cache_config.kv_sharing_fast_prefill:
+        return False
+    return not (envs.VLLM_BATCH_INVARIANT or Settings.from_env().verify)

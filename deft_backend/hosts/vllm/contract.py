@@ -90,8 +90,8 @@ vllm.config
     VllmConfig.use_v2_model_runner
 vllm.config.vllm
     get_current_vllm_config_or_none
-    VllmConfig.{attention_config cache_config compilation_config model_config parallel_config
-        scheduler_config speculative_config}
+    VllmConfig.{attention_config cache_config compilation_config kv_transfer_config lora_config
+        model_config parallel_config scheduler_config speculative_config}
 vllm.config.attention
     AttentionConfig.{backend use_non_causal}
 vllm.config.speculative
@@ -110,7 +110,7 @@ vllm.config.compilation
     CUDAGraphMode.{FULL FULL_AND_PIECEWISE FULL_DECODE_ONLY PIECEWISE}
 vllm.config.model
     ModelConfig.{hf_text_config architecture rswa_window dtype max_model_len enable_sleep_mode
-        enable_cumem_allocator is_mm_prefix_lm}
+        enable_cumem_allocator is_multimodal_model enable_prompt_embeds}
 vllm.config.parallel
     ParallelConfig.{tensor_parallel_size pipeline_parallel_size data_parallel_size
         data_parallel_rank data_parallel_index rank decode_context_parallel_size

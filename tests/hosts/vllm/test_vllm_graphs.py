@@ -151,11 +151,13 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     assert graph.layers.config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
 
 
-def test_graphs_of_all_steps_are_asked_of_flash_attn_without_drafts(monkeypatch):
+def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):
     host = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     config = fakes.make_config()
-    config.use_v2_model_runner = True
-    config.model_config.is_mm_prefix_lm = config.cache_config.kv_sharing_fast_prefill = False
+    model, parallel = vars(config.model_config), vars(config.parallel_config)
+    model |= {"is_multimodal_model": False, "enable_prompt_embeds": False}
+    config.cache_config.kv_sharing_fast_prefill = False
+    config.use_v2_model_runner, config.lora_config, config.kv_transfer_config = True, None, None
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     monkeypatch.setattr(type(VLLM), "installed", lambda self: "0.33.0")
     assert builder.may_share_graphs(host, config)
@@ -163,7 +165,12 @@ def test_graphs_of_all_steps_are_asked_of_flash_attn_without_drafts(monkeypatch)
     for name, value in (
         ("use_v2_model_runner", False),
         ("speculative_config", object()),
-        ("model_config", SimpleNamespace(is_mm_prefix_lm=True)),
+        ("lora_config", object()),
+        ("kv_transfer_config", object()),
+        ("model_config", SimpleNamespace(**{**model, "is_multimodal_model": True})),
+        ("model_config", SimpleNamespace(**{**model, "enable_prompt_embeds": True})),
+        ("parallel_config", SimpleNamespace(**{**parallel, "pipeline_parallel_size": 2})),
+        ("parallel_config", SimpleNamespace(**{**parallel, "data_parallel_size": 2})),
         ("cache_config", SimpleNamespace(kv_sharing_fast_prefill=True)),
         ("compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)),
     ):
