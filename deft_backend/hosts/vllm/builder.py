@@ -39,6 +39,9 @@ from deft_backend.telemetry.counters import DECODE, MIXED, VERIFICATION
 
 logger = logging.getLogger("deft_backend")
 
+TRIED_HEAD_DIMS = (128,)
+"""Head dimensions whose graphs of whole steps were tried on a GPU."""
+
 
 class TreeBuilder:
     """Placed before a host's ``AttentionMetadataBuilder`` class; reads no device memory."""
@@ -59,7 +62,10 @@ class TreeBuilder:
         )
         group = self.deft_group = create_group(layers)
         self.deft_rest = None
-        self.deft_batches = None if group is None else shared_graphs(layers)
+        self.deft_batches = None
+        # FLASH_ATTN's builder schedules ahead for FlashAttention-3, and for no other version.
+        if group is not None and getattr(self, "aot_schedule", False):
+            self.deft_batches = shared_graphs(layers, group)
         if group is not None and group.prefixes is not None:
             arguments = (kv_cache_spec, layer_names, vllm_config, device)
             self.deft_rest = RestBuilder(self.host, self, arguments)
@@ -112,6 +118,8 @@ class TreeBuilder:
     def _build_for_shared_graph(self, common: Any, *args: Any, **kwargs: Any) -> Any:
         """Metadata of the rows that tree attention leaves, with the step of the others."""
         group = cast(GroupAttention, self.deft_group)
+        # The host captures for one prompt of all tokens; its schedule must be of that kernel.
+        common = common.replace(max_query_len=int(common.num_actual_tokens))
         requests = int(common.num_reqs)
         rows, decoded = (0, None) if self._capturing else leading_rows(common)
         reason = group.refuses(requests, 1)
@@ -121,6 +129,8 @@ class TreeBuilder:
             reason = "attention that is not causal"
         if reason is None and not rows:
             reason = "decode rows behind prefills"
+        # A graph's requests are the padded ones.
+        reason = reason or refused(rows, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0
         build, step = partial(self._host().build, 0), None
         if refused(requests, group.settings, group.attention.max_batch) is not None:
@@ -280,21 +290,23 @@ def leave_full_graphs(config: Any) -> None:
         config.cudagraph_mode = CUDAGraphMode["PIECEWISE" if pieces else "FULL_DECODE_ONLY"]
 
 
-def shared_graphs(layers: LayerGroup) -> GraphBatches | None:
+def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | None:
     """Ask vLLM for graphs of all steps, if they may hold both attentions. Its default, piecewise
     graphs of steps that prefill, leaves attention to Python, which takes most of such a step.
     """
     from vllm.config import CUDAGraphMode
 
-    config = layers.vllm_config
-    division = divide_layers(config)
+    config, server = layers.vllm_config, server_of(layers.vllm_config)
+    division, most = divide_layers(config), config.scheduler_config.max_num_seqs
     alone = not division.host and set(division.tree) == set(layers.layer_names)
-    if not alone or not may_share_graphs(layers.host, config):
+    tried = group.shape.head_dim in TRIED_HEAD_DIMS and group.kv_dtype == group.dtype
+    fits = most <= group.attention.max_batch
+    server.shares_graphs = alone and tried and fits and may_share_graphs(layers.host, config)
+    if not server.shares_graphs:
         return None
-    server_of(config).shares_graphs = True
     logger.info("deft: CUDA graphs of whole steps, also of steps with prefills (mode FULL)")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    make = partial(GraphBatches, config.scheduler_config.max_num_seqs, layers.device)
+    make = partial(GraphBatches, most, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
 
 
@@ -313,7 +325,8 @@ def may_share_graphs(host: Any, config: Any) -> bool:
     if config.compilation_config.cudagraph_mode not in full:
         return False
     parallel, model = config.parallel_config, config.model_config
-    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+    ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if max(*ranks, parallel.data_parallel_size) > 1:
         return False
     if any((config.speculative_config, config.lora_config, config.kv_transfer_config)):
         return False

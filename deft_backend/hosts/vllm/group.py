@@ -99,7 +99,7 @@ class GroupAttention(ABC):
             return self._left(step)
         if not step.ran or id(call.owner) in step.ran:
             step.ran.clear()
-            if capturing(step.seq_lens):
+            if capturing(step.seq_lens) and (step.whole is None or self.unfit is None):
                 self._captured.add(step.size)
             try:
                 self.attention.plan_batch(

@@ -13,6 +13,7 @@ from deft_backend.hosts.vllm import builder, group
 from deft_backend.hosts.vllm.step import step_of
 from deft_backend.hosts.vllm.versions import VLLM
 from failure_lines import raising
+from vllm_cpu_backend import PlainCpuBuilder
 
 REQUESTS, TOKENS = 6, 24
 
@@ -57,9 +58,16 @@ def padded(lens, queries, **changes):
     return fakes.Batch([*lens, *more], shared=2, query_lens=[*queries, *more], **changes)
 
 
+def sharing(monkeypatch):
+    """The CPU's backend takes part as FLASH_ATTN would."""
+    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    monkeypatch.setattr(PlainCpuBuilder, "aot_schedule", True, raising=False)
+    monkeypatch.setattr(builder, "TRIED_HEAD_DIMS", (fakes.DIM,))
+
+
 @pytest.fixture
 def graph(monkeypatch):
-    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    sharing(monkeypatch)
     return Graph()
 
 
@@ -86,6 +94,7 @@ def test_one_graph_serves_every_batch_of_its_size(seed, graph):
             assert ours.data_ptr() == theirs.data_ptr()
             assert ours.shape == theirs.shape
         front = next((at for at, tokens in enumerate(queries) if tokens > 1), len(queries))
+        front = front if front > 1 else 0  # DEFT_MIN_BATCH counts the requests that decode
         assert step.seq_lens.tolist() == [*lens[:front], *[0] * (REQUESTS - front)]
         graph.check(batch, metadata)
 
@@ -118,7 +127,7 @@ def test_a_kernel_that_fails_loses_no_row(graph, monkeypatch, failures):
 
 def test_a_graph_without_tree_attention_leaves_all_rows(monkeypatch, failures):
     """A kernel fails in the capture: the host's part of the graph computes every row."""
-    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
+    sharing(monkeypatch)
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no kernel")))
     graph = Graph()
     batch = padded(*MIXED)
@@ -129,9 +138,9 @@ def test_a_graph_without_tree_attention_leaves_all_rows(monkeypatch, failures):
     failures.clear()
 
 
-def test_a_graph_of_more_requests_than_fit_is_the_hosts(monkeypatch):
-    monkeypatch.setattr(builder, "may_share_graphs", lambda host, config: True)
-    monkeypatch.setenv("DEFT_MAX_BATCH", str(REQUESTS - 1))
+def test_a_graph_of_too_few_requests_is_the_hosts(monkeypatch):
+    sharing(monkeypatch)
+    monkeypatch.setenv("DEFT_MIN_BATCH", str(REQUESTS + 1))
     graph = Graph()
     batch = padded(*MIXED)
     metadata = graph.build(batch)
@@ -140,9 +149,41 @@ def test_a_graph_of_more_requests_than_fit_is_the_hosts(monkeypatch):
     assert fakes.state().counters().total("mixed", tree=False).steps == 1
 
 
+@pytest.mark.parametrize("least", [2, REQUESTS + 1])
+def test_the_hosts_schedule_is_that_of_the_captured_kernel(least, monkeypatch):
+    """Of one prompt of all tokens, whatever the batch holds, and whether trees take part."""
+    longest, build = [], PlainCpuBuilder.build
+
+    def seen(self, common_prefix_len, common, **options):
+        longest.append(common.max_query_len)
+        return build(self, common_prefix_len, common, **options)
+
+    monkeypatch.setattr(PlainCpuBuilder, "build", seen)
+    monkeypatch.setenv("DEFT_MIN_BATCH", str(least))
+    sharing(monkeypatch)
+    graph = Graph()
+    for queries in ([1, 1, 1], [1, 1, 12]):
+        graph.build(padded([40, 37, 33], queries))
+    assert longest == [TOKENS] * 3
+
+
 def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     batch = fakes.Batch([40, 37], shared=2)
     assert step_of(graph.builder.build(0, batch.common())).whole is None
+    with monkeypatch.context() as patch:
+        patch.setenv("DEFT_MAX_BATCH", "15")  # of 16 requests in the server
+        assert fakes.tree_layers().builder(fakes.make_spec()).deft_batches is None
+    for owner, name, value in (
+        (PlainCpuBuilder, "aot_schedule", False),
+        (builder, "TRIED_HEAD_DIMS", (128,)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert fakes.tree_layers().builder(fakes.make_spec()).deft_batches is None
+    eight_bits = fakes.tree_layers(arguments={"kv_cache_dtype": "fp8"})
+    spec = fakes.make_spec(dtype=torch.uint8)
+    assert eight_bits.builder(spec).deft_group is not None
+    assert eight_bits.builder(spec).deft_batches is None
     several = {"prefix": "one"}, {"prefix": "other"}
     config = fakes.make_config()
     layers = [fakes.tree_layers(config, **each) for each in several]
@@ -171,6 +212,7 @@ def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):
         ("model_config", SimpleNamespace(**{**model, "enable_prompt_embeds": True})),
         ("parallel_config", SimpleNamespace(**{**parallel, "pipeline_parallel_size": 2})),
         ("parallel_config", SimpleNamespace(**{**parallel, "data_parallel_size": 2})),
+        ("parallel_config", SimpleNamespace(**{**parallel, "tensor_parallel_size": 2})),
         ("cache_config", SimpleNamespace(kv_sharing_fast_prefill=True)),
         ("compilation_config", SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE)),
     ):
