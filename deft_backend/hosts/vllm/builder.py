@@ -123,8 +123,6 @@ class TreeBuilder:
         requests = int(common.num_reqs)
         rows, decoded = (0, None) if self._capturing else leading_rows(common)
         reason = group.refuses(requests, 1)
-        if reason is None and not group.captured(requests):
-            reason = "graphs without tree attention"
         if reason is None and common.causal is not True:
             reason = "attention that is not causal"
         if reason is None and not rows:

@@ -75,10 +75,6 @@ class GroupAttention(ABC):
             return reason
         return refused(requests, self.settings, self.attention.max_batch)
 
-    def captured(self, requests: int) -> bool:
-        """Whether graphs of so many requests, of one query token each, hold tree attention."""
-        return (requests, 1) in self._captured
-
     @abstractmethod
     def leaves(self, content: Content, common: Any, *, capturing: bool) -> str | None:
         """Why the host decodes a batch that tree attention could, or None, by the scheduler's

@@ -21,9 +21,10 @@ REQUESTS, TOKENS = 6, 24
 class Graph:
     """A graph of REQUESTS requests and TOKENS tokens: it is captured with a token a request."""
 
-    def __init__(self, layers=None):
-        self.layers = layers or fakes.tree_layers()
+    def __init__(self, before_capture=lambda layers: None):
+        self.layers = fakes.tree_layers()
         self.builder = self.layers.builder(fakes.make_spec())
+        before_capture(self.layers)
         self.captured = self.build(fakes.Batch([1] * REQUESTS, shared=0), capture=True)
 
     def build(self, batch, *, capture=False, **changes):
@@ -96,7 +97,11 @@ def test_one_graph_serves_every_batch_of_its_size(seed, graph):
         front = next((at for at, tokens in enumerate(queries) if tokens > 1), len(queries))
         front = front if front > 1 else 0  # DEFT_MIN_BATCH counts the requests that decode
         assert step.seq_lens.tolist() == [*lens[:front], *[0] * (REQUESTS - front)]
+        of_host = [*[0] * front, *queries[front:], *[0] * (REQUESTS - len(queries))]
+        assert metadata.query_start_loc.diff().tolist() == of_host
         graph.check(batch, metadata)
+    # Its launches are in graphs, and are no trial of repeated ones: a capture's lengths are 0.
+    assert not any(hasattr(impl, "deft_held") for impl in graph.layers.impls)
 
 
 def test_steps_count_by_what_decodes(graph):
@@ -138,6 +143,21 @@ def test_a_graph_without_tree_attention_leaves_all_rows(monkeypatch, failures):
     failures.clear()
 
 
+def test_a_layer_that_leaves_in_a_capture_takes_the_graph_with_it(monkeypatch):
+    """Otherwise no kernel would compute the rows of tree attention in this layer."""
+
+    def leave(layers):
+        first = layers.impls[0]
+        first.deft_layer = first.deft_layer._replace(reason="a scale for each token")
+
+    sharing(monkeypatch)
+    graph = Graph(leave)
+    batch = padded(*MIXED)
+    metadata = graph.build(batch)
+    assert step_of(metadata).seq_lens.sum() == 0
+    graph.check(batch, metadata)
+
+
 def test_a_graph_of_too_few_requests_is_the_hosts(monkeypatch):
     sharing(monkeypatch)
     monkeypatch.setenv("DEFT_MIN_BATCH", str(REQUESTS + 1))
@@ -170,6 +190,10 @@ def test_the_hosts_schedule_is_that_of_the_captured_kernel(least, monkeypatch):
 def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     batch = fakes.Batch([40, 37], shared=2)
     assert step_of(graph.builder.build(0, batch.common())).whole is None
+    batch = padded(*MIXED)
+    cascade = graph.builder.build(16, batch.common(num_actual_tokens=TOKENS))
+    assert step_of(cascade) is None
+    assert step_of(graph.build(batch, causal=False)).seq_lens.sum() == 0
     with monkeypatch.context() as patch:
         patch.setenv("DEFT_MAX_BATCH", "15")  # of 16 requests in the server
         assert fakes.tree_layers().builder(fakes.make_spec()).deft_batches is None
