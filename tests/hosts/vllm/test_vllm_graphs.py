@@ -193,6 +193,12 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     batch = padded(*MIXED)
     cascade = graph.builder.build(16, batch.common(num_actual_tokens=TOKENS))
     assert step_of(cascade) is None
+    build = PlainCpuBuilder.build
+
+    def causal_only(self, common_prefix_len, common, **options):
+        return build(self, common_prefix_len, common.replace(causal=True), **options)
+
+    monkeypatch.setattr(PlainCpuBuilder, "build", causal_only)
     assert step_of(graph.build(batch, causal=False)).seq_lens.sum() == 0
     with monkeypatch.context() as patch:
         patch.setenv("DEFT_MAX_BATCH", "15")  # of 16 requests in the server
