@@ -2,11 +2,9 @@
 
 import asyncio
 import zlib
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp.test_utils import TestServer
 
 from bench_e2e_fakes import GAP, MODEL, FakeHost, decode, fake_launch
 from benchmarks.e2e import timing
@@ -25,35 +23,23 @@ from benchmarks.e2e.workloads import (
     thoughts,
 )
 from deft_backend.tools.harness.answers import Answer, first_difference
-from deft_backend.tools.harness.workload import Request, Workload, replay
+from deft_backend.tools.harness.workload import Request, Workload
 from deft_backend.tools.traces.thought_trees import ThoughtTree, lay_out
 from drawings import check_drawn
+from fake_completions import replayed, serving
 
 IDS = MODEL.ids
 
 
-@asynccontextmanager
-async def connected(fake, **options):
-    async with TestServer(fake.app()) as server:
-        url = str(server.make_url("")).rstrip("/")
-        async with client_of(url, **options) as client:
-            yield client
-
-
 def test_a_turn_goes_on_with_what_its_sub_agents_return():
-    fake = FakeHost()
     requests = (
         Request("a", (1, 2), 3),
         Request("b", (9,), 2, after="a"),
         Request("c", (8,), 2, after="a"),
         Request("d", (7,), 1, after="a", returned=("b", "c"), temperature=1.0),
     )
-
-    async def run():
-        async with connected(fake) as client:
-            return await replay(Workload("w", "", ((1,),), requests), client)
-
-    run = asyncio.run(run())
+    with serving(FakeHost()) as fake:
+        run = replayed(fake, Workload("w", "", ((1,),), requests))
     prompts = {len(body["prompt"]): tuple(body["prompt"]) for body in fake.bodies}
     first = (1, 2, *decode((1, 2), 3).ids)
     back = [decode((*first, own), 2).ids for own in (9, 8)]
@@ -175,11 +161,11 @@ def test_steady_time_counts_only_while_all_requests_decode():
 @pytest.mark.parametrize("host", ["sglang", "vllm"])
 def test_trees_and_beams_are_replayed(host):
     """Beams are timed by difference, first tokens by kind."""
-    fake, launch = FakeHost(), fake_launch(host)
+    launch = fake_launch(host)
 
     async def run():
         rows = []
-        async with connected(fake) as client:
+        async with client_of(fake.url) as client:
             for name, sizes in (
                 ("rollouts", (20, 4, 2)),
                 ("agents", (16, 2, 3)),
@@ -191,7 +177,8 @@ def test_trees_and_beams_are_replayed(host):
                 rows.append(row)
         return rows
 
-    first, agents, beams = asyncio.run(run())
+    with serving(FakeHost()) as fake:
+        first, agents, beams = asyncio.run(run())
     assert first["tpot_ms"] is None
     assert first["detail"]["requests"] == 8
     assert set(agents["detail"]["ttft_by_kind_ms"]) == {"start", "fork", "return"}
@@ -206,13 +193,14 @@ def test_wrong_tokens_are_told_apart_from_ties():
     async def checked(tolerance, answers):
         asked = ((1, 2, 3, 4), 12), ((9, 9), 7)
         samples = [(prompt, decode(prompt, tokens, answers).ids) for prompt, tokens in asked]
-        async with connected(FakeHost()) as client:
+        async with client_of(fake.url) as client:
             return await check(samples, client, tolerance)
 
-    right, tie, near, wrong = (
-        asyncio.run(checked(*each))
-        for each in ((0.0, "right"), (GAP, "tie"), (GAP / 2, "tie"), (10.0, "wrong"))
-    )
+    with serving(FakeHost()) as fake:
+        right, tie, near, wrong = (
+            asyncio.run(checked(*each))
+            for each in ((0.0, "right"), (GAP, "tie"), (GAP / 2, "tie"), (10.0, "wrong"))
+        )
     assert (right.answers, right.ties, right.wrong) == (2, [], [])
     assert {each.tokens for each in (right, tie, near)} == {19}
     assert tie.ties == pytest.approx([GAP] * 4)

@@ -3,12 +3,9 @@
 Run as a script it is a host server: ``FAKE_MODE=MODE bench_e2e_fakes.py … --port PORT …``.
 """
 
-import asyncio
-import json
 import os
 import sys
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
@@ -20,6 +17,7 @@ from benchmarks.e2e.launch import HOSTS, Launch
 from benchmarks.e2e.served_model import Model
 from deft_backend.tools.harness.answers import Answer
 from deft_backend.tools.servers.command import ServerCommand, free_port, value_of
+from fake_completions import Fake
 
 VOCABULARY = 97
 GAP = 0.125
@@ -46,19 +44,14 @@ def decode(prompt, tokens, mode="right"):
 
 
 @dataclass
-class FakeHost:
+class FakeHost(Fake):
+    token_seconds: float = 0.001
     mode: str = "right"
-    bodies: list = field(default_factory=list)
 
     def app(self):
-        app = web.Application(client_max_size=2**26)
-        app.router.add_get("/v1/models", self.models)
+        app = super().app()
         app.router.add_post("/generate", self.beams)
-        app.router.add_post("/v1/completions", self.complete)
         return app
-
-    async def models(self, request):
-        return web.json_response({"data": [{"id": "served"}]})
 
     async def beams(self, request):
         body = await request.json()
@@ -70,12 +63,12 @@ class FakeHost:
         ]
         return web.json_response({"meta_info": {"beam_results": beams}})
 
-    async def complete(self, request):
+    async def completions(self, request):
         body = await request.json()
         self.bodies.append(body)
         if self.mode == "dies" and len(self.bodies) > 2:
             os._exit(3)
-        assert body["model"] == "served"
+        assert body["model"] == "made-up"
         several = isinstance(body["prompt"][0], list)
         prompts = body["prompt"] if several else [body["prompt"]]
         tokens = body["max_tokens"]
@@ -83,7 +76,9 @@ class FakeHost:
             prompts = [[*prompts[0], at] for at in range(body["n"])]
         answers = [decode(prompt, tokens, self.mode) for prompt in prompts]
         if body.get("stream"):
-            return await self._stream(request, answers[0])
+            usage = {"prompt_tokens": len(prompts[0]), "completion_tokens": tokens}
+            made = ({"text": f"w{token} ", "token_ids": [token]} for token in answers[0].ids)
+            return await self._stream(request, made, usage)
         choices = [
             {
                 "index": index,
@@ -95,17 +90,6 @@ class FakeHost:
             for index, answer in enumerate(answers)
         ]
         return web.json_response({"choices": choices[::-1]})  # in any order
-
-    async def _stream(self, request, answer):
-        response = web.StreamResponse()
-        await response.prepare(request)
-        with suppress(ConnectionError, asyncio.CancelledError):  # the client may leave
-            for token in answer.ids:
-                piece = {"choices": [{"index": 0, "text": f"w{token} ", "token_ids": [token]}]}
-                await response.write(f"data: {json.dumps(piece)}\n\n".encode())
-                await asyncio.sleep(0.001)
-            await response.write(b"data: [DONE]\n\n")
-        return response
 
 
 class FakeLaunch(Launch):
@@ -129,4 +113,4 @@ if __name__ == "__main__":
     _mode = os.environ["FAKE_MODE"]
     if _mode == "crashes":
         sys.exit("the server does not start")
-    web.run_app(FakeHost(_mode).app(), host="127.0.0.1", port=int(_port), print=None)
+    web.run_app(FakeHost(mode=_mode).app(), host="127.0.0.1", port=int(_port), print=None)

@@ -4,13 +4,16 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-NO_FAULT = "none"
+from deft_backend.tools.harness.client import ServerClient
+from deft_backend.tools.harness.workload import replay
+
+NO_FAULT, DONE = "none", "[DONE]"
 
 
 @dataclass
@@ -36,6 +39,13 @@ class Fake:
     @property
     def dead(self):
         return self.dies_after is not None and len(self.bodies) > self.dies_after
+
+    def app(self):
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/metrics", self.page)
+        app.router.add_post("/v1/completions", self.completions)
+        return app
 
     async def models(self, request):
         if self.dead:
@@ -68,14 +78,28 @@ class Fake:
             top = {"top_logprobs": [{"a": -0.1, "b": -0.1 - margin} for margin in margins]}
             choice = {"text": "a", "logprobs": top, "prompt_token_ids": list(map(ord, prompt))}
             return web.json_response({"choices": [choice], "usage": usage})
-        return await self._stream(request, answer, usage, fault, "logprobs" in body)
+        pieces = [answer[at : at + self.piece_tokens] for at in range(0, tokens, self.piece_tokens)]
+        choices = [self._choice(text, "logprobs" in body) for text in pieces]
+        return await self._stream(request, choices, usage, fault)
 
-    async def _stream(self, request, answer, usage, fault, logprobs):
+    def _choice(self, text, logprobs):
+        choice = {"index": 0, "text": text, "token_ids": list(map(ord, text))}
+        if logprobs:
+            # The second choice is far away where the salt does not change the answer.
+            gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
+            choice["logprobs"] = {
+                "tokens": list(text),
+                "token_logprobs": [-0.1] * len(text),
+                "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
+            }
+        return choice
+
+    async def _stream(self, request, choices, usage, fault=NO_FAULT):
         response = web.StreamResponse()
         await response.prepare(request)
         times: list[float] = []
         self.sent.append(times)
-        for at in range(0, len(answer), self.piece_tokens):
+        for at, choice in enumerate(choices):
             if fault == "empty":
                 break
             if at == 1 and fault == "cut":
@@ -90,24 +114,16 @@ class Fake:
                 await self._piece(response, {"error": "made-up fault in the stream"})
                 break
             await asyncio.sleep(self.token_seconds)
-            text = answer[at : at + self.piece_tokens]
-            choice = {"index": 0, "text": text, "token_ids": list(map(ord, text))}
-            if logprobs:
-                # The second choice is far away where the salt does not change the answer.
-                gaps = [self.margin if letter in self.salt else 9.0 for letter in text]
-                choice["logprobs"] = {
-                    "tokens": list(text),
-                    "token_logprobs": [-0.1] * len(text),
-                    "top_logprobs": [{"a": -0.1, "b": -0.1 - gap} for gap in gaps],
-                }
             await self._piece(response, {"choices": [choice]})
             times.append(time.perf_counter())
         await self._piece(response, {"choices": [], "usage": usage})
-        await response.write(b"data: [DONE]\n\n")
+        await self._piece(response, DONE)
         return response
 
     async def _piece(self, response, content):
-        await response.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+        text = content if content == DONE else json.dumps(content)
+        with suppress(ConnectionError):  # the client may leave
+            await response.write(f"data: {text}\n\n".encode())
 
     def _answer(self, prompt, tokens):
         seed = sum(map(ord, prompt[-40:]))
@@ -131,15 +147,7 @@ def serving(fake):
     started = threading.Event()
 
     async def start():
-        app = web.Application(client_max_size=2**26)
-        app.add_routes(
-            [
-                web.get("/v1/models", fake.models),
-                web.get("/metrics", fake.page),
-                web.post("/v1/completions", fake.completions),
-            ]
-        )
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(fake.app())
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -161,3 +169,14 @@ def serving(fake):
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(20)
+
+
+def replayed(fake, workload, context=None):
+    """What became of a workload's requests to the server."""
+
+    async def send():
+        async with ServerClient(fake.url) as client:
+            client.model = "made-up"
+            return await replay(workload, client, context)
+
+    return asyncio.run(send())

@@ -37,7 +37,7 @@ from deft_backend.tools.servers.command import ServerCommand, StartError
 from deft_backend.tools.traces.arrivals import load_arrivals
 from drawings import check_drawn, terminal
 from failure_lines import raising
-from fake_completions import Fake, serving
+from fake_completions import Fake, replayed, serving
 from sglang_fakes import make_state
 
 SMALL = ("--branches", "9", "--prefix-tokens", "120", "--max-tokens", "6")
@@ -59,15 +59,6 @@ def workloads(*names):
 def page_of(folder):
     page = (folder / "out" / "report.html").read_text()
     return " ".join(unescape(re.sub("<[^>]*>", "", page)).split())
-
-
-def run(fake, workload, context=None):
-    async def send():
-        async with ServerClient(fake.url) as client:
-            client.model = "made-up"
-            return await replay(workload, client, context)
-
-    return asyncio.run(send())
 
 
 def workload_of(*requests):
@@ -144,7 +135,7 @@ def test_each_fault_is_counted_under_its_name():
             request("child", after="ok"),
             request("orphan", after="p5"),
         )
-        found = run(fake, replace(workload, warm=("prompt p5",)))
+        found = replayed(fake, replace(workload, warm=("prompt p5",)))
     assert (fake.bodies[0]["prompt"], fake.bodies[0]["max_tokens"]) == ("prompt p5", 1)
     statuses = {outcome.name: outcome.status for outcome in found.outcomes}
     assert statuses == {
@@ -191,7 +182,7 @@ def test_a_run_that_ends_while_it_warms_sends_nothing(monkeypatch):
             return await running
 
     with serving(Fake(dies_after=0)) as dead, serving(Fake(token_seconds=1.0)) as slow:
-        ends = run(dead, warmed), asyncio.run(interrupted(slow))
+        ends = replayed(dead, warmed), asyncio.run(interrupted(slow))
     assert "no longer answers" in ends[0].died
     assert (ends[1].died, ends[1].interrupted) == ("", True)
     assert {o.status for end in ends for o in end.outcomes} == {"not sent"}

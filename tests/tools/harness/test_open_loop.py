@@ -1,6 +1,5 @@
 """The open loop: times of tokens as the server sent them, and the search for goodput."""
 
-import asyncio
 from itertools import pairwise
 
 import pytest
@@ -8,23 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deft_backend.tools.harness.answers import Answer
-from deft_backend.tools.harness.client import ServerClient
 from deft_backend.tools.harness.open_loop import Figures, GoodputSearch, Spread
-from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload, replay
-from fake_completions import Fake, serving
+from deft_backend.tools.harness.workload import Outcome, Replayed, Request, Workload
+from fake_completions import Fake, replayed, serving
 
 
 def test_the_times_are_those_at_which_the_server_sent():
     """One request fails; pieces of two tokens are one gap, however busy the machine is."""
     requests = tuple(Request(f"r{at}", f"prompt {at}", 12, at=0.05 * at) for at in range(8))
-
-    async def send():
-        async with ServerClient(fake.url) as client:
-            client.model = "made-up"
-            return await replay(Workload("w", "", (), requests), client)
-
     with serving(Fake(token_seconds=0.04, piece_tokens=2, faults={"prompt 5": 503})) as fake:
-        run = asyncio.run(send())
+        run = replayed(fake, Workload("w", "", (), requests))
     seen, answers = Figures.of(run), [o.answer for o in run.outcomes if o.answer is not None]
     gaps = [later - earlier for times in fake.sent for earlier, later in pairwise(times)]
     assert (seen.answered, seen.requests, len(gaps)) == (7, 8, 7 * 5)
