@@ -63,7 +63,7 @@ def test_levels_equal_prompts_forks_and_loners(server, model):
     check(server, model, [*asks, *(Ask(f"{topic}: {topic * 12}") for topic in TOPICS[:2])])
 
 
-@on("default", sglang=("no-overlap", "retracting"))
+@on("default", sglang=("no-overlap", "retracting", "chain", "tree"), vllm=("lookup", "draft"))
 def test_requests_join_and_others_are_aborted(server, model):
     """Two of four streams are cut off; two requests join while the others decode."""
     first = [Ask(PREFIX + f"Then came {topic},", tokens=14) for topic in TOPICS[:4]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from integration_tests.common.answers import PREFIX, TOPICS, check, check_joins_and_aborts, on
+from integration_tests.common.answers import PREFIX, TOPICS, check, on
 from integration_tests.common.counted import check_metrics
 from integration_tests.common.server import Ask, together
 from integration_tests.hosts import GROUPS, HOST, running
@@ -26,13 +26,6 @@ def test_answers(server, model):
     assert HOST == "vllm" or not state["steps_host"]
     assert 0 < state["kv_bytes_read"] < state["kv_bytes_query_guided"]
     assert "deft: verification of" in server.log
-
-
-@on(sglang=("chain", "tree"), vllm=("lookup", "draft"))
-def test_requests_join_and_others_are_aborted(server, model):
-    first = [Ask(PREFIX + f"Then came {topic},", tokens=12) for topic in TOPICS[:3]]
-    later = [Ask(PREFIX + f"Then came {topic}, and", tokens=6) for topic in TOPICS[:2]]
-    check_joins_and_aborts(server, model, kept=first[:2], cut=first[2:], later=later)
 
 
 @pytest.fixture

@@ -26,29 +26,22 @@ TABLE_2 = {
 }
 
 
-@pytest.fixture
-def paper():
-    return _replaced(query_rows=QUERIES, tokens=list(TABLE_2), time_ms=list(TABLE_2.values()))
-
-
-def test_profiled_points_are_exact(paper):
+def test_times_are_exact_where_profiled_bilinear_between_and_linear_beyond():
+    paper = _replaced(query_rows=QUERIES, tokens=list(TABLE_2), time_ms=list(TABLE_2.values()))
     for n, row in TABLE_2.items():
         for n_q, expected in zip(QUERIES, row, strict=True):
             assert float(paper.time(n_q, n)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_interpolation_is_bilinear(paper):
-    assert float(paper.time(1, 768)) == pytest.approx((0.036 + 0.043) / 2)
-    assert float(paper.time(15, 512)) == pytest.approx((0.043 + 0.048) / 2)
-    assert float(paper.time(1.5, 768)) == pytest.approx((0.036 + 0.035 + 0.043 + 0.043) / 4)
-    assert float(paper.time(75, 12_288)) == pytest.approx((0.195 + 0.266 + 0.471 + 0.746) / 4)
-
-
-def test_extrapolation_is_linear_and_never_free(paper):
-    assert float(paper.time(1, 32_768)) == pytest.approx(0.283 + 2 * (0.283 - 0.156))
-    assert float(paper.time(150, 512)) == pytest.approx(0.112 + (0.112 - 0.074))
-    assert float(paper.time(1, 0)) == pytest.approx(0.036 - (0.043 - 0.036))
-    steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])
+    for n_q, n, expected in (
+        (1, 768, (0.036 + 0.043) / 2),
+        (15, 512, (0.043 + 0.048) / 2),
+        (1.5, 768, (0.036 + 0.035 + 0.043 + 0.043) / 4),
+        (75, 12_288, (0.195 + 0.266 + 0.471 + 0.746) / 4),
+        (1, 32_768, 0.283 + 2 * (0.283 - 0.156)),
+        (150, 512, 0.112 + (0.112 - 0.074)),
+        (1, 0, 0.036 - (0.043 - 0.036)),
+    ):
+        assert float(paper.time(n_q, n)) == pytest.approx(expected)
+    steep = _replaced(time_ms=[[0.001, 0.001], [1.0, 1.0]])  # no time is free
     assert 0 < float(steep.time(1, 0)) < 1e-3
 
 
@@ -121,6 +114,10 @@ def test_the_costs_of_tiles_in_one_array():
     assert target.tile_costs().tolist() == [9, 8, 6, 5, 6, 2]  # a result of each query token
     target = replace(target, cost_model=replace(_replaced(), bandwidth_gb_s=512.0))
     assert target.transfer_ns == pytest.approx(2.0)  # keys and values of four heads: 1 KiB
+    assert target.cost_model.transfer_ms(2e6 * 512.0) == 2.0
+    # The host's kernel for MLA reads from the same memory.
+    latent = cost_model.latent_costs(16)
+    assert latent.bandwidth_gb_s == cost_model.default_cost_model().bandwidth_gb_s
 
 
 @pytest.mark.parametrize(
@@ -145,16 +142,3 @@ def test_a_table_reads_back_what_it_writes():
     assert json.loads(json.dumps(CostModel._from_dict(data).to_dict())) == data
     del data["source"]
     assert CostModel._from_dict(data).source == "unknown"
-
-
-def test_the_costs_of_the_hosts_mla_kernel():
-    """Times of the whole GPU, for FlashAttention-3 in bfloat16 on an H100."""
-    model = cost_model.latent_costs(16)
-    assert model.tiles == cost_model.TileCosts((20.0, 20.0), (0.19, 0.19), 32.0, 14_000.0)
-    assert (cost_model.LEAVES_NS, cost_model.STEP_NS, cost_model.MARGIN) == (
-        33_000.0,
-        700_000.0,
-        1.2,
-    )
-    assert model.bandwidth_gb_s == cost_model.default_cost_model().bandwidth_gb_s
-    assert model.transfer_ms(2e6 * model.bandwidth_gb_s) == 2.0

@@ -83,12 +83,6 @@ def test_the_steps_that_launch_every_kernel(drafts, kv_dtype, smallest):
     assert steps == expected
 
 
-def test_a_layer_and_drafts_by_default():
-    assert LayerKind() == (False, None)
-    assert Drafts(7) == (7, False, False, False)
-    assert StepTensors(None, None, []).layers == (LayerKind(),)
-
-
 @pytest.mark.parametrize(
     ("device", "interpreted", "expected"),
     [

@@ -59,6 +59,7 @@ def test_the_figures_of_an_answer():
     answer = answers.Answer(ids=[1, 2, 3], tokens=["a", "b"], arrivals=[0.5, 1.0, 2.5])
     assert (len(answer), answer.ttft, answer.tpot) == (3, 0.5, 1.0)
     assert answers.Answer(tokens=["a"], arrivals=[0.5]).tpot is None
+    assert answers.Answer().add({}) == 0
     answer.logprobs, answer.top = [-0.25, -1.0], [{"a": -0.25, "b": -1.5, "c": -9.0}, {"b": -1.0}]
     assert [answer.margin(at) for at in range(3)] == [1.25, 0.0, 0.0]
     assert [answers.first_difference("abc", other) for other in ("abd", "ab", "xbc")] == [
@@ -85,16 +86,6 @@ def test_streams_are_read_as_drawn(monkeypatch):
             found = f"{error.status}: {error}"
         every += [line, str(found)]
     check_drawn("\n".join(every) + "\n", path)
-
-
-def test_an_answer_at_once():
-    likely = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
-    found = answers.Answer()
-    assert found.add({"text": "a", "token_ids": [1], "logprobs": likely}) == 1
-    assert found == answers.Answer(
-        ids=[1], tokens=["a"], text="a", logprobs=[-1.0], top=[{"a": -1.0}]
-    )
-    assert found.add({}) == 0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
