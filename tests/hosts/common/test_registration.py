@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
+
+from failure_lines import raising
 
 # What each host has imported when it loads its plugins.
 HOSTS = {
@@ -56,3 +59,12 @@ def test_registration_takes_no_second_and_loads_no_kernel(host, tmp_path):
     assert 5 <= len(ours) <= 40
     rooms = {name.split(".")[1] for name in ours if "." in name}
     assert rooms <= {"files", "forest", "hosts", "settings", "shapes", "telemetry"}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_registering_never_raises(host, monkeypatch, caplog):
+    """Wherever the plugin is loaded: its module imports no host."""
+    plugin = import_module(f"deft_backend.hosts.{host}.plugin")
+    monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
+    plugin.register()
+    assert "a host from another planet" in caplog.text

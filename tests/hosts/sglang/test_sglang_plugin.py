@@ -13,7 +13,6 @@ import pytest
 from deft_backend.hosts.sglang import arguments, factory, layers, plugin, versions
 from deft_backend.settings.config import VARIABLES, SettingsError
 from drawings import check_asked
-from failure_lines import raising
 
 SEEN = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
 SEEN += ("speculative_draft_attention_backend", "max_running_requests")
@@ -73,27 +72,21 @@ def served(made):
     return getattr(made, arguments.HOST_DECODE, None)
 
 
-def asked_for(words):
-    """The environment and the arguments of a server, of words such as ``tp_size=8``."""
-    settings, changes = {}, {}
-    for name, _, value in (word.partition("=") for word in words):
-        if name.isupper():
-            settings[name] = value
-        else:
-            with suppress(ValueError):
-                value = literal_eval(value)
-            changes[name] = value
-    return settings, changes
-
-
 def test_what_becomes_of_a_servers_arguments(caplog, monkeypatch):
     """The host resolves as if the flag were not there: of each server, the file says what the host
-    gets to resolve, what decodes, and what is logged.
+    gets to resolve, what decodes, and what is logged. Words are arguments, or in capitals settings.
     """
     caplog.set_level("INFO", logger="deft_backend")
 
     def outcome(*words):
-        settings, changes = asked_for(words)
+        settings, changes = {}, {}
+        for name, _, value in (word.partition("=") for word in words):
+            if name.isupper():
+                settings[name] = value
+                continue
+            with suppress(ValueError):
+                value = literal_eval(value)
+            changes[name] = value
         made, version = make_arguments(**changes), settings.pop("VERSION", None)
         caplog.clear()
         with monkeypatch.context() as environment:
@@ -159,12 +152,6 @@ def test_a_host_that_lacks_a_member_is_left_alone(caplog, monkeypatch):
     monkeypatch.setattr(versions, "missing", lambda: "a module: a name")
     assert served(make_arguments()) is None
     assert "this SGLang lacks a member that tree attention uses (a module: a name)" in caplog.text
-
-
-def test_registering_never_raises(monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "_register", raising(RuntimeError("a host from another planet")))
-    plugin.register()
-    assert "a host from another planet" in caplog.text
 
 
 def test_backends_are_surrounded_once_and_later_plugins_have_the_hosts(monkeypatch, caplog):
