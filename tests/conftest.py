@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 from hypothesis import settings
+from triton import knobs
 
 import quick_interpreter
 from deft_backend.compile import triton_kernel, variants
@@ -37,3 +38,11 @@ def _new_process():
     table_lookup._warn_once.cache_clear()
     yield
     assert variants.recorder is None
+
+
+@pytest.fixture
+def triton_cache(tmp_path):
+    """The folder of Triton's cache, empty."""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "triton")
+        yield tmp_path / "triton"

@@ -15,7 +15,6 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from triton import knobs
 
 from attention_checks import tree_attention
 from commands import run
@@ -251,6 +250,7 @@ def test_options_have_the_limits_and_defaults_as_drawn():
     check_drawn("\n".join(options()) + "\n", Path(__file__).with_name("options.txt"))
 
 
+@pytest.mark.usefixtures("triton_cache")
 def test_a_server_finds_its_kernels_in_the_folder(tmp_path):
     """Batches of two need few kernels."""
     folder = tmp_path / "kernels"
@@ -265,8 +265,7 @@ def test_a_server_finds_its_kernels_in_the_folder(tmp_path):
     server = DescribedServer("sglang", 32, 4, 128, torch.bfloat16, 1, 2)
     wanted = server.variants(Gpu.named("sm_90"), Settings())
     assert count == len(wanted)
-    with knobs.cache.scope(), compiling_for(90):
-        knobs.cache.dir = str(tmp_path / "triton")
+    with compiling_for(90):
         assert take(folder, Origin.of("sm_90")) == Taken(copied=count, held=0, damaged=0)
         done = compile_all(wanted)
     assert (done.compiled, done.cached) == (0, count)

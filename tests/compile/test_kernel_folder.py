@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
 from deft_backend.compile import kernel_folder
@@ -16,15 +15,7 @@ from made_kernels import made_kernel
 HERE = kernel_folder.Origin.of("sm_90")
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """Triton's cache, empty."""
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path / "triton")
-        yield tmp_path / "triton"
-
-
-def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
+def test_kernels_go_through_a_folder_that_is_moved(tmp_path, triton_cache):
     made = tmp_path / "made"
     assert kernel_folder.fill(made, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)]) == 3
     moved = tmp_path / "image" / "kernels"
@@ -40,7 +31,7 @@ def test_kernels_go_through_a_folder_that_is_moved(tmp_path, cache):
         "k1.json": "json 1",
         "k1.cubin": "cubin 1",
     }
-    assert all(Path(path).is_relative_to(cache) for path in group.values())
+    assert all(Path(path).is_relative_to(triton_cache) for path in group.values())
 
 
 def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
@@ -65,13 +56,13 @@ def test_a_second_model_is_added_and_other_versions_are_replaced(tmp_path):
         ("sources", "0" * 16, "other kernel sources"),
     ],
 )
-def test_kernels_of_another_origin_are_refused(field, value, said, tmp_path, cache):
+def test_kernels_of_another_origin_are_refused(field, value, said, tmp_path, triton_cache):
     kernel_folder.fill(
         tmp_path / "folder", replace(HERE, **{field: value}), [made_kernel(tmp_path / "k", 1)]
     )
     with pytest.raises(kernel_folder.KernelFolderError, match=said):
         kernel_folder.take(tmp_path / "folder", HERE)
-    assert not cache.exists()
+    assert not triton_cache.exists()
 
 
 def test_every_folder_of_sources_decides_their_digest(tmp_path, monkeypatch):
@@ -92,7 +83,7 @@ def test_every_folder_of_sources_decides_their_digest(tmp_path, monkeypatch):
     assert len(digests) == 8
 
 
-def test_damaged_kernels_are_left_out(tmp_path, cache):
+def test_damaged_kernels_are_left_out(tmp_path, triton_cache):
     folder = tmp_path / "folder"
     kernel_folder.fill(folder, HERE, [made_kernel(tmp_path / "k", n) for n in range(3)])
     (folder / f"{0:064x}" / "k0.cubin").write_bytes(b"cubin 7")
@@ -101,7 +92,7 @@ def test_damaged_kernels_are_left_out(tmp_path, cache):
     assert get_cache_manager(f"{0:064x}").get_group("k0.json") is None
 
 
-def test_what_no_command_filled_is_refused(tmp_path, cache):
+def test_what_no_command_filled_is_refused(tmp_path, triton_cache):
     """A line asks for no manifest, for its text, or for its kernels' files and SHA-256s."""
     manifest = tmp_path / "manifest.json"
     (tmp_path / "a folder has something").touch()
@@ -124,4 +115,4 @@ def test_what_no_command_filled_is_refused(tmp_path, cache):
 
     check_asked(Path(__file__).with_name("manifests.txt"), answer)
     assert kernel_folder.check_fillable(tmp_path / "missing") is None
-    assert not cache.exists()
+    assert not triton_cache.exists()

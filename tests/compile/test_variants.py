@@ -150,22 +150,14 @@ def step(attention, described, batch, width, drafts=None):
     planned = [given["page_table"], given["seq_lens"]]
     rows, once = given["table_rows"], {} if drafts is None else {"query_tokens": tokens}
     attention.plan_batch(*planned, table_rows=rows, on_device=True, **once)
-    run_layers(attention, described, given, **({"static_launch": True} if drafts is None else {}))
-
-
-def run_layers(attention, described, step, **options):
-    """A layer of each kind; hosts pass scales of a cache of 8 bits as tensors."""
-    step["out"] = torch.empty(step["q"].shape, dtype=attention.dtype)
-    if described.kv_dtype is not None:
-        options |= {name: torch.ones(()) for name in ("k_scale", "v_scale")}
+    given["out"] = torch.empty(given["q"].shape, dtype=attention.dtype)
+    given |= {"static_launch": True} if drafts is None else {}
+    if described.kv_dtype is not None:  # hosts pass its scales as tensors
+        given |= {name: torch.ones(()) for name in ("k_scale", "v_scale")}
     for layer in described.layers:
-        sinks = None if layer.sinks is None else torch.zeros(attention.num_query_heads)
-        attention.run(
-            **step,
-            **options,
-            logit_cap=30.0 * layer.soft_cap,
-            sinks=None if sinks is None else sinks.to(layer.sinks),
-        )
+        heads = attention.num_query_heads
+        sinks = None if layer.sinks is None else torch.zeros(heads, dtype=layer.sinks)
+        attention.run(**given, logit_cap=30.0 * layer.soft_cap, sinks=sinks)
 
 
 @pytest.fixture
@@ -310,11 +302,11 @@ def test_the_garbage_collector_rests_while_kernels_are_compiled():
         assert gc.isenabled() is enabled
 
 
-def test_kernels_are_compiled_on_several_threads_and_found_again(tmp_path):
+@pytest.mark.usefixtures("triton_cache")
+def test_kernels_are_compiled_on_several_threads_and_found_again():
     wanted = reductions(2)
     prepared = []
-    with knobs.cache.scope(), compiling_for(90):
-        knobs.cache.dir = str(tmp_path)
+    with compiling_for(90):
         listener = knobs.compilation.listener
         first = compile_all(wanted, threads=2, prepare=lambda: prepared.append(1))
         outer = driver.active
@@ -360,21 +352,16 @@ def test_threads_that_load_at_once_do_not_take_each_others_launcher(monkeypatch)
     assert [kernel._run for kernel in done.kernels] == ["stage 1", "stage 2"]
 
 
-def test_an_error_of_one_compilation_reaches_the_caller(tmp_path):
-    (good,) = reductions(1)
-    bad = Variant(good.kernel, good.arguments, good.constants, (("no_such_option", 1),))
-    with knobs.cache.scope(), compiling_for(90):
-        knobs.cache.dir = str(tmp_path)
-        with pytest.raises(KeyError, match="no_such_option"):
-            compile_all([bad])
-
-
-def test_kernels_are_compiled_while_others_run(tmp_path):
-    """A failed compilation holds up no other. At the end, waiting compilations are cancelled."""
+@pytest.mark.usefixtures("triton_cache")
+def test_kernels_are_compiled_while_others_run():
+    """A failed compilation holds up no other, and its error reaches a caller that waits for it. At
+    the end, waiting compilations are cancelled.
+    """
     good = reductions(2)
     bad = Variant(good[0].kernel, good[0].arguments, good[0].constants, (("no_such_option", 1),))
-    with knobs.cache.scope(), compiling_for(90):
-        knobs.cache.dir = str(tmp_path)
+    with compiling_for(90):
+        with pytest.raises(KeyError, match="no_such_option"):
+            compile_all([bad])
         prepared = []
         with variants.compiled_meanwhile([bad, *good], lambda: prepared.append(1)) as compiling:
             assert isinstance(compiling[bad].exception(60), KeyError)

@@ -32,21 +32,6 @@ def program(name):
     return found
 
 
-def dashboard_queries():
-    """Every query of the dashboard, by panel and letter, with Grafana's variables filled in."""
-    panels = json.loads((DEPLOY / "grafana" / "deft.json").read_text())["panels"]
-    filled = {"$__rate_interval": "1m", "$__range": "1m", "$instance": ".*"}
-    queries = {}
-    for panel in panels:
-        for target in panel["targets"]:
-            query = target["expr"]
-            for name, value in filled.items():
-                query = query.replace(name, value)
-            assert "$" not in query, f"a variable that the test does not fill: {query}"
-            queries[f"{panel['title']} {target['refId']}"] = query
-    return queries
-
-
 @contextmanager
 def prometheus(addresses, folder):
     """Scrape `addresses` every second, with the alerts of deploy/ loaded."""
@@ -129,11 +114,16 @@ def test_every_query_of_the_dashboard_has_data(scraped):
 
 
 def _check_dashboard(url, addresses):
-    answers = {}
-    for name, query in dashboard_queries().items():
+    panels = json.loads((DEPLOY / "grafana" / "deft.json").read_text())["panels"]
+    filled, answers = {"$__rate_interval": "1m", "$__range": "1m", "$instance": ".*"}, {}
+    for panel, target in ((each, target) for each in panels for target in each["targets"]):
+        query = target["expr"]
+        for name, value in filled.items():
+            query = query.replace(name, value)
+        assert "$" not in query, f"a variable that the test does not fill: {query}"
         address = f"{url}/api/v1/query?" + urllib.parse.urlencode({"query": query})
         with urllib.request.urlopen(address, timeout=10) as response:
-            answers[name] = json.load(response)["data"]["result"]
+            answers[f"{panel['title']} {target['refId']}"] = json.load(response)["data"]["result"]
     assert not [query for query, series in answers.items() if not series]
 
     def value(panel, server, **labels):

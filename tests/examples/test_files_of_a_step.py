@@ -26,22 +26,6 @@ def listed():
     ]
 
 
-def run_by(step):
-    """The files of the package whose functions a call runs."""
-    found = set()
-
-    def note(frame, event, argument):
-        if event == "call":
-            found.add(Path(frame.f_code.co_filename))
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return {path for path in found if path.is_relative_to(PACKAGE)}
-
-
 def test_the_list_is_short_and_its_files_exist():
     files = listed()
     assert f"read these {len(set(files))} files" in PAGE
@@ -64,5 +48,15 @@ def test_a_step_runs_no_other_file(shared):
         attention.plan_batch(table, lens, on_device=True)
         attention.run(q, k, v, table, lens, static_launch=True)
 
+    def note(frame, event, argument):
+        if event == "call":
+            ran.add(Path(frame.f_code.co_filename))
+
     step()  # the first step makes what later ones use
-    assert run_by(step) <= set(listed())
+    ran = set()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    assert {path for path in ran if path.is_relative_to(PACKAGE)} <= set(listed())

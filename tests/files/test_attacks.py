@@ -78,28 +78,15 @@ def changed(content, path, value):
     return copy
 
 
-def state_file():
-    state = make_state()
-    return {**state.as_json(state.counters()), "updated": 1.0}
-
-
-def manifest():
-    return {**asdict(HERE), "kernels": {"1" * 64: {"k.json": "2" * 64, "k.cubin": "3" * 64}}}
-
-
-def arrivals():
-    return {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
-
-
+STATE = make_state()
+MANIFEST = {"kernels": {"1" * 64: {"k.json": "2" * 64, "k.cubin": "3" * 64}}, **asdict(HERE)}
+ARRIVAL = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+TABLE = default_cost_model().to_dict()
 FILES = {
-    "state": (state_file, read_state, StateError),
-    "table": (
-        lambda: default_cost_model().to_dict(),
-        lambda path: CostModel.load(path, private=True),
-        CostModelError,
-    ),
-    "manifest": (manifest, lambda path: take(path.parent, HERE), KernelFolderError),
-    "trace": (arrivals, load_arrivals, TraceError),
+    "state": ({**STATE.as_json(STATE.counters()), "updated": 1.0}, read_state, StateError),
+    "table": (TABLE, lambda path: CostModel.load(path, private=True), CostModelError),
+    "manifest": (MANIFEST, lambda path: take(path.parent, HERE), KernelFolderError),
+    "trace": (ARRIVAL, load_arrivals, TraceError),
 }
 LENGTHS = {"tokens", "query_rows", "input_length", "hash_ids", "time_ms"}
 """Fields that must fit each other: the message may name the other one."""
@@ -108,9 +95,8 @@ LENGTHS = {"tokens", "query_rows", "input_length", "hash_ids", "time_ms"}
 @pytest.mark.parametrize("kind", FILES)
 def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path, kind):
     """The message names the field, or the field above it, and is short. Nothing else is raised."""
-    make, read, error = FILES[kind]
+    content, read, error = FILES[kind]
     path = tmp_path / "manifest.json"
-    content = make()
     write_private(path, json.dumps(content))
     read(path)
     for place in places(content):
@@ -131,7 +117,7 @@ def test_every_wrong_value_of_every_field_is_refused_by_name(tmp_path, kind):
 def test_no_depth_of_nesting_escapes(tmp_path, levels):
     """Python may parse a value that it cannot show, because showing nests a little deeper."""
     path = tmp_path / "table.json"
-    text = json.dumps({**default_cost_model().to_dict(), "head_dim": 0})
+    text = json.dumps({**TABLE, "head_dim": 0})
     write_private(path, text.replace('"head_dim": 0', f'"head_dim": {"[" * levels}{"]" * levels}'))
     with pytest.raises(CostModelError):
         CostModel.load(path, private=True)

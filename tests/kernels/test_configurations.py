@@ -28,14 +28,17 @@ SHARED = {
 "Technical Specifications per Compute Capability"."""
 
 
-@pytest.fixture(autouse=True)
-def new_process():
+def forget():
     """Configurations depend on Triton's version, which tests change."""
     for cached in (kernel_configuration, versions.available):
         cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    forget()
     yield
-    for cached in (kernel_configuration, versions.available):
-        cached.cache_clear()
+    forget()
 
 
 def test_gpus_have_the_memory_that_their_vendor_states():
@@ -91,8 +94,7 @@ def test_versions_of_triton(monkeypatch, caplog):
 
     def answer(version):
         monkeypatch.setattr(triton, "__version__", version)
-        for cached in (kernel_configuration, versions.available):
-            cached.cache_clear()
+        forget()
         caplog.clear()
         small, *others = kernel_configuration(128, BFLOAT16, CPU, 2, Gpu.named("sm_90")).tiles
         assert [bool(tile.lookahead) for tile in (small, *others)] == [versions.available()] * 3

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_compiled_kernels import attention_of, launched, resources, tiles_of, variants_of
+from test_compiled_kernels import attention_of, check, launched, resources, tiles_of, variants_of
 
 from compiled_gpus import COMPILED
 from deft_backend.attention import Gpu
@@ -70,7 +70,4 @@ def test_the_largest_small_tile_on_gpus_with_little_shared_memory(name):
     gpu = Gpu.named(name)
     attention = attention_of(gpu, heads=(32, 1), head_dim=256, requests=8)
     assert tiles_of(attention)[0].height == 32
-    taken = resources(launched(attention)["small_tile_attention"], gpu)
-    assert taken.stack == 0
-    assert taken.shared <= gpu.shared_per_program
-    assert taken.fit(gpu) >= tiles_of(attention)[0].programs // gpu.sms
+    check(launched(attention)["small_tile_attention"], tiles_of(attention)[0].programs, gpu)

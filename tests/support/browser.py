@@ -42,8 +42,7 @@ class Browser:
         return self._call("POST", "execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector):
-        found = self.run("return document.querySelector(arguments[0]).innerText", selector)
-        return found
+        return self.run("return document.querySelector(arguments[0]).innerText", selector)
 
     def click(self, selector):
         """A real click, which fails if another element covers this one."""

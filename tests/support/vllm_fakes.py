@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +34,7 @@ def make_config(**changes):
         rswa_window=None,
         hf_text_config=SimpleNamespace(num_hidden_layers=2),
     )
-    scheduler = SimpleNamespace(max_num_seqs=16)
+    scheduler, layout = SimpleNamespace(max_num_seqs=16), changes.pop("layout", "LBNHC")
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
@@ -44,7 +43,7 @@ def make_config(**changes):
         compilation_config=SimpleNamespace(static_forward_context={}),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=partial(_layout, changes.pop("layout", "LBNHC")),
+            get_resolved_kv_cache_layout=lambda: kv_cache_interface.KVCacheLayout[layout],
             enable_prefix_caching=True,
             block_size=16,
         ),
@@ -58,11 +57,6 @@ def make_config(**changes):
 def speculating(tokens, **changes):
     """A ``SpeculativeConfig`` that drafts `tokens` tokens, as far as the adapter reads it."""
     return SimpleNamespace(num_speculative_tokens=tokens, **changes)
-
-
-def _layout(name):
-    """Set a memory order of caches, in versions whose servers resolve one."""
-    return kv_cache_interface.KVCacheLayout[name]
 
 
 def make_spec(block_size=16, **changes):

@@ -27,10 +27,14 @@ TOKEN = 2 * 2 * 64 * 4  # of make_state: keys and values, KV heads, elements, by
 LAYERS = 2
 
 
-def test_the_writer_does_not_keep_its_process_alive(tmp_path, monkeypatch):
+@pytest.fixture
+def writer(tmp_path):
+    return StateWriter(make_state(), tmp_path)
+
+
+def test_the_writer_does_not_keep_its_process_alive(writer, monkeypatch):
     before, at_exit = set(threading.enumerate()), []
     monkeypatch.setattr("atexit.register", at_exit.append)
-    writer = StateWriter(make_state(), tmp_path)
     writer.start()
     (thread,) = set(threading.enumerate()) - before
     assert (thread.name, thread.daemon, at_exit) == ("deft-state", True, [writer.look])
@@ -43,8 +47,7 @@ LIMITS |= dict.fromkeys(("head_dim", "dtype_bytes"), (1, MOST))
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_limits_of_a_state_files_fields(name, tmp_path):
-    writer = StateWriter(make_state(), tmp_path)
+def test_the_limits_of_a_state_files_fields(name, writer):
     writer.look()
     content, (least, most) = json.loads(writer.path.read_text()), LIMITS[name]
     assert read_state(writer.path).description() == writer.state.description()
@@ -57,26 +60,21 @@ def test_the_limits_of_a_state_files_fields(name, tmp_path):
             read_state(writer.path)
 
 
-def test_a_folder_of_another_user_is_said_once(tmp_path, caplog, monkeypatch):
+def test_a_folder_of_another_user_is_said_once(writer, caplog, monkeypatch):
     """Even the check for a question is refused there."""
-    refused = raising(PermissionError(13, "Permission denied"))
-    state = make_state()
-    writer = StateWriter(state, tmp_path)
-    heard = []
+    refused, heard = raising(PermissionError(13, "Permission denied")), []
     writer.listeners.append(heard.append)
     monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr("deft_backend.telemetry.state.write_private", refused)
     writer.look()
-    host_step(state, "x", 1)
+    host_step(writer.state, "x", 1)
     writer.look()
     assert "cannot write the server's state file" in caplog.text
     assert caplog.text.count("Permission denied") == len(caplog.records) == 1
     assert [counters.decode_steps for counters in heard] == [0, 1]  # metrics and log continue
 
 
-def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypatch):
-    state = make_state()
-    writer = StateWriter(state, tmp_path)
+def test_after_a_full_disk_the_file_is_written_again(writer, caplog, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("deft_backend.telemetry.state.time.monotonic", lambda: now[0])
     with monkeypatch.context() as full:
@@ -92,21 +90,19 @@ def test_after_a_full_disk_the_file_is_written_again(tmp_path, caplog, monkeypat
     now[0] += RETRY_SECONDS
     writer.look()
     assert writer.path.exists()
-    host_step(state, "x", 1)
+    host_step(writer.state, "x", 1)
     writer.look()
     assert caplog.text.count("can be written again") == 1
 
 
-def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, caplog):
-    state = make_state()
-    writer = StateWriter(state, tmp_path)
+def test_a_listener_that_raises_is_said_once_and_the_others_go_on(writer, caplog):
     heard = []
     writer.listeners += [
         raising(OSError("disk full")),
         lambda counters: heard.append(counters.decode_steps),
     ]
     for _ in range(3):
-        host_step(state, "x", 1)
+        host_step(writer.state, "x", 1)
         writer.look()
     assert heard == [1, 2, 3]
     assert json.loads(writer.path.read_text())["decode_steps"] == 3
@@ -114,14 +110,13 @@ def test_a_listener_that_raises_is_said_once_and_the_others_go_on(tmp_path, capl
     assert "OSError('disk full')" in caplog.text
 
 
-def test_steps_and_their_plans_are_one_set_of_figures(tmp_path, monkeypatch):
-    state = make_state()
+def test_steps_and_their_plans_are_one_set_of_figures(writer, monkeypatch):
+    state = writer.state
     memory = np.array([7, 700, 70, 7_000_000], dtype=np.int64)  # warm-up
     state.on_device.attach(memory)
     state.count(Decoded("decode", 1, 10), "small")
     for _ in range(3):
         state.count(Decoded("mixed", 4, 100, verified=9))
-    writer = StateWriter(state, tmp_path)
     writer.look()
     text, before = writer.path.read_text(), state.counters()
     writer.look()
@@ -165,16 +160,14 @@ def test_steps_and_their_plans_are_one_set_of_figures(tmp_path, monkeypatch):
     assert state.counters() == Counters(served, compile_seconds=9.5)
 
 
-def test_readings_while_another_thread_counts(tmp_path):
+def test_readings_while_another_thread_counts(writer):
     """No reading raises or decreases, and the last reading is complete."""
-    state = make_state()
-    writer = StateWriter(state, tmp_path)
     readings = []
     writer.listeners.append(readings.append)
 
     def count():
         for i in range(3000):
-            host_step(state, f"reason {i}", tokens=1)
+            host_step(writer.state, f"reason {i}", tokens=1)
 
     thread = threading.Thread(target=count)
     thread.start()

@@ -18,13 +18,10 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def h100(monkeypatch, tmp_path):
+def h100(monkeypatch, triton_cache):
     shared = {"shared_memory_per_multiprocessor": 233472, "shared_memory_per_block_optin": 232448}
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path / "triton")
-        yield
 
 
 def filled(folder, gpu="sm_90"):

@@ -19,11 +19,10 @@ from deft_backend.hosts.common.limits import Unsupported
 from deft_backend.hosts.vllm import latent, server
 from deft_backend.hosts.vllm.backend import cannot_surround, tree_backend
 from deft_backend.hosts.vllm.step import attach, step_of
-from deft_backend.kernels.latent import plain_latent_attention
 from deft_backend.settings.config import Settings
 from deft_patches.vllm import tree_graphs
 from failure_lines import raising
-from flash_attention_3 import FORWARD, attend, latent_call
+from flash_attention_3 import FORWARD, attend, check_answers
 from vllm_cpu_backend import PlainCpuBackend
 from vllm_fakes import (
     Batch,
@@ -530,8 +529,6 @@ def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_the_hosts_operator_is_asked(causal, monkeypatch):
-    """The operator, by its definition, answers as the stand-in of the other tests does."""
-
     def forward(*arguments):
         given = dict(zip(FORWARD, arguments, strict=True))
         names = ("q", "qv", "k", "v", "page_table", "kv_batch_idx", "cu_seqlens_q", "leftpad_k")
@@ -555,7 +552,4 @@ def test_what_the_hosts_operator_is_asked(causal, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "vllm.vllm_flash_attn", SimpleNamespace(flash_attn_interface=0)
     )
-    call = latent_call(causal)
-    found = latent.vllm_latent_attention(call)
-    for one, other in zip(found, plain_latent_attention(call), strict=True):
-        torch.testing.assert_close(one.float(), other)
+    check_answers(latent.vllm_latent_attention, causal)

@@ -214,16 +214,13 @@ def test_a_layer_that_has_changed_is_not_repeated(change, repeated, failures):
     step = repeating()
     step.build()
     repeated.clear()
-    options = {}
+    options, group_of_step = {}, step.tree.group
+    step.run(0)
     if change == "cache":
-        step.run(0)
         step.cache.tensor = step.cache.tensor.clone()
     elif change == "scale":
-        step.run(0)
         step.layers.impls[1].scale = options["scale"] = 0.7
     else:
-        group_of_step = step.tree.group
-        step.run(0)
         group_of_step.failure.kernel_failed(RuntimeError("planted"))
         failures.clear()
     fakes.close(step.run(1), fakes.reference(step.batch, step.cache, **options))

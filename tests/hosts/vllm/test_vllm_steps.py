@@ -195,31 +195,26 @@ def test_another_group_with_the_same_requests(kind, slices, rests, monkeypatch):
 LENS = fakes.KINDS["mixed"].lens
 
 
-def batch_of(queries, words):
-    """Requests of these contexts, and what the host says about their batch."""
-    said = dict(word.partition("=")[::2] for word in words)
-    prompts = [
-        row in map(int, filter(None, said.get("prompts", "").split(","))) for row in range(5)
-    ]
-    changes = {"is_prefilling": torch.tensor(prompts)}
-    if "unsaid" in said:  # which rows prompts have
-        changes["is_prefilling"] = None
-    if "unbounded" in said:  # by the CPU: how long contexts are
-        changes["seq_lens_cpu_upper_bound"] = None
-    if "on_device" in said:  # are the lengths alone
-        changes["seq_lens"] = torch.zeros(5, device="meta")
-    if "tokens" in said:
-        changes["num_actual_tokens"] = int(said["tokens"])
-    if "documents" in said:
-        changes["mm_req_doc_ranges"] = {3: literal_eval(said["documents"])}
-    batch = fakes.Batch(LENS, shared=2, query_lens=[*map(int, queries.split(","))])
-    return batch.common(**changes), int(said.get("most", 1)), "equal_bits" in said
-
-
 def test_the_content_of_a_batch_and_its_division():
+    """By the requests' query tokens, and what else the host says about their batch."""
+
     def answer(queries, *words):
-        common, most, equal_bits = batch_of(queries, words)
-        found = content_of(common, most, equal_bits=equal_bits)
+        said = dict(word.partition("=")[::2] for word in words)
+        prompts = [*map(int, filter(None, said.get("prompts", "").split(",")))]
+        changes = {"is_prefilling": torch.tensor([row in prompts for row in range(5)])}
+        if "unsaid" in said:  # which rows prompts have
+            changes["is_prefilling"] = None
+        if "unbounded" in said:  # by the CPU: how long contexts are
+            changes["seq_lens_cpu_upper_bound"] = None
+        if "on_device" in said:  # are the lengths alone
+            changes["seq_lens"] = torch.zeros(5, device="meta")
+        if "tokens" in said:
+            changes["num_actual_tokens"] = int(said["tokens"])
+        if "documents" in said:
+            changes["mm_req_doc_ranges"] = {3: literal_eval(said["documents"])}
+        batch = fakes.Batch(LENS, shared=2, query_lens=[*map(int, queries.split(","))])
+        common = batch.common(**changes)
+        found = content_of(common, int(said.get("most", 1)), equal_bits="equal_bits" in said)
         if found is None:
             return ["no decode"]
         of, rows = found.decoded, found.decoding

@@ -91,8 +91,9 @@ def test_deft_reads_every_stored_token_once(name, batch, target):
     assert explanation.kv_bytes_flash_decoding == int(batch.seq_lens.sum()) * token
 
 
-def drawn_explanations():
+def test_explanations_are_as_drawn():
     """Cut and shared nodes; more siblings and nodes than are drawn; requests that end inside."""
+    console, facts = terminal(120), []
     target = Target(num_query_heads=8, num_kv_heads=2, head_dim=64, num_programs=16)
     wide = build_forest(range(70), [900] * 35 + [300] * 34, [1000 + at for at in range(70)])
     ends = build_forest(range(5), [40, 40, 0, 0], [40, 40, 60, 0, 0])
@@ -102,12 +103,8 @@ def drawn_explanations():
         (wide, "flash-decoding"),
         (ends, "auto"),
     ):
-        yield explain(forest, get_policy(name).group(forest, target), target, num_layers=3)
-
-
-def test_explanations_are_as_drawn():
-    console, facts = terminal(120), []
-    for explanation in drawn_explanations():
+        grouping = get_policy(name).group(forest, target)
+        explanation = explain(forest, grouping, target, num_layers=3)
         render(explanation, console)
         facts.append(json.dumps(asdict(explanation)))
     text = console.file.getvalue()

@@ -130,20 +130,12 @@ class MadeUpTrials:
         return {"a": 10.0 + off, "b": 50.0}
 
 
-def _with_item(nanoseconds):
-    model = default_cost_model()
-    return replace(model, tiles=replace(model.tiles, item_ns=(5300.0, nanoseconds)))
-
-
-def test_the_search_never_takes_slower_plans():
-    before = _with_item(2000.0)
+def test_the_search_finds_better_costs_and_never_takes_slower_plans():
+    model, trials = default_cost_model(), MadeUpTrials(700.0)
+    before = replace(model, tiles=replace(model.tiles, item_ns=(5300.0, 2000.0)))
     found = measure_module.search(MadeUpTrials(2000.0), before, 321.0)
     assert (found.model, found.ratio) == (before, 1.0)
-
-
-def test_the_search_finds_better_costs():
-    trials = MadeUpTrials(700.0)
-    found = measure_module.search(trials, _with_item(2000.0), 321.0)
+    found = measure_module.search(trials, before, 321.0)
     item = found.model.tiles.item_ns[1]
     assert item == pytest.approx(700.0, rel=0.02)
     assert found.model.tiles.item_ns[0] == 5300.0
