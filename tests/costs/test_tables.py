@@ -161,7 +161,7 @@ def test_the_shipped_table_is_scaled_by_bytes():
 
 
 @pytest.mark.parametrize("table", tables.shipped_tables(), ids=lambda table: table.path.stem)
-def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
+def test_a_measured_gpu_plans_with_its_own_table_and_others_by_their_facts(table, tmp_path, caplog):
     assert table.path in tables.SHIPPED_TABLES
     measured = table.key
     key = replace(KEY, gpu=measured.gpu, dtype=measured.dtype, kv_heads=measured.kv_heads)
@@ -170,10 +170,6 @@ def test_a_measured_gpu_plans_with_its_own_table(table, tmp_path, caplog):
     assert table_lookup.cost_model_for(key, tmp_path) is table.model  # the driver tells nothing
     assert not caplog.records
     assert len(table.model.tiles.item_ns) == TILE_SEGMENTS.count(1)
-
-
-@pytest.mark.parametrize("table", tables.shipped_tables(), ids=lambda table: table.path.stem)
-def test_a_derived_table_follows_the_facts(table):
     was, model = table.facts, table.model
     assert tables.derived_table(table, was) is tables.derived_table(table, None) is model
     half = tables.GpuFacts(was.sms // 2, was.sm_clock_mhz / 2, was.memory_gb_s / 4)

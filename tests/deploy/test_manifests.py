@@ -13,13 +13,11 @@ START_SECONDS = 600
 """A first start that loads a model, compiles every kernel and captures graphs takes less."""
 
 
-def documents(path):
-    return {found["kind"]: found for found in yaml.safe_load_all(path.read_text())}
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_deployment_and_its_service_fit(path):
-    deployment, service = (documents(path)[kind] for kind in ("Deployment", "Service"))
+def test_a_deployment_and_its_service_fit_and_prometheus_finds_the_pods(path):
+    """The scrape configuration keeps exactly our pods' labels and port."""
+    documents = {found["kind"]: found for found in yaml.safe_load_all(path.read_text())}
+    deployment, service = documents["Deployment"], documents["Service"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -35,17 +33,11 @@ def test_a_deployment_and_its_service_fit(path):
     assert "livenessProbe" in container
     assert "readinessProbe" in container
 
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_prometheus_finds_the_pods(path):
-    """The scrape configuration keeps exactly our pods' labels and port."""
-    pod = documents(path)["Deployment"]["spec"]["template"]
     (job,) = yaml.safe_load((DEPLOY / "prometheus" / "kubernetes.yml").read_text())[
         "scrape_configs"
     ]
-    ports = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
-    known = {"__meta_kubernetes_pod_container_port_name": ports[0]}
-    for name, value in pod["metadata"]["labels"].items():
+    known = {"__meta_kubernetes_pod_container_port_name": port["name"]}
+    for name, value in labels.items():
         known["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", name)] = value
     for rule in job["relabel_configs"]:
         (source,) = rule["source_labels"]

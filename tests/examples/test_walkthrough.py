@@ -1,25 +1,15 @@
 """docs/walkthrough.md shows the code's own results, and its batch uses every path."""
 
-import pytest
-
 from examples.walkthrough import PAGE, Step, written
 
 
-@pytest.fixture(scope="module")
-def step():
-    return Step.run()
-
-
-def test_the_page_shows_the_numbers_of_the_script(step):
-    page = PAGE.read_text(encoding="utf-8")
+def test_the_page_shows_the_numbers_of_the_script_and_both_planners_make_them():
+    """The page shows the device's arrays, and names the reference's functions beside them."""
+    step, page = Step.run(), PAGE.read_text(encoding="utf-8")
     assert written(page, step.texts()) == page, (
         "docs/walkthrough.md is out of date; run: python -m examples.walkthrough --write, "
         "and read the sentences around the numbers that changed"
     )
-
-
-def test_both_planners_make_the_same_plan(step):
-    """The page shows the device's arrays, and names the reference's functions beside them."""
     expected = step.reference_plan.arrays()
     for name, array in step.plan.arrays().items():
         assert array.tolist() == expected[name].tolist(), name

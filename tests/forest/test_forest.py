@@ -182,11 +182,6 @@ def test_forests_keep_nothing_of_their_arguments():
     assert int32(lens, "lens").flags.writeable
 
 
-def test_children():
-    forest = build_forest([0, 1, 2], [4, 2], [5, 6, 7])
-    assert forest.children == ((1, 4), (2, 3), (), (), ())
-
-
 MAKERS = {"tables": forest_from_page_tables, "sharing": build_forest, "paths": forest_from_paths}
 
 
@@ -220,3 +215,4 @@ def test_forest_of_blocks():
     assert forest.share == 60 / 52
     assert build_forest([0], [], [0]).share == 0.0
     assert forest.shared.tolist() == [8, 0]
+    assert build_forest([0, 1, 2], [4, 2], [5, 6, 7]).children == ((1, 4), (2, 3), (), (), ())
