@@ -17,26 +17,22 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), "four-layers", "random", "bfloat16")
 
 
-def _asked(session):
-    """The variants of this run's tests, and the variants that check their answers."""
-    found = {}
-    for item in session.items:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("variant")
-        while name in FLEET.servers and name not in found:
-            found[name] = None
-            name = FLEET.servers[name].against
-    return list(found)
-
-
 @pytest.fixture(scope="session")
 def servers(request, model, tmp_path_factory):
-    """Servers by name, or the reason why one did not start. Variants that need too many GPUs are
-    missing."""
+    """Servers of this run's variants, and of those that check their answers, by name; or the reason
+    why one did not start. Variants that need too many GPUs are missing.
+    """
     gpus = num_gpus()
     adapters = tmp_path_factory.mktemp("adapters")
     for seed, adapter in enumerate(ADAPTERS):
         write_adapter(adapters / adapter, Path(model.path), seed)
-    names = [name for name in _asked(request.session) if FLEET.servers[name].ranks <= gpus]
+    asked = {}
+    for item in request.session.items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("variant")
+        while name in FLEET.servers and name not in asked:
+            asked[name] = None
+            name = FLEET.servers[name].against
+    names = [name for name in asked if FLEET.servers[name].ranks <= gpus]
     with running(FLEET, names, gpus, model, adapters, tmp_path_factory.mktemp("servers")) as found:
         yield found
 

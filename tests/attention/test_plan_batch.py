@@ -11,31 +11,27 @@ from random_batches import random_batch
 from tests.support.attention_checks import tree_attention
 
 
-def padded_batch(seed, query_tokens):
-    """Page table with its rows in another order, table rows and lengths. Two requests hold the same
-    pages to their end; one is padding. Of seed 2, each page comes in two copies, as in vLLM.
-    """
-    made = random_batch(seed, 2, 7, longest=60, spare=query_tokens)
-    draw = np.random.default_rng(seed)
-    rows = torch.from_numpy(draw.permutation(9))
-    table = torch.zeros(9, made.page_table.shape[1], dtype=torch.int32)
-    copy = torch.from_numpy(draw.integers(1 + (seed == 2), size=made.page_table.shape))
-    table[rows[:7]] = made.page_table + made.num_pages * copy.int()
-    lens = torch.cat((made.seq_lens + query_tokens, torch.tensor([0])))
-    rows[1], lens[1] = rows[0], lens[0]
-    return table, rows[:8], lens, made.num_pages
-
-
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("query_tokens", [1, 3])
 def test_equals_the_device_planner(policy, query_tokens):
-    """Outputs of both, with every kernel launched or only those with items, and counters."""
+    """Outputs of both, with every kernel launched or only those with items, and counters.
+
+    The table's rows are in another order. Two requests hold the same pages to their end; one is
+    padding. Of seed 2, each page comes in two copies, as in vLLM.
+    """
     reference, device = (
         tree_attention(page_size=2, max_batch=10, policy=policy, query_tokens=query_tokens)
         for _ in range(2)
     )
     for seed in range(3):
-        table, rows, lens, pages = padded_batch(seed, query_tokens)
+        made = random_batch(seed, 2, 7, longest=60, spare=query_tokens)
+        draw = np.random.default_rng(seed)
+        rows = torch.from_numpy(draw.permutation(9))[:8]
+        table = torch.zeros(9, made.page_table.shape[1], dtype=torch.int32)
+        copy = torch.from_numpy(draw.integers(1 + (seed == 2), size=made.page_table.shape))
+        table[rows[:7]] = made.page_table + made.num_pages * copy.int()
+        lens = torch.cat((made.seq_lens + query_tokens, torch.tensor([0])))
+        rows[1], lens[1] = rows[0], lens[0]
         given = {"table_rows": rows, "query_tokens": query_tokens}
         reference.plan_batch(table, lens, **given)
         device.plan_batch(table, lens, **given, on_device=True)
@@ -43,7 +39,7 @@ def test_equals_the_device_planner(policy, query_tokens):
         if policy != INVARIANT and seed < 2:
             assert reference.counters[:3].tolist() == device.counters[:3].tolist()
         generator = torch.Generator().manual_seed(seed)
-        caches = torch.randn(2, pages, 2, 2, 64, generator=generator)
+        caches = torch.randn(2, made.num_pages, 2, 2, 64, generator=generator)
         k_cache, v_cache = caches.repeat(1, 2, 1, 1, 1)
         # A graph may hold more requests than the plan.
         q = torch.randn(9 * query_tokens, 4, 64, generator=generator)

@@ -5,6 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app_of
@@ -17,38 +18,39 @@ ON_A_GPU = {"fasttree-artifact", "fa2", "fa3", "fa3-cascade", "flashinfer"}
 ON_A_GPU |= {"cascade", "radix-attention"}
 
 
-def dump_recordings(folder):
+@pytest.fixture
+def recordings(tmp_path):
     """Of thoughts: a prompt of 8 tokens, thoughts of 3 and 2, and one of 1 behind the first."""
     for name in THOUGHTS:
-        shutil.copy(Path(__file__).with_name("thoughts.json"), folder / f"{name}.json")
+        shutil.copy(Path(__file__).with_name("thoughts.json"), tmp_path / f"{name}.json")
     for name in TOKEN_TREES:
         records = [{"prompt": "x" * 40, "Accept_length": [2, 1]}]
         content = {"Tree_Structure": [[0], [1], [0, 0]], "Records": records}
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return tmp_path
 
 
-def test_every_method_of_every_table_is_right(tmp_path):
+def test_every_method_of_every_table_is_right(recordings):
     """One parameter of each policy that has one, on a small tree."""
-    dump_recordings(tmp_path)
-    given = [peer for name in set_names(papers=True) for peer in read_set(name, tmp_path)[0].peers]
+    read = [read_set(name, recordings)[0] for name in set_names(papers=True)]
+    given = [peer for spec in read for peer in spec.peers]
     first = {peer.split("/")[0]: peer for peer in sorted(given, reverse=True)}
     others = {"deft-flatten/32", "fasttree/10", "fasttree/-10", "oracle"}
     methods = sorted({*first.values(), *others} - ON_A_GPU)
-    words = f"kernel --tree '1,2,4 32,16,5' --device cpu --quick --out {tmp_path}"
+    words = f"kernel --tree '1,2,4 32,16,5' --device cpu --quick --out {recordings}"
     words += f" --with heads=4/2 --with dtype=bf16 --with peers={','.join(methods)}"
     done = CliRunner().invoke(app_of([]), shlex.split(words), catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    (row,) = json.loads((tmp_path / "kernel-cpu.json").read_text())["rows"]
+    (row,) = json.loads((recordings / "kernel-cpu.json").read_text())["rows"]
     assert row["skipped"] == {}
     assert row["error"].keys() == {"deft", *methods}
     # The dtype is bfloat16, with 8 bits of mantissa.
     assert max(row["error"].values()) < 2e-2
 
 
-def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
+def test_kv_of_recordings_is_counted_step_by_step(recordings):
     """By hand: step by step, each thought that decodes attends to its path; stored is the union."""
-    dump_recordings(tmp_path)
-    rows = {row["workload"]: row for row in counted_io(tmp_path)}
+    rows = {row["workload"]: row for row in counted_io(recordings)}
     # Iterations 1 and 2: both thoughts, 8 + n each; 3: the first alone; 4: the thought behind it.
     attended = (9 + 9) + (10 + 10) + 11 + 12
     stored = (8 + 2) + (8 + 4) + 11 + 12
@@ -64,10 +66,9 @@ def test_kv_of_recordings_is_counted_step_by_step(tmp_path):
     assert rows["b=20"]["medusa_over_kv"] == round(8 * 20 / 256, 2)
 
 
-def test_work_of_plans_is_counted_item_by_item(tmp_path):
+def test_work_of_plans_is_counted_item_by_item(recordings):
     """20 queries on 4,000 tokens: two tiles of 16; alone, a query fills half a tile."""
-    dump_recordings(tmp_path)
-    rows = {(row["workload"], row["policy"]): row for row in counted_work(tmp_path)}
+    rows = {(row["workload"], row["policy"]): row for row in counted_work(recordings)}
     alone, node = rows["b=20", "flash-decoding"], rows["b=20", "deft-node"]
     assert (alone["loaded"], alone["products"]) == (10.5, 2.0)
     assert (node["items"], node["loaded"]) == (22, 1.5)

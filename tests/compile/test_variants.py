@@ -258,9 +258,6 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
     """Triton wraps what its parser raises in a called function."""
     calls = []
 
-    def variant_of(compile_it):
-        return SimpleNamespace(compile=compile_it)
-
     def stumble():
         calls.append(1)
         if len(calls) == 3:
@@ -274,7 +271,7 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
                 raise CompilationError(None, None, None) from error
             raise CompilationError(None, None, None)  # noqa: B904
 
-    assert variants._compiled(variant_of(stumble)) == "kernel"
+    assert variants._compiled(SimpleNamespace(compile=stumble)) == "kernel"
     assert len(calls) == 3
 
     def fail():
@@ -282,7 +279,7 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
         raise CompilationError(None, None, None)
 
     with pytest.raises(CompilationError):
-        variants._compiled(variant_of(fail))
+        variants._compiled(SimpleNamespace(compile=fail))
     assert len(calls) == 4
 
     def stumble_always():
@@ -290,7 +287,7 @@ def test_a_compilation_is_repeated_if_python_stumbles(wrapped):
         raise SystemError
 
     with pytest.raises(SystemError):
-        variants._compiled(variant_of(stumble_always))
+        variants._compiled(SimpleNamespace(compile=stumble_always))
     assert len(calls) == 4 + 21
 
 

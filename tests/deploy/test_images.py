@@ -15,7 +15,6 @@ from deft_backend.hosts.windows import TESTED
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "docker"
-HOSTS = ("sglang", "vllm")
 IN_THE_IMAGE = "/opt/deft"
 BUILD_ARGUMENTS = {"HEADS": "32/8", "TARGETS": "sm_90"}
 """As `docker build --build-arg`: one shape and one GPU, to keep the test short."""
@@ -93,7 +92,7 @@ def test_the_steps_run_without_a_gpu(host, fresh, tmp_path):
     assert re.fullmatch(r"deft-backend \d+\.\d+\.\d+\n", found)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
 def test_the_base_is_the_newest_supported_version(host):
     found = steps((FOLDER / f"{host}.Dockerfile").read_text(encoding="utf-8"))
     image = {"sglang": "lmsysorg/sglang", "vllm": "vllm/vllm-openai"}[host]

@@ -192,19 +192,6 @@ def decode_attention(pool, table, rows, lens, q, scale=0.125, sinks=None):
     return reference_attention(*given, sm_scale=scale, sinks=sinks).view(len(q), -1)
 
 
-def eight_bit_pool(slots):
-    """The host's own pool of random keys and values of 8 bits, in one layer."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    shape = {"size": slots, "page_size": 1, "head_num": 2, "head_dim": 64, "layer_num": 1}
-    kind = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
-    pool = MHATokenToKVPool(**shape, **kind)
-    for cache in (*pool.k_buffer, *pool.v_buffer):
-        drawn = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2))
-        cache.copy_(drawn.to(torch.float8_e4m3fn).view(cache.dtype))
-    return pool
-
-
 def recording_backend(host, pool, table):
     """A class of the host's backends that notes its `calls` and attends to nothing.
 

@@ -128,7 +128,14 @@ def test_keys_and_values_of_8_bits(host, tokens, fails, scales, monkeypatch, fai
     """The host's pool divides its arguments in place, once, and tree attention multiplies. After a
     failed kernel the host writes nothing, but its `triton` also reads the arguments of drafts.
     """
-    pool = fakes.eight_bit_pool(64)
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    shape = {"size": 64, "page_size": 1, "head_num": 2, "head_dim": 64, "layer_num": 1}
+    kind = {"dtype": torch.float8_e4m3fn, "device": "cpu", "enable_memory_saver": False}
+    pool = MHATokenToKVPool(**shape, **kind)
+    for cache in (*pool.k_buffer, *pool.v_buffer):
+        drawn = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2))
+        cache.copy_(drawn.to(torch.float8_e4m3fn).view(cache.dtype))
     table = torch.arange(64, dtype=torch.int32).view(2, 32).numpy().copy()
     seen = []
 

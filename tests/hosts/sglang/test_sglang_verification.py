@@ -18,11 +18,7 @@ PROMPTS = [[*PREFIX, 4, 5], [*PREFIX, 9]]
 N = 4
 """Tokens of a verification: the last accepted one and three draft tokens."""
 
-PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1]]
-
-
-def chain(requests):
-    return [[-1, 0, 1, 2]] * requests
+PARENTS, CHAINS = [[-1, 0, 0, 1], [-1, 0, 1, 1]], [[-1, 0, 1, 2]] * 2
 
 
 def trees(parents=None):
@@ -71,7 +67,7 @@ def check(server, batch, parents, out):
 
 
 @pytest.mark.parametrize(
-    ("spec", "parents"), [(CHAIN, chain(2)), (trees(PARENTS), PARENTS), (trees(chain(2)), chain(2))]
+    ("spec", "parents"), [(CHAIN, CHAINS), (trees(PARENTS), PARENTS), (trees(CHAINS), CHAINS)]
 )
 def test_an_eager_step(server, spec, parents):
     batch = server.batch(spec)
@@ -88,9 +84,9 @@ def test_a_block_of_drafts(server):
     """A graph reads no mask if the host knows the backend's class, by its name."""
     module = pytest.importorskip("sglang.srt.speculative.dflash_info")
     batch = server.batch(module.DFlashVerifyInput(None, None, draft_token_num=N))
-    check(server, batch, chain(2), server.step(batch))
+    check(server, batch, CHAINS, server.step(batch))
     assert server.calls == []
-    check(server, batch, chain(2), server.capture(batch))
+    check(server, batch, CHAINS, server.capture(batch))
     assert server.calls == ["capture", "in graph"]
     assert type(server.backend).__name__ == type(server.own).__name__
 
@@ -102,7 +98,7 @@ def test_rows_beyond_the_requests_query_tokens(server, caplog):
     """
     n_grams = trees(PARENTS)
     del n_grams.topk
-    for spec, parents in ((CHAIN, chain(2)), (n_grams, PARENTS)):
+    for spec, parents in ((CHAIN, CHAINS), (n_grams, PARENTS)):
         batch = server.batch(spec)
         server.backend.init_forward_metadata(batch)
         q, k, v = (torch.cat([x, torch.full_like(x[:1], float("nan"))]) for x in fakes.query(2 * N))
@@ -133,9 +129,9 @@ def test_what_is_captured_verifies_whatever_it_is_replayed_for(server):
         assert server.steps.reads_during_forward(real.forward_mode)
         return real
 
-    for parents in (PARENTS, chain(2), PARENTS[::-1]):
+    for parents in (PARENTS, CHAINS, PARENTS[::-1]):
         check(server, replay(parents), parents, server.launch(static))
-    real = replay(chain(2))
+    real = replay(CHAINS)
     # With a stream for plans, the host drafts while it prepares the replay.
     server.backend.update_verify_buffers_to_fill_after_draft(trees(PARENTS), 3)
     check(server, real, PARENTS, server.launch(static))
@@ -182,7 +178,7 @@ def test_prefill_and_a_layer_of_another_kind_are_the_hosts(server):
     out = server.step(
         batch, fakes.make_layer(sliding_window_size=8, layer_id=1), fakes.make_layer()
     )
-    check(server, batch, chain(2), out)
+    check(server, batch, CHAINS, out)
     assert server.calls == ["metadata", "extend"] * 2
     server.steps.verification = None  # of a server that does not speculate
     server.step(server.batch(CHAIN))

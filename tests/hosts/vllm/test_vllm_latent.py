@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-import vllm_fakes
+import vllm_fakes as fakes
 from attention_checks import latent_attention
 from deft_backend.attention import LatentAttention, self_check
 from deft_backend.hosts.common.limits import Unsupported
@@ -24,17 +24,6 @@ from deft_patches.vllm import tree_graphs
 from failure_lines import raising
 from flash_attention_3 import FORWARD, attend, check_answers
 from vllm_cpu_backend import PlainCpuBackend
-from vllm_fakes import (
-    Batch,
-    LatentImplementation,
-    Layers,
-    close,
-    make_config,
-    message,
-    reference,
-    speculating,
-    state,
-)
 
 HEADS, VALUE, ROPE, PAGE = 4, 64, 32, 16
 SCALE = 0.3
@@ -44,7 +33,7 @@ DECODE = [40, 37, 33, 65, 5]
 class Mla(PlainCpuBackend):
     is_mla = classmethod(lambda cls: True)
     get_name = staticmethod(lambda: "FLASH_ATTN_MLA")
-    get_impl_cls = staticmethod(lambda: LatentImplementation)
+    get_impl_cls = staticmethod(lambda: fakes.LatentImplementation)
 
 
 class FlashMla(Mla):
@@ -80,12 +69,16 @@ def asked(monkeypatch):
 
 
 def layers(config=None, count=2, **arguments):
-    return Layers(
-        tree_backend(Mla), config or make_config(), count, {**ARGUMENTS, **arguments}, spec=spec()
+    return fakes.Layers(
+        tree_backend(Mla),
+        config or fakes.make_config(),
+        count,
+        {**ARGUMENTS, **arguments},
+        spec=spec(),
     )
 
 
-class Step(vllm_fakes.Step):
+class Step(fakes.Step):
     """A batch with its metadata, queries and a cache of latent vectors.
 
     `rows`: of its queries, with those of padding requests.
@@ -108,7 +101,7 @@ class Step(vllm_fakes.Step):
     def build(self, name=""):
         """The metadata of the batch, after the scheduler's message."""
         if server._current.prefixes is not None:
-            server._current.prefixes.observe(message(self.batch, name))
+            server._current.prefixes.observe(fakes.message(self.batch, name))
         super().build()
 
     def run(self, layer=0, *, metadata=None):
@@ -121,7 +114,7 @@ class Step(vllm_fakes.Step):
     def expected(self):
         """Without the rows of padding."""
         keys = self.cache.unsqueeze(2)
-        found = reference(self.batch, SimpleNamespace(keys=keys, values=keys), scale=SCALE)
+        found = fakes.reference(self.batch, SimpleNamespace(keys=keys, values=keys), scale=SCALE)
         return found[: int(self.batch.starts[-1]), :, :VALUE]
 
     @property
@@ -138,22 +131,22 @@ def test_layers_decode_over_one_plan(in_one, monkeypatch):
         "plan_batch",
         lambda self, *args, **kwargs: planned.append(args) or plan(self, *args, **kwargs),
     )
-    step = Step(Batch(DECODE, shared=2))
+    step = Step(fakes.Batch(DECODE, shared=2))
     planned.clear()  # of the check at start
     assert step.tree is not None
     step.in_one = in_one
     step.check()
     assert len(planned) == 1  # the first layer plans for all
-    counters = state().counters()
+    counters = fakes.state().counters()
     assert (counters.steps_tree, counters.decode_steps) == (1, 1)
-    assert state().token_bytes == (VALUE + ROPE) * 4  # one vector
+    assert fakes.state().token_bytes == (VALUE + ROPE) * 4  # one vector
 
 
 def test_a_graph_serves_other_batches_of_its_size():
     """The host fills the same tensors again; a captured graph repeats the launches."""
-    step = Step(Batch([1700, 1650, 1603, 1601], shared=100))
+    step = Step(fakes.Batch([1700, 1650, 1603, 1601], shared=100))
     step.check()
-    other = Batch([40, 37, 33, 0], shared=2)
+    other = fakes.Batch([40, 37, 33, 0], shared=2)
     step.batch.table.zero_()
     step.batch.table[:, : other.table.shape[1]] = other.table
     step.batch.lens.copy_(other.lens)
@@ -162,7 +155,7 @@ def test_a_graph_serves_other_batches_of_its_size():
 
 def chains(batch, rows=None, **changes):
     """The step of a server that verifies three drafts and the token before them."""
-    config = make_config(speculative_config=speculating(3), **changes)
+    config = fakes.make_config(speculative_config=fakes.speculating(3), **changes)
     return Step(batch, layers(config), rows)
 
 
@@ -170,10 +163,10 @@ def chains(batch, rows=None, **changes):
 def test_chains_of_drafts(query_lens, padding):
     """vLLM pads tokens and requests; padding requests of chains have no tokens, and rows."""
     lens, verified = DECODE[: 5 - padding], sum(query_lens)
-    step = chains(Batch(lens, shared=2, query_lens=query_lens, padding=padding), rows=20)
+    step = chains(fakes.Batch(lens, shared=2, query_lens=query_lens, padding=padding), rows=20)
     assert step.tree.query_tokens == 4
     step.check()
-    found = state().counters()
+    found = fakes.state().counters()
     assert (found.steps_tree, found.plans, found.verified_tokens) == (1, 1, verified)
     assert not found.steps_host
     assert step.run()[verified:].eq(0.0).all()
@@ -193,17 +186,17 @@ def test_chains_of_drafts(query_lens, padding):
     ],
 )
 def test_batches_that_lack_drafts_are_the_hosts(query_lens, padding, rows):
-    step = chains(Batch(DECODE, shared=2, query_lens=query_lens, padding=padding), rows)
+    step = chains(fakes.Batch(DECODE, shared=2, query_lens=query_lens, padding=padding), rows)
     assert step.tree is None
     assert step.is_hosts
     assert not step.builder.deft_group.takes_step()
-    found = state().counters()
+    found = fakes.state().counters()
     assert (found.steps_tree, found.verified_tokens) == (0, 0)
     assert found.steps_host == {latent.UNEVEN: 1}
 
 
 def test_prompts_as_long_as_a_chain_are_computed_like_chains():
-    batch = Batch(DECODE, shared=2, query_lens=[4] * 5)
+    batch = fakes.Batch(DECODE, shared=2, query_lens=[4] * 5)
     step = chains(batch)
     prefilling = torch.tensor([False, False, True, False, False])
     step.metadata = step.builder.build(0, batch.common(is_prefilling=prefilling))
@@ -213,28 +206,28 @@ def test_prompts_as_long_as_a_chain_are_computed_like_chains():
 
 def test_a_drafter_is_the_hosts_with_the_targets_metadata():
     """Its first pass runs with that of the verification."""
-    config = make_config(speculative_config=speculating(3))
+    config = fakes.make_config(speculative_config=fakes.speculating(3))
     target = layers(config)
-    drafter = Layers(target.backend, config, 1, ARGUMENTS, "model.layers.2.self_attn", spec())
-    step = Step(Batch(DECODE, shared=2, query_lens=[4] * 5), target)
+    drafter = fakes.Layers(target.backend, config, 1, ARGUMENTS, "model.layers.2.self_attn", spec())
+    step = Step(fakes.Batch(DECODE, shared=2, query_lens=[4] * 5), target)
     q = (step.nope, step.rope)
     assert step.tree is not None
     out, _ = drafter.impls[0].forward_mqa(q, step.cache, step.metadata, None)
     assert out.eq(5.0).all()
-    assert state().counters().plans == 0
+    assert fakes.state().counters().plans == 0
     step.check()
-    assert state().num_layers == target.count
+    assert fakes.state().num_layers == target.count
 
 
 def test_other_steps_are_the_hosts():
-    prefill = Step(Batch([40, 37], shared=2, query_lens=[3, 1]))
+    prefill = Step(fakes.Batch([40, 37], shared=2, query_lens=[3, 1]))
     assert step_of(prefill.metadata) is None
     assert prefill.is_hosts
-    assert state().counters().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
-    mixed = Step(Batch([40, 37, 33], shared=2, query_lens=[1, 1, 3]))
+    assert fakes.state().counters().steps_host == {"batch smaller than DEFT_MIN_BATCH=2": 1}
+    mixed = Step(fakes.Batch([40, 37, 33], shared=2, query_lens=[1, 1, 3]))
     assert mixed.is_hosts
-    assert state().counters().steps_host == {"a step with prefills over MLA": 1}
-    step = Step(Batch(DECODE, shared=2))
+    assert fakes.state().counters().steps_host == {"a step with prefills over MLA": 1}
+    step = Step(fakes.Batch(DECODE, shared=2))
     step.layers.impls[0].need_to_return_lse_for_decode = True
     assert step.is_hosts
     attach(step.metadata, None)
@@ -246,7 +239,7 @@ def test_other_steps_are_the_hosts():
 def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
     """Its results are all 5, so ``DEFT_VERIFY`` finds a difference."""
     monkeypatch.setenv("DEFT_VERIFY", str(int(at == "verify")))
-    step = Step(Batch(DECODE, shared=2))
+    step = Step(fakes.Batch(DECODE, shared=2))
     with monkeypatch.context() as patch:
         if at != "verify":
             owner, name = {
@@ -259,7 +252,7 @@ def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
         assert step.is_hosts
     assert ("differ by" if at == "verify" else "planted") in failures.pop()
     reason = "planning failed" if at == "sharing" else "kernel failed"
-    assert at == "verify" or reason in state().counters().steps_host
+    assert at == "verify" or reason in fakes.state().counters().steps_host
     if at != "sharing":
         step.build()
         assert step.is_hosts
@@ -267,7 +260,7 @@ def test_after_a_failure_the_host_decodes(at, monkeypatch, failures):
 
 def test_a_check_at_start_decides(monkeypatch, caplog):
     monkeypatch.setattr(self_check, "LATENT_TOLERANCE", 0.0)
-    step = Step(Batch(DECODE, shared=2))
+    step = Step(fakes.Batch(DECODE, shared=2))
     assert step.builder.deft_group is None
     assert "computes other results than float64" in caplog.text
     assert step.is_hosts
@@ -299,16 +292,16 @@ def test_backends_that_are_refused(host, setting, reason, monkeypatch):
         ({}, "", {"data_parallel_size": 2}, {}, "MLA with data parallelism"),
         ({}, "", {"enable_elastic_ep": True}, {}, "MLA with data parallelism"),
         ({}, "", {}, {"cache_dtype_str": "fp8_ds_mla"}, "cache_dtype_str=fp8_ds_mla"),
-        ({"num_heads": 8}, "", {"speculative_config": speculating(3)}, {}, None),
+        ({"num_heads": 8}, "", {"speculative_config": fakes.speculating(3)}, {}, None),
         (
-            *({"num_heads": 8}, "", {"speculative_config": speculating(4)}, {}),
+            *({"num_heads": 8}, "", {"speculative_config": fakes.speculating(4)}, {}),
             "40 query vectors a request (8 heads, 5 query tokens) leave no room",
         ),
     ],
 )
 def test_layers_that_are_refused(arguments, policy, config, cache, reason, monkeypatch, caplog):
     monkeypatch.setenv("DEFT_POLICY", policy)
-    builder = layers(make_config(**config), **arguments).builder(spec(**cache))
+    builder = layers(fakes.make_config(**config), **arguments).builder(spec(**cache))
     assert (builder.deft_group is None) == (reason is not None)
     assert (reason or "") in caplog.text
 
@@ -353,22 +346,22 @@ def second_set(monkeypatch):
 def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_set):
     """Steps that share replay the second set. Chains of which a request lacks drafts never do."""
     lens = [40, 37, 33, 65]
-    batch = Batch(lens, shared=0, query_lens=[tokens] * 4)
+    batch = fakes.Batch(lens, shared=0, query_lens=[tokens] * 4)
     step = Step(batch) if tokens == 1 else chains(batch)
     manager = second_set(step)
     manager.capture("model")
     assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL", "FULL"]
-    before = state().counters().steps_tree
+    before = fakes.state().counters().steps_tree
     for at, (shared, last) in enumerate(((2, tokens), (2, 1), (0, tokens), (2, tokens))):
-        step.batch.table.copy_(Batch(lens, shared=shared).table)
+        step.batch.table.copy_(fakes.Batch(lens, shared=shared).table)
         step.batch.starts[-1] = 3 * tokens + last
         step.build(f"batch {at}, request ")
         found = manager.run_fullgraph(4)
         if shared and last == tokens:
-            close(found, step.expected())
+            fakes.close(found, step.expected())
         else:
             assert found.eq(5.0).all()
-    counters, taken = state().counters(), 3 if tokens == 1 else 2
+    counters, taken = fakes.state().counters(), 3 if tokens == 1 else 2
     assert counters.steps_tree - before == taken
     lacking = {latent.UNEVEN: 1} if tokens > 1 else {}
     assert counters.steps_host == {"shares nothing": 2, **lacking}  # the first step, too
@@ -379,8 +372,8 @@ def test_each_step_replays_the_graph_that_its_sharing_asks_for(tokens, second_se
 
 def test_what_has_no_second_set_captures_and_replays_the_hosts(second_set, caplog):
     """Another configuration's manager, and a manager whose graphs lie elsewhere."""
-    step = Step(Batch([40, 37, 33, 65], shared=2))
-    manager = second_set(step, make_config())
+    step = Step(fakes.Batch([40, 37, 33, 65], shared=2))
+    manager = second_set(step, fakes.make_config())
     manager.capture("model")
     assert manager.captured == ["PIECEWISE", "PIECEWISE", "FULL"]
     assert manager.run_fullgraph(4).eq(5.0).all()
@@ -395,8 +388,8 @@ def test_what_has_no_second_set_captures_and_replays_the_hosts(second_set, caplo
 
 def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     """It extrapolates from the bytes of its largest graphs, in order."""
-    step = Step(Batch([40, 37, 33, 65], shared=2))
-    second_set(step, earlier := make_config())  # of a configuration before
+    step = Step(fakes.Batch([40, 37, 33, 65], shared=2))
+    second_set(step, earlier := fakes.make_config())  # of a configuration before
     manager = second_set(step)
     assert id(earlier) not in tree_graphs._controllers
     manager._capture_descs = {CUDAGraphMode.FULL: [4, 4]}
@@ -429,7 +422,7 @@ def test_the_hosts_memory_profile_foresees_the_second_set(second_set):
     ],
 )
 def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
-    step = Step(Batch([40, 37, 33, 65], shared=2))
+    step = Step(fakes.Batch([40, 37, 33, 65], shared=2))
     group = step.builder.deft_group
     manager = second_set(step)
     step.layers.config.parallel_config.tensor_parallel_size = ranks
@@ -446,7 +439,7 @@ def test_a_second_set_without_memory(error, ranks, stops, second_set, caplog):
 
 
 def test_mla_needs_the_graphs_of_model_runner_v2():
-    config = make_config()
+    config = fakes.make_config()
     config.use_v2_model_runner = False
     with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         latent.latent_attention(
@@ -462,7 +455,7 @@ def shared_by(batch, gains=True):
     )
     sharing = latent.LatentSharing(attention, 27, PAGE)
     if batch is not None:
-        sharing.observe(message(batch))
+        sharing.observe(fakes.message(batch))
     return sharing, asked
 
 
@@ -474,15 +467,15 @@ def test_costs_count_query_tokens(tokens, gains):
     attention = latent_attention(**size)
     asked = SimpleNamespace(device=torch.device("cuda"), gains=attention.gains)
     sharing = latent.LatentSharing(asked, 27, PAGE)
-    sharing.observe(message(Batch(lens, shared=512, query_lens=[tokens] * 64)))
+    sharing.observe(fakes.message(fakes.Batch(lens, shared=512, query_lens=[tokens] * 64)))
     assert (sharing.too_little() is None) is gains
 
 
 def test_costs_decide_once_for_the_requests_of_a_batch():
-    batch = Batch(DECODE, shared=2)
+    batch = fakes.Batch(DECODE, shared=2)
     assert shared_by(None)[0].too_little() == latent.UNKNOWN
     sharing, asked = shared_by(batch, gains=False)
-    told = message(batch, scheduled_new_reqs=[])
+    told = fakes.message(batch, scheduled_new_reqs=[])
     for _ in range(3):
         assert sharing.too_little() == "shares too little to be faster"
         sharing.observe(told)
@@ -514,7 +507,7 @@ def test_ranks_capture_the_same_graphs(flags, reason, monkeypatch, caplog):
     monkeypatch.setattr(torch.distributed, "all_reduce", exchange)
     group = SimpleNamespace(world_size=2, cpu_group=None, rank_in_group=0)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
-    step = Step(Batch(DECODE, shared=2), layers(make_config(tensor_parallel_size=2)))
+    step = Step(fakes.Batch(DECODE, shared=2), layers(fakes.make_config(tensor_parallel_size=2)))
     held = step.builder.deft_group
     assert (held is None) == (reason is not None)
     assert reason is None or reason in caplog.text

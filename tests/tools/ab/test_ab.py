@@ -518,13 +518,11 @@ def test_a_plugin_that_counts_no_step_is_no_comparison(tmp_path, monkeypatch):
     assert "log says 'deft: these layers run through fa3'. The log is" in printed
 
 
-EXACT = ("--workload", "few-shot", "--workload", "tree-of-thoughts", "--exact", *SMALL)
-
-
 def test_exact_shows_both_log_probabilities_of_a_difference(tmp_path):
     """Even a near tie ends with exit code 1; what continues a difference is not compared."""
     with serving(Fake()) as a, serving(Fake(salt="z", margin=0.02)) as b:
-        data, printed = ab(tmp_path, "--urls", a.url, b.url, *EXACT, code=1)
+        of = ("--exact", *workloads("few-shot", "tree-of-thoughts"), *SMALL)
+        data, printed = ab(tmp_path, "--urls", a.url, b.url, *of, code=1)
     assert all(body["logprobs"] == 2 for body in (*a.bodies, *b.bodies) if body.get("stream"))
     few, tree = (workload["agreement"] for workload in data["workloads"])
     difference = few["differences"][0]
