@@ -19,8 +19,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def servers(request, model, tmp_path_factory):
-    """Servers of this run's variants, and of those that check their answers, by name; or the reason
-    why one did not start. Variants that need too many GPUs are missing.
+    """A server for each variant that a test of this run asks for or is checked by, by its name.
+
+    A server that did not start is the reason. Variants that need too many GPUs are missing.
     """
     gpus = num_gpus()
     adapters = tmp_path_factory.mktemp("adapters")

@@ -4,17 +4,21 @@ from itertools import product
 
 import pytest
 import torch
+import triton
 from test_compiled_kernels import attention_of, check, launched, resources, tiles_of, variants_of
 
 from compiled_gpus import COMPILED
 from deft_backend.attention import Gpu
 
-SPILLED = {64: 176, 96: 288, 128: 352, 256: 864}
+SPILLED = {64: 176, 96: 288, 128: 288, 256: 864}
 """Bytes of a thread that a tile may spill, by the head dimension. Accumulators and queries of heads
 of 256 need more than the 255 registers that a thread can have."""
 
 SPILLED_ON_BLACKWELL = 864
 """On sm_100, with heads of 128 as well: results pass from the tensor memory through registers."""
+
+SPILLED_BY_TRITON_3_8 = {("sm_120", 128, torch.float8_e4m3fn, 4): 352}
+"""Triton 3.6 and 3.9 keep to the limits above there."""
 
 SPILLED_MASKED = 1024
 """In the masked tile, which also holds the segments; `deft-flatten` alone runs it."""
@@ -53,6 +57,9 @@ def test_plain_kernels_fit(name, head_dim, kv_dtype, query_tokens):
     names = [kernel.name for kernel in found]
     assert names == [*["partial_attention"] * 2, "small_tile_attention", "reduce_partials"]
     others = SPILLED_ON_BLACKWELL if name == "sm_100" else SPILLED[head_dim]
+    if triton.__version__.startswith("3.8."):
+        case = (name, head_dim, kv_dtype, query_tokens)
+        others = SPILLED_BY_TRITON_3_8.get(case, others)
     programs = [tile.programs // gpu.sms for tile in reversed(tiles_of(attention))]
     allowed = (SPILLED_MASKED, others, others, others)
     for kernel, at_once, spilled in zip(found, (*programs, 1), allowed, strict=True):

@@ -78,9 +78,9 @@ class TreeBuilder:
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """At most ``UNIFORM_BATCH`` if tree attention may decode: vLLM would replay a graph for
-        mixed batches for other kinds of batches. Under ``DEFT_VERIFY``, which compares results, no
-        graph. Neither in batch-invariant mode: vLLM replays a graph of decode steps also if a
-        request has a prompt's last token to compute.
+        mixed batches for other kinds of batches. Graphs that hold both attentions serve them all.
+        Under ``DEFT_VERIFY``, which compares results, no graph. Neither in batch-invariant mode:
+        vLLM replays a graph of decode steps also if a request has a prompt's last token to compute.
         """
         from vllm import envs
         from vllm.v1.attention.backend import AttentionCGSupport
@@ -88,7 +88,7 @@ class TreeBuilder:
         support = cast(Any, super()).get_cudagraph_support(vllm_config, kv_cache_spec)
         if unsupported_server(vllm_config) is not None:
             return support
-        if server_of(vllm_config).shares_graphs:  # then a graph's tensors tell what its batch is
+        if server_of(vllm_config).shares_graphs:
             return support
         eager = Settings.from_env().verify or envs.VLLM_BATCH_INVARIANT
         if eager and support is not AttentionCGSupport.NEVER:
@@ -127,11 +127,11 @@ class TreeBuilder:
             reason = "attention that is not causal"
         if reason is None and not rows:
             reason = "decode rows behind prefills"
-        # A graph's requests are the padded ones.
+        # A graph's requests are the padded ones; of these, plans hold as many as the server allows.
         reason = reason or refused(rows, group.settings, group.attention.max_batch)
         rows = rows if reason is None else 0
         build, step = partial(self._host().build, 0), None
-        if refused(requests, group.settings, group.attention.max_batch) is not None:
+        if requests < group.settings.min_batch:
             metadata = build(common, *args, **kwargs)
         else:
             lens, others = cast(GraphBatches, self.deft_batches).divide(common, rows)
@@ -289,8 +289,8 @@ def leave_full_graphs(config: Any) -> None:
 
 
 def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | None:
-    """Ask vLLM for graphs of all steps, if they may hold both attentions. Its default, piecewise
-    graphs of steps that prefill, leaves attention to Python, which takes most of such a step.
+    """Ask vLLM for graphs of all steps, if they may hold both attentions. By default, it has
+    piecewise graphs of steps that prefill, and Python launches their attention layer by layer.
     """
     from vllm.config import CUDAGraphMode
 

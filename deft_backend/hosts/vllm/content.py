@@ -67,8 +67,8 @@ def leading_rows(common: Any) -> tuple[int, Decoded | None]:
     single = np.diff(starts) == 1
     rows = len(single) if single.all() else int(single.argmin())
     decodes = single.copy()
-    if common.is_prefilling is not None:  # of requests without those of padding
-        prefilling = common.is_prefilling.numpy()[: len(single)]
+    if common.is_prefilling is not None:
+        prefilling = _prefilling(common)  # it may lack the requests of padding
         decodes[: len(prefilling)] &= ~prefilling
     kind = DECODE if starts[rows] == starts[-1] else MIXED
     if not decodes.any():
@@ -89,8 +89,10 @@ class GraphBatches:
         self.sizes: set[tuple[int, int]] = set()  # requests and tokens of batches in graphs
 
     def divide(self, common: Any, rows: int) -> tuple[torch.Tensor, Any]:
-        """The requests' lengths for tree attention, of which only the first `rows` are not 0, and
-        the batch for the host, in which these requests have no query tokens.
+        """What each attention gets, so that tree attention computes the first `rows` requests.
+
+        Returns their lengths for tree attention, in which all other requests have length 0. And the
+        batch for the host, in which the first `rows` requests have no query tokens.
         """
         requests = int(common.num_reqs)
         lens, starts = self._lens[:requests], self._starts[: requests + 1]

@@ -30,16 +30,13 @@ class Graph:
     def build(self, batch, *, capture=False, **changes):
         """Metadata of a batch, padded to the graph's sizes."""
         common = batch.common(num_actual_tokens=TOKENS, **changes)
-        make = self.builder.build_for_cudagraph_capture if capture else self._build
-        metadata = make(common)
-        if capture:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(group, "capturing", lambda tensor: True)
-                self.run(batch, metadata)
+        if not capture:
+            return self.builder.build(0, common)
+        metadata = self.builder.build_for_cudagraph_capture(common)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "capturing", lambda tensor: True)
+            self.run(batch, metadata)
         return metadata
-
-    def _build(self, common):
-        return self.builder.build(0, common)
 
     def run(self, batch, metadata):
         """The results of each layer over the batch's tokens."""
