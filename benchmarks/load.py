@@ -44,6 +44,7 @@ from benchmarks.e2e.command import (
 from benchmarks.e2e.launch import HOSTS, ChoiceError, Launch, checked_backends
 from benchmarks.e2e.run import LOST, client_of, confirm_alive, server_of
 from benchmarks.e2e.workloads import draw
+from benchmarks.host_client import check_loads, figures_by_host
 from benchmarks.row_files import driver, make_folder, write_rows
 from deft_backend.cli.errors import host_arguments, reported, say, unwound
 from deft_backend.cli.serve import HostOption, chosen_host
@@ -71,6 +72,7 @@ class Load:
     - `prefixes`, `prefix`: shared prefixes, which requests choose in turn, and tokens of each.
     - `own`, `gen`: tokens of each request behind its prefix, and of its answer.
     - `rate`: requests a second; None sends all at once.
+    - `turns`: of each conversation; only a host's client has several.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Load:
     gen: int
     requests: int
     rate: float | None
+    turns: int = 1
 
     def prompt(self, number: int, vocabulary: int) -> tuple[int, ...]:
         """The token ids of a request, the same in every process."""
@@ -181,13 +184,20 @@ def figures_of(url: str, load: Load, vocabulary: int, clients: int) -> dict[str,
     }
 
 
-def goodput_of(url: str, load: Load, vocabulary: int, clients: int, bound_ms: float) -> Any:
+def goodput_of(
+    figures: Callable[..., Any],
+    url: str,
+    load: Load,
+    vocabulary: int,
+    clients: int,
+    bound_ms: float,
+) -> Any:
     """The row of the highest rate that holds the bound, or of the lowest that was tried."""
     search, rows = GoodputSearch(load.rate or 1.0, bound_ms), {}
     while (rate := search.next_rate()) is not None:
         lasting = max(load.requests, round(rate * GOODPUT_SECONDS))
         tried = replace(load, rate=rate, requests=lasting)
-        row = rows[rate] = figures_of(url, tried, vocabulary, clients)
+        row = rows[rate] = figures(url, tried, vocabulary, clients)
         search.tell(rate, None if row["failures"] else (row["itl_ms"] or {}).get("p99"))
     found = search.found()
     return rows.get(found.rate, rows[min(rows)]) | {"goodput": asdict(found)}
@@ -227,7 +237,10 @@ def load(
     bound_ms: Annotated[
         float, typer.Option(min=0.001, help="Milliseconds between tokens for --goodput.")
     ] = BOUND_MS,
-    clients: Annotated[int, typer.Option(min=1, help="Client processes of each server.")] = 4,
+    clients: Annotated[
+        int,
+        typer.Option(min=0, help="Our client's processes for each server; 0: the host's client."),
+    ] = 4,
     shape: ShapeOption = None,
     layers: LayersOption = None,
     checkpoint: CheckpointOption = None,
@@ -245,11 +258,13 @@ def load(
     console = Console()
     chosen = HOSTS[chosen_host(host, needed=False)]
     on_gpu = chosen.on_gpu()
-    known = [name for name in json.loads(LOADS.read_text()) if on_gpu == (name != "tiny")]
+    entries = json.loads(LOADS.read_text()).items()
+    known = [n for n, entry in entries if on_gpu == (n != "tiny") and "turns" not in entry]
     with reported(*ERRORS), ExitStack() as opened:
         own = f"{chosen.ours},{chosen.reference()}"
         names = checked_backends(chosen, listed(backends or own))
         table = read_loads(listed(loads) if loads else known)
+        check_loads(chosen.name, table, by_host=not clients)
         if goodput:  # one search for each load
             table = list({each.name: each for each in reversed(table)}.values())[::-1]
         places = listed(gpus) if gpus else []
@@ -277,7 +292,9 @@ def load(
             "options": launch.label,
             "together": len(set(places)) > 1,
             "client": f"open loop, token ids through /v1/completions, {clients} processes; gaps "
-            "between pieces of a stream",
+            "between pieces of a stream"
+            if clients
+            else "the host's own",
         }
         rows: list[dict[str, Any]] = []
 
@@ -288,7 +305,11 @@ def load(
             write_rows(path, rows, header)
 
         with unwound(console, f"all servers have ended; {path} holds the loads that ended before"):
-            measured = partial(goodput_of, bound_ms=bound_ms) if goodput else figures_of
+            figures = figures_of
+            if not clients:
+                logs = path.with_suffix(".logs")
+                figures = partial(figures_by_host, chosen.name, launch.model.path, WARM_UPS, logs)
+            measured = partial(goodput_of, figures, bound_ms=bound_ms) if goodput else figures
             _measure_all(launch, names, places, table, clients, path, console, measured, record)
     say(console, f"rows    {path}")
     if len(rows) < len(names) * len(table) or any(row["failures"] for row in rows):
