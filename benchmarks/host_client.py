@@ -21,6 +21,12 @@ from benchmarks.e2e.launch import ChoiceError
 
 SECONDS = 900
 
+# The command `vllm` looks up a distribution that the CPU build lacks.
+VLLM_CLIENT = """from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+add_cli_args(parser := ArgumentParser())
+main(parser.parse_args())"""
+
 
 def check_loads(host: str, loads: Sequence[Any], *, by_host: bool) -> None:
     """Raise ChoiceError if a load has several turns, and the client sends only one."""
@@ -41,7 +47,7 @@ def client_command(host: str, path: str, warm: int, out: Path, url: str, load: A
     }
     options |= {"request-rate": rate}
     if host == "vllm":
-        module = ["vllm.entrypoints.cli.main", "bench", "serve", "--save-result", "--ignore-eos"]
+        module = ["-c", VLLM_CLIENT, "--save-result", "--ignore-eos"]
         options |= {"num-warmups": warm, "percentile-metrics": "ttft,tpot,itl"}
         options |= {"metric-percentiles": "50,95,99", "random-range-ratio": 0}
         options |= {"result-dir": out.parent, "result-filename": out.name}
@@ -53,8 +59,8 @@ def client_command(host: str, path: str, warm: int, out: Path, url: str, load: A
         )
         options |= {"prefix-repetition-num-prefixes": load.prefixes}
     else:
-        module = ["sglang.bench_serving", "--backend"]
-        module += ["sglang-oai-chat"] if load.turns > 1 else ["sglang-oai", "--tokenize-prompt"]
+        module = ["-m", "sglang.bench_serving", "--backend"]
+        module += ["sglang-oai-chat"] if load.turns > 1 else ["sglang", "--tokenize-prompt"]
         options |= {"warmup-requests": warm, "output-file": out, "random-range-ratio": 1}
         group, dataset, prefix, suffix = (
             "gsp-",
@@ -71,7 +77,7 @@ def client_command(host: str, path: str, warm: int, out: Path, url: str, load: A
         lengths = {"input-len": load.own, "output-len": load.gen}
     options |= {"dataset-name": dataset, **{f"{group}{n}": tokens for n, tokens in lengths.items()}}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", *module, *words]
+    return [sys.executable, *module, *words]
 
 
 def figures_by_host(
