@@ -1,6 +1,7 @@
 """Whole runs with servers of our own: e2e, start, load and soak; the model and the command."""
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench_e2e_fakes import GAP, fake_launch
+from benchmarks import host_client
 from benchmarks import load as loads
 from benchmarks import soak as soaks
 from benchmarks import start as starts
 from benchmarks.__main__ import app_of
 from benchmarks.e2e import command
-from benchmarks.e2e.launch import HOSTS, Drafts, Launch, parse_drafts
+from benchmarks.e2e.launch import HOSTS, ChoiceError, Drafts, Launch, parse_drafts
 from benchmarks.e2e.plot import draw
 from benchmarks.e2e.rows import by_case, read_rows
 from benchmarks.e2e.run import Recorder, Side, record
@@ -144,6 +146,18 @@ def test_loads_are_the_files():
     assert [each.rate for each in read_loads(given)] == [5.0, 12, 24, None, None]
     assert first.arrivals() == sorted(first.arrivals())
     assert first.arrivals()[-1] == pytest.approx(384 / 12, rel=0.3)
+
+
+def test_a_hosts_client_gives_a_row(tmp_path, monkeypatch):
+    said = {"completed": 8, "duration": 2.0, "output_throughput": 5.0, "mean_tpot_ms": 3.0}
+    said |= {f"{n}_{m}_ms": 1.5 for n in ("mean", "median", "p95", "p99") for m in ("itl", "ttft")}
+    write = f"import sys; open(sys.argv[1], 'w').write({json.dumps(said)!r})"
+    stub = [sys.executable, "-c", write]
+    monkeypatch.setattr(host_client, "client_command", lambda *given: [*stub, str(given[3])])
+    row = host_client.figures_by_host("vllm", "/m", 2, tmp_path, "url", LOAD)
+    assert (row["itl_ms"]["p50"], row["duration_s"], row["failures"]) == (1.5, 2.0, 1)  # 8 of 9
+    with pytest.raises(ChoiceError, match="several turns"):
+        host_client.check_loads("vllm", read_loads(["turns-8x2048"]), by_host=True)
 
 
 TRAFFIC = soaks.Traffic(
