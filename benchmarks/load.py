@@ -61,6 +61,8 @@ WARM_UPS = 16
 GOODPUT_SECONDS = 20.0
 """Requests arrive for at least so long at each rate that the search for goodput tries."""
 
+CLIENT = "open loop, token ids through /v1/completions; gaps between pieces of a stream"
+
 HEAD_START = 5.0
 """Seconds until the client processes, which import slowly, send the first request."""
 
@@ -184,20 +186,13 @@ def figures_of(url: str, load: Load, vocabulary: int, clients: int) -> dict[str,
     }
 
 
-def goodput_of(
-    figures: Callable[..., Any],
-    url: str,
-    load: Load,
-    vocabulary: int,
-    clients: int,
-    bound_ms: float,
-) -> Any:
+def goodput_of(figures: Any, url: str, load: Load, *rest: int, bound_ms: float) -> Any:
     """The row of the highest rate that holds the bound, or of the lowest that was tried."""
     search, rows = GoodputSearch(load.rate or 1.0, bound_ms), {}
     while (rate := search.next_rate()) is not None:
         lasting = max(load.requests, round(rate * GOODPUT_SECONDS))
         tried = replace(load, rate=rate, requests=lasting)
-        row = rows[rate] = figures(url, tried, vocabulary, clients)
+        row = rows[rate] = figures(url, tried, *rest)
         search.tell(rate, None if row["failures"] else (row["itl_ms"] or {}).get("p99"))
     found = search.found()
     return rows.get(found.rate, rows[min(rows)]) | {"goodput": asdict(found)}
@@ -284,6 +279,10 @@ def load(
         device = str(came_from["device"]).removeprefix("NVIDIA ").split()[0].lower().strip(":")
         path = out or Path("reports") / f"load-{chosen.name}-{device}.json"
         make_folder(path)
+        figures, client = figures_of, f"{CLIENT}, {clients} processes"
+        if not clients:
+            about = chosen.name, launch.model.path, WARM_UPS, path.with_suffix(".logs")
+            figures, client = partial(figures_by_host, *about), "the host's own"
         header = {
             **came_from,
             "driver": driver(),
@@ -291,10 +290,7 @@ def load(
             "model": launch.model.name,
             "options": launch.label,
             "together": len(set(places)) > 1,
-            "client": f"open loop, token ids through /v1/completions, {clients} processes; gaps "
-            "between pieces of a stream"
-            if clients
-            else "the host's own",
+            "client": client,
         }
         rows: list[dict[str, Any]] = []
 
@@ -305,10 +301,6 @@ def load(
             write_rows(path, rows, header)
 
         with unwound(console, f"all servers have ended; {path} holds the loads that ended before"):
-            figures = figures_of
-            if not clients:
-                logs = path.with_suffix(".logs")
-                figures = partial(figures_by_host, chosen.name, launch.model.path, WARM_UPS, logs)
             measured = partial(goodput_of, figures, bound_ms=bound_ms) if goodput else figures
             _measure_all(launch, names, places, table, clients, path, console, measured, record)
     say(console, f"rows    {path}")

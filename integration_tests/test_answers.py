@@ -26,10 +26,7 @@ NOTHING_CACHED = ("no-radix", "pressed")
 
 
 @on(
-    "default",
-    sglang=("no-overlap", "retracting", "no-radix"),
-    vllm=("pressed",),
-    smoke=["default"],
+    "default", sglang=("no-overlap", "retracting", "no-radix"), vllm=("pressed",), smoke=["default"]
 )
 def test_a_shared_prefix_is_read_once(server, model):
     """Without a cache nothing is shared: every request is a leaf, and the answers are the same."""
@@ -89,11 +86,7 @@ def test_every_rank_plans_for_itself(server, model):
     assert ours["num_kv_heads"] == theirs["num_kv_heads"] == 1
 
 
-@on(
-    sglang=("mixed", "mixed-ranks"),
-    vllm=("chunks-of-16", "lookup"),
-    rare=["mixed-ranks"],
-)
+@on(sglang=("mixed", "mixed-ranks"), vllm=("chunks-of-16", "lookup"), rare=["mixed-ranks"])
 def test_prompts_arrive_while_others_decode(server, model):
     """One stream is cut off; prompts of several chunks arrive while three others decode."""
 

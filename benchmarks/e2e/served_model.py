@@ -147,13 +147,7 @@ def _write_weights(folder: Path, seed: int) -> None:
     gigabytes in it would reduce the KV cache of each server.
     """
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.e2e.random_weights",
-            str(folder.resolve()),
-            str(seed),
-        ],
+        [sys.executable, "-m", "benchmarks.e2e.random_weights", str(folder.resolve()), str(seed)],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,

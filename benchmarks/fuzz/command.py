@@ -16,12 +16,7 @@ import typer
 from hypothesis import HealthCheck, Phase, given
 
 from benchmarks.e2e.command import typed_command
-from benchmarks.fuzz.examples import (
-    Counts,
-    Example,
-    Runner,
-    attention_examples,
-)
+from benchmarks.fuzz.examples import Counts, Example, Runner, attention_examples
 from benchmarks.row_files import make_folder, write_rows
 from deft_backend.files.provenance import provenance
 

@@ -19,14 +19,7 @@ from benchmarks.kernel.tree_workloads import (
     quick,
 )
 from benchmarks.kernel.verified_workloads import verified_workloads
-from benchmarks.papers.workloads import (
-    drafted,
-    few_shot,
-    prompts,
-    recorded,
-    thoughts,
-    token_trees,
-)
+from benchmarks.papers.workloads import drafted, few_shot, prompts, recorded, thoughts, token_trees
 from deft_backend.tools.traces.tree_forests import forest_from_levels
 
 OWN = "own"

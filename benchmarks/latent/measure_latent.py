@@ -102,11 +102,7 @@ def _laid_out(attention: LatentAttention, inputs: LatentInputs) -> torch.Tensor:
 
 
 def _timed(
-    launch: Callable[[], torch.Tensor],
-    want: torch.Tensor,
-    rep_ms: int,
-    name: str,
-    case: LatentCase,
+    launch: Callable[[], torch.Tensor], want: torch.Tensor, rep_ms: int, name: str, case: LatentCase
 ) -> tuple[float, float]:
     """Microseconds, and the relative error of a result that a replay wrote over NaN."""
     replay, out = captured(launch)

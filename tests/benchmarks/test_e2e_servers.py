@@ -151,8 +151,7 @@ def test_loads_are_the_files():
 def test_a_hosts_client_gives_a_row(tmp_path, monkeypatch):
     said = {"completed": 8, "duration": 2.0, "output_throughput": 5.0, "mean_tpot_ms": 3.0}
     said |= {f"{n}_{m}_ms": 1.5 for n in ("mean", "median", "p95", "p99") for m in ("itl", "ttft")}
-    write = f"import sys; open(sys.argv[1], 'w').write({json.dumps(said)!r})"
-    stub = [sys.executable, "-c", write]
+    stub = [sys.executable, "-c", f"import sys; open(sys.argv[1], 'w').write({json.dumps(said)!r})"]
     monkeypatch.setattr(host_client, "client_command", lambda *given: [*stub, str(given[3])])
     row = host_client.figures_by_host("vllm", "/m", 2, tmp_path, "url", LOAD)
     assert (row["itl_ms"]["p50"], row["duration_s"], row["failures"]) == (1.5, 2.0, 1)  # 8 of 9

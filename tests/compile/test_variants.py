@@ -85,11 +85,7 @@ SERVED = {
     "sglang-sinks": {"layers": SINKS},
     "vllm-sinks": {"layers": SINKS[2:]},
     "vllm-all": {"drafts": Drafts(5, ragged=True), "kv_dtype": E4M3, "layers": SINKS},
-    "sglang-all": {
-        "drafts": Drafts(5, trees=True, always=True),
-        "kv_dtype": E4M3,
-        "layers": SINKS,
-    },
+    "sglang-all": {"drafts": Drafts(5, trees=True, always=True), "kv_dtype": E4M3, "layers": SINKS},
 }
 """Servers by their host and what they have besides heads of one dtype."""
 

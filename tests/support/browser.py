@@ -21,13 +21,7 @@ _FLAGS = (
     *("--disable-dev-shm-usage", "--window-size=1360,1000"),
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-KEYS = {
-    "right": "\ue014",
-    "left": "\ue012",
-    "up": "\ue013",
-    "down": "\ue015",
-    "escape": "\ue00c",
-}
+KEYS = {"right": "\ue014", "left": "\ue012", "up": "\ue013", "down": "\ue015", "escape": "\ue00c"}
 
 
 class Browser:

@@ -35,10 +35,7 @@ class FlashInferDecode(FlashInferMethod):
             raise Refused("FlashInfer's decode takes no request without tokens")
         if self._wrapper is None:
             self._wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-                float_workspace(inputs.device),
-                "NHD",
-                use_tensor_cores=True,
-                backend=self._backend,
+                float_workspace(inputs.device), "NHD", use_tensor_cores=True, backend=self._backend
             )
         plan(self._wrapper, *pages_of_requests(inputs), inputs=inputs)
         return prepared_run(self._wrapper, inputs)

@@ -29,8 +29,7 @@ KINDS = (LayerKind(), LayerKind(soft_cap=True), LayerKind(sinks=torch.bfloat16))
 
 @pytest.mark.parametrize("smallest", [3, 400])
 @pytest.mark.parametrize(
-    "drafts",
-    [None, Drafts(5), Drafts(5, ragged=True), Drafts(5, trees=True, always=True)],
+    "drafts", [None, Drafts(5), Drafts(5, ragged=True), Drafts(5, trees=True, always=True)]
 )
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
 def test_the_steps_that_launch_every_kernel(drafts, kv_dtype, smallest):

@@ -48,11 +48,7 @@ def client_of(session, **given):
     return client
 
 
-STREAMED = {
-    "ignore_eos": True,
-    "return_token_ids": True,
-    "stream_options": {"include_usage": True},
-}
+STREAMED = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}])
