@@ -132,10 +132,10 @@ def _write_tokenizer(folder: Path, words: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
+        **dict.fromkeys(("clean_up_tokenization_spaces", "add_bos_token"), False),
         "bos_token": f"w{words - 2}",
         "eos_token": f"w{words - 1}",
-        "add_bos_token": False,
+        "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 

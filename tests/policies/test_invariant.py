@@ -15,6 +15,7 @@ from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.policies import Invariant, PolicyError, Target
 from deft_backend.policies.policy import SHARES
+from quick_interpreter import product
 from strategies import batches
 
 C = 8  # tokens of a first chunk, so that contexts of the tests have many chunks
@@ -132,17 +133,12 @@ class Pool:
         return attention.run(q.flatten(0, 1), k, v, tables, lens, out=out, **given).view_as(q)
 
 
-def product(a, b, dtype):
-    """A product whose bits do not depend on a row's place; those of BLAS do on some CPUs."""
-    return np.einsum("ik,jk->ij", *(np.ascontiguousarray(x, dtype=dtype) for x in (a, b.T)))
-
-
 @pytest.fixture(scope="module")
 def attention_of():
     """Attentions whose first chunks have C tokens; hypothesis draws many batches for each."""
     patched = pytest.MonkeyPatch()
     patched.setattr(Invariant, "for_target", lambda target: Invariant(C))
-    patched.setattr(np, "matmul", product)  # what Triton's interpreter multiplies by
+    patched.setattr(np, "matmul", product)
     made = {}
 
     def attention_of(max_batch=12, **changes):
