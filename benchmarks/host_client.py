@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from benchmarks.e2e.launch import ChoiceError
 # The command `vllm` looks up a distribution that the CPU build lacks.
 VLLM_CLIENT = """from argparse import ArgumentParser
 from vllm.benchmarks.serve import add_cli_args, main
-add_cli_args(parser := ArgumentParser())
-main(parser.parse_args())"""
+add_cli_args(parser := ArgumentParser()); main(parser.parse_args())"""
 
 
 def check_loads(host: str, loads: Sequence[Any], *, by_host: bool) -> None:
@@ -34,10 +34,9 @@ def check_loads(host: str, loads: Sequence[Any], *, by_host: bool) -> None:
 
 def client_command(host: str, path: str, warm: int, out: Path, url: str, load: Any) -> list[str]:
     """The client's command for a load on a server of the checkpoint at `path`; `out` gets JSON."""
-    rate = "inf" if load.rate is None else load.rate
     seed = crc32(f"{load.name} {load.rate}".encode())  # other prompts than those in the cache
     options: dict[str, Any] = {"base-url": url, "model": path, "num-prompts": load.requests}
-    options |= {"request-rate": rate, "seed": seed}
+    options |= {"request-rate": load.rate or "inf", "seed": seed}
     if host == "vllm":
         module = ["-c", VLLM_CLIENT, "--save-result", "--ignore-eos"]
         options |= {"num-warmups": warm, "percentile-metrics": "ttft,tpot,itl"}
@@ -75,14 +74,15 @@ def figures_by_host(
             paths = (folder, environment.get("PYTHONPATH"))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = client_command(host, path, warm, out, url, load)
-        subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=said, stderr=said, env=environment, timeout=900)
         found = json.loads(out.read_text().splitlines()[-1]) if out.exists() else {}
-    done, spreads = found.get("completed", 0), {}
+    done = found.get("completed", 0)
     failed = [f"{done} of {load.requests} answered: see {log}"] if done < load.requests else []
     names = {"mean": "mean", "p50": "median", "p95": "p95", "p99": "p99"} if found else {}
-    for metric in ("ttft_ms", "itl_ms"):
-        spreads[metric] = {n: round(found[f"{names[n]}_{metric}"], 3) for n in names} or None
     row = {"load": load.name, "rate": load.rate, "requests": load.requests}
-    row |= {"duration_s": found.get("duration"), **spreads, "tpot_ms": found.get("mean_tpot_ms")}
+    row |= {"duration_s": found.get("duration"), "tpot_ms": found.get("mean_tpot_ms")}
+    for metric in ("ttft_ms", "itl_ms"):
+        row[metric] = {n: round(found[f"{names[n]}_{metric}"], 3) for n in names} or None
     row["output_tokens_per_s"] = found.get("output_throughput")
     return {**row, "failures": len(failed), "first_failures": failed}

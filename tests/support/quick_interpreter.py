@@ -18,7 +18,7 @@ _CLOSED = {"int32", "int64", "fp32"}
 
 def product(a, b, dtype=None):
     """A matrix product, the bits of whose rows do not depend on their places. Those of
-    `numpy.matmul`, by which the interpreter multiplies, do on CPUs without AVX-512.
+    `numpy.matmul`, by which the interpreter multiplies, do on some CPUs.
     """
     return np.einsum("ik,jk->ij", *(np.ascontiguousarray(x, dtype=dtype) for x in (a, b.T)))
 
