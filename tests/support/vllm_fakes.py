@@ -34,13 +34,16 @@ def make_config(**changes):
         rswa_window=None,
         hf_text_config=SimpleNamespace(num_hidden_layers=2),
     )
-    scheduler, layout = SimpleNamespace(max_num_seqs=16), changes.pop("layout", "LBNHC")
+    scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=800)
+    layout = changes.pop("layout", "LBNHC")
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
         model_config=model,
         scheduler_config=scheduler,
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=SimpleNamespace(
+            static_forward_context={}, cudagraph_capture_sizes=[8], max_cudagraph_capture_size=8
+        ),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
             get_resolved_kv_cache_layout=lambda: kv_cache_interface.KVCacheLayout[layout],

@@ -42,6 +42,11 @@ logger = logging.getLogger("deft_backend")
 TRIED_HEAD_DIMS = (128,)
 """Head dimensions whose graphs of whole steps were tried on a GPU."""
 
+USUAL_GRAPHS = [1, 2, 4, *range(8, 256, 8), *range(256, 512 + 1, 16)]
+LARGER_GRAPHS = range(544, 1024 + 1, 32)
+"""Tokens of vLLM's own graphs on Hopper GPUs, and of further ones of whole steps: these spare a step
+with prefills its launches of attention, which piecewise graphs leave to Python."""
+
 
 class TreeBuilder:
     """Placed before a host's ``AttentionMetadataBuilder`` class; reads no device memory."""
@@ -66,6 +71,10 @@ class TreeBuilder:
         # FLASH_ATTN's builder schedules ahead for FlashAttention-3, and for no other version.
         if group is not None and getattr(self, "aot_schedule", False):
             self.deft_batches = shared_graphs(layers, group)
+        if self.deft_batches is not None:
+            # FLASH_ATTN's builder keeps this number, to tell batches of graphs from others.
+            largest = vllm_config.compilation_config.max_cudagraph_capture_size
+            cast(Any, self).max_cudagraph_size = largest
         if group is not None and group.prefixes is not None:
             arguments = (kv_cache_spec, layer_names, vllm_config, device)
             self.deft_rest = RestBuilder(self.host, self, arguments)
@@ -302,10 +311,22 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
     server.shares_graphs = alone and tried and fits and may_share_graphs(layers.host, config)
     if not server.shares_graphs:
         return None
-    logger.info("deft: CUDA graphs of whole steps, also of steps with prefills (mode FULL)")
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    logger.info(
+        "deft: CUDA graphs of whole steps, also of steps with prefills (mode FULL), up to %d tokens",
+        largest_graph(config),
+    )
     make = partial(GraphBatches, most, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
+
+
+def largest_graph(config: Any) -> int:
+    """Tokens of the largest graph, after asking for LARGER_GRAPHS beside vLLM's usual ones."""
+    graphs, most = config.compilation_config, config.scheduler_config.max_num_batched_tokens
+    if graphs.cudagraph_capture_sizes == USUAL_GRAPHS:
+        sizes = [*USUAL_GRAPHS, *(size for size in LARGER_GRAPHS if size <= most)]
+        graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
+    return int(graphs.max_cudagraph_capture_size)
 
 
 def may_share_graphs(host: Any, config: Any) -> bool:

@@ -219,6 +219,18 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     assert graph.layers.config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
 
 
+def test_larger_graphs_follow_those_that_vllm_chose(monkeypatch):
+    sharing(monkeypatch)
+    usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM 0.33, max_num_seqs >= 256
+    for sizes, largest in ((usual, 800), (usual[:-1], 496), ([8], 8)):
+        layers = fakes.tree_layers()
+        graphs = layers.config.compilation_config
+        graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
+        tree_builder = layers.builder(fakes.make_spec())
+        assert tree_builder.max_cudagraph_size == graphs.max_cudagraph_capture_size == largest
+        assert graphs.cudagraph_capture_sizes[-1] == largest
+
+
 def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):
     host = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     config = fakes.make_config()
