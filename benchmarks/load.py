@@ -58,8 +58,8 @@ LOADS = Path(__file__).with_name("loads.json")
 WARM_UPS = 16
 """Requests before a load, of other ids: the host compiles kernels of its own in them."""
 
-GOODPUT_SECONDS = 20.0
-"""Requests arrive for at least so long at each rate that the search for goodput tries."""
+GOODPUT_SECONDS = 50.0
+"""Each rate of the search for goodput lasts so long at least: a queue that grows shows late."""
 
 CLIENT = "open loop, token ids through /v1/completions; gaps between pieces of a stream"
 

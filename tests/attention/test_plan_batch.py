@@ -7,20 +7,18 @@ import torch
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.policies import POLICY_NAMES
 from deft_backend.settings.policy_names import INVARIANT
-from quick_interpreter import product
 from random_batches import random_batch
 from tests.support.attention_checks import tree_attention
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("query_tokens", [1, 3])
-def test_equals_the_device_planner(policy, query_tokens, monkeypatch):
+def test_equals_the_device_planner(policy, query_tokens):
     """Outputs of both, with every kernel launched or only those with items, and counters.
 
     The table's rows are in another order. Two requests hold the same pages to their end; one is
     padding. Of seed 2, each page comes in two copies, as in vLLM.
     """
-    monkeypatch.setattr(np, "matmul", product)
     reference, device = (
         tree_attention(page_size=2, max_batch=10, policy=policy, query_tokens=query_tokens)
         for _ in range(2)

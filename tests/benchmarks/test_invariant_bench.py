@@ -7,7 +7,6 @@ import torch
 
 from benchmarks import invariant
 from benchmarks.kernel.tree_workloads import described
-from quick_interpreter import product
 
 CPU = torch.device("cpu")
 SMALL = invariant.Shape("small", "4/2", head_dim=64)
@@ -15,7 +14,6 @@ SMALL = invariant.Shape("small", "4/2", head_dim=64)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr("numpy.matmul", product)
     forest = described("1,3 16,21").forest
     monkeypatch.setattr(invariant, "mixed_forest", lambda seed, requests: forest)
     monkeypatch.setattr(invariant, "MOST_TOKENS", 2048)

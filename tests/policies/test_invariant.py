@@ -15,7 +15,6 @@ from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
 from deft_backend.policies import Invariant, PolicyError, Target
 from deft_backend.policies.policy import SHARES
-from quick_interpreter import product
 from strategies import batches
 
 C = 8  # tokens of a first chunk, so that contexts of the tests have many chunks
@@ -138,7 +137,6 @@ def attention_of():
     """Attentions whose first chunks have C tokens; hypothesis draws many batches for each."""
     patched = pytest.MonkeyPatch()
     patched.setattr(Invariant, "for_target", lambda target: Invariant(C))
-    patched.setattr(np, "matmul", product)
     made = {}
 
     def attention_of(max_batch=12, **changes):

@@ -16,10 +16,10 @@ _CLOSED = {"int32", "int64", "fp32"}
 """Types of which two operands need no conversion, whatever the operation."""
 
 
-def product(a, b, dtype=None):
-    """A matrix product, the bits of whose rows do not depend on their places. Those of
-    `numpy.matmul`, by which the interpreter multiplies, do on some CPUs.
-    """
+def _product(a, b, dtype=None, _matmul=np.matmul, **options):
+    """The bits of a row do not depend on its place; those of `numpy.matmul` do on some CPUs."""
+    if options or np.ndim(a) != 2 or np.ndim(b) != 2:
+        return _matmul(a, b, dtype=dtype, **options)
     return np.einsum("ik,jk->ij", *(np.ascontiguousarray(x, dtype=dtype) for x in (a, b.T)))
 
 
@@ -35,6 +35,7 @@ def install():
         known.get(dtype.name) or known.setdefault(dtype.name, real(dtype))
     )
     _poison_what_masks_leave_out()
+    np.matmul = _product
 
 
 def _poison_what_masks_leave_out():

@@ -7,7 +7,6 @@ and not fast. :func:`install` is the entry point of a plugin of vLLM.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional
 from vllm import envs
@@ -19,7 +18,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from deft_backend.hosts.vllm.layers import kv_views
 from deft_backend.hosts.vllm.versions import is_ours, refuse
 from deft_backend.shapes import EIGHT_BIT_CACHES
-from quick_interpreter import product
 
 
 def install():
@@ -38,7 +36,6 @@ def compute_row_by_row():
         rows = [functional.linear(row, weight, bias) for row in x.reshape(-1, x.shape[-1])]
         return torch.stack(rows).reshape(*x.shape[:-1], -1)
 
-    np.matmul = product
     batch_invariant.init_batch_invariance = lambda: None
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(
         cpu_linear=linear

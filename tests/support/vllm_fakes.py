@@ -34,8 +34,7 @@ def make_config(**changes):
         rswa_window=None,
         hf_text_config=SimpleNamespace(num_hidden_layers=2),
     )
-    scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=800)
-    layout = changes.pop("layout", "LBNHC")
+    scheduler, layout = SimpleNamespace(max_num_seqs=16), changes.pop("layout", "LBNHC")
     config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,

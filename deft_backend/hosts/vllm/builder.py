@@ -43,9 +43,10 @@ TRIED_HEAD_DIMS = (128,)
 """Head dimensions whose graphs of whole steps were tried on a GPU."""
 
 USUAL_GRAPHS = [1, 2, 4, *range(8, 256, 8), *range(256, 512 + 1, 16)]
-LARGER_GRAPHS = range(544, 1024 + 1, 32)
-"""Tokens of vLLM's own graphs on Hopper GPUs, and of further ones of whole steps: these spare a step
-with prefills its launches of attention, which piecewise graphs leave to Python."""
+LARGER_GRAPHS = range(544, 992 + 1, 32)
+"""Tokens of vLLM's graphs on Hopper GPUs by default, and of more graphs of whole steps. These spare
+Python the launches of attention in larger steps with prefills. FlashAttention-3 schedules more than
+992 requests in another way."""
 
 
 class TreeBuilder:
@@ -312,18 +313,17 @@ def shared_graphs(layers: LayerGroup, group: GroupAttention) -> GraphBatches | N
     if not server.shares_graphs:
         return None
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
-    logger.info(
-        "deft: CUDA graphs of whole steps, also of steps with prefills (mode FULL), up to %d tokens",
-        largest_graph(config),
-    )
+    largest = largest_graph(config)
+    logger.info("deft: CUDA graphs of all steps up to %d tokens, with prefills too (FULL)", largest)
     make = partial(GraphBatches, most, layers.device)
     return outside_memory_pools(make, layers.device) if can_sleep(config) else make()
 
 
 def largest_graph(config: Any) -> int:
     """Tokens of the largest graph, after asking for LARGER_GRAPHS beside vLLM's usual ones."""
-    graphs, most = config.compilation_config, config.scheduler_config.max_num_batched_tokens
+    graphs = config.compilation_config
     if graphs.cudagraph_capture_sizes == USUAL_GRAPHS:
+        most = config.scheduler_config.max_num_batched_tokens
         sizes = [*USUAL_GRAPHS, *(size for size in LARGER_GRAPHS if size <= most)]
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
     return int(graphs.max_cudagraph_capture_size)

@@ -136,7 +136,9 @@ def server_command(
     address = value_of("--host", host_arguments) or LOOPBACK
     port = _port(value_of("--port", host_arguments), port)
     place = ["--host", LOOPBACK, "--port", str(port)]
-    arguments = [sys.executable, "-m", *_MODULES[host], model, *place]
+    several = host == "vllm" and value_of("--api-server-count", host_arguments) is not None
+    module = _SEVERAL_API_SERVERS if several else _MODULES[host]
+    arguments = [sys.executable, "-m", *module, model, *place]
     if backend is not None:
         name = BACKEND_NAMES[host] if backend == BACKEND else backend
         arguments += ["--attention-backend", name]
@@ -176,6 +178,9 @@ _MODULES = {
     # Not `vllm serve`: that command looks up a distribution that the CPU build lacks.
     "vllm": ("vllm.entrypoints.openai.api_server", "--model"),
 }
+
+_SEVERAL_API_SERVERS = ("vllm.entrypoints.cli.main", "serve")
+"""`vllm serve`: the module of `_MODULES` starts one API server, whatever their number."""
 
 
 def _sglang_on_cpu(arguments: list[str], extra: dict[str, str], notes: list[str]) -> None:

@@ -49,6 +49,16 @@ class Graph:
         for output in outputs:
             fakes.close(output, fakes.reference(batch, cache))
 
+    def checked(self):
+        """Metadata of MIXED, whose results are right."""
+        batch = padded(*MIXED)
+        metadata = self.build(batch)
+        self.check(batch, metadata)
+        return metadata
+
+
+MIXED = [40, 37, 33, 50, 5], [1, 1, 1, 12, 5]
+
 
 def padded(lens, queries, **changes):
     """Requests of these lengths that share two blocks, and padding behind them."""
@@ -69,9 +79,6 @@ def graph(monkeypatch):
     return Graph()
 
 
-MIXED = [40, 37, 33, 50, 5], [1, 1, 1, 12, 5]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_one_graph_serves_every_batch_of_its_size(seed, graph):
     """Decode alone, with prompts of any length, prompts alone, and decode behind a prompt."""
@@ -85,10 +92,8 @@ def test_one_graph_serves_every_batch_of_its_size(seed, graph):
         batch = padded(lens, queries)
         metadata = graph.build(batch)
         step, captured = step_of(metadata), step_of(graph.captured)
-        for ours, theirs in (
-            (step.seq_lens, captured.seq_lens),
-            (metadata.query_start_loc, graph.captured.query_start_loc),
-        ):
+        starts = metadata.query_start_loc, graph.captured.query_start_loc
+        for ours, theirs in ((step.seq_lens, captured.seq_lens), starts):
             assert ours.data_ptr() == theirs.data_ptr()
             assert ours.shape == theirs.shape
         front = next((at for at, tokens in enumerate(queries) if tokens > 1), len(queries))
@@ -132,11 +137,9 @@ def test_a_graph_without_tree_attention_leaves_all_rows(monkeypatch, failures):
     sharing(monkeypatch)
     monkeypatch.setattr(TreeAttention, "run", raising(RuntimeError("no kernel")))
     graph = Graph()
-    batch = padded(*MIXED)
-    metadata = graph.build(batch)
+    metadata = graph.checked()
     assert metadata.query_start_loc.data_ptr() == graph.captured.query_start_loc.data_ptr()
     assert step_of(metadata).seq_lens.sum() == 0
-    graph.check(batch, metadata)
     failures.clear()
 
 
@@ -148,21 +151,14 @@ def test_a_layer_that_leaves_in_a_capture_takes_the_graph_with_it(monkeypatch):
         first.deft_layer = first.deft_layer._replace(reason="a scale for each token")
 
     sharing(monkeypatch)
-    graph = Graph(leave)
-    batch = padded(*MIXED)
-    metadata = graph.build(batch)
-    assert step_of(metadata).seq_lens.sum() == 0
-    graph.check(batch, metadata)
+    assert step_of(Graph(leave).checked()).seq_lens.sum() == 0
 
 
 def test_a_graph_of_too_few_requests_is_the_hosts(monkeypatch):
     sharing(monkeypatch)
     monkeypatch.setenv("DEFT_MIN_BATCH", str(REQUESTS + 1))
     graph = Graph()
-    batch = padded(*MIXED)
-    metadata = graph.build(batch)
-    assert step_of(graph.captured) is step_of(metadata) is None
-    graph.check(batch, metadata)
+    assert step_of(graph.captured) is step_of(graph.checked()) is None
     assert fakes.state().counters().total("mixed", tree=False).steps == 1
 
 
@@ -200,10 +196,8 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("DEFT_MAX_BATCH", "15")  # of 16 requests in the server
         assert fakes.tree_layers().builder(fakes.make_spec()).deft_batches is None
-    for owner, name, value in (
-        (PlainCpuBuilder, "aot_schedule", False),
-        (builder, "TRIED_HEAD_DIMS", (128,)),
-    ):
+    reasons = (PlainCpuBuilder, "aot_schedule", False), (builder, "TRIED_HEAD_DIMS", (128,))
+    for owner, name, value in reasons:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             assert fakes.tree_layers().builder(fakes.make_spec()).deft_batches is None
@@ -211,9 +205,8 @@ def test_other_sizes_and_models_have_graphs_of_their_own(graph, monkeypatch):
     spec = fakes.make_spec(dtype=torch.uint8)
     assert eight_bits.builder(spec).deft_group is not None
     assert eight_bits.builder(spec).deft_batches is None
-    several = {"prefix": "one"}, {"prefix": "other"}
     config = fakes.make_config()
-    layers = [fakes.tree_layers(config, **each) for each in several]
+    layers = [fakes.tree_layers(config, prefix=each) for each in ("one", "other")]
     assert layers[0].builder(fakes.make_spec()).deft_batches is None
     assert "cudagraph_mode" not in vars(config.compilation_config)
     assert graph.layers.config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
@@ -224,6 +217,7 @@ def test_larger_graphs_follow_those_that_vllm_chose(monkeypatch):
     usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM 0.33, max_num_seqs >= 256
     for sizes, largest in ((usual, 800), (usual[:-1], 496), ([8], 8)):
         layers = fakes.tree_layers()
+        layers.config.scheduler_config.max_num_batched_tokens = 800
         graphs = layers.config.compilation_config
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
         tree_builder = layers.builder(fakes.make_spec())
