@@ -57,7 +57,8 @@ class Run(NamedTuple):
     @property
     def label(self) -> str:
         number = "" if self.number is None else f", run {self.number}"
-        return f"[{self.name}]({self.name}.json){number}, {self.gpu}"
+        gpu = "" if self.gpu.lower() in self.name else f", {self.gpu}"
+        return f"[{self.name}]({self.name}.json){number}{gpu}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -191,7 +192,7 @@ def _record_line(runs: Sequence[Run]) -> Line:
     return (
         f"[{runs[0].name}]({runs[0].name}.json)",
         ", ".join(dict.fromkeys(run.gpu for run in runs)),
-        " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        "–".join(dict.fromkeys((dates[0], dates[-1]))),
         ", ".join(dict.fromkeys(commits)),
         ", ".join(dict.fromkeys(versions)) or "–",
     )
@@ -263,10 +264,8 @@ def _load_lines(run: Run) -> Iterator[Line]:
     """Gaps of ours and of the host's backend, one line for each load and rate."""
     for (load, rate), rows in _grouped(run.rows, lambda r: (r["load"], r["rate"])).items():
         both = sorted(rows, key=lambda row: row["backend"] not in OURS)
-        gaps = (
-            ", ".join(f"{row['itl_ms'][name]:.1f}" for row in both)
-            for name in ("mean", "p50", "p95", "p99")
-        )
+        figures = [row["itl_ms"] for row in both]
+        gaps = (", ".join(f"{of[name]:.1f}" for of in figures) for name in ("mean", "p95", "p99"))
         backends = " / ".join(row["backend"] for row in both)
         yield backends, load, "all at once" if rate is None else str(rate), *gaps
 
@@ -462,7 +461,7 @@ SECTIONS = (
     Section(
         "Servers under load",
         "load-.*",
-        "backends|load|requests/s|gap: mean ms|p50|p95|p99",
+        "backends|load|requests/s|gap: mean ms|p95|p99",
         _load_lines,
     ),
     Section(
