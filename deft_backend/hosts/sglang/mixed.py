@@ -47,8 +47,12 @@ class EagerSharing:
             return None
         assert observed is not None
         requests = observed.requests[-observed.decoding :]  # all, if none prefills
+        held = lens.numpy()[: len(observed.requests)][-len(requests) :]
+        # They share no more than all but the longest of them.
+        reason = self._reason(int(held.sum() - held.max()), prefills)
+        if reason is not None:
+            return reason
         if self._is_due(len(requests)):
-            held = lens.numpy()[: len(observed.requests)][-len(requests) :]
             try:
                 self._read(observed.tree_cache, requests, held)
             except Exception as error:
@@ -56,8 +60,12 @@ class EagerSharing:
                 self.layers.log.warn(f"the requests of a batch cannot be read ({error!r})")
         if self._saved is None:
             return "unreadable prefix cache" if prefills else None
+        return self._reason(self._saved, prefills)
+
+    def _reason(self, saved: int, prefills: bool) -> str | None:
+        """Why a step is the host's that would read so many tokens less often, or None."""
         layers = self.layers
-        saved = self._saved * layers.state.token_bytes
+        saved *= layers.state.token_bytes
         return shares_too_little(saved, layers.tree_layers, self.costs, prefills=prefills)
 
     def _read(self, tree_cache: Any, requests: Sequence[Any], seq_lens: Any) -> None:

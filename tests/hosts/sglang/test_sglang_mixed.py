@@ -332,6 +332,7 @@ def on_gpu(server, ms):
 @pytest.mark.parametrize(
     ("kind", "ms", "reason"),
     [
+        ("mixed", 1e-5, PREFILLS),
         ("mixed", 1.7e-3, PREFILLS),
         ("mixed", 1.9e-3, None),
         ("decode", 2.6e-4, DECODES),
@@ -339,21 +340,22 @@ def on_gpu(server, ms):
     ],
 )
 def test_on_a_gpu_the_saved_reads_must_pay_for_the_launches(server, kind, ms, reason):
-    """80 tokens of context are read less often, in 32 layers."""
+    """80 tokens are read less often, in 32 layers. Where all would be too few, no tree is read."""
     on_gpu(server, ms)
     batch = server.batch(kind)
     server.run(batch, layers=2)
+    assert bool(server.mixed.sharing._read_for) is (ms > 2.7e-4)
     assert counted(server) == {(kind, reason): 1}
     assert (f"extend of {len(batch.seq_lens)}" in server.calls) is (reason is not None)
 
 
 def test_eager_steps_of_unknown_requests_go_through_the_tree(server, caplog):
-    on_gpu(server, 0.0)
+    on_gpu(server, 1.0)
     for unknown in ({"rids": ["another"]}, {"seq_lens_cpu": None}):
         batch = server.batch("decode")
         vars(batch).update(unknown)
         server.run(batch)
-    for cannot in ({"tree_cache": object()}, {"reqs": [SimpleNamespace()]}):  # be read
+    for cannot in ({"tree_cache": object()}, {"reqs": [SimpleNamespace()] * 2}):  # be read
         batch = server.batch("decode")
         server.observe(batch, **{"reqs": server.requests[1:], **cannot})
         server.run(batch)

@@ -220,9 +220,8 @@ def test_larger_graphs_follow_those_that_vllm_chose(monkeypatch):
         layers.config.scheduler_config.max_num_batched_tokens = 800
         graphs = layers.config.compilation_config
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
-        tree_builder = layers.builder(fakes.make_spec())
-        assert tree_builder.max_cudagraph_size == graphs.max_cudagraph_capture_size == largest
-        assert graphs.cudagraph_capture_sizes[-1] == largest
+        assert layers.builder(fakes.make_spec()).max_cudagraph_size == largest
+        assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1] == largest
 
 
 def test_graphs_of_all_steps_are_asked_of_servers_that_were_tried(monkeypatch):
