@@ -49,7 +49,7 @@ class EagerSharing:
         requests = observed.requests[-observed.decoding :]  # all, if none prefills
         held = lens.numpy()[: len(observed.requests)][-len(requests) :]
         # They share no more than all but the longest of them.
-        reason = self._reason(int(held.sum() - held.max()), prefills)
+        reason = self._reason(int(held.sum() - held.max(initial=0)), prefills)
         if reason is not None:
             return reason
         if self._is_due(len(requests)):

@@ -326,7 +326,7 @@ def largest_graph(config: Any) -> int:
         most = config.scheduler_config.max_num_batched_tokens
         sizes = [*USUAL_GRAPHS, *(size for size in LARGER_GRAPHS if size <= most)]
         graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, sizes[-1]
-    return int(graphs.max_cudagraph_capture_size)
+    return int(graphs.max_cudagraph_capture_size or 0)
 
 
 def may_share_graphs(host: Any, config: Any) -> bool:

@@ -136,14 +136,17 @@ def server_command(
     address = value_of("--host", host_arguments) or LOOPBACK
     port = _port(value_of("--port", host_arguments), port)
     place = ["--host", LOOPBACK, "--port", str(port)]
-    several = host == "vllm" and value_of("--api-server-count", host_arguments) is not None
-    module = _SEVERAL_API_SERVERS if several else _MODULES[host]
+    module, notes = _MODULES[host], list[str]()
+    if host == "vllm" and value_of("--api-server-count", host_arguments) is not None:
+        if on_gpu:
+            module = _SEVERAL_API_SERVERS
+        else:
+            notes.append("one API server: vLLM's CPU build has no `vllm serve`, which starts more")
     arguments = [sys.executable, "-m", *module, model, *place]
     if backend is not None:
         name = BACKEND_NAMES[host] if backend == BACKEND else backend
         arguments += ["--attention-backend", name]
     extra = dict(environment or {})
-    notes: list[str] = []
     if not on_gpu:
         notes.append(
             "no usable GPU: the host's CPU engine runs, with kernels in Triton's interpreter"

@@ -332,7 +332,6 @@ def on_gpu(server, ms):
 @pytest.mark.parametrize(
     ("kind", "ms", "reason"),
     [
-        ("mixed", 1e-5, PREFILLS),
         ("mixed", 1.7e-3, PREFILLS),
         ("mixed", 1.9e-3, None),
         ("decode", 2.6e-4, DECODES),
