@@ -41,7 +41,7 @@ def make_config(**changes):
         model_config=model,
         scheduler_config=scheduler,
         compilation_config=SimpleNamespace(
-            static_forward_context={}, cudagraph_capture_sizes=[8], max_cudagraph_capture_size=8
+            static_forward_context={}, cudagraph_capture_sizes=[], max_cudagraph_capture_size=None
         ),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
