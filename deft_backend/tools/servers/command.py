@@ -137,7 +137,8 @@ def server_command(
     port = _port(value_of("--port", host_arguments), port)
     place = ["--host", LOOPBACK, "--port", str(port)]
     module, notes = _MODULES[host], list[str]()
-    if host == "vllm" and value_of("--api-server-count", host_arguments) is not None:
+    several = (value_of(name, host_arguments) for name in ("--api-server-count", "-asc"))
+    if host == "vllm" and any(several):
         if on_gpu:
             module = _SEVERAL_API_SERVERS
         else:

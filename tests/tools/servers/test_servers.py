@@ -209,7 +209,7 @@ def test_the_commands_of_servers_are_as_drawn(monkeypatch):
     ):
         found = server_command("M", 1234, host="vllm", host_arguments=words.split(), gpu=True)
         lines += [f"{words}: {found.url}"]
-    for gpu in (True, False):
-        of = server_command("M", 1, host="vllm", host_arguments=["--api-server-count=4"], gpu=gpu)
+    for gpu, words in ((True, "--api-server-count=4"), (False, "-asc 4")):
+        of = server_command("M", 1, host="vllm", host_arguments=words.split(), gpu=gpu)
         lines += [of.shell().replace(sys.executable, "python"), *of.notes]
     check_drawn("\n".join(lines) + "\n", Path(__file__).with_name("commands.txt"))
