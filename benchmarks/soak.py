@@ -12,7 +12,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,11 +29,12 @@ from benchmarks.e2e.command import (
     ModelChoice,
     ShapeOption,
     StartOption,
+    TogetherOption,
     served_model,
     typed_command,
 )
 from benchmarks.e2e.launch import HOSTS, Launch, checked_backends, same_prefill
-from benchmarks.e2e.run import LOST, client_of, server_of
+from benchmarks.e2e.run import LOST, Side, client_of, start
 from benchmarks.e2e.workloads import Ids, draw
 from benchmarks.row_files import RowsError, make_folder, read_rows, write_rows
 from deft_backend.cli.errors import host_arguments, reported, say, unwound
@@ -42,10 +43,12 @@ from deft_backend.files.provenance import provenance
 from deft_backend.tools.harness.answers import NotAnswered
 from deft_backend.tools.harness.client import ServerClient
 from deft_backend.tools.servers.command import value_of
-from deft_backend.tools.servers.process import ServerProcess
 
 LEVEL_MIB, LEVEL_SHARE = 64.0, 0.03
 """Memory is level if it grows by less than this after the first fifth: MiB, or share of it."""
+
+CHECKED = ("checked_answers", "checked_tokens", "ties", "wrong")
+COUNTS = ("finished", "aborted", "failures", "log_trouble", *CHECKED)
 
 # Log lines that healthy hosts do not write.
 TROUBLE = re.compile(
@@ -185,11 +188,9 @@ def memory_of(pid: int | None) -> dict[str, float | None]:
     """
     import psutil
 
-    total = 0
     try:
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            total += process.memory_info().rss
+        processes = [root := psutil.Process(pid), *root.children(recursive=True)]
+        total = sum(process.memory_info().rss for process in processes)
     except psutil.Error:  # one has just ended
         total = 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -228,56 +229,48 @@ def is_level(memory: dict[str, float] | None) -> bool:
 
 def totals(parts: Sequence[Row]) -> dict[str, Any]:
     """Sums over parts, and whether all is well."""
-    names = ("finished", "aborted", "failures", "checked_answers", "checked_tokens", "ties")
-    sums: dict[str, Any] = {
-        name: sum(row[name] for row in parts) for name in (*names, "wrong", "log_trouble")
-    }
+    sums: dict[str, Any] = {name: sum(row[name] for row in parts) for name in COUNTS}
     sums["seconds"] = round(sum(row["seconds"] for row in parts), 1)
     sums["level"] = all(is_level(found) for row in parts for found in row["memory"].values())
-    bad = sums["failures"] or sums["wrong"] or sums["log_trouble"]
-    sums["ok"] = bool(
-        sums["level"]
-        and sums["checked_tokens"]
-        and not bad
-        and not any(row["error"] for row in parts)
-    )
+    bad = any(row[name] for row in parts for name in ("error", "failures", "wrong", "log_trouble"))
+    sums["ok"] = bool(sums["level"] and sums["checked_tokens"] and not bad)
     return sums
 
 
-def run_part(launch: Launch, reference: str, traffic: Traffic, logs: Path, console: Console) -> Row:
+def run_part(
+    launch: Launch, reference: str, traffic: Traffic, logs: Path, console: Console, together: bool
+) -> Row:
     """Traffic on a server with the plugin, then its check on the host's own backend."""
     row: Row = {"part": traffic.part, "host": launch.host.name, "model": launch.model.name}
-    row |= {"error": None, "seconds": 0.0, "finished": 0, "aborted": 0, "failures": 0}
-    row |= {"evicted": None, "checked_tokens": 0, "checked_answers": 0, "ties": 0, "wrong": 0}
-    row |= {"log_trouble": 0, "memory": {"rss_mib": None, "gpu_mib": None}}
+    row |= {"error": None, "seconds": 0.0, "evicted": None, **dict.fromkeys(COUNTS, 0)}
+    row["memory"] = {"rss_mib": None, "gpu_mib": None}
     dtype = "bfloat16" if launch.host.on_gpu() else "float32"
     tolerance = tolerance_of(dtype, value_of("--kv-cache-dtype", launch.options))
     vocabulary, said = launch.model.ids, partial(say, console)
 
-    async def sent(server: ServerProcess) -> Seen:
+    async def asked(server: Any, asks: Callable[[ServerClient], Awaitable[Any]]) -> Any:
         async with client_of(server.url) as client:
-            return await drive(traffic, vocabulary, client, server)
+            return await asks(client)
 
-    async def checked(server: ServerProcess, samples: Sequence[Sample]) -> dict[str, Any]:
-        async with client_of(server.url) as client:
-            return (await check(samples, client, tolerance)).to_dict(tolerance)
-
+    ours, theirs = Side(launch, launch.host.ours), Side(launch, reference)
     try:
-        with server_of(launch, launch.host.ours, logs, said) as server:
-            seen = asyncio.run(sent(server))
+        with ExitStack() as opened:
+            start([ours, theirs] if together else [ours], logs, said, opened)
+            server = ours.running()
+            seen = asyncio.run(asked(server, partial(drive, traffic, vocabulary, server=server)))
             log = server.log.read_text(errors="replace").splitlines()
-        row |= {"seconds": round(seen.seconds, 1), "finished": seen.finished}
-        row |= {"aborted": seen.aborted, "failures": len(seen.failures), "evicted": seen.evicted}
-        row["log_trouble"] = sum(bool(TROUBLE.search(line)) for line in log)
-        row["memory"] = {name: level(seen.memory, name) for name in row["memory"]}
-        if seen.failures:
-            row["first_failures"] = seen.failures[:5]
-        with server_of(launch, reference, logs, said) as server:
-            found = asyncio.run(checked(server, seen.samples))
-        row |= {"checked_answers": found["answers"], "checked_tokens": found["tokens"]}
-        row |= {"ties": found["ties"], "wrong": found["wrong"]}
-        if found["first_wrong"]:
-            row["first_wrong"] = found["first_wrong"]
+            row |= {"seconds": round(seen.seconds, 1), "finished": seen.finished}
+            row |= {"aborted": seen.aborted, "evicted": seen.evicted}
+            row["failures"], row["first_failures"] = len(seen.failures), seen.failures[:5]
+            row["log_trouble"] = sum(bool(TROUBLE.search(line)) for line in log)
+            row["memory"] = {name: level(seen.memory, name) for name in row["memory"]}
+            if not together:
+                opened.close()
+                start([theirs], logs, said, opened)
+            checks = partial(check, seen.samples, tolerance=tolerance)
+            found = asyncio.run(asked(theirs.running(), checks)).to_dict(tolerance)
+        row |= {name: found[name.removeprefix("checked_")] for name in CHECKED}
+        row["first_wrong"] = found["first_wrong"]
     except (*LOST, NotAnswered) as error:
         row["error"] = f"{type(error).__name__}: {error}"[:600]
     return row
@@ -293,6 +286,10 @@ def soak(
         str | None, typer.Option(help="Backend that checks the answers; default: the host's own.")
     ] = None,
     start_timeout: StartOption = 500.0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight; default: 64, on the CPU 6.")
+    ] = None,
+    together: TogetherOption = False,
 ) -> None:
     """Send mixed traffic to a server with the plugin, and check a sample of its answers.
 
@@ -307,19 +304,20 @@ def soak(
         checks = reference or chosen.reference()
         checked_backends(chosen, (chosen.ours, checks))
         model = opened.enter_context(served_model(chosen, ModelChoice(shape=shape)))
-        launch = Launch(chosen, model, tuple(host_arguments(host_args)))
-        launch = replace(
-            launch, environment=same_prefill(chosen, checks), start_seconds=start_timeout
+        launch = Launch(
+            chosen, model, tuple(host_arguments(host_args)), start_seconds=start_timeout
         )
+        launch = replace(launch, environment=same_prefill(chosen, checks))
         part = max((row["part"] for row in parts), default=0) + 1
         traffic = Traffic(seconds, part, **({} if chosen.on_gpu() else ON_CPU))
+        traffic = replace(traffic, workers=workers or traffic.workers)
         with unwound(console, "all servers have ended; this part is not recorded"):
-            parts.append(run_part(launch, checks, traffic, out.with_suffix(".logs"), console))
+            logs = out.with_suffix(".logs")
+            parts.append(run_part(launch, checks, traffic, logs, console, together))
         runs = [*header.get("runs", []), {**provenance(), "command": typed_command(), "part": part}]
         total = totals(parts)
         write_rows(out, parts, {"runs": runs, "total": total})
-    say(console, str(parts[-1]))
-    say(console, str(total))
+    say(console, f"{parts[-1]}\n{total}")
     raise typer.Exit(not total["ok"])
 
 

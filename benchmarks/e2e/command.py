@@ -193,8 +193,7 @@ def measure_servers(
     with unwound(console, stopped):
         recorder = Recorder(out, typed_command(), sides, reference)
         rows = record(sides, jobs, recorder, out.with_suffix(".logs"), say_line, together=together)
-    show = console if console.is_terminal else Console(width=170)
-    show.print(rows_table(rows))
+    (console if console.is_terminal else Console(width=170)).print(rows_table(rows))
     say(console, f"rows    {out}")
     if any(row["error"] for row in rows):
         raise typer.Exit(1)

@@ -90,6 +90,12 @@ class Side:
     server: Served | None = None
     lost: Exception | None = None
 
+    def running(self) -> Any:
+        """The server; raises why it was lost."""
+        if self.lost is not None:
+            raise self.lost
+        return self.server
+
     def row(self, job: Job) -> Row:
         """The job's row, without figures."""
         sizes = {} if job.sizes is None else {**job.sizes._asdict(), "gen": job.gen}
@@ -164,38 +170,36 @@ def record(
     """
     for group in [list(sides)] if together else [[side] for side in sides]:
         with ExitStack() as opened:
-            _start(group, logs, say, opened)
+            start(group, logs, say, opened)
             for turn, job in enumerate(jobs):  # nobody is always first
                 for side in group if turn % 2 == 0 else reversed(group):
                     _run(side, job, recorder, say)
     return recorder.rows
 
 
-def _start(group: Sequence[Side], logs: Path, say: Say, opened: ExitStack) -> None:
+def start(group: Sequence[Side], logs: Path, say: Say, opened: ExitStack) -> None:
     """Start the servers of a group at the same time; sides whose server fails are lost."""
 
-    def start(side: Side, progress: Progress) -> None:
+    def one(side: Side, progress: Progress) -> None:
         server = server_of(side.launch, side.backend, logs, say, progress=progress)
         try:
             side.server = opened.enter_context(server)
         except LOST as error:
             side.lost = error
 
-    at_once([partial(start, side) for side in group])
+    at_once([partial(one, side) for side in group])
 
 
 def _run(side: Side, job: Job, recorder: Recorder, say: Say) -> None:
     """Measure a job; what goes wrong becomes the row's error."""
     row, answers = side.row(job), []
-    if side.server is not None and side.lost is None:
-        try:
-            answers = asyncio.run(_measured(side, side.server, job, row))
-        except LOST as error:
-            side.lost = error
-            side.server.stop()  # a server that hangs would slow the others down
-    if side.lost is not None:
-        row = side.row(job)
-        row["error"] = _words(side.lost)
+    try:
+        answers = asyncio.run(_measured(side, side.running(), job, row))
+    except LOST as error:
+        if side.lost is None:
+            side.running().stop()  # a server that hangs would slow the others down
+        side.lost, row = error, side.row(job)
+        row["error"] = _words(error)
     recorder.put(row, answers)
     figures = ((row["tpot_ms"], "ms a token"), (row["ttft_ms"], "ms to the first token"))
     said = [f"{value:,.3f} {name}" for value, name in figures if value is not None]

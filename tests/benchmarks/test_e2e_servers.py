@@ -169,7 +169,7 @@ def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend
     monkeypatch.setattr(soaks, "tolerance_of", lambda *_: GAP)
     launch = fake_launch()
     launch = replace(launch, host=replace(launch.host, backends=(backend, "right")))
-    row = soaks.run_part(launch, "right", TRAFFIC, tmp_path, Console(quiet=True))
+    row = soaks.run_part(launch, "right", TRAFFIC, tmp_path, Console(quiet=True), wrong)
     assert row["error"] is None
     assert row["checked_answers"] == min(5, row["finished"])
     assert row["finished"] >= 3
