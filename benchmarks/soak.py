@@ -255,8 +255,9 @@ def run_part(
     ours, theirs = Side(launch, launch.host.ours), Side(launch, reference)
     try:
         with ExitStack() as opened:
-            start([ours, theirs] if together else [ours], logs, said, opened)
-            server = ours.running()
+            sides = [theirs, ours] if together else [ours]
+            start(sides, logs, said, opened)
+            server = [side.running() for side in sides][-1]
             seen = asyncio.run(asked(server, partial(drive, traffic, vocabulary, server=server)))
             log = server.log.read_text(errors="replace").splitlines()
             row |= {"seconds": round(seen.seconds, 1), "finished": seen.finished}

@@ -74,8 +74,7 @@ TogetherOption = Annotated[
     bool,
     typer.Option(
         "--together",
-        help="Start all servers at once, and run each workload on one after the other. The host's "
-        "options must give each server its share of the GPU.",
+        help="Start all servers at once; the host's options must give each its share of the GPU.",
     ),
 ]
 

@@ -164,17 +164,17 @@ TRAFFIC = soaks.Traffic(
 )
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("backend", "wrong"), [("right", False), ("wrong", True)])
-def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend, wrong):
+def test_traffic_is_checked_against_the_reference(tmp_path, monkeypatch, backend, wrong, together):
     monkeypatch.setattr(soaks, "tolerance_of", lambda *_: GAP)
     launch = fake_launch()
     launch = replace(launch, host=replace(launch.host, backends=(backend, "right")))
-    row = soaks.run_part(launch, "right", TRAFFIC, tmp_path, Console(quiet=True), wrong)
-    assert row["error"] is None
-    assert row["checked_answers"] == min(5, row["finished"])
-    assert row["finished"] >= 3
-    assert row["checked_tokens"] > 0
-    assert bool(row["wrong"]) is wrong
+    row = soaks.run_part(launch, "right", TRAFFIC, tmp_path, Console(quiet=True), together)
+    assert (row["error"], bool(row["wrong"])) == (None, wrong)
+    assert row["checked_answers"] == min(5, row["finished"]) >= 3
+    lost = soaks.run_part(launch, "crashes", TRAFFIC, tmp_path, Console(quiet=True), together)
+    assert ("does not start" in lost["error"], lost["finished"] > 0) == (True, not together)
     assert soaks.totals([row])["ok"] is not wrong
     assert not soaks.totals([row, {**row, "error": "died"}])["ok"]
     assert not soaks.totals([{**row, "wrong": 0, "checked_tokens": 0}])["ok"]
