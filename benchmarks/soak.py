@@ -257,7 +257,7 @@ def run_part(
         with ExitStack() as opened:
             sides = [theirs, ours] if together else [ours]
             start(sides, logs, said, opened)
-            server = [side.running() for side in sides][-1]
+            server = [side.running() for side in sides][-1]  # ours, if both have started
             seen = asyncio.run(asked(server, partial(drive, traffic, vocabulary, server=server)))
             log = server.log.read_text(errors="replace").splitlines()
             row |= {"seconds": round(seen.seconds, 1), "finished": seen.finished}
