@@ -1,10 +1,14 @@
 """`invariant`: a request's length cuts its KV, so its output depends on that request alone.
 
-A request's length alone decides where its chunks begin. The first ``2 * PER_OCTAVE`` chunks have
-`chunk_tokens` tokens each. From there on, chunks are twice as long in each octave, like the gaps
-between floating-point numbers. So long contexts have few chunks, and no chunk is longer than a
-small part of the context before it. The end of a request has one chunk of half that length or none,
-and then chunks of ``1 / SHARES`` of it: requests that branch inside a chunk read it by themselves.
+A request's length alone decides where its chunks begin. The first ones, of `short_tokens` tokens
+together, have ``CHUNK`` tokens each, and the next ones twice as many: longer prefixes have longer
+chunks. Behind ``2 * PER_OCTAVE`` of these, chunks are twice as long in each octave, like the gaps
+between floating-point numbers. So no chunk is longer than a small part of the context before it.
+
+A request ends in parts, ``1 / PARTS`` of a whole chunk: its last chunk has a part at most, and the
+parts before it are one chunk, or a half of a whole chunk and one more. If the request ends soon
+behind a whole chunk, that chunk is cut into a half and two quarters instead. So requests that branch
+inside a whole chunk read little by themselves.
 
 Requests side by side in depth-first order read a chunk together if they share all of it. That order
 depends on the planner, but no bit does. A request's last chunk is its own.
@@ -12,22 +16,32 @@ depends on the planner, but no bit does. A request's last chunk is its own.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from deft_backend.forest import PrefixForest, build_forest
 from deft_backend.policies.edges import grouped_ranges, groups_of
 from deft_backend.policies.grouping import Grouping, Int64Array, concatenated_ranges
-from deft_backend.policies.policy import ABSOLUTE, PER_OCTAVE, SHARES, Policy, Rules
+from deft_backend.policies.policy import ABSOLUTE, CHUNK, PARTS, PER_OCTAVE, Policy, Rules
 from deft_backend.policies.target import Limits, PolicyError, Target, check_limits
 from deft_backend.settings.policy_names import INVARIANT
 
-USUAL_PREFIX = 4096
-"""Tokens of a prefix for which the first chunks have the best length."""
+LONGER_FROM = 1 << 15
+"""Tokens from which on longer chunks pay, if a chunk costs a query as much as a token of its part."""
 
 WORKSPACE_LIMIT = 2 << 30
 """Most bytes of partial results of the largest batch."""
+
+
+class End(NamedTuple):
+    """A request behind its whole chunks, in parts."""
+
+    whole: Int64Array  # how many whole chunks there are
+    begin: Int64Array  # the first token behind them
+    part: Int64Array  # tokens of a part
+    shared: Int64Array  # parts before the request's last chunk
+    second: Int64Array  # the end of the chunk behind a half
 
 
 @dataclass(frozen=True)
@@ -46,80 +60,94 @@ class Invariant(Policy):
       neither on its place nor on other rows.
     - Partial results merge in the order of chunks, and their number tells how.
 
-    The head shape, the KV cache's dtype and the GPU decide `chunk_tokens` (:meth:`for_target`), so
+    The head shape, the KV cache's dtype and the GPU decide `short_tokens` (:meth:`for_target`), so
     they are part of the function. So are the plan's number of query tokens, because a draft's token
     need not have the bits of a decode step, and whether the cache spans more than 64 GiB.
     """
 
     name: ClassVar[str] = INVARIANT
 
-    chunk_tokens: int = 512  # of each of the first chunks
+    short_tokens: int = 4 * CHUNK  # at a request's begin, in chunks of CHUNK tokens
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < SHARES or self.chunk_tokens % SHARES:
+        if self.short_tokens < CHUNK or self.short_tokens % CHUNK:
             raise PolicyError(
-                f"chunk_tokens is {self.chunk_tokens}; expected a multiple of {SHARES}"
+                f"short_tokens is {self.short_tokens}; expected a multiple of {CHUNK}"
             )
 
     @classmethod
     def for_target(cls, target: Target) -> "Invariant":
-        """The policy with the first chunks that cost a query least behind a usual prefix.
+        """The policy with as many short chunks as cost a query least.
 
         A query pays for each chunk: its partial result, and its share of a full tile's item. And it
-        reads about half a chunk of its end by itself, behind the tokens that it shares. The length
-        is a power of two, so that costs which differ a little make no difference.
+        reads about half a part of its end by itself, behind the tokens that it shares. The length
+        of chunks that balances the two grows as the square root of the prefix.
         """
         tiles, programs = target.costs.tiles, target.tile_programs[1]
         of_chunk = target.partial_ns + tiles.item_ns[1] / (programs * target.largest_tile)
-        of_token = tiles.token_ns[1] / (programs * SHARES)
-        return cls(1 << round(math.log2(2 * USUAL_PREFIX * of_chunk / of_token) / 2))
+        of_token = tiles.token_ns[1] / (programs * PARTS)
+        chunks = LONGER_FROM * of_token / (of_chunk * CHUNK)
+        return cls(CHUNK << max(round(math.log2(chunks)), 0))
 
     def __str__(self) -> str:
-        return f"{self.name}, chunks of {self.chunk_tokens} tokens and more, 1/{SHARES} at the end"
+        short, rest = f"chunks of {CHUNK} tokens up to {self.short_tokens}", f"of {2 * CHUNK} behind"
+        return f"{self.name}, {short}, {rest}"
 
     @property
     def rules(self) -> Rules:
-        return Rules("all", ABSOLUTE, self.chunk_tokens)
+        return Rules("all", ABSOLUTE, self.short_tokens)
 
     def _whole_at(self, token: Int64Array) -> Int64Array:
-        unit = token // self.chunk_tokens
+        unit = np.maximum(token - self.short_tokens, 0) // (2 * CHUNK)
         octave = np.frexp(np.maximum(unit // PER_OCTAVE, 1))[1] - 1
-        chunk: Int64Array = octave * PER_OCTAVE + (unit >> octave)
-        return chunk
+        longer = self.short_tokens // CHUNK + octave * PER_OCTAVE + (unit >> octave)
+        return np.where(token < self.short_tokens, token // CHUNK, longer)
 
     def _begin_of(self, chunk: Int64Array) -> Int64Array:
-        octave = np.maximum(chunk // PER_OCTAVE - 1, 0)
-        begin: Int64Array = (chunk - octave * PER_OCTAVE << octave) * self.chunk_tokens
-        return begin
+        longer = chunk - self.short_tokens // CHUNK
+        octave = np.maximum(longer // PER_OCTAVE - 1, 0)
+        begin = self.short_tokens + (longer - octave * PER_OCTAVE << octave) * (2 * CHUNK)
+        return np.where(longer < 0, chunk * CHUNK, begin)
 
-    def short_chunks(self, length: Int64Array | int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """A request's first short chunk behind half a chunk, its first token, and its tokens."""
-        last = np.maximum(np.asarray(length) - 1 - self.chunk_tokens // SHARES, 0)
+    def end_of(self, length: Int64Array | int) -> End:
+        """How requests of so many tokens end."""
+        last = np.maximum(np.asarray(length, dtype=np.int64) - 1, 0)
         whole = self._whole_at(last)
+        # A request that ends soon behind a whole chunk does not have that chunk.
+        local = self._begin_of(whole + 1) - self._begin_of(whole)
+        whole = self._whole_at(np.maximum(last - local // 4, 0))
         begin = self._begin_of(whole)
-        tokens = self._begin_of(whole + 1) - begin
-        halves = (last - begin) // (tokens // 2)  # 0 or 1
-        return whole + halves, begin + halves * (tokens // 2), tokens // SHARES
+        part = (self._begin_of(whole + 1) - begin) // PARTS
+        shared = np.minimum((last - begin) // part, PARTS)
+        return End(whole, begin, part, shared, np.where(shared == PARTS, PARTS * 3 // 4, shared))
 
     def chunk_at(self, token: Int64Array | int, length: Int64Array | int) -> Int64Array:
         """The chunk that holds each token of a request of `length` tokens, by its position.
 
-        >>> Invariant(256).chunk_at(np.array([0, 255, 256, 383, 384, 511]), 512).tolist()
-        [0, 0, 1, 1, 2, 3]
+        >>> Invariant(512).chunk_at(np.array([0, 511, 512, 1023, 1024, 1279, 1280]), 1300).tolist()
+        [0, 0, 1, 1, 2, 2, 3]
         """
-        first, begin, tokens = self.short_chunks(length)
-        short = first + (token - begin) // tokens
-        return np.where(token < begin, self._whole_at(np.asarray(token)), short)
+        end, token = self.end_of(length), np.asarray(token)
+        at = (token - end.begin) // end.part
+        first = (end.shared > 0) & (at >= np.minimum(end.shared, PARTS // 2))
+        second = (end.shared > PARTS // 2) & (at >= end.second)
+        behind = sum((first, second, (end.shared == PARTS) & (at >= PARTS)))
+        return np.where(token < end.begin, self._whole_at(token), end.whole + behind)
 
     def begin_of(self, chunk: Int64Array | int, length: Int64Array | int) -> Int64Array:
-        """The position of the first token of each chunk of a request of `length` tokens.
+        """The position of the first token of each chunk of a request of `length` tokens; of the one
+        behind them, `length` or more.
 
-        >>> Invariant(256).begin_of(np.arange(5), 512).tolist()
-        [0, 256, 384, 448, 512]
+        >>> Invariant(512).begin_of(np.arange(4), 1300).tolist()
+        [0, 512, 1024, 1280]
         """
-        first, begin, tokens = self.short_chunks(length)
-        short = begin + (chunk - first) * tokens
-        return np.where(chunk < first, self._begin_of(np.asarray(chunk)), short)
+        end, later = self.end_of(length), 2 * PARTS
+        behind = np.asarray(chunk) - end.whole
+        parts = np.where(end.shared > 0, np.minimum(end.shared, PARTS // 2), later)
+        second = np.where(end.shared > PARTS // 2, end.second, later)
+        third = np.where(end.shared == PARTS, PARTS, later)
+        parts = np.choose(np.clip(behind, 1, 4) - 1, [parts, second, third, later])
+        return np.where(behind <= 0, self._begin_of(np.asarray(chunk)), end.begin + parts * end.part)
 
     def num_chunks(self, length: int) -> int:
         """Chunks of a request of so many tokens: its partial results."""
@@ -127,9 +155,7 @@ class Invariant(Policy):
 
     def most_chunks(self, length: int) -> int:
         """Chunks of a request of up to so many tokens; a shorter request may have more."""
-        first, begin, _ = self.short_chunks(length)
-        earlier = int(self._whole_at(begin)) + SHARES // 2 + 1 if first else 0
-        return max(self.num_chunks(length), earlier)
+        return int(self.end_of(length).whole) + 4
 
     def check_workspace(self, max_queries: int, max_tokens: int, result_bytes: int) -> None:
         """Raise PolicyError if partial results, each of `result_bytes`, exceed WORKSPACE_LIMIT.
@@ -166,10 +192,16 @@ class Invariant(Policy):
         length = forest.seq_lens.astype(np.int64)[forest.order]
         limit = np.maximum(length - 1, 0) // forest.page_size * forest.page_size
         shared = forest.shared.astype(np.int64)
-        # Requests whose short chunks begin at other positions share whole chunks only.
-        _, begin, _ = self.short_chunks(length)
-        whole = self._begin_of(self._whole_at(np.minimum(begin[:-1], begin[1:])))
-        whole = np.where(begin[:-1] == begin[1:], shared, whole)
-        shared = np.minimum(np.minimum(shared, whole), np.minimum(limit[:-1], limit[1:]))
+        shared = np.minimum(shared, np.minimum(limit[:-1], limit[1:]))
+        shared = np.minimum(shared, self._alike(length[:-1], length[1:]))
         whole = self.begin_of(self.chunk_at(shared, length[:-1]), length[:-1])
         return build_forest(forest.order, whole.astype(np.int32), forest.seq_lens)
+
+    def _alike(self, length: Int64Array, other_length: Int64Array) -> Int64Array:
+        """The token up to which requests of both lengths have the same chunks."""
+        end, other = self.end_of(length), self.end_of(other_length)
+        half = np.where(np.minimum(end.shared, other.shared) >= PARTS // 2, PARTS // 2, 0)
+        alike = np.where(end.second == other.second, end.second, half)
+        alike = np.where(end.shared == other.shared, end.shared, alike) * end.part
+        least = np.minimum(end.begin, other.begin)
+        return np.where(end.begin == other.begin, end.begin + alike, least)

@@ -21,11 +21,14 @@ EDGE_RULES = ("none", "all", "greedy", "measured", FLATTENED)
 ABSOLUTE = "absolute"
 """The rule of chunks of `invariant`: a request's length decides where they begin."""
 
+CHUNK = 512
+"""For the rule ``absolute``: tokens of each of a request's first chunks."""
+
 PER_OCTAVE = 16
 """For the rule ``absolute``: chunks of an octave, within which chunks are equally long."""
 
-SHARES = 4
-"""For the rule ``absolute``: how many chunks of a request's end are as long as a chunk before."""
+PARTS = 8
+"""For the rule ``absolute``: a request's end is cut at multiples of this part of a chunk."""
 
 
 class Rules(NamedTuple):
@@ -34,7 +37,7 @@ class Rules(NamedTuple):
     edges: str  # which edges are cut; one of :data:`EDGE_RULES`
     # One of :data:`~deft_backend.policies.chunk_choice.CHUNK_RULES`, or :data:`ABSOLUTE`.
     chunks: str
-    # Tokens of a chunk for the rule ``fixed``, and of the first chunks for the rule ``absolute``.
+    # Tokens of a chunk for the rule ``fixed``; for ``absolute``, of all chunks of CHUNK tokens.
     chunk_tokens: int = 0
 
 

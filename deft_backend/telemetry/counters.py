@@ -206,7 +206,7 @@ class ServerDescription:
     host_version: str = field(metadata=_TEXT)
     backend: str = field(metadata=_TEXT)
     policy: str = field(metadata=_TEXT)
-    # Tokens of a chunk by the policy's rule (`Rules.chunk_tokens`); 0: each plan chooses it.
+    # `Rules.chunk_tokens` of the policy; 0: each plan chooses the length of its chunks.
     chunk_tokens: int = field(default=0, kw_only=True, metadata=_ID)
     device: str = field(metadata=_TEXT)
     # Of the KV cache. Queries have it too, unless it has 8 bits.

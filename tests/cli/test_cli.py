@@ -117,7 +117,7 @@ def test_what_commands_do_is_as_drawn(commands, tmp_path, monkeypatch):
     follower, nodes = engines.Follower, get_policy("deft-node")
 
     def grouped(policy, *given):
-        print("chunks of", policy.chunk_tokens)
+        print("short chunks", policy.short_tokens)
         return nodes.group(*given)
 
     def replaced_by(file, arguments, environment):

@@ -101,27 +101,27 @@ def test_leaves_merge_as_many_results_as_the_hosts_do():
     assert host.reduce_query.tolist() == expected
 
 
-@pytest.mark.parametrize(("private", "shared"), [(0, 4), (1, 4), (5, 0)])
+@pytest.mark.parametrize(("private", "shared"), [(0, 192), (8, 192), (80, 0)])
 def test_a_requests_last_absolute_chunk_is_its_own(private, shared):
-    """Of two requests with the same two short chunks of four tokens; some may be private."""
-    batch = batch_of(regular_forest([1, 2], [8, 0]))
-    planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(16))
+    """Of two requests with the same chunk of 192 tokens, and 8 behind; some may be private."""
+    batch = batch_of(regular_forest([1, 2], [200, 0]))
+    planner, plan = planner_for(TARGET, 2, 1, PlanCapacity(2, 9, 9, 9), policy=Invariant(512))
     tables, lens = (torch.from_numpy(a) for a in (batch.page_tables, batch.seq_lens))
-    planner.plan(tables[:, :8].contiguous(), torch.arange(2), lens, private_tokens=private)
+    planner.plan(tables[:, :200].contiguous(), torch.arange(2), lens, private_tokens=private)
     ends = [end for queries, (_, end), *_ in items_of(read_plan(plan)) if queries == 2]
     assert (max(ends, default=0), len(read_plan(plan).entry_query)) == (shared, 4)
 
 
 @settings(deadline=None, max_examples=25)
-@given(chunk_tokens=st.sampled_from([8, 64, 512]), data=st.data())
-def test_absolute_chunks_begin_where_the_references_do(chunk_tokens, data):
+@given(short_tokens=st.sampled_from([512, 1536, 2048]), data=st.data())
+def test_absolute_chunks_begin_where_the_references_do(short_tokens, data):
     """Three requests that end and part near the ends of chunks, in arrays that just hold them."""
-    policy, longest = Invariant(chunk_tokens), 1 << 20
+    policy, longest = Invariant(short_tokens), 1 << 20
 
     def draw(least, most):
         chunk = int(policy.chunk_at(data.draw(st.integers(least, most)), longest * 2))
         near = int(policy.begin_of(chunk, longest * 2)) + data.draw(st.integers(-2, 2))
-        near += data.draw(st.sampled_from([-1, 0, 1, 2])) * chunk_tokens // 4
+        near += data.draw(st.sampled_from([-1, 0, 1, 2])) * 128
         return min(max(near, least), most)
 
     octave = 1 << data.draw(st.integers(4, 20))

@@ -102,15 +102,15 @@ def absolute(tokens, lengths, chunk, out, LANES: tl.constexpr):
     tl.store(out + LANES + lane, device.chunk_begin(at, length, chunk))
 
 
-@pytest.mark.parametrize("chunk_tokens", [4, 12, 256])
-@pytest.mark.parametrize("behind", [1, 2, 40, 700])
-def test_absolute_chunks(chunk_tokens, behind):
+@pytest.mark.parametrize("short_tokens", [512, 1536, 2048])
+@pytest.mark.parametrize("behind", [1, 2, 130, 700])
+def test_absolute_chunks(short_tokens, behind):
     """Of tokens so far before a request's end, up to the longest context."""
     powers = [n for power in range(30) for n in ((1 << power) - 1, 1 << power, 3 << power)]
-    tokens = [n for n in [*range(600), *sorted({*powers})] if n < (1 << 31) - 1024]
+    tokens = [n for n in [*range(0, 4096, 8), *sorted({*powers})] if n < (1 << 31) - 1024]
     length = [n + behind for n in tokens]
-    found = computed(absolute, lanes(tokens), lanes(length), chunk_tokens)[:, : len(tokens)]
-    policy = Invariant(chunk_tokens)
+    found = computed(absolute, lanes(tokens), lanes(length), short_tokens)[:, : len(tokens)]
+    policy = Invariant(short_tokens)
     at = policy.chunk_at(np.array(tokens), np.array(length))
     assert found[0].tolist() == at.tolist()
     assert found[1].tolist() == policy.begin_of(at, np.array(length)).tolist()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,42 +14,38 @@ from cost_keys import KEY
 from deft_backend.attention.reference_attention import reference_attention, relative_error
 from deft_backend.costs.tables import GpuFacts, shipped_for
 from deft_backend.forest import forest_from_page_tables
-from deft_backend.policies import Invariant, PolicyError, Target
-from deft_backend.policies.policy import SHARES
+from deft_backend.planner.on_device import tiles
+from deft_backend.policies import Invariant, PolicyError, Target, invariant
 from strategies import batches
 
-C = 8  # tokens of a first chunk, so that contexts of the tests have many chunks
+C = 16  # tokens of a first chunk, so that contexts of the tests have many chunks
 
 
-def whole_lengths(policy, chunks):
-    """The lengths of chunks, if none is short."""
-    octave = np.arange(chunks) // 16
-    return policy.chunk_tokens * 2 ** np.maximum(octave - 1, 0)
-
-
-@pytest.mark.parametrize("policy", [Invariant(4), Invariant(12), Invariant(256)], ids=str)
+@pytest.mark.parametrize("policy", [Invariant(512), Invariant(1536), Invariant(2048)], ids=str)
 def test_a_requests_end_has_short_chunks(policy):
-    """Chunks double in each octave. From a quarter of a first chunk before the end, or at most half
-    a chunk more, they are a quarter as long."""
-    longest, unit = 0, policy.chunk_tokens // SHARES
-    for length in {*range(1, 150 * unit), *range(11, 200_000, 977), 1 << 20, (1 << 20) + unit}:
+    """Whole chunks; then up to two chunks, or a half and two quarters; and the request's own."""
+    lengths = 1024 * 2 ** np.maximum(np.arange(400) // 16 - 1, 0)
+    first = np.full(policy.short_tokens // 512, 512)
+    most, whole = 0, np.cumsum([0, *first, *lengths])
+    for length in {*range(1, 6000), *range(11, 200_000, 977), 1 << 20, (1 << 20) + 64}:
         chunks = policy.num_chunks(length)
-        begins = policy.begin_of(np.arange(chunks), length)
-        whole = whole_lengths(policy, chunks)
-        tokens = np.diff(begins) / whole[:-1]
-        number = int((tokens == 1).cumprod().sum())  # whole chunks
-        half = number < chunks - 1 and tokens[number] == 0.5
-        assert begins[0] == 0
-        assert (np.diff(begins)[number + half :] == whole[number] // SHARES).all()
-        begin, ahead = begins[number + half], max(length - 1 - unit, 0)
-        assert begins[number] + half * whole[number] // 2 == begin
-        assert begin <= ahead < begin + whole[number] // 2
-        assert 0 < length - begins[-1] <= whole[number] // SHARES
-        for at in (begins, np.append(begins[1:], length) - 1):
+        begins = policy.begin_of(np.arange(chunks + 1), length)
+        local = np.diff(whole)[np.searchsorted(whole, length, side="left") - 1]
+        behind = max(length - 1 - local // 4, 0)
+        number = np.searchsorted(whole, behind, side="right") - 1
+        assert begins[: number + 1].tolist() == whole[: number + 1].tolist()
+        size, rest = whole[number + 1] - whole[number], length - whole[number]
+        short = (np.diff(begins[:-1])[number:] * 8 // size).tolist()
+        parts = (rest - 1) * 8 // size
+        two = [n for n in (parts // 4 * 4, parts % 4) if n]
+        assert short == ([4, 2, 2] if parts > 7 else two)
+        own = length - begins[-2]
+        assert 0 < own <= (local // 4 if parts > 7 else size // 8) and begins[-1] >= length
+        for at in (begins[:-1], np.append(begins[1:-1], length) - 1):
             assert policy.chunk_at(at, length).tolist() == list(range(chunks))
-        if length < 150 * unit:
-            longest = max(longest, chunks)
-            assert policy.most_chunks(length) == longest
+        if length < 6000:
+            most = max(most, chunks)
+            assert most <= policy.most_chunks(length) <= most + 3
 
 
 H200 = ("NVIDIA H200", GpuFacts(132, 1980.0, 4814.304))
@@ -59,26 +56,16 @@ H200 = ("NVIDIA H200", GpuFacts(132, 1980.0, 4814.304))
     [
         ((32, 8), 128, "bfloat16", H200, 512),
         ((32, 8), 128, "float16", ("NVIDIA H100 80GB HBM3", None), 512),
-        ((32, 8), 128, "float8_e4m3fn", H200, 1024),  # less time for a token, as much for an item
-        ((32, 32), 128, "float16", H200, 256),  # a token that one query reads alone costs more
-        ((64, 8), 128, "bfloat16", H200, 1024),
+        ((32, 8), 128, "float8_e4m3fn", H200, 512),  # less time for a token, as much for an item
+        ((32, 32), 128, "float16", H200, 2048),  # a token that one query reads alone costs more
+        ((64, 8), 128, "bfloat16", H200, 512),
     ],
 )
 def test_the_costs_of_a_head_shape_choose_the_chunks(heads, head_dim, dtype, gpu, expected):
-    """Of 128 to 2,048 tokens, those by which a query behind 4,096 tokens takes the least time."""
-    group = heads[0] // heads[1]
     sizes = {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": dtype}
     costs = shipped_for(replace(KEY, gpu=gpu[0], **sizes), gpu[1])
-    programs = 264 // heads[1]
-    target = Target(*heads, head_dim, tile_programs=(programs,) * 3, cost_model=costs)
-    assert Invariant.for_target(target).chunk_tokens == expected
-    tiles, queries = costs.tiles, 64 // group
-
-    def nanoseconds(chunk):
-        shared = 4096 // chunk * (tiles.item_ns[1] / programs / queries + tiles.partial_ns)
-        return shared + chunk / SHARES / 2 * tiles.token_ns[1] / programs
-
-    assert expected == min((128, 256, 512, 1024, 2048), key=nanoseconds)
+    target = Target(*heads, head_dim, tile_programs=(264 // heads[1],) * 3, cost_model=costs)
+    assert Invariant.for_target(target).short_tokens == expected
 
 
 def test_the_largest_batch_changes_the_room_alone():
@@ -89,11 +76,11 @@ def test_the_largest_batch_changes_the_room_alone():
     )
     assert small.policy == large.policy == Invariant(small.chunk_tokens)
     assert small.capacity.max_entries == 2 * small.policy.most_chunks(300)
-    chunks = Invariant(256).most_chunks(131_072)
+    chunks = Invariant(512).most_chunks(131_072)
     most = (2 << 30) // (chunks * 8448)
-    Invariant(256).check_workspace(most, 131_072, 8448)
+    Invariant(512).check_workspace(most, 131_072, 8448)
     with pytest.raises(PolicyError, match=f"exceed 2048 MiB; allow at most {most} at a time"):
-        Invariant(256).check_workspace(most + 1, 131_072, 8448)
+        Invariant(512).check_workspace(most + 1, 131_072, 8448)
 
 
 class Pool:
@@ -136,7 +123,9 @@ class Pool:
 def attention_of():
     """Attentions whose first chunks have C tokens; hypothesis draws many batches for each."""
     patched = pytest.MonkeyPatch()
-    patched.setattr(Invariant, "for_target", lambda target: Invariant(C))
+    patched.setattr(invariant, "CHUNK", C)
+    patched.setattr(tiles, "CHUNK", tl.constexpr(C))
+    patched.setattr(Invariant, "for_target", lambda target: Invariant(2 * C))
     made = {}
 
     def attention_of(max_batch=12, **changes):
@@ -146,7 +135,7 @@ def attention_of():
             made[key] = tree_attention(
                 policy="invariant", max_batch=max_batch, max_tokens=2048, **changes
             )
-            assert made[key].chunk_tokens == C
+            assert made[key].chunk_tokens == 2 * C
         return made[key]
 
     yield attention_of

@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deft_backend.policies import policy
 
+CHUNK = tl.constexpr(policy.CHUNK)
 PER_OCTAVE = tl.constexpr(policy.PER_OCTAVE)
-SHARES = tl.constexpr(policy.SHARES)
+PARTS = tl.constexpr(policy.PARTS)
 
 
 @jit
@@ -88,56 +89,86 @@ def parts_of(sizes, tokens, chunk, block, CHUNKS):
 
 
 @jit
-def _whole_at(token, chunk_tokens):
+def _whole_at(token, short_tokens):
+    EACH: tl.constexpr = CHUNK.value
     CHUNKS: tl.constexpr = PER_OCTAVE.value
-    unit = token // chunk_tokens
+    unit = tl.maximum(token - short_tokens, 0) // (2 * EACH)
     # The exponent of a float32, which holds any number of octaves of a context exactly.
     of_octave = tl.maximum(unit // CHUNKS, 1).to(tl.float32)
     octave = (of_octave.to(tl.int32, bitcast=True) >> 23) - 127
-    return octave * CHUNKS + (unit >> octave)
+    longer = short_tokens // EACH + octave * CHUNKS + (unit >> octave)
+    return tl.where(token < short_tokens, token // EACH, longer)
 
 
 @jit
-def _begin_of(chunk, chunk_tokens):
+def _begin_of(chunk, short_tokens):
+    EACH: tl.constexpr = CHUNK.value
     CHUNKS: tl.constexpr = PER_OCTAVE.value
-    octave = tl.maximum(chunk // CHUNKS - 1, 0)
-    return ((chunk - octave * CHUNKS) << octave) * chunk_tokens
+    longer = chunk - short_tokens // EACH
+    octave = tl.maximum(longer // CHUNKS - 1, 0)
+    begin = short_tokens + ((longer - octave * CHUNKS) << octave) * (2 * EACH)
+    return tl.where(longer < 0, chunk * EACH, begin)
+
+
+class End(NamedTuple):
+    """A request behind its whole chunks, in parts: ``Invariant`` says how it is cut."""
+
+    whole: Any  # how many whole chunks there are
+    begin: Any  # the first token behind them
+    part: Any  # tokens of a part
+    shared: Any  # parts before the request's last chunk
+    second: Any  # the end of the chunk behind a half
 
 
 @jit
-def short_chunks(length, chunk_tokens):
-    """The first short chunk behind half a chunk, its first token, and its tokens (`Invariant`)."""
-    PARTS: tl.constexpr = SHARES.value
-    last = tl.maximum(length - 1 - chunk_tokens // PARTS, 0)
-    whole = _whole_at(last, chunk_tokens)
-    begin = _begin_of(whole, chunk_tokens)
-    tokens = _begin_of(whole + 1, chunk_tokens) - begin
-    halves = (last - begin) // (tokens // 2)  # 0 or 1
-    return whole + halves, begin + halves * (tokens // 2), tokens // PARTS
+def end_of(length, short_tokens):
+    ALL: tl.constexpr = PARTS.value
+    last = tl.maximum(length - 1, 0)
+    whole = _whole_at(last, short_tokens)
+    local = _begin_of(whole + 1, short_tokens) - _begin_of(whole, short_tokens)
+    whole = _whole_at(tl.maximum(last - local // 4, 0), short_tokens)
+    begin = _begin_of(whole, short_tokens)
+    part = (_begin_of(whole + 1, short_tokens) - begin) // ALL
+    shared = tl.minimum((last - begin) // part, ALL)
+    return End(whole, begin, part, shared, tl.where(shared == ALL, ALL - ALL // 4, shared))
 
 
 @jit
-def chunk_at(token, length, chunk_tokens):
+def chunk_at(token, length, short_tokens):
     """The chunk of `invariant` that holds each token of requests of these lengths."""
-    first, begin, tokens = short_chunks(length, chunk_tokens)
-    short = first + (token - begin) // tokens
-    return tl.where(token < begin, _whole_at(token, chunk_tokens), short)
+    ALL: tl.constexpr = PARTS.value
+    end = end_of(length, short_tokens)
+    at = (token - end.begin) // end.part
+    behind = ((end.shared > 0) & (at >= tl.minimum(end.shared, ALL // 2))).to(tl.int32)
+    behind += ((end.shared > ALL // 2) & (at >= end.second)).to(tl.int32)
+    behind += ((end.shared == ALL) & (at >= ALL)).to(tl.int32)
+    return tl.where(token < end.begin, _whole_at(token, short_tokens), end.whole + behind)
 
 
 @jit
-def chunk_begin(chunk, length, chunk_tokens):
-    """The first token of each chunk of `invariant`."""
-    first, begin, tokens = short_chunks(length, chunk_tokens)
-    short = begin + (chunk - first) * tokens
-    return tl.where(chunk < first, _begin_of(chunk, chunk_tokens), short)
+def chunk_begin(chunk, length, short_tokens):
+    """The first token of each chunk of `invariant`; of the one behind the last, or later ones, the
+    request's length or more.
+    """
+    ALL: tl.constexpr = PARTS.value
+    end = end_of(length, short_tokens)
+    behind, later = chunk - end.whole, end.shared * 0 + 2 * ALL
+    parts = tl.where(end.shared > 0, tl.minimum(end.shared, ALL // 2), later)
+    parts = tl.where(behind == 2, tl.where(end.shared > ALL // 2, end.second, later), parts)
+    parts = tl.where(behind > 2, tl.where((end.shared == ALL) & (behind == 3), ALL, later), parts)
+    begin = end.begin + parts * end.part
+    return tl.where(behind <= 0, _begin_of(chunk, short_tokens), begin)
 
 
 @jit
-def shared_chunks(tokens, length, other_length, chunk_tokens):
+def shared_chunks(tokens, length, other_length, short_tokens):
     """Tokens of the chunks that two requests share, which share this many tokens."""
-    _, begin, _ = short_chunks(length, chunk_tokens)
-    _, other_begin, _ = short_chunks(other_length, chunk_tokens)
-    # Requests whose short chunks begin at other positions share whole chunks only.
-    whole = _begin_of(_whole_at(tl.minimum(begin, other_begin), chunk_tokens), chunk_tokens)
-    tokens = tl.where(begin == other_begin, tokens, tl.minimum(tokens, whole))
-    return chunk_begin(chunk_at(tokens, length, chunk_tokens), length, chunk_tokens)
+    ALL: tl.constexpr = PARTS.value
+    end, other = end_of(length, short_tokens), end_of(other_length, short_tokens)
+    half = tl.where(tl.minimum(end.shared, other.shared) >= ALL // 2, ALL // 2, 0)
+    alike = tl.where(end.second == other.second, end.second, half)
+    alike = tl.where(end.shared == other.shared, end.shared, alike) * end.part
+    other_begin = tl.minimum(end.begin, other.begin)
+    alike = tl.where(end.begin == other.begin, end.begin + alike, other_begin)
+    tokens = tl.minimum(tokens, alike)
+    return chunk_begin(chunk_at(tokens, length, short_tokens), length, short_tokens)

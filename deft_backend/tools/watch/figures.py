@@ -71,7 +71,7 @@ def title(engine: Engine) -> str:
     name = f"{_HOSTS.get(reading.host, reading.host)} {reading.host_version}"
     policy = f"{reading.backend}, policy {reading.policy}"
     if reading.chunk_tokens:
-        policy = f"{policy}, chunks of {reading.chunk_tokens} tokens"
+        policy = f"{policy} ({reading.chunk_tokens} tokens)"
     parts = [name, policy, reading.device]
     if engine.processes > 1:
         parts.append(counted(engine.processes, "process", "processes"))
